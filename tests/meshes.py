@@ -1,0 +1,24 @@
+"""Meshes for the tests: the same tests run on virtual CPU devices and on real GPUs."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+RANK_COUNTS = (1, 2, 4, 8)
+
+
+def expert_mesh(num_ranks: int, axis_name: str = "expert") -> Mesh:
+    """A one-axis mesh over the first `num_ranks` devices; skips where there are fewer."""
+    return mesh((num_ranks,), (axis_name,))
+
+
+def mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
+    """A mesh of this shape over the first devices; skips where there are fewer."""
+    size = int(np.prod(shape))
+    devices = jax.devices()
+    if len(devices) < size:
+        pytest.skip(f"needs {size} devices, this machine has {len(devices)}")
+    return Mesh(np.asarray(devices[:size]).reshape(shape), axis_names)
