@@ -1,0 +1,349 @@
+"""Plain NumPy of the whole contract, written to be read: what every function must compute.
+
+No JAX, no mesh: what a rank holds is one entry of a Python list, so `x_per_rank[r]` is rank r's
+tokens and "communication" is indexing that list. Loops stand where loops say it best. The tests
+compare `dispatch` with this file bit for bit, everything else within float tolerance.
+
+N ranks, E experts, L = E / N local experts (rank r owns experts r * L ... r * L + L - 1),
+T tokens per rank, H hidden, K top-k, R capacity (rows of a receive buffer), F expert hidden.
+bfloat16 arrays come in with the dtype that `ml_dtypes` registers; nothing here imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+# --------------------------------------------------------------------------- dispatch and combine
+
+
+class Routes(NamedTuple):
+    """Where one rank's (token, choice) pairs went: what `combine` needs to bring them back."""
+
+    ranks: Array  # [T, K] int: the rank that owns the chosen expert; -1 where nothing was sent
+    rows: Array  # [T, K] int: the row of that rank's tokens; -1 where masked or dropped
+    capacity: int  # R
+
+
+class Dispatched(NamedTuple):
+    """What one rank holds after `dispatch`."""
+
+    tokens: Array  # [R, H]: received rows, grouped by local expert; every other row is zero
+    group_sizes: Array  # [L] int32: rows of each block inside R, padding to alignment included
+    expert_counts: Array  # [L] int32: real rows of each block (they stand first in it)
+    num_dropped: Array  # [] int32: pairs meant for this rank that fell past row R
+    rows_needed: Array  # [] int32: the R that would have dropped nothing on this rank
+    routes: Routes  # of the tokens that this rank *sent*
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def default_capacity(
+    num_ranks: int,
+    num_tokens: int,
+    top_k: int,
+    num_local_experts: int,
+    expert_alignment: int = 1,
+) -> int:
+    """Rows enough for any routing.
+
+    At worst every choice of every token of every rank, repeats included, lands on one rank, and
+    every expert that receives anything wastes almost one whole alignment unit.
+    """
+    pairs = num_ranks * num_tokens * top_k
+    padding = min(num_local_experts, pairs) * (expert_alignment - 1)
+    return round_up(pairs + padding, expert_alignment)
+
+
+def dispatch(
+    x_per_rank: Sequence[Array],
+    topk_idx_per_rank: Sequence[Array],
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+) -> list[Dispatched]:
+    """Send every token to the ranks that own its experts, one row per (token, choice).
+
+    Args:
+      x_per_rank: N arrays [T, H], floating.
+      topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1 means none; any other
+        value outside 0 ... E - 1 is treated as -1. A token may choose one expert repeatedly.
+      num_experts: E, a multiple of N.
+      capacity: R, rows of each rank's result; None: `default_capacity`, which drops nothing.
+      expert_alignment: each expert's block starts at a multiple of this. An expert that receives
+        nothing has a block of no rows.
+
+    Returns:
+      N `Dispatched`. Rows are ordered by local expert, then source rank, then source token, then
+      choice. Rows that fall past R in that order are dropped; a block's rows past R, padding
+      included, do not exist and are not in `group_sizes`.
+    """
+    num_ranks = len(x_per_rank)
+    num_tokens, hidden = x_per_rank[0].shape
+    top_k = topk_idx_per_rank[0].shape[1]
+    num_local = num_experts // num_ranks
+    if capacity is None:
+        capacity = default_capacity(num_ranks, num_tokens, top_k, num_local, expert_alignment)
+
+    route_ranks = [np.full((num_tokens, top_k), -1, np.int32) for _ in range(num_ranks)]
+    route_rows = [np.full((num_tokens, top_k), -1, np.int32) for _ in range(num_ranks)]
+    received = []
+    for rank in range(num_ranks):
+        tokens = np.zeros((capacity, hidden), x_per_rank[0].dtype)
+        group_sizes = np.zeros(num_local, np.int32)
+        expert_counts = np.zeros(num_local, np.int32)
+        num_dropped = 0
+        start = 0  # of the expert's block, were there no capacity
+        for local in range(num_local):
+            row = start
+            for source in range(num_ranks):
+                chosen = topk_idx_per_rank[source] == rank * num_local + local
+                for token, choice in zip(*np.nonzero(chosen), strict=True):  # token by token
+                    if row < capacity:
+                        tokens[row] = x_per_rank[source][token]
+                        route_ranks[source][token, choice] = rank
+                        route_rows[source][token, choice] = row
+                        expert_counts[local] += 1
+                    else:
+                        num_dropped += 1
+                    row += 1
+            end = round_up(row, expert_alignment)
+            group_sizes[local] = min(end, capacity) - min(start, capacity)
+            start = end
+        received.append(
+            (tokens, group_sizes, expert_counts, np.int32(num_dropped), np.int32(start))
+        )
+    return [
+        Dispatched(*rest, routes=Routes(ranks, rows, capacity))  # type: ignore[arg-type]
+        for rest, ranks, rows in zip(received, route_ranks, route_rows, strict=True)
+    ]
+
+
+def combine(
+    y_per_rank: Sequence[Array],
+    routes_per_rank: Sequence[Routes],
+    topk_weights_per_rank: Sequence[Array] | None = None,
+) -> list[Array]:
+    """Bring the experts' rows back and sum them: out[t] = sum_k weights[t, k] * y[row of (t, k)].
+
+    Args:
+      y_per_rank: N arrays [R, H], one row for each row of `Dispatched.tokens`. A row that no
+        pair owns is never read, whatever it holds.
+      routes_per_rank: N `Routes`.
+      topk_weights_per_rank: N arrays [T, K], floating, or None: plain sum.
+
+    Returns:
+      N arrays [T, H] of y's dtype, accumulated in float32. Masked and dropped pairs add nothing.
+    """
+    outputs = []
+    for rank, routes in enumerate(routes_per_rank):
+        num_tokens, top_k = routes.rows.shape
+        out = np.zeros((num_tokens, y_per_rank[0].shape[1]), np.float32)
+        for token in range(num_tokens):
+            for choice in range(top_k):
+                if routes.rows[token, choice] < 0:
+                    continue
+                y = _row(y_per_rank, routes, token, choice)
+                if topk_weights_per_rank is None:
+                    out[token] += y
+                else:
+                    out[token] += np.float32(topk_weights_per_rank[rank][token, choice]) * y
+        outputs.append(out.astype(y_per_rank[0].dtype))
+    return outputs
+
+
+def dispatch_like(x_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]) -> list[Array]:
+    """Send another payload, N arrays [T, H'], along the same routes: N arrays [R, H']."""
+    return _scatter(x_per_rank, routes_per_rank, None, x_per_rank[0].dtype)
+
+
+def dispatch_grad(
+    grad_tokens_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]
+) -> list[Array]:
+    """d(dispatch)/dx: a token's gradient is the plain sum over the rows it was copied to."""
+    return combine(grad_tokens_per_rank, routes_per_rank)
+
+
+def combine_grad(
+    grad_out_per_rank: Sequence[Array],
+    y_per_rank: Sequence[Array],
+    routes_per_rank: Sequence[Routes],
+    topk_weights_per_rank: Sequence[Array] | None = None,
+) -> tuple[list[Array], list[Array] | None]:
+    """The gradients of `combine` for N arrays [T, H] of cotangents.
+
+    Returns:
+      For y, N arrays [R, H] of its dtype: a weighted dispatch, zero in rows that no pair owns.
+      For the weights, N arrays [T, K] of their dtype: <grad_out[t], y[row of (t, k)]>, zero for
+      masked and dropped pairs; None where there were no weights.
+    """
+    grad_y = _scatter(
+        grad_out_per_rank, routes_per_rank, topk_weights_per_rank, y_per_rank[0].dtype
+    )
+    if topk_weights_per_rank is None:
+        return grad_y, None
+    grad_weights = []
+    for rank, routes in enumerate(routes_per_rank):
+        grad = np.zeros(routes.rows.shape, np.float32)
+        for token, choice in zip(*np.nonzero(routes.rows >= 0), strict=True):
+            g = grad_out_per_rank[rank][token].astype(np.float32)
+            grad[token, choice] = np.sum(g * _row(y_per_rank, routes, token, choice))
+        grad_weights.append(grad.astype(topk_weights_per_rank[rank].dtype))
+    return grad_y, grad_weights
+
+
+def _row(y_per_rank: Sequence[Array], routes: Routes, token: int, choice: int) -> Array:
+    rank, row = routes.ranks[token, choice], routes.rows[token, choice]
+    return y_per_rank[rank][row].astype(np.float32)
+
+
+def _scatter(
+    x_per_rank: Sequence[Array],
+    routes_per_rank: Sequence[Routes],
+    weights_per_rank: Sequence[Array] | None,
+    dtype: Any,
+) -> list[Array]:
+    """Copy each token, times its weight if there are any, to the row of each of its choices."""
+    capacity, hidden = routes_per_rank[0].capacity, x_per_rank[0].shape[1]
+    received = [np.zeros((capacity, hidden), dtype) for _ in x_per_rank]
+    for source, routes in enumerate(routes_per_rank):
+        for token, choice in zip(*np.nonzero(routes.rows >= 0), strict=True):
+            payload = x_per_rank[source][token]
+            if weights_per_rank is not None:
+                weight = np.float32(weights_per_rank[source][token, choice])
+                payload = (weight * payload.astype(np.float32)).astype(dtype)
+            received[routes.ranks[token, choice]][routes.rows[token, choice]] = payload
+    return received
+
+
+# ---------------------------------------------------------------------------- routers and losses
+
+
+class Routing(NamedTuple):
+    topk_idx: Array  # [T, K] int32, best first
+    topk_weights: Array  # [T, K]
+    probs: Array  # [T, E]: the scores of every expert, before bias, groups and normalization
+
+
+def top_k_routing(
+    logits: Array,
+    k: int,
+    *,
+    score: str = "softmax",
+    bias: Array | None = None,
+    num_groups: int = 1,
+    groups_kept: int = 1,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> Routing:
+    """Choose each token's k experts: logits [T, E] -> `Routing`, in float64.
+
+    `bias` [E] is added to the scores for the choice only (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
+    With `num_groups` > 1 the experts stand in equal consecutive groups; a group is worth the sum
+    of its two best biased scores, and the choice is made within the `groups_kept` best groups.
+    Equal scores are taken in the order of their ids.
+    """
+    logits = logits.astype(np.float64)
+    num_tokens, num_experts = logits.shape
+    if score == "softmax":
+        exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probs = exp / exp.sum(axis=-1, keepdims=True)
+    elif score == "sigmoid":
+        probs = 1 / (1 + np.exp(-logits))
+    else:
+        raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
+
+    merit = probs if bias is None else probs + bias.astype(np.float64)
+    if num_groups > 1:
+        grouped = np.sort(merit.reshape(num_tokens, num_groups, -1), axis=-1)
+        kept = _best_first(grouped[:, :, -2:].sum(axis=-1), groups_kept)
+        group_of_expert = np.arange(num_experts) // (num_experts // num_groups)
+        allowed = (kept[:, :, None] == group_of_expert).any(axis=1)
+        merit = np.where(allowed, merit, -np.inf)
+
+    topk_idx = _best_first(merit, k)
+    weights = np.take_along_axis(probs, topk_idx, axis=-1)
+    if normalize:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return Routing(topk_idx.astype(np.int32), weights * scale, probs)
+
+
+def _best_first(scores: Array, k: int) -> Array:
+    return np.argsort(-scores, axis=-1, kind="stable")[:, :k]
+
+
+def load_balance_loss(probs: Array, topk_idx: Array) -> float:
+    """E * sum_e (share of choices that went to e) * (mean normalized score of e); 1 when uniform.
+
+    Switch Transformers (arXiv:2101.03961, equation 4) with K choices; all ranks' tokens in one
+    array. Scores are normalized over experts first, which changes nothing for softmax.
+    """
+    num_tokens, num_experts = probs.shape
+    share = np.array([np.sum(topk_idx == e) for e in range(num_experts)]) / topk_idx.size
+    normalized = probs / probs.sum(axis=-1, keepdims=True)
+    return float(num_experts * np.sum(share * normalized.mean(axis=0)))
+
+
+def router_z_loss(logits: Array) -> float:
+    """mean_t (logsumexp_e logits[t, e])^2: ST-MoE (arXiv:2202.08906, equation 5)."""
+    logits = logits.astype(np.float64)
+    top = logits.max(axis=-1)
+    return float(np.mean((top + np.log(np.exp(logits - top[:, None]).sum(axis=-1))) ** 2))
+
+
+def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
+    """Raise the bias of the underloaded, lower that of the overloaded (DeepSeek-V3, 2.1.2)."""
+    counts = expert_counts.astype(np.float64)
+    return bias + rate * np.sign(counts.mean() - counts)
+
+
+# --------------------------------------------------------------------------------------- experts
+
+
+def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    """[R, H] x [L, H, F] -> [R, F] in float64: group l's rows times rhs[l], the tail zero."""
+    out = np.zeros((lhs.shape[0], rhs.shape[2]), np.float64)
+    start = 0
+    for group, size in enumerate(group_sizes):
+        block = slice(start, start + int(size))
+        out[block] = lhs[block].astype(np.float64) @ rhs[group].astype(np.float64)
+        start += int(size)
+    return out
+
+
+def gated_mlp(x: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
+    """One expert, in float64: (silu(x wi_0) * (x wi_1)) wo for x [T, H], wi [H, F], wo [F, H]."""
+    x, wi_0, wi_1, wo = (a.astype(np.float64) for a in (x, wi_0, wi_1, wo))
+    gate = x @ wi_0
+    return (gate / (1 + np.exp(-gate)) * (x @ wi_1)) @ wo
+
+
+def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
+    """`gated_mlp` of each block of `Dispatched.tokens`: wi_0, wi_1 [L, H, F], wo [L, F, H]."""
+    gate = grouped_matmul(tokens, wi_0, group_sizes)
+    up = grouped_matmul(tokens, wi_1, group_sizes)
+    return grouped_matmul(gate / (1 + np.exp(-gate)) * up, wo, group_sizes)
+
+
+def moe_layer(
+    x: Array, topk_idx: Array, topk_weights: Array, wi_0: Array, wi_1: Array, wo: Array
+) -> Array:
+    """The layer with no ranks, routes or buffers, in float64: every token times its experts.
+
+    x [T, H] of all ranks, topk_idx and topk_weights [T, K], wi_0, wi_1 [E, H, F], wo [E, F, H].
+    """
+    out = np.zeros(x.shape, np.float64)
+    for expert in range(len(wo)):
+        y = gated_mlp(x, wi_0[expert], wi_1[expert], wo[expert])
+        weight = np.where(topk_idx == expert, topk_weights.astype(np.float64), 0.0).sum(axis=-1)
+        out += weight[:, None] * y
+    return out

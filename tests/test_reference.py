@@ -1,0 +1,285 @@
+"""The reference against examples worked out by hand: the literals here are the contract."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_ep import reference
+
+# Two ranks, four experts (rank 0 owns 0 and 1), three tokens a rank, two choices.
+X = [
+    np.array([[1, 10], [2, 20], [3, 30]], np.float32),
+    np.array([[4, 40], [5, 50], [6, 60]], np.float32),
+]
+TOPK_IDX = [
+    np.array([[0, 2], [1, 0], [-1, 1]], np.int32),
+    np.array([[3, 0], [0, 0], [-1, -1]], np.int32),
+]
+
+
+def _dispatch(**options):
+    return reference.dispatch(X, TOPK_IDX, num_experts=4, **options)
+
+
+def _check(result, *, tokens, group_sizes, expert_counts, num_dropped, rows_needed):
+    """`tokens` gives the first column; the second is ten times it."""
+    first = np.array(tokens, np.float32)
+    np.testing.assert_array_equal(result.tokens, np.stack([first, 10 * first], axis=1))
+    np.testing.assert_array_equal(result.group_sizes, group_sizes)
+    np.testing.assert_array_equal(result.expert_counts, expert_counts)
+    assert result.group_sizes.dtype == result.expert_counts.dtype == np.int32
+    assert (result.num_dropped, result.rows_needed) == (num_dropped, rows_needed)
+
+
+def test_rows_stand_by_expert_then_source_then_token_then_choice():
+    first, second = _dispatch(capacity=8)
+    _check(
+        first,
+        tokens=[1, 2, 4, 5, 5, 2, 3, 0],  # expert 0: five rows, expert 1: two
+        group_sizes=[5, 2],
+        expert_counts=[5, 2],
+        num_dropped=0,
+        rows_needed=7,
+    )
+    _check(
+        second,
+        tokens=[1, 4, 0, 0, 0, 0, 0, 0],
+        group_sizes=[1, 1],
+        expert_counts=[1, 1],
+        num_dropped=0,
+        rows_needed=2,
+    )
+
+
+def test_routes_name_the_row_of_every_pair():
+    first, second = _dispatch(capacity=8)
+    np.testing.assert_array_equal(first.routes.ranks, [[0, 1], [0, 0], [-1, 0]])
+    np.testing.assert_array_equal(first.routes.rows, [[0, 0], [5, 1], [-1, 6]])
+    np.testing.assert_array_equal(second.routes.ranks, [[1, 0], [0, 0], [-1, -1]])
+    np.testing.assert_array_equal(second.routes.rows, [[1, 2], [3, 4], [-1, -1]])
+
+
+def test_alignment_pads_blocks_and_counts_the_padding():
+    first, second = _dispatch(capacity=12, expert_alignment=4)
+    _check(
+        first,
+        tokens=[1, 2, 4, 5, 5, 0, 0, 0, 2, 3, 0, 0],
+        group_sizes=[8, 4],
+        expert_counts=[5, 2],
+        num_dropped=0,
+        rows_needed=12,
+    )
+    _check(
+        second,
+        tokens=[1, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0],
+        group_sizes=[4, 4],
+        expert_counts=[1, 1],
+        num_dropped=0,
+        rows_needed=8,
+    )
+
+
+def test_overflow_drops_the_last_rows_and_clips_the_blocks():
+    first, second = _dispatch(capacity=6, expert_alignment=4)
+    _check(
+        first,
+        tokens=[1, 2, 4, 5, 5, 0],  # the block of expert 1 would start at row 8
+        group_sizes=[6, 0],
+        expert_counts=[5, 0],
+        num_dropped=2,
+        rows_needed=12,
+    )
+    _check(
+        second,
+        tokens=[1, 0, 0, 0, 4, 0],
+        group_sizes=[4, 2],
+        expert_counts=[1, 1],
+        num_dropped=0,
+        rows_needed=8,
+    )
+    np.testing.assert_array_equal(first.routes.rows, [[0, 0], [-1, 1], [-1, -1]])
+
+
+def test_capacity_of_one_row():
+    first, second = _dispatch(capacity=1)
+    _check(
+        first, tokens=[1], group_sizes=[1, 0], expert_counts=[1, 0], num_dropped=6, rows_needed=7
+    )
+    _check(
+        second, tokens=[1], group_sizes=[1, 0], expert_counts=[1, 0], num_dropped=1, rows_needed=2
+    )
+
+
+def test_empty_experts_have_no_rows_and_ids_out_of_range_are_none():
+    idx = [np.array([[3, 4], [-7, 3], [99, -1]], np.int32), np.full((3, 2), -1, np.int32)]
+    first, second = reference.dispatch(X, idx, num_experts=4, capacity=4, expert_alignment=2)
+    _check(
+        first,
+        tokens=[0, 0, 0, 0],
+        group_sizes=[0, 0],
+        expert_counts=[0, 0],
+        num_dropped=0,
+        rows_needed=0,
+    )
+    _check(
+        second,
+        tokens=[1, 2, 0, 0],
+        group_sizes=[0, 2],
+        expert_counts=[0, 2],
+        num_dropped=0,
+        rows_needed=2,
+    )
+
+
+def test_default_capacity_is_enough_for_the_worst_routing():
+    assert reference.default_capacity(1, 3, 2, 4) == 6
+    assert reference.default_capacity(2, 3, 2, 2) == 12
+    assert reference.default_capacity(2, 3, 2, 2, 4) == 20  # 12 + 2 * 3 = 18 -> 20
+    assert reference.default_capacity(1, 1, 2, 64, 8) == 16  # two pairs open two blocks at most
+    everything_to_zero = [np.zeros((3, 2), np.int32)] * 2
+    result = reference.dispatch(X, everything_to_zero, num_experts=4)[0]
+    assert result.num_dropped == 0 and result.rows_needed == 12 == len(result.tokens)
+
+
+def test_combine_sums_the_rows_of_a_token():
+    routes = [result.routes for result in _dispatch(capacity=8)]
+    y = [
+        np.array([[1], [2], [3], [4], [5], [6], [7], [np.nan]], np.float32),
+        np.array([[10], [20], *[[np.nan]] * 6], np.float32),
+    ]
+    first, second = reference.combine(y, routes)
+    np.testing.assert_array_equal(first, [[1 + 10], [6 + 2], [7]])
+    np.testing.assert_array_equal(second, [[20 + 3], [4 + 5], [0]])
+
+    weights = [
+        np.array([[0.5, 2], [1, 3], [np.nan, -1]], np.float32),
+        np.array([[1, 1], [2, 0.25], [4, 4]], np.float32),
+    ]
+    first, second = reference.combine(y, routes, weights)
+    np.testing.assert_array_equal(first, [[0.5 * 1 + 2 * 10], [6 + 3 * 2], [-7]])
+    np.testing.assert_array_equal(second, [[20 + 3], [2 * 4 + 0.25 * 5], [0]])
+
+
+def test_combine_takes_dropped_rows_as_zeros():
+    routes = [result.routes for result in _dispatch(capacity=1)]
+    y = [np.array([[3]], np.float32), np.array([[5]], np.float32)]
+    first, second = reference.combine(y, routes)
+    np.testing.assert_array_equal(first, [[3 + 5], [0], [0]])
+    np.testing.assert_array_equal(second, [[0], [0], [0]])
+
+
+def test_combine_accumulates_in_float32_and_returns_the_dtype_of_y():
+    x = [np.zeros((1, 1), ml_dtypes.bfloat16)]
+    routes = [reference.dispatch(x, [np.array([[0, 0, 0]])], num_experts=1)[0].routes]
+    y = [np.array([[256], [1], [-256]], ml_dtypes.bfloat16)]  # bfloat16 has no 257
+    (out,) = reference.combine(y, routes)
+    assert out.dtype == ml_dtypes.bfloat16 and float(out[0, 0]) == 1
+
+
+def test_dispatch_like_follows_the_routes():
+    routes = [result.routes for result in _dispatch(capacity=6, expert_alignment=4)]
+    other = [np.array([[1], [2], [3]], np.float16), np.array([[4], [5], [6]], np.float16)]
+    first, second = reference.dispatch_like(other, routes)
+    assert first.dtype == np.float16
+    np.testing.assert_array_equal(first, [[1], [2], [4], [5], [5], [0]])
+    np.testing.assert_array_equal(second, [[1], [0], [0], [0], [4], [0]])
+
+
+def test_gradients():
+    routes = [result.routes for result in _dispatch(capacity=8)]
+    grad_tokens = [np.arange(1, 9, dtype=np.float32)[:, None], np.full((8, 1), 10, np.float32)]
+    first, second = reference.dispatch_grad(grad_tokens, routes)
+    np.testing.assert_array_equal(first, [[1 + 10], [6 + 2], [7]])
+    np.testing.assert_array_equal(second, [[10 + 3], [4 + 5], [0]])
+
+    grad_out = [np.array([[1, 2], [3, 4], [5, 6]], np.float32), np.ones((3, 2), np.float32)]
+    y = [np.ones((8, 2), np.float32) * np.arange(8)[:, None].astype(np.float32)] * 2
+    weights = [np.array([[2, 3], [4, 5], [6, 7]], np.float32)] * 2
+    grad_y, grad_weights = reference.combine_grad(grad_out, y, routes, weights)
+    np.testing.assert_array_equal(
+        grad_y[0], [[2, 4], [15, 20], [3, 3], [4, 4], [5, 5], [12, 16], [35, 42], [0, 0]]
+    )
+    np.testing.assert_array_equal(grad_y[1], [[3, 6], [2, 2], *[[0, 0]] * 6])
+    np.testing.assert_array_equal(grad_weights[0], [[0, 0], [35, 7], [0, 66]])
+    np.testing.assert_array_equal(grad_weights[1], [[2, 4], [6, 8], [0, 0]])
+
+    grad_y, grad_weights = reference.combine_grad(grad_out, y, routes)
+    np.testing.assert_array_equal(grad_y[1], [[1, 2], [1, 1], *[[0, 0]] * 6])
+    assert grad_weights is None
+
+
+def test_top_k_routing_softmax():
+    logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]))
+    routing = reference.top_k_routing(logits, 2)
+    np.testing.assert_array_equal(routing.topk_idx, [[1, 3], [0, 1]])  # equal: lower id first
+    np.testing.assert_allclose(routing.topk_weights, [[4 / 7, 3 / 7], [0.5, 0.5]])
+    np.testing.assert_allclose(routing.probs, np.exp(logits))
+    routing = reference.top_k_routing(logits, 2, normalize=False, scale=10.0)
+    np.testing.assert_allclose(routing.topk_weights, [[4, 3], [2.5, 2.5]])
+
+
+def test_the_bias_steers_the_choice_and_never_the_weight():
+    scores = np.array([[0.8, 0.5, 0.2, 0.4]])
+    logits = np.log(scores / (1 - scores))
+    bias = np.array([0.0, -0.4, 0.5, 0.0])  # biased: 0.8, 0.1, 0.7, 0.4
+    routing = reference.top_k_routing(logits, 2, score="sigmoid", bias=bias)
+    np.testing.assert_array_equal(routing.topk_idx, [[0, 2]])
+    np.testing.assert_allclose(routing.topk_weights, [[0.8, 0.2]])
+    np.testing.assert_allclose(routing.probs, scores)
+
+
+def test_groups_are_ranked_by_their_two_best():
+    scores = np.array([[0.9, 0.1, 0.1, 0.6, 0.6, 0.2, 0.3, 0.3, 0.3]])
+    logits = np.log(scores / (1 - scores))
+    routing = reference.top_k_routing(
+        logits, 2, score="sigmoid", num_groups=3, groups_kept=1, normalize=False
+    )
+    np.testing.assert_array_equal(routing.topk_idx, [[3, 4]])  # 0.6 + 0.6 beats 0.9 + 0.1
+    routing = reference.top_k_routing(logits, 2, score="sigmoid", num_groups=3, groups_kept=2)
+    np.testing.assert_array_equal(routing.topk_idx, [[0, 3]])
+    with pytest.raises(ValueError, match="score"):
+        reference.top_k_routing(logits, 2, score="argmax")
+
+
+def test_losses_and_bias_update():
+    uniform = np.full((4, 4), 0.25)
+    spread = np.array([[0, 1], [2, 3], [0, 1], [2, 3]])
+    assert reference.load_balance_loss(uniform, spread) == pytest.approx(1.0)
+    one_hot = np.tile([1.0, 0, 0, 0], (4, 1))
+    assert reference.load_balance_loss(one_hot, np.zeros((4, 1), int)) == pytest.approx(4.0)
+    assert reference.router_z_loss(np.zeros((3, 4))) == pytest.approx(np.log(4) ** 2)
+    bias = reference.update_expert_bias(np.array([0.0, 1.0, 2.0]), np.array([4, 3, 2]), 0.5)
+    np.testing.assert_allclose(bias, [-0.5, 1.0, 2.5])
+
+
+def test_grouped_matmul_skips_empty_groups_and_the_tail():
+    lhs = np.array([[1, 0], [0, 1], [1, 1], [np.nan, np.nan]], np.float32)
+    rhs = np.array([[[1], [2]], [[np.nan], [np.nan]], [[3], [4]]], np.float32)
+    out = reference.grouped_matmul(lhs, rhs, np.array([2, 0, 1], np.int32))
+    np.testing.assert_array_equal(out, [[1], [2], [7], [0]])
+
+
+def test_the_layer_equals_dispatch_experts_combine():
+    rng = np.random.default_rng(0)
+    num_ranks, num_tokens, hidden, mlp, num_experts, top_k = 2, 5, 6, 7, 4, 2
+    x = [rng.normal(size=(num_tokens, hidden)).astype(np.float32) for _ in range(num_ranks)]
+    idx = [rng.integers(-1, num_experts, (num_tokens, top_k)) for _ in range(num_ranks)]
+    weights = [rng.random((num_tokens, top_k)).astype(np.float32) for _ in range(num_ranks)]
+    wi_0, wi_1 = rng.normal(size=(2, num_experts, hidden, mlp))
+    wo = rng.normal(size=(num_experts, mlp, hidden))
+
+    sent = reference.dispatch(x, idx, num_experts=num_experts, expert_alignment=8)
+    y = [
+        reference.expert_mlp(d.tokens, d.group_sizes, wi_0[own], wi_1[own], wo[own])
+        for d, own in zip(sent, (slice(0, 2), slice(2, 4)), strict=True)
+    ]
+    y32 = [a.astype(np.float32) for a in y]
+    out = reference.combine(y32, [d.routes for d in sent], weights)
+    expected = reference.moe_layer(
+        np.concatenate(x), np.concatenate(idx), np.concatenate(weights), wi_0, wi_1, wo
+    )
+    np.testing.assert_allclose(np.concatenate(out), expected, rtol=1e-4, atol=1e-4)
+    one = reference.gated_mlp(x[0], wi_0[0], wi_1[0], wo[0])
+    assert one.shape == (num_tokens, hidden) and one.dtype == np.float64
