@@ -1,0 +1,59 @@
+"""The commands of `python -m jax_ep`: each is a module with its own flags and a `run`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+# The name of a command is the name of its module here, imported only when it is asked for.
+COMMANDS = {
+    "info": "versions, devices, peer access, and which implementation serves here",
+    "bench": "times of dispatch, combine and their gradients beside what plain JAX offers",
+}
+
+
+def usage() -> str:
+    lines = ["usage: python -m jax_ep <command> [flags]", "", "commands:"]
+    lines += [f"  {name:<8}{summary}" for name, summary in COMMANDS.items()]
+    lines += ["", "python -m jax_ep <command> --help lists a command's flags."]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command that `argv[1]` names; returns the exit status (2: wrong usage)."""
+    if len(argv) < 2 or argv[1] not in COMMANDS:
+        if len(argv) == 2 and argv[1] in ("help", "-h", "--help"):
+            print(usage())
+            return 0
+        if len(argv) >= 2:
+            print(f"unknown command {argv[1]!r}\n", file=sys.stderr)
+        print(usage(), file=sys.stderr)
+        return 2
+    name = argv[1]
+    command = importlib.import_module(f"jax_ep.cli.{name}")
+    values: flags.FlagValues = command.FLAGS
+    try:
+        extra = values([f"python -m jax_ep {name}", *argv[2:]])[1:]
+        if extra:
+            raise flags.Error(f"unexpected arguments: {' '.join(extra)}")
+        if values.help:
+            print(f"usage: python -m jax_ep {name} [flags]\n\n{COMMANDS[name]}\n{values}")
+            return 0
+        return command.run()
+    except flags.Error as error:
+        print(f"{error}\nTry: python -m jax_ep {name} --help", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output (`| head`) has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def command_flags() -> flags.FlagValues:
+    """An empty set of flags with `--help`; each command owns one, so importing defines nothing."""
+    values = flags.FlagValues()
+    flags.DEFINE_boolean("help", False, "Show this list.", short_name="h", flag_values=values)
+    return values

@@ -1,0 +1,115 @@
+"""`python -m jax_ep info`: what a bug report needs, and which implementation serves here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections import Counter
+from typing import Any
+
+import jax
+from absl import flags
+
+from jax_ep.cli import command_flags, driver
+
+FLAGS = command_flags()
+_JSON = flags.DEFINE_boolean(
+    "json", False, "Print one JSON object instead of text.", flag_values=FLAGS
+)
+
+PACKAGES = ("jax_ep", "jax", "jaxlib", "flax", "numpy")
+CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+def run() -> int:
+    facts = collect()
+    print(json.dumps(facts, indent=2) if _JSON.value else render(facts))
+    return 0
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, the packages, the CUDA plugin and the driver; None: not there."""
+    found: dict[str, str | None] = {
+        "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"
+    }
+    for package in PACKAGES:
+        found[package] = _version(package)
+    plugins = [f"{name} {_version(name)}" for name in CUDA_PLUGINS if _version(name)]
+    found["CUDA plugin"] = ", ".join(plugins) or None
+    module, cuda = driver.kernel_module_version(), driver.cuda_version()
+    found["NVIDIA driver"] = f"{module or 'version unknown'} (CUDA {cuda})" if cuda else module
+    return found
+
+
+def collect() -> dict[str, Any]:
+    """Everything that `info` prints, as JSON-serializable values."""
+    devices = jax.devices()
+    return {
+        "versions": versions(),
+        "backend": jax.default_backend(),
+        "processes": jax.process_count(),
+        "devices": [
+            {
+                "id": device.id,
+                "kind": device.device_kind,
+                "process": device.process_index,
+                "compute_capability": getattr(device, "compute_capability", None),
+            }
+            for device in devices
+        ],
+        "peer_access": _peer_access(devices),
+        "pallas_unavailable": _pallas_unavailable(devices),
+    }
+
+
+def render(facts: dict[str, Any]) -> str:
+    lines = [f"{name:<15}{value or 'none'}" for name, value in facts["versions"].items()]
+
+    devices = facts["devices"]
+    kinds = Counter(_describe(device) for device in devices)
+    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    lines += ["", f"{'devices':<15}{listed} on {facts['backend']}"]
+    lines.append(f"{'processes':<15}{facts['processes']}")
+    lines.append(f"{'peer access':<15}{_render_peers(facts)}")
+
+    reason = facts["pallas_unavailable"]
+    lines += ["", f"{'xla':<15}serves here"]
+    lines.append(f"{'pallas':<15}{'serves here' if reason is None else 'does not: ' + reason}")
+    lines.append(f"{'default':<15}{'pallas' if reason is None else 'xla'} (implementation=None)")
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown (run from a source tree, not installed)" if package == "jax_ep" else None
+
+
+def _peer_access(devices: list[jax.Device]) -> list[list[bool]] | None:
+    local = [d for d in devices if d.process_index == jax.process_index()]
+    if len(local) < 2 or local[0].platform != "gpu":
+        return None
+    return driver.peer_access([d.local_hardware_id for d in local])
+
+
+def _pallas_unavailable(devices: list[jax.Device]) -> str | None:
+    from jax_ep.primitives import pallas_unavailable_reason
+
+    return pallas_unavailable_reason(devices)
+
+
+def _describe(device: dict[str, Any]) -> str:
+    capability = device["compute_capability"]
+    return device["kind"] + (f" (compute capability {capability})" if capability else "")
+
+
+def _render_peers(facts: dict[str, Any]) -> str:
+    peers = facts["peer_access"]
+    if peers is None:
+        if facts["backend"] == "gpu" and len(facts["devices"]) > 1:
+            return "unknown: the driver does not say"
+        return "not applicable: needs two GPUs of one process"
+    missing = [f"{i}->{j}" for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
+    return f"missing between GPUs {', '.join(missing)}" if missing else "between all GPUs"
