@@ -1,0 +1,350 @@
+"""Dispatch and combine: the two collectives of expert parallelism, with their gradients.
+
+Start reading here. Terms: N ranks along `axis_name`, E experts, L = E / N local experts, T tokens
+per rank, K choices per token, H hidden, R = capacity, the rows of a receive buffer.
+
+Everything is called inside `jax.shard_map` over `axis_name`. The row order of a receive buffer is
+part of the contract: local expert, then source rank, then source token, then choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import primitives, routes
+
+Implementation = Literal["pallas", "xla"] | None
+AxisName = str | tuple[str, ...]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows"],
+    meta_fields=["axis_name", "capacity", "num_experts", "expert_alignment"],
+)
+@dataclasses.dataclass(frozen=True)
+class Handle:
+    """The routes of one dispatch: a pytree that may cross jit, scan and checkpoint boundaries.
+
+    Attributes:
+      rows: [N, T, K] int32: the row here of each (source rank, token, choice); -1 if the choice
+        is of another rank or of no expert, R or more if the row did not fit.
+      axis_name: the mesh axis names of the dispatch.
+      capacity: R.
+      num_experts: E.
+      expert_alignment: the alignment of each expert's block, in rows.
+    """
+
+    rows: jax.Array
+    axis_name: tuple[str, ...]
+    capacity: int
+    num_experts: int
+    expert_alignment: int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed", "handle",
+    ],
+    meta_fields=[],
+)  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """What a rank received; a pytree.
+
+    Attributes:
+      tokens: [R, H], x's dtype: received rows, grouped by local expert; every other row is zero.
+      group_sizes: [L] int32: rows of each expert's block, padding included; their sum is <= R.
+      expert_counts: [L] int32: real rows in each block; they stand first in it.
+      num_dropped: [] int32: (token, choice) pairs meant for this rank that did not fit in R.
+      rows_needed: [] int32: the R that would have dropped nothing on this rank.
+      handle: the routes, for `combine` and `dispatch_like`.
+    """
+
+    tokens: jax.Array
+    group_sizes: jax.Array
+    expert_counts: jax.Array
+    num_dropped: jax.Array
+    rows_needed: jax.Array
+    handle: Handle
+
+
+def dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    implementation: Implementation = None,
+) -> Dispatched:
+    """Sends each token to the ranks that own its experts. Call it inside `jax.shard_map`.
+
+    Args:
+      x: [T, H] floating: this rank's tokens.
+      topk_idx: [T, K] integer: global expert ids. A value outside [0, E), such as -1, is a choice
+        of no expert. One token may choose an expert more than once and gets a row each time.
+      num_experts: E, a multiple of the number of ranks N. Rank r owns experts [r·L, (r+1)·L).
+      axis_name: the mesh axis, or tuple of axes, that the experts are spread over.
+      capacity: R, the rows of the receive buffer. Rows past it, in row order, are dropped and
+        counted. None: enough rows for any routing, N·T·K and the blocks' padding.
+      expert_alignment: each expert's block starts at a multiple of this many rows.
+      implementation: "pallas" (GPU kernels), "xla" (portable), or None for the best one that
+        serves here.
+
+    Returns:
+      A `Dispatched`. The gradient with respect to x is the plain-sum `combine`.
+
+    Raises:
+      ValueError, TypeError: an argument does not fit; the message names it.
+    """
+    axis_name = _as_axes(axis_name)
+    num_ranks = _num_ranks(axis_name)
+    _check_array("x", x, 2, jnp.floating, "[T, H]")
+    _check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
+    if topk_idx.shape[0] != x.shape[0]:
+        raise ValueError(
+            "topk_idx must have one row for each row of x, but topk_idx has shape "
+            f"{topk_idx.shape} and x has shape {x.shape}."
+        )
+    if 0 in x.shape or 0 in topk_idx.shape:
+        raise ValueError(
+            f"x and topk_idx must not be empty, but have shapes {x.shape} and {topk_idx.shape}; "
+            "a rank with nothing to send passes rows of -1."
+        )
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be a positive multiple of the {num_ranks} ranks along "
+            f"{axis_name}, but is {num_experts}."
+        )
+    if expert_alignment < 1:
+        raise ValueError(f"expert_alignment must be at least 1, but is {expert_alignment}.")
+    if capacity is None:
+        capacity = routes.dropless_capacity(
+            num_ranks, *topk_idx.shape, num_experts // num_ranks, expert_alignment
+        )
+    if capacity < 1:
+        raise ValueError(
+            f"capacity must be at least 1 row, but is {capacity}; None holds any routing."
+        )
+    primitives.check_implementation(implementation, x)
+    config = _Config(
+        axis_name, int(capacity), int(num_experts), int(expert_alignment), implementation
+    )
+    (x,) = primitives.vary_alike((x,), axis_name)
+    tokens, rows, recv_counts = _dispatch(config, x, topk_idx.astype(jnp.int32))
+    layout = routes.layout(recv_counts, config.capacity, config.expert_alignment)
+    handle = Handle(rows, axis_name, config.capacity, config.num_experts, config.expert_alignment)
+    return Dispatched(tokens, *layout, handle)
+
+
+def combine(
+    y: jax.Array,
+    handle: Handle,
+    topk_weights: jax.Array | None = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Brings the experts' outputs back to the tokens' owners and sums them.
+
+    `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. The sum over one rank's rows is taken
+    in float32 next to the experts and rounded to y's dtype once, to cross the wire; the sum over
+    ranks is taken in float32, in rank order. A dropped or masked choice counts as zero.
+
+    Args:
+      y: [R, H] floating: one row for each row of `Dispatched.tokens`.
+      handle: the handle of that dispatch.
+      topk_weights: [T, K] floating, or None for a plain sum.
+      implementation: as in `dispatch`.
+
+    Returns:
+      [T, H], y's dtype. Differentiable in y and topk_weights.
+
+    Raises:
+      ValueError, TypeError: an argument does not fit; the message names it.
+    """
+    axis_name = handle.axis_name
+    _check_handle(handle)
+    _check_array("y", y, 2, jnp.floating, "[R, H]")
+    if y.shape[0] != handle.capacity:
+        raise ValueError(
+            "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
+            f"{handle.capacity}, but y has shape {y.shape}."
+        )
+    primitives.check_implementation(implementation, y)
+    config = _Config.of(handle, implementation)
+    if topk_weights is None:
+        (y,) = primitives.vary_alike((y,), axis_name)
+        return _combine(config, y, handle.rows)
+    _check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
+    if topk_weights.shape != handle.rows.shape[1:]:
+        raise ValueError(
+            f"topk_weights must have topk_idx's shape {handle.rows.shape[1:]}, "
+            f"but has shape {topk_weights.shape}."
+        )
+    y, weights = primitives.vary_alike((y, topk_weights.astype(jnp.float32)), axis_name)
+    return _weighted_combine(config, y, weights, handle.rows)
+
+
+def dispatch_like(
+    x: jax.Array, handle: Handle, *, implementation: Implementation = None
+) -> jax.Array:
+    """Sends another payload along the routes of an earlier dispatch.
+
+    Args:
+      x: [T, H'] floating: one row for each token of that dispatch; H' is free.
+      handle: the handle of that dispatch.
+      implementation: as in `dispatch`.
+
+    Returns:
+      [R, H'], x's dtype, in the row order of `Dispatched.tokens`; every other row is zero.
+
+    Raises:
+      ValueError, TypeError: an argument does not fit; the message names it.
+    """
+    _check_handle(handle)
+    _check_array("x", x, 2, jnp.floating, "[T, H]")
+    if x.shape[0] != handle.rows.shape[1] or x.shape[1] == 0:
+        raise ValueError(
+            f"x must have one row for each of the {handle.rows.shape[1]} tokens of the handle's "
+            f"dispatch and at least one column, but has shape {x.shape}."
+        )
+    primitives.check_implementation(implementation, x)
+    (x,) = primitives.vary_alike((x,), handle.axis_name)
+    return _dispatch_like(_Config.of(handle, implementation), x, handle.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    """The static arguments of an exchange."""
+
+    axis_name: tuple[str, ...]
+    capacity: int
+    num_experts: int
+    expert_alignment: int
+    implementation: Implementation
+
+    @classmethod
+    def of(cls, handle: Handle, implementation: Implementation) -> _Config:
+        return cls(
+            handle.axis_name,
+            handle.capacity,
+            handle.num_experts,
+            handle.expert_alignment,
+            implementation,
+        )
+
+
+# The custom gradients. dispatch and combine are each other's transposes, so each one's backward
+# pass is a call of the other over the same rows.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch(config: _Config, x: jax.Array, topk_idx: jax.Array):
+    return primitives.dispatch(x, topk_idx, **dataclasses.asdict(config))
+
+
+def _dispatch_fwd(config, x, topk_idx):
+    tokens, rows, recv_counts = _dispatch(config, x, topk_idx)
+    return (tokens, rows, recv_counts), rows
+
+
+def _dispatch_bwd(config, rows, cotangents):
+    return _combine(config, cotangents[0], rows), None
+
+
+_dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatch_like(config: _Config, x: jax.Array, rows: jax.Array):
+    return primitives.dispatch_like(
+        x,
+        rows,
+        axis_name=config.axis_name,
+        capacity=config.capacity,
+        implementation=config.implementation,
+    )
+
+
+_dispatch_like.defvjp(
+    lambda config, x, rows: (_dispatch_like(config, x, rows), rows),
+    lambda config, rows, g: (_combine(config, g, rows), None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(config: _Config, y: jax.Array, rows: jax.Array):
+    return primitives.combine(
+        y, None, rows, axis_name=config.axis_name, implementation=config.implementation
+    )
+
+
+_combine.defvjp(
+    lambda config, y, rows: (_combine(config, y, rows), rows),
+    lambda config, rows, g: (_dispatch_like(config, g, rows), None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_combine(config: _Config, y: jax.Array, weights: jax.Array, rows: jax.Array):
+    return primitives.combine(
+        y, weights, rows, axis_name=config.axis_name, implementation=config.implementation
+    )
+
+
+def _weighted_combine_fwd(config, y, weights, rows):
+    return _weighted_combine(config, y, weights, rows), (y, weights, rows)
+
+
+def _weighted_combine_bwd(config, residuals, g):
+    y, weights, rows = residuals
+    dy, dweights = primitives.combine_grad(
+        g, weights, y, rows, axis_name=config.axis_name, implementation=config.implementation
+    )
+    return dy, dweights, None
+
+
+_weighted_combine.defvjp(_weighted_combine_fwd, _weighted_combine_bwd)
+
+
+def _as_axes(axis_name: AxisName) -> tuple[str, ...]:
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def _num_ranks(axis_name: tuple[str, ...]) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name {axis_name} is not bound here: call this inside jax.shard_map over "
+            f"{axis_name}."
+        ) from error
+
+
+def _check_handle(handle: Handle) -> None:
+    if not isinstance(handle, Handle):
+        raise TypeError(f"handle must be the Handle of a dispatch, but is {type(handle)}.")
+    num_ranks = _num_ranks(handle.axis_name)
+    if handle.rows.ndim != 3 or handle.rows.shape[0] != num_ranks:
+        raise ValueError(
+            f"handle.rows must have shape [{num_ranks}, T, K], one plane for each rank along "
+            f"{handle.axis_name}, but has shape {handle.rows.shape}."
+        )
+
+
+def _check_array(name: str, array: jax.Array, ndim: int, kind: type, shape: str) -> None:
+    if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
+        raise TypeError(f"{name} must be an array {shape}, but is {type(array)}.")
+    if array.ndim != ndim:
+        raise ValueError(f"{name} must have rank {ndim}, {shape}, but has shape {array.shape}.")
+    if not jnp.issubdtype(array.dtype, kind):
+        raise TypeError(f"{name} must be {kind.__name__} {shape}, but has dtype {array.dtype}.")

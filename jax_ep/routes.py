@@ -1,0 +1,110 @@
+"""From `topk_idx` to routes: counts, offsets and rows, without moving any payload.
+
+A route says which row of which rank's receive buffer holds one (token, choice). The row order is
+local expert, then source rank, then source token, then choice; everything here follows from it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_CHUNK = 128
+
+
+class Layout(NamedTuple):
+    """How the blocks of the local experts lie in a receive buffer of `capacity` rows."""
+
+    group_sizes: jax.Array  # [L] rows of each block inside the buffer, alignment padding included
+    expert_counts: jax.Array  # [L] real rows of each block inside the buffer
+    num_dropped: jax.Array  # [] real rows that lie past the buffer
+    rows_needed: jax.Array  # [] the capacity that would have dropped nothing
+
+
+def dropless_capacity(
+    num_ranks: int, num_tokens: int, top_k: int, num_local_experts: int, expert_alignment: int
+) -> int:
+    """Rows that any routing fits in: every choice of every rank lands here, and pads its block."""
+    choices = num_ranks * num_tokens * top_k
+    padded_blocks = min(num_local_experts, choices)
+    rows = choices + padded_blocks * (expert_alignment - 1)
+    return max(1, -(-rows // expert_alignment)) * expert_alignment
+
+
+def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """Counts this rank's choices of each expert, and each choice's place among them.
+
+    Works chunk by chunk, so that the cost grows with T·K·(E + 128) and not with (T·K)².
+
+    Args:
+      topk_idx: [T, K] int32; values outside [0, num_experts) choose nothing.
+      num_experts: E.
+
+    Returns:
+      counts [E] int32, and places [T, K] int32: how many earlier choices, in (token, choice)
+      order, picked the same expert. The place of a choice of nothing is meaningless.
+    """
+    flat = topk_idx.reshape(-1)
+    chunks = jnp.pad(flat, (0, -flat.size % _CHUNK), constant_values=-1).reshape(-1, _CHUNK)
+    same = chunks[:, :, None] == chunks[:, None, :]
+    earlier = jnp.tril(jnp.ones((_CHUNK, _CHUNK), bool), k=-1)
+    within_chunk = jnp.sum(same & earlier, axis=2, dtype=jnp.int32)
+    histogram = jnp.sum(chunks[:, :, None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
+    upto_chunk = jnp.cumsum(histogram, axis=0, dtype=jnp.int32)
+    before_chunk = upto_chunk - histogram
+    places = within_chunk + jnp.take_along_axis(
+        before_chunk, jnp.clip(chunks, 0, num_experts - 1), axis=1
+    )
+    return upto_chunk[-1], places.reshape(-1)[: flat.size].reshape(topk_idx.shape)
+
+
+def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Array, jax.Array]:
+    """[N, L] rows per (source, local expert) -> (starts [L], padded sizes [L]) of the blocks."""
+    sizes = -(-jnp.sum(recv_counts, axis=0) // expert_alignment) * expert_alignment
+    return jnp.cumsum(sizes) - sizes, sizes
+
+
+def receive_rows(
+    topk_idx: jax.Array,
+    places: jax.Array,
+    recv_counts: jax.Array,
+    rank: jax.Array,
+    expert_alignment: int,
+) -> jax.Array:
+    """The row of this rank's receive buffer that each (source, token, choice) is sent to.
+
+    Args:
+      topk_idx: [N, T, K] int32, of all ranks.
+      places: [N, T, K] int32, of all ranks, from `count_choices`.
+      recv_counts: [N, L] int32: rows that each source sends to each local expert.
+      rank: [] int32, this rank.
+      expert_alignment: each block starts at a multiple of this.
+
+    Returns:
+      [N, T, K] int32; -1 where the choice is not of this rank. A row past the buffer's capacity
+      is one that overflow drops.
+    """
+    num_local_experts = recv_counts.shape[1]
+    starts, _ = block_starts(recv_counts, expert_alignment)
+    first_rows = starts + jnp.cumsum(recv_counts, axis=0) - recv_counts
+    local_expert = topk_idx - rank * num_local_experts
+    mine = (local_expert >= 0) & (local_expert < num_local_experts)
+    local_expert = jnp.clip(local_expert, 0, num_local_experts - 1)
+    source = jnp.arange(topk_idx.shape[0])[:, None, None]
+    return jnp.where(mine, first_rows[source, local_expert] + places, -1)
+
+
+def layout(recv_counts: jax.Array, capacity: int, expert_alignment: int) -> Layout:
+    """[N, L] rows per (source, local expert) -> the blocks as they lie in `capacity` rows."""
+    counts = jnp.sum(recv_counts, axis=0)
+    starts, sizes = block_starts(recv_counts, expert_alignment)
+    room = jnp.maximum(capacity - starts, 0)
+    expert_counts = jnp.minimum(counts, room)
+    return Layout(
+        group_sizes=jnp.minimum(sizes, room),
+        expert_counts=expert_counts,
+        num_dropped=jnp.sum(counts - expert_counts),
+        rows_needed=jnp.sum(sizes),
+    )

@@ -1,0 +1,118 @@
+"""The portable exchange, on XLA's own collectives: any backend, any number of hosts.
+
+Dispatch is an all-gather of the tokens followed by a local gather into the expert blocks; combine
+is a local partial sum per (token, rank) followed by an all-to-all and a sum in rank order. So one
+row per (token, rank) crosses the wire, and every sum has one fixed order.
+
+The functions run inside `shard_map` over `axis_name` and share their shapes with the primitives
+in `primitives.py`, whose default lowering they are.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import routes
+
+AxisName = tuple[str, ...]
+
+
+def dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    capacity: int,
+    expert_alignment: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, L]."""
+    num_local_experts = num_experts // lax.axis_size(axis_name)
+    rank = lax.axis_index(axis_name)
+    counts, places = routes.count_choices(topk_idx, num_experts)
+    message = jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
+    messages = lax.all_gather(message, axis_name)  # the only exchange besides the payload
+    all_topk_idx, all_places, all_counts = jnp.split(
+        messages, [topk_idx.size, 2 * topk_idx.size], axis=1
+    )
+    recv_counts = lax.dynamic_slice_in_dim(
+        all_counts, rank * num_local_experts, num_local_experts, axis=1
+    )
+    rows = routes.receive_rows(
+        all_topk_idx.reshape(-1, *topk_idx.shape),
+        all_places.reshape(-1, *topk_idx.shape),
+        recv_counts,
+        rank,
+        expert_alignment,
+    )
+    tokens = dispatch_like(x, rows, axis_name=axis_name, capacity=capacity)
+    return tokens, rows, recv_counts
+
+
+def dispatch_like(
+    x: jax.Array, rows: jax.Array, *, axis_name: AxisName, capacity: int
+) -> jax.Array:
+    """Sends [T, H] along known routes: [R, H]."""
+    return _fill(_gather_ranks(x, axis_name), _choice_of_row(rows, capacity) // rows.shape[2])
+
+
+def combine(
+    y: jax.Array, topk_weights: jax.Array | None, rows: jax.Array, *, axis_name: AxisName
+) -> jax.Array:
+    """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
+    weights = None if topk_weights is None else lax.all_gather(topk_weights, axis_name)
+    num_ranks, num_tokens, top_k = rows.shape
+    partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
+    for choice in range(top_k):
+        row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
+        partial_sum += row if weights is None else row * weights[:, :, choice, None]
+    partial_sums = lax.all_to_all(partial_sum.astype(y.dtype), axis_name, 0, 0, tiled=True)
+    in_rank_order = (partial_sums[rank].astype(jnp.float32) for rank in range(num_ranks))
+    return functools.reduce(jnp.add, in_rank_order).astype(y.dtype)
+
+
+def combine_grad(
+    g: jax.Array,
+    topk_weights: jax.Array,
+    y: jax.Array,
+    rows: jax.Array,
+    *,
+    axis_name: AxisName,
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32."""
+    capacity, (_, _, top_k) = y.shape[0], rows.shape
+    all_g = _gather_ranks(g, axis_name)
+    all_weights = lax.all_gather(topk_weights, axis_name)
+    choices = _choice_of_row(rows, capacity)
+    row_weights = _fill(all_weights.reshape(-1, 1), choices)
+    dy = (_fill(all_g, choices // top_k).astype(jnp.float32) * row_weights).astype(y.dtype)
+
+    all_g = all_g.reshape(*rows.shape[:2], -1).astype(jnp.float32)
+    products = [
+        jnp.sum(all_g * _fill(y, rows[:, :, choice]).astype(jnp.float32), axis=-1)
+        for choice in range(top_k)
+    ]
+    dweights = lax.all_to_all(jnp.stack(products, axis=-1), axis_name, 0, 0, tiled=True)
+    return dy, jnp.sum(dweights, axis=0)  # one rank's term is not zero: the sum is exact
+
+
+def _gather_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    return lax.all_gather(x, axis_name, axis=0, tiled=True)
+
+
+def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of `array`, and zeros where `index` is outside it (a negative one too)."""
+    index = jnp.where(index < 0, array.shape[0], index)
+    return jnp.take(array, index, axis=0, mode="fill", fill_value=0)
+
+
+def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
+    """[N, T, K] rows -> [R]: the flat (source, token, choice) that fills each row, or -1."""
+    flat = rows.reshape(-1)
+    slots = jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
+    nothing = jnp.full_like(flat, -1, shape=(capacity,))
+    return nothing.at[slots].set(jnp.arange(flat.size, dtype=jnp.int32), mode="drop")
