@@ -35,7 +35,7 @@ def dispatch(
     rank = lax.axis_index(axis_name)
     counts, places = routes.count_choices(topk_idx, num_experts)
     message = jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
-    messages = lax.all_gather(message, axis_name)  # the only exchange besides the payload
+    messages = _stack_ranks(message, axis_name)  # the only exchange besides the payload
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
@@ -64,13 +64,13 @@ def combine(
     y: jax.Array, topk_weights: jax.Array | None, rows: jax.Array, *, axis_name: AxisName
 ) -> jax.Array:
     """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
-    weights = None if topk_weights is None else lax.all_gather(topk_weights, axis_name)
+    weights = None if topk_weights is None else _stack_ranks(topk_weights, axis_name)
     num_ranks, num_tokens, top_k = rows.shape
     partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
     for choice in range(top_k):
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
-    partial_sums = lax.all_to_all(partial_sum.astype(y.dtype), axis_name, 0, 0, tiled=True)
+    partial_sums = _swap_ranks(partial_sum.astype(y.dtype), axis_name)
     in_rank_order = (partial_sums[rank].astype(jnp.float32) for rank in range(num_ranks))
     return functools.reduce(jnp.add, in_rank_order).astype(y.dtype)
 
@@ -86,7 +86,7 @@ def combine_grad(
     """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32."""
     capacity, (_, _, top_k) = y.shape[0], rows.shape
     all_g = _gather_ranks(g, axis_name)
-    all_weights = lax.all_gather(topk_weights, axis_name)
+    all_weights = _stack_ranks(topk_weights, axis_name)
     choices = _choice_of_row(rows, capacity)
     row_weights = _fill(all_weights.reshape(-1, 1), choices)
     dy = (_fill(all_g, choices // top_k).astype(jnp.float32) * row_weights).astype(y.dtype)
@@ -96,12 +96,23 @@ def combine_grad(
         jnp.sum(all_g * _fill(y, rows[:, :, choice]).astype(jnp.float32), axis=-1)
         for choice in range(top_k)
     ]
-    dweights = lax.all_to_all(jnp.stack(products, axis=-1), axis_name, 0, 0, tiled=True)
+    dweights = _swap_ranks(jnp.stack(products, axis=-1), axis_name)
     return dy, jnp.sum(dweights, axis=0)  # one rank's term is not zero: the sum is exact
 
 
 def _gather_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """[T, ...] -> [N * T, ...]. No axes at all are one rank, here and below."""
     return lax.all_gather(x, axis_name, axis=0, tiled=True)
+
+
+def _stack_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """[...] -> [N, ...]."""
+    return lax.all_gather(x[None], axis_name, axis=0, tiled=True)
+
+
+def _swap_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """[N, ...] by destination -> [N, ...] by source."""
+    return lax.all_to_all(x, axis_name, 0, 0, tiled=True) if axis_name else x
 
 
 def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
