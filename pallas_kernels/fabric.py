@@ -1,0 +1,198 @@
+"""Put, signal and wait between ranks: the small layer that every kernel here is written against.
+
+A kernel body asks the fabric for its rank, for a peer's buffer, and for a rendezvous. Two fabrics
+give the same body two ways to run:
+
+  Mesh     each rank is a device of a mesh; a peer's buffer is a remote reference.
+  Stacked  all ranks' buffers are stacked along a leading axis of one array and the rank is a grid
+           axis: on one GPU, or on a CPU in Pallas' GPU interpreter with race detection. It has no
+           semaphores, so a kernel with a rendezvous in its middle runs there stage by stage.
+
+A block talks only to the blocks of its own index on other ranks. So a grid may be larger than the
+GPU without a deadlock, as long as every rank starts its blocks in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
+IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+
+_LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Ranks along one or several axes of the mesh of the enclosing `shard_map`."""
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+    stacked = False
+    interpret: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        size = 1
+        for axis_size in self.axis_sizes:
+            size *= axis_size
+        return size
+
+    def rank(self) -> jax.Array:
+        return lax.axis_index(self.axis_names)
+
+    def mine(self, ref: Any) -> Any:
+        """This rank's part of a buffer."""
+        return ref
+
+    def peer(self, ref: Any, rank: Any) -> Any:
+        """The same buffer on another rank."""
+        if self.num_ranks == 1:
+            return ref
+        return plgpu.remote_ref(ref, self._device_id(rank))
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def signal(self, semaphore: Any) -> None:
+        """Adds one to this block's semaphore on every rank; what was written before is visible.
+
+        The signal to this rank is a release, so the relaxed ones to the peers come after a fence.
+        """
+        pl.semaphore_signal(semaphore, 1)
+        if self.num_ranks == 1:
+            return
+        rank = self.rank()
+        plgpu.semaphore_signal_parallel(
+            *(
+                plgpu.SemaphoreSignal(
+                    semaphore, device_id=self._device_id((rank + i) % self.num_ranks)
+                )
+                for i in range(1, self.num_ranks)
+            )
+        )
+
+    def wait(self, semaphore: Any, count: Any) -> None:
+        """Waits until this block's semaphore has been signalled `count` times."""
+        pl.semaphore_wait(semaphore, count, decrement=False)
+
+    def rendezvous(self, semaphore: Any) -> None:
+        """No rank passes before every rank has come here."""
+        self.signal(semaphore)
+        self.wait(semaphore, self.num_ranks)
+
+    def _device_id(self, rank: Any) -> dict[str, jax.Array]:
+        device_id = {}
+        rank = jnp.asarray(rank, jnp.int32)
+        for name, size in reversed(list(zip(self.axis_names, self.axis_sizes, strict=True))):
+            device_id[name] = lax.rem(rank, jnp.int32(size))
+            rank = lax.div(rank, jnp.int32(size))
+        return device_id
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Ranks stacked along the leading axis of every buffer of one device."""
+
+    num_ranks: int
+    interpret: Any = None
+
+    stacked = True
+
+    def rank(self) -> jax.Array:
+        return lax.axis_index("rank")
+
+    def mine(self, ref: Any) -> Any:
+        return ref.at[self.rank()]
+
+    def peer(self, ref: Any, rank: Any) -> Any:
+        return ref.at[rank]
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (self.num_ranks, *shape)
+
+    def signal(self, semaphore: Any) -> None:
+        del semaphore
+
+    def wait(self, semaphore: Any, count: Any) -> None:
+        del semaphore, count
+
+    def rendezvous(self, semaphore: Any) -> None:
+        del semaphore
+
+
+Fabric = Mesh | Stacked
+
+
+def kernel(
+    fabric: Fabric,
+    body: Callable[..., None],
+    *,
+    name: str,
+    num_blocks: int,
+    num_warpgroups: int,
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    scratch_types: dict[str, Any],
+    num_semaphores: int,
+) -> Callable[..., Any]:
+    """A kernel of `num_blocks` blocks per rank; `body` gets input, output and scratch refs.
+
+    `out_type` is one rank's. Semaphores, shared by the blocks of one index on all ranks, come as
+    the scratch ref `semaphores`; it is None where ranks are stacked.
+    """
+    scratch_types = dict(scratch_types)
+    if fabric.stacked:
+        grid: dict[str, Any] = dict(
+            grid=(fabric.num_ranks, num_blocks), grid_names=("rank", "block")
+        )
+        stages: Callable[..., None] = lambda *refs, **scratch: body(
+            *refs, semaphores=_NoSemaphores(), **scratch
+        )
+    else:
+        grid = dict(grid=(num_blocks,), grid_names=("block",))
+        scratch_types["semaphores"] = plgpu.SemaphoreType.REGULAR((num_semaphores,))
+        stages = body
+    return plgpu.kernel(
+        stages,
+        out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
+        scratch_types=scratch_types,
+        num_threads=num_warpgroups,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=fabric.interpret,
+        kernel_name=name,
+        **grid,
+    )
+
+
+class _NoSemaphores:
+    """Stands for semaphores where there are none: the stacked fabric ignores them."""
+
+    @property
+    def at(self) -> _NoSemaphores:
+        return self
+
+    def __getitem__(self, index: Any) -> None:
+        return None
+
+
+def load(fabric: Fabric, ref: Any, vector: int) -> jax.Array:
+    """A contiguous 1D vector in registers, `vector` neighbours to a thread."""
+    if fabric.interpret:
+        return ref[...]
+    layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
+    if _LOAD_TAKES_INDEX:
+        return plgpu.load(ref, (), layout=layout)
+    return plgpu.load(ref, layout=layout)
