@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     name = argv[1]
     command = importlib.import_module(f"jax_ep.cli.{name}")
     values: flags.FlagValues = command.FLAGS
+    for flag in values:  # a second call in one process starts from the defaults again
+        values[flag].unparse()
     try:
         extra = values([f"python -m jax_ep {name}", *argv[2:]])[1:]
         if extra:

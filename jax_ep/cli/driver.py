@@ -1,4 +1,4 @@
-"""What the CUDA driver says, read through ctypes: no dependency, and no error where there is none."""
+"""What the CUDA driver says, through ctypes: no dependency, and no error where there is none."""
 
 from __future__ import annotations
 

@@ -11,14 +11,16 @@ from typing import Any
 import jax
 from absl import flags
 
+import jax_ep
 from jax_ep.cli import command_flags, driver
+from jax_ep.primitives import pallas_unavailable_reason
 
 FLAGS = command_flags()
 _JSON = flags.DEFINE_boolean(
     "json", False, "Print one JSON object instead of text.", flag_values=FLAGS
 )
 
-PACKAGES = ("jax_ep", "jax", "jaxlib", "flax", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
@@ -31,7 +33,8 @@ def run() -> int:
 def versions() -> dict[str, str | None]:
     """Versions of Python, the packages, the CUDA plugin and the driver; None: not there."""
     found: dict[str, str | None] = {
-        "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"
+        "jax_ep": jax_ep.__version__,
+        "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
     }
     for package in PACKAGES:
         found[package] = _version(package)
@@ -59,7 +62,7 @@ def collect() -> dict[str, Any]:
             for device in devices
         ],
         "peer_access": _peer_access(devices),
-        "pallas_unavailable": _pallas_unavailable(devices),
+        "pallas_unavailable": pallas_unavailable_reason(devices),
     }
 
 
@@ -84,7 +87,7 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "0+unknown (run from a source tree, not installed)" if package == "jax_ep" else None
+        return None
 
 
 def _peer_access(devices: list[jax.Device]) -> list[list[bool]] | None:
@@ -92,12 +95,6 @@ def _peer_access(devices: list[jax.Device]) -> list[list[bool]] | None:
     if len(local) < 2 or local[0].platform != "gpu":
         return None
     return driver.peer_access([d.local_hardware_id for d in local])
-
-
-def _pallas_unavailable(devices: list[jax.Device]) -> str | None:
-    from jax_ep.primitives import pallas_unavailable_reason
-
-    return pallas_unavailable_reason(devices)
 
 
 def _describe(device: dict[str, Any]) -> str:

@@ -1,0 +1,331 @@
+"""`python -m jax_ep bench`: how long the exchange takes, beside what plain JAX offers.
+
+Every time is measured twice: by the host's clock around a compiled loop of dependent calls, and on
+GPUs by CUPTI, which sees each kernel. Bandwidths are taken from the slowest rank's device time
+where there is one and from the wall time elsewhere. "Of link" is the time that the rows that must
+cross would take at the peer-to-peer copy bandwidth of the same run, over the time measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh
+
+from jax_ep.cli import command_flags, report
+from jax_ep.cli.baselines import AXIS, BASELINES, Case, unavailable_reason
+from jax_ep.cli.info import versions
+from jax_ep.cli.operations import (
+    DIRECTIONS,
+    OPERATIONS,
+    Work,
+    make_operation,
+    rows_needed,
+    uniform_routing,
+)
+from jax_ep.cli.timing import DEVICE_TIMERS, Loop, peer_copy_bandwidth
+from jax_ep.primitives import pallas_unavailable_reason
+
+FLAGS = command_flags()
+_here: dict[str, Any] = {"flag_values": FLAGS}
+_OPS = flags.DEFINE_list("ops", list(OPERATIONS), "Operations to measure.", **_here)
+_TOKENS = flags.DEFINE_list(
+    "tokens", None, "Tokens per rank. Default: 128,4096 on GPUs and 32,128 on CPUs.", **_here
+)
+_RANKS = flags.DEFINE_list("ranks", None, "Rank counts. Default: all devices.", **_here)
+_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Of the rows.", **_here)
+_HIDDEN = flags.DEFINE_integer(
+    "hidden", None, "H. Default: 7168 on GPUs and 256 on CPUs.", lower_bound=1, **_here
+)
+_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 256, "E.", lower_bound=1, **_here)
+_TOP_K = flags.DEFINE_integer("top_k", 8, "K, distinct experts per token.", lower_bound=1, **_here)
+_CAPACITY_FACTOR = flags.DEFINE_float(
+    "capacity_factor",
+    1.125,
+    "Rows of a receive buffer over the T * K that a rank gets on average; raised where the run's "
+    "routing needs more. 0: room for any routing.",
+    lower_bound=0.0,
+    **_here,
+)
+_ALIGNMENT = flags.DEFINE_integer(
+    "expert_alignment", 1, "Each expert's block starts at a multiple.", lower_bound=1, **_here
+)
+_IMPLEMENTATIONS = flags.DEFINE_list(
+    "implementations", None, "Default: all that serve here (pallas, xla).", **_here
+)
+_BASELINES = flags.DEFINE_list(
+    "baselines", None, f"Default: all that run here ({', '.join(BASELINES)}).", **_here
+)
+_CHECK = flags.DEFINE_boolean(
+    "check", False, "Compare every element with jax_ep.reference before timing.", **_here
+)
+_ITERATIONS = flags.DEFINE_integer(
+    "iterations", 20, "Dependent calls in one compiled loop.", lower_bound=10, **_here
+)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Times each loop is run.", lower_bound=1, **_here)
+_TIMER = flags.DEFINE_enum(
+    "device_timer",
+    "auto",
+    ["auto", *DEVICE_TIMERS, "none"],
+    "CUPTI through jax.profiler's trace (by rank; kernels, copies and memsets) or through JAX's "
+    "Mosaic GPU profiler (kernels, ranks mixed). auto: the first that works.",
+    **_here,
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of routing and rows.", **_here)
+_JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
+_PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_here)
+
+
+def run() -> int:
+    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
+        raise flags.Error("--plot needs matplotlib: pip install 'jax_ep[examples]'")
+    wanted_ranks = _integers("ranks", _RANKS.value or [])
+    offer_cpu_devices(max(wanted_ranks, default=8))
+    devices = jax.devices()
+    ranks = wanted_ranks or [len(devices)]
+    platform = devices[0].platform
+    cases = list(_cases(ranks, platform))
+    _check_flags(ranks, platform)
+
+    bandwidth = peer_copy_bandwidth(devices) if max(ranks) > 1 else None
+    rows: list[report.Row] = []
+    measured: dict[str, dict[str, Any]] = {}
+    for number, case in enumerate(cases, 1):
+        text = "{op}, {tokens} tokens, {ranks} ranks, {dtype}, {implementation}".format(**case)
+        _progress(f"[{number}/{len(cases)}] {text}")
+        program = _program(case)
+        if program not in measured:
+            measured[program] = measure(case, bandwidth)
+        rows.append(case | measured[program])
+    _progress("")
+    _compare_with_ragged(rows)
+
+    kind = f"{len(devices)} x {devices[0].device_kind}"
+    link = "" if bandwidth is None else f", peer-to-peer copy {bandwidth / 1e9:.0f} GB/s"
+    print(f"{kind}, jax {jax.__version__}{link}")
+    print(
+        f"H={rows[0]['hidden']} E={_NUM_EXPERTS.value} K={_TOP_K.value}, "
+        f"{_ITERATIONS.value} calls a loop, {_REPEATS.value} loops\n"
+    )
+    print(report.table(rows))
+    if _JSON.value:
+        record = {
+            "command": ["python", "-m", "jax_ep", *sys.argv[1:]],
+            "versions": versions(),
+            "devices": kind,
+            "peer_copy_gb_per_s": None if bandwidth is None else bandwidth / 1e9,
+            "rows": rows,
+        }
+        with open(_JSON.value, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+    if _PLOT.value:
+        report.plot(rows, _PLOT.value)
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+    """What was measured of a case, or the error that it met."""
+    try:
+        return _measure(case, bandwidth)
+    except Exception as error:  # one case that fails must not cost the others their results
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _program(case: dict[str, Any]) -> str:
+    """Two cases with equal names run the same program: a baseline knows directions only."""
+    if case["implementation"] in BASELINES:
+        case = case | {"op": DIRECTIONS[case["op"]]}
+    return str(sorted(case.items()))
+
+
+def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+    devices = jax.devices()[: case["ranks"]]
+    work = make_work(case)
+    plain = work.case()
+    row_bytes = case["hidden"] * jnp.dtype(case["dtype"]).itemsize
+    if case["implementation"] in BASELINES:
+        direction = DIRECTIONS[case["op"]]
+        baseline = BASELINES[case["implementation"]](plain, direction)
+        arrays, prepare, step = baseline.arrays, baseline.prepare, baseline.step
+        wire_rows = baseline.wire_rows
+    else:
+        operation = make_operation(case["op"], work, case["implementation"], case["seed"])
+        arrays, prepare, step = operation.arrays, operation.prepare, operation.step
+        wire_rows = plain.wire_rows()
+    mesh = Mesh(np.asarray(devices), (AXIS,))
+    loop = Loop(prepare, step, arrays, mesh, case["iterations"])
+
+    if case["check"]:
+        state, outputs = jax.device_get((loop.state, loop.outputs()))
+        if case["implementation"] in BASELINES:
+            _check_baseline(baseline, state, outputs, plain)
+        else:
+            operation.check(state, outputs)
+
+    wall = loop.wall_time(case["repeats"])
+    result: dict[str, Any] = {
+        "capacity": work.capacity,
+        "checked": case["check"],
+        "rows": float(np.sum(plain.routing >= 0)) / case["ranks"],
+        "wire_rows": wire_rows,
+        "wire_bytes": wire_rows * row_bytes,
+        "wall": {"median_us": wall.median, "low_us": wall.low, "high_us": wall.high},
+        "device": None,
+    }
+    microseconds = wall.median
+    timers = DEVICE_TIMERS if case["device_timer"] == "auto" else (case["device_timer"],)
+    if devices[0].platform == "gpu" and case["device_timer"] != "none":
+        device = loop.device_time(repeats=min(case["repeats"], 3), timers=timers)
+        microseconds = device.slowest
+        result["device"] = {
+            "median_us": device.median,
+            "slowest_us": device.slowest,
+            "low_us": device.low,
+            "high_us": device.high,
+            "timer": device.timer,
+            "by_kernel_us": device.by_kernel,
+        }
+    seconds = microseconds * 1e-6
+    result["logical_gb_per_s"] = result["rows"] * row_bytes / seconds / 1e9
+    result["wire_gb_per_s"] = result["wire_bytes"] / seconds / 1e9
+    if bandwidth is not None and case["ranks"] > 1:
+        result["link_fraction"] = plain.wire_rows() * row_bytes / bandwidth / seconds
+    return result
+
+
+def make_work(case: dict[str, Any]) -> Work:
+    """The routing and buffer of a case; the same for every operation and implementation."""
+    topk_idx = uniform_routing(
+        case["ranks"] * case["tokens"], case["num_experts"], case["top_k"], case["seed"]
+    )
+    capacity = None
+    if case["capacity_factor"]:
+        needed = rows_needed(topk_idx, case["ranks"], case["num_experts"], case["expert_alignment"])
+        wanted = math.ceil(case["capacity_factor"] * case["tokens"] * case["top_k"])
+        capacity = max(needed, wanted)
+    return Work(
+        topk_idx,
+        case["ranks"],
+        case["num_experts"],
+        case["hidden"],
+        jnp.dtype(case["dtype"]),
+        capacity,
+        case["expert_alignment"],
+    )
+
+
+def offer_cpu_devices(count: int) -> None:
+    """Asks for `count` virtual CPU devices, unless XLA_FLAGS or a started backend has decided."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        pass
+
+
+def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
+    on_gpu = platform == "gpu"
+    tokens = _integers("tokens", _TOKENS.value or (["128", "4096"] if on_gpu else ["32", "128"]))
+    implementations = _IMPLEMENTATIONS.value
+    if implementations is None:
+        devices = jax.devices()[: max(ranks)]
+        implementations = ["xla"] if pallas_unavailable_reason(devices) else ["pallas", "xla"]
+    baselines = _BASELINES.value
+    if baselines is None:
+        baselines = [name for name in BASELINES if unavailable_reason(name, platform) is None]
+    for num_ranks in ranks:
+        for dtype in _DTYPES.value:
+            for num_tokens in tokens:
+                for op in _OPS.value:
+                    for implementation in [*implementations, *baselines]:
+                        yield {
+                            "op": op,
+                            "tokens": num_tokens,
+                            "ranks": num_ranks,
+                            "dtype": dtype,
+                            "implementation": implementation,
+                            "hidden": _HIDDEN.value or (7168 if on_gpu else 256),
+                            "num_experts": _NUM_EXPERTS.value,
+                            "top_k": _TOP_K.value,
+                            "capacity_factor": _CAPACITY_FACTOR.value,
+                            "expert_alignment": _ALIGNMENT.value,
+                            "iterations": _ITERATIONS.value,
+                            "repeats": _REPEATS.value,
+                            "device_timer": _TIMER.value,
+                            "check": _CHECK.value,
+                            "seed": _SEED.value,
+                        }
+
+
+def _check_flags(ranks: list[int], platform: str) -> None:
+    known = {
+        "ops": (_OPS.value, OPERATIONS),
+        "implementations": (_IMPLEMENTATIONS.value or [], ("pallas", "xla")),
+        "baselines": (_BASELINES.value or [], BASELINES),
+        "dtypes": (_DTYPES.value, ("bfloat16", "float16", "float32")),
+    }
+    for flag, (values, allowed) in known.items():
+        for value in values:
+            if value not in allowed:
+                raise flags.Error(f"--{flag}: {value!r} is not one of {', '.join(allowed)}")
+    for name in _BASELINES.value or []:
+        if reason := unavailable_reason(name, platform):
+            raise flags.Error(f"--baselines: {name} cannot run here: {reason}")
+    for num_ranks in ranks:
+        if num_ranks > len(jax.devices()):
+            raise flags.Error(f"--ranks: {num_ranks} ranks, but {len(jax.devices())} devices")
+        if _NUM_EXPERTS.value % num_ranks:
+            raise flags.Error(f"--num_experts: {_NUM_EXPERTS.value} over {num_ranks} ranks")
+    if _TOP_K.value > _NUM_EXPERTS.value:
+        raise flags.Error(f"--top_k: {_TOP_K.value} distinct of {_NUM_EXPERTS.value} experts")
+
+
+def _check_baseline(baseline, state, outputs, plain: Case) -> None:
+    expected = baseline.expected(state)
+    tolerance = 0.0 if baseline.exact else plain.num_ranks**2 * float(jnp.finfo(plain.dtype).eps)
+    error = np.abs(outputs.astype(np.float32) - expected.astype(np.float32))
+    assert np.all(error <= tolerance), f"off by up to {error.max()}, tolerance {tolerance}"
+
+
+def _compare_with_ragged(rows: list[report.Row]) -> None:
+    """Adds each row's speed-up over `lax.ragged_all_to_all`, wall time over wall time."""
+
+    def work(row):
+        return row["op"], row["tokens"], row["ranks"], row["dtype"]
+
+    ragged = {
+        work(row): row["wall"]["median_us"]
+        for row in rows
+        if row["implementation"] == "ragged_all_to_all" and "wall" in row
+    }
+    for row in rows:
+        if work(row) in ragged and "wall" in row:
+            row["speedup_over_ragged"] = ragged[work(row)] / row["wall"]["median_us"]
+
+
+def _integers(flag: str, values: list[str]) -> list[int]:
+    if not all(value.isdecimal() and int(value) > 0 for value in values):
+        raise flags.Error(f"--{flag}: {','.join(values)!r} is not a list of positive integers")
+    return [int(value) for value in values]
+
+
+_started = time.monotonic()
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(f"{time.monotonic() - _started:6.1f}s {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,238 @@
+"""The exchange's operations as `timing.Loop` runs them, and what each must return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import combine, dispatch, reference
+from jax_ep.cli.baselines import AXIS, Case, random_rows, rank_seeds
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One routing and the buffer that takes it.
+
+    Attributes:
+      topk_idx: [N * T, K] int32 global expert ids, distinct within a row.
+      num_ranks, num_experts, hidden: N, E, H.
+      dtype: of the rows.
+      capacity: R; None: dropless.
+      expert_alignment: of the expert blocks, in rows.
+    """
+
+    topk_idx: Array
+    num_ranks: int
+    num_experts: int
+    hidden: int
+    dtype: Any
+    capacity: int | None
+    expert_alignment: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.topk_idx) // self.num_ranks
+
+    def case(self) -> Case:
+        """What the baselines need to know of it."""
+        ranks = self.topk_idx // (self.num_experts // self.num_ranks)
+        return Case(ranks, self.num_ranks, self.hidden, self.dtype)
+
+    def routes(self) -> list[reference.Routes]:
+        """The routes by `jax_ep.reference`."""
+        topk_idx = np.split(self.topk_idx, self.num_ranks)
+        nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
+        return [received.routes for received in self._reference_dispatch(nothing, topk_idx)]
+
+    def _reference_dispatch(self, x, topk_idx):
+        return reference.dispatch(
+            x,
+            topk_idx,
+            num_experts=self.num_experts,
+            capacity=self.capacity,
+            expert_alignment=self.expert_alignment,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation on one `Work`; `prepare` and `step` are as in `timing.Loop`.
+
+    Attributes:
+      arrays: host arrays [N * B, ...], B rows per rank.
+      check: raises AssertionError unless `step`'s outputs agree with `jax_ep.reference` on what
+        `prepare` returned (both as host arrays, the ranks stacked).
+    """
+
+    arrays: tuple[Array, ...]
+    prepare: Callable[..., Any]
+    step: Callable[[Any], Any]
+    check: Callable[[Any, Any], None]
+
+
+def uniform_routing(num_tokens: int, num_experts: int, top_k: int, seed: int) -> Array:
+    """[num_tokens, K] int32: K distinct experts for each token, all equally likely."""
+    scores = np.random.default_rng(seed).random((num_tokens, num_experts), np.float32)
+    return np.argpartition(scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+
+
+def rows_needed(topk_idx: Array, num_ranks: int, num_experts: int, expert_alignment: int) -> int:
+    """The capacity that drops nothing on any rank."""
+    counts = np.bincount(topk_idx.reshape(-1), minlength=num_experts)
+    blocks = -(-counts // expert_alignment) * expert_alignment
+    return int(blocks.reshape(num_ranks, -1).sum(axis=1).max())
+
+
+def make_operation(name: str, work: Work, implementation: str, seed: int) -> Operation:
+    """`name`: one of OPERATIONS; `seed`: of the payload."""
+    arrays = (rank_seeds(work.num_ranks, seed), work.topk_idx)
+    return OPERATIONS[name](work, implementation, arrays)
+
+
+def _dispatcher(work: Work, implementation: Any) -> Callable[..., Any]:
+    def call(x, topk_idx):
+        return dispatch(
+            x,
+            topk_idx,
+            num_experts=work.num_experts,
+            axis_name=AXIS,
+            capacity=work.capacity,
+            expert_alignment=work.expert_alignment,
+            implementation=implementation,
+        )
+
+    return call
+
+
+def _dispatch(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        return random_rows(seed, (work.num_tokens, work.hidden), work.dtype), topk_idx
+
+    def check(state, out):
+        wanted = work._reference_dispatch(*state)
+        for name in ("tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed"):
+            for rank, received in enumerate(wanted):
+                _agree(getattr(out, name)[rank], getattr(received, name), f"{name} of rank {rank}")
+
+    return Operation(arrays, prepare, lambda state: call(*state), check)
+
+
+def _combine(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        x = random_rows(seed, (work.num_tokens, work.hidden), work.dtype)
+        received = call(x, topk_idx)
+        y = random_rows(seed + 1, received.tokens.shape, work.dtype)
+        return y, received.handle, _random_weights(seed + 2, topk_idx.shape)
+
+    def step(state):
+        return combine(*state, implementation=implementation)
+
+    def check(state, out):
+        y, _, weights = state
+        wanted = reference.combine(y, work.routes(), weights)
+        _agree_all(out, wanted, "out", _tolerance(work, 1.0))
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        x = random_rows(seed, (work.num_tokens, work.hidden), work.dtype)
+        tokens, backward = jax.vjp(lambda x: call(x, topk_idx).tokens, x)
+        return backward, random_rows(seed + 1, tokens.shape, work.dtype)
+
+    def step(state):
+        backward, g = state
+        (dx,) = backward(g)
+        return dx
+
+    def check(state, out):
+        _, g = state
+        wanted = reference.dispatch_grad(g, work.routes())
+        _agree_all(out, wanted, "dx", _tolerance(work, work.topk_idx.shape[1]))
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    forward = _combine(work, implementation, arrays)
+
+    def prepare(seed, topk_idx):
+        y, handle, weights = forward.prepare(seed, topk_idx)
+        _, backward = jax.vjp(lambda y, weights: forward.step((y, handle, weights)), y, weights)
+        g = random_rows(seed + 3, (work.num_tokens, work.hidden), work.dtype)
+        return backward, g, y, weights
+
+    def step(state):
+        backward, g, _, _ = state
+        return backward(g)
+
+    def check(state, out):
+        _, g, y, weights = state
+        wanted_dy, wanted_dweights = reference.combine_grad(g, y, work.routes(), weights)
+        assert wanted_dweights is not None
+        dy, dweights = out
+        _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0))
+        # A sum of H products of numbers below 1, in float32.
+        _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden)
+
+    return Operation(arrays, prepare, step, check)
+
+
+OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
+    "dispatch": _dispatch,
+    "combine": _combine,
+    "dispatch_grad": _dispatch_grad,
+    "combine_grad": _combine_grad,
+}
+# Which way an operation's rows travel: what a baseline beside it must do.
+DIRECTIONS = {
+    "dispatch": "out",
+    "combine": "back",
+    "dispatch_grad": "back",
+    "combine_grad": "out",
+}
+
+
+def _random_weights(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    weights = random_rows(seed, shape, np.float32) + 1.5
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def _tolerance(work: Work, magnitude: float) -> float:
+    """Of a sum of terms that are at most `magnitude` together, rounded once per rank and once."""
+    return 2 * magnitude * float(jax.numpy.finfo(work.dtype).eps)
+
+
+def _agree_all(got: Array, wanted: Sequence[Array], name: str, tolerance: float) -> None:
+    for rank, array in enumerate(wanted):
+        _agree(got[rank], array, f"{name} of rank {rank}", tolerance)
+
+
+def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None:
+    """Every element; a tolerance of 0 asks for equality."""
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    assert got.shape == wanted.shape, f"{name}: shape {got.shape}, not {wanted.shape}"
+    if tolerance == 0.0:
+        wrong = got != wanted
+    else:
+        error = np.abs(got.astype(np.float32) - wanted.astype(np.float32))
+        wrong = ~(error <= tolerance)  # so that NaN is wrong
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.size} elements differ from the reference, the "
+            f"first at {where}: {got[where]}, not {wanted[where]} (tolerance {tolerance:.3g})"
+        )

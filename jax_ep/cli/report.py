@@ -1,0 +1,106 @@
+"""What `bench` measured, as a table and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Row = dict[str, Any]
+
+_COLUMNS = (
+    ("op", "op"),
+    ("tokens", "tokens"),
+    ("ranks", "ranks"),
+    ("dtype", "dtype"),
+    ("implementation", "implementation"),
+    ("device us", "device_us"),
+    ("slowest", "slowest_us"),
+    ("wall us", "wall_us"),
+    ("low..high", "wall_range"),
+    ("wire MB", "wire_mb"),
+    ("logical GB/s", "logical_gb_per_s"),
+    ("wire GB/s", "wire_gb_per_s"),
+    ("of link", "link_fraction"),
+    ("vs ragged", "speedup_over_ragged"),
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Fixed-width text; a column that is empty in every row is left out."""
+    cells = [[_cell(row, key) for _, key in _COLUMNS] for row in rows]
+    kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
+    lines = [[_COLUMNS[i][0] for i in kept], *([line[i] for i in kept] for line in cells)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(kept))]
+    text_columns = [_COLUMNS[i][1] in ("op", "dtype", "implementation") for i in kept]
+    out = []
+    for line in lines:
+        padded = [
+            cell.ljust(width) if is_text else cell.rjust(width)
+            for cell, width, is_text in zip(line, widths, text_columns, strict=True)
+        ]
+        out.append("  ".join(padded).rstrip())
+    failures = [f"{_name(row)}: {row['error']}" for row in rows if row.get("error")]
+    return "\n".join(out + ([""] + failures if failures else []))
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Time over tokens, one panel per operation, one line per (implementation, ranks, dtype)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measured = [row for row in rows if not row.get("error")]
+    operations = list(dict.fromkeys(row["op"] for row in measured)) or ["nothing measured"]
+    figure, axes = plt.subplots(
+        1, len(operations), figsize=(5 * len(operations), 4.5), squeeze=False, sharey=True
+    )
+    for axis, operation in zip(axes[0], operations, strict=True):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in (row for row in measured if row["op"] == operation):
+            label = f"{row['implementation']}, {row['ranks']} ranks, {row['dtype']}"
+            lines.setdefault(label, []).append((row["tokens"], row["wall"]["median_us"]))
+        for label, points in lines.items():
+            tokens, times = zip(*sorted(points), strict=True)
+            axis.plot(tokens, times, marker="o", label=label)
+        axis.set(title=operation, xlabel="tokens per rank", xscale="log", yscale="log")
+        axis.grid(visible=True, which="both", alpha=0.3)
+        if lines:
+            axis.legend(fontsize="x-small")
+    axes[0][0].set_ylabel("in-loop wall time, us")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _cell(row: Row, key: str) -> str:
+    wall, device = row.get("wall") or {}, row.get("device") or {}
+    value: Any
+    if key == "wall_us":
+        value = wall.get("median_us")
+    elif key == "wall_range":
+        return f"{wall['low_us']:.1f}..{wall['high_us']:.1f}" if wall else "failed"
+    elif key == "device_us":
+        value = device.get("median_us")
+    elif key == "slowest_us":
+        value = device.get("slowest_us")
+    elif key == "wire_mb":
+        value = row["wire_bytes"] / 1e6 if "wire_bytes" in row else None
+    else:
+        value = row.get(key)
+    if value is None:
+        return ""
+    if key == "link_fraction":
+        return f"{value:.0%}"
+    if key == "speedup_over_ragged":
+        return f"{value:.1f}x"
+    if key.endswith("_us"):
+        return f"{value:.1f}"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _name(row: Row) -> str:
+    return (
+        f"{row['op']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['dtype']}, "
+        f"{row['implementation']}"
+    )

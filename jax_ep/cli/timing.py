@@ -1,0 +1,241 @@
+"""Timing of a per-rank function on a mesh: in-loop wall time, and device time by kernel.
+
+Both times are of the same compiled program, a loop whose iterations depend on each other: nothing
+can be hoisted out of it, left out of it, or run beside the next iteration.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+Kernel = tuple[str, float]  # name, microseconds
+DEVICE_TIMERS = ("trace", "cupti")
+
+
+class WallTime(NamedTuple):
+    """Microseconds of one iteration, until the slowest rank is done; over repeats of the loop."""
+
+    median: float
+    low: float
+    high: float
+
+
+class DeviceTime(NamedTuple):
+    """Microseconds that one call keeps the device busy: the sum of everything it launches.
+
+    The trace knows which rank ran what and sees copies and memsets beside the kernels. The Mosaic
+    helper sees kernels only, and not whose they were: there `slowest` is `median`.
+    """
+
+    median: float  # over ranks and calls
+    slowest: float  # the slowest rank's median over calls
+    low: float  # 10th percentile over ranks and calls
+    high: float  # 90th
+    by_kernel: dict[str, float]  # name -> microseconds of one call, mean over ranks
+    timer: str  # one of DEVICE_TIMERS
+
+
+class Loop:
+    """A compiled loop of `step` over every rank of a one-axis mesh.
+
+    Args:
+      prepare: called per rank on its blocks of `arrays`; its result, a pytree of arrays, is made
+        once and is not timed.
+      step: called per rank on what `prepare` returned; its result, a pytree of arrays, is wholly
+        computed in every iteration.
+      arrays: [N * B, ...] each; rank r gets rows r * B ... (r + 1) * B - 1.
+      mesh: one axis, N ranks.
+      iterations: of the loop.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[..., Any],
+        step: Callable[[Any], Any],
+        arrays: Sequence[Any],
+        mesh: Mesh,
+        iterations: int,
+    ):
+        self.mesh, self.iterations = mesh, iterations
+        self._step = self._per_rank(step)
+        self.state = jax.jit(self._per_rank(lambda args: prepare(*args), unstack=False))(
+            tuple(arrays)
+        )
+
+        def loop(state):
+            def body(_, link):
+                state_now, link = lax.optimization_barrier((state, link))
+                out = lax.optimization_barrier(step(state_now))
+                leaves = [leaf for leaf in jax.tree.leaves(out) if leaf.size]
+                return sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves) * 1e-6 + link
+
+            return lax.fori_loop(0, iterations, body, jnp.float32(0))
+
+        self.compiled = jax.jit(self._per_rank(loop)).lower(self.state).compile()
+
+    def outputs(self) -> Any:
+        """One call of `step`: its result with the ranks stacked, each leaf [N, ...]."""
+        return jax.jit(self._step)(self.state)
+
+    def wall_time(self, repeats: int) -> WallTime:
+        jax.block_until_ready(self.compiled(self.state))
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            jax.block_until_ready(self.compiled(self.state))
+            times.append((time.perf_counter() - start) / self.iterations * 1e6)
+        return WallTime(statistics.median(times), min(times), max(times))
+
+    def device_time(self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS) -> DeviceTime:
+        """The first of `timers` that works here; RuntimeError, with every reason, if none does."""
+        calls, failures = repeats * self.iterations, []
+        jax.block_until_ready(self.compiled(self.state))
+        for timer in timers:
+            try:
+                if timer == "trace":
+                    return summarize_by_rank(self._trace(repeats), calls)
+                return summarize_mixed(self._cupti(repeats), calls, self.mesh.size)
+            except Exception as error:  # profilers fail in their own ways; say how and go on
+                failures.append(f"{timer}: {type(error).__name__}: {error}")
+        raise RuntimeError("; ".join(failures))
+
+    def _per_rank(self, function: Callable[[Any], Any], unstack: bool = True) -> Callable:
+        spec = PartitionSpec(*self.mesh.axis_names)
+
+        def on_stacked(tree):
+            if unstack:
+                tree = jax.tree.map(lambda leaf: leaf[0], tree)
+            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], function(tree))
+
+        return jax.shard_map(
+            on_stacked, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+
+    def _trace(self, repeats: int) -> list[list[Kernel]]:
+        options = jax.profiler.ProfileOptions()
+        options.host_tracer_level = 0
+        options.python_tracer_level = 0
+        with tempfile.TemporaryDirectory() as directory:
+            with jax.profiler.trace(directory, profiler_options=options):
+                for _ in range(repeats):
+                    jax.block_until_ready(self.compiled(self.state))
+            (path,) = glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True)
+            profile = jax.profiler.ProfileData.from_file(path)
+        launches = launches_by_device(profile)
+        if len(launches) != self.mesh.size:
+            raise RuntimeError(f"saw {len(launches)} busy devices of {self.mesh.size}")
+        return launches
+
+    def _cupti(self, repeats: int) -> list[Kernel]:
+        from jax.experimental.mosaic.gpu import profiler
+
+        launches: list[Kernel] = []
+        # The helper runs the function once to warm up, then once under CUPTI.
+        measured = profiler.measure(self.compiled, aggregate=False)
+        for _ in range(repeats):
+            _, timings = measured(self.state)
+            launches += [(str(name), milliseconds * 1e3) for name, milliseconds in timings or ()]
+        if not launches:
+            raise RuntimeError("CUPTI saw no kernel")
+        return launches
+
+
+def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
+    """What every GPU ran, in the order of its start; GPUs that ran nothing are left out."""
+    devices = []
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU:"):
+            continue
+        # Other lines ("XLA Ops", "Steps", ...) repeat the streams' time by another name.
+        events = [
+            (event.start_ns, event.name, event.duration_ns / 1e3)
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+        if events:
+            devices.append([(name, duration) for _, name, duration in sorted(events)])
+    return devices
+
+
+def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
+    """The device time of one call from all that each rank ran, in order, in `calls` calls.
+
+    A kernel launched m * calls times belongs to each call m times; of one that does not divide
+    so, such as the loop's own setup, every call bears an equal share.
+    """
+    per_rank: list[list[float]] = []
+    by_kernel: dict[str, float] = defaultdict(float)
+    for launches in ranks:
+        durations: dict[str, list[float]] = defaultdict(list)
+        for name, duration in launches:
+            durations[name].append(duration)
+        totals = [0.0] * calls
+        for name, values in durations.items():
+            share, rest = divmod(len(values), calls)
+            for call in range(calls):
+                mine = values[call * share : (call + 1) * share] if not rest else values
+                totals[call] += sum(mine) / (1 if not rest else calls)
+            by_kernel[name] += sum(values) / calls
+        per_rank.append(totals)
+    everything = sorted(total for totals in per_rank for total in totals)
+    return DeviceTime(
+        median=statistics.median(everything),
+        slowest=max(statistics.median(totals) for totals in per_rank),
+        low=everything[int(0.1 * (len(everything) - 1))],
+        high=everything[round(0.9 * (len(everything) - 1))],
+        by_kernel=_longest_first({name: us / len(per_rank) for name, us in by_kernel.items()}),
+        timer="trace",
+    )
+
+
+def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> DeviceTime:
+    """The same from launches whose rank and order are unknown: the sum of each kernel's median."""
+    durations: dict[str, list[float]] = defaultdict(list)
+    for name, duration in launches:
+        durations[name].append(duration)
+    median, low, high = 0.0, 0.0, 0.0
+    by_kernel: dict[str, float] = {}
+    for name, values in durations.items():
+        values.sort()
+        launched = len(values) / (calls * num_ranks)  # times in each call of each rank
+        median += launched * statistics.median(values)
+        low += launched * values[int(0.1 * (len(values) - 1))]
+        high += launched * values[round(0.9 * (len(values) - 1))]
+        by_kernel[name] = launched * statistics.fmean(values)
+    return DeviceTime(median, median, low, high, _longest_first(by_kernel), "cupti")
+
+
+def peer_copy_bandwidth(devices: Sequence[jax.Device], repeats: int = 8) -> float | None:
+    """Bytes per second of a plain one-way copy of 1 GiB from the first GPU to the second.
+
+    The best of `repeats`: it stands for what the link can do. None where there are no two GPUs.
+    """
+    if len(devices) < 2 or devices[0].platform != "gpu":
+        return None
+    source = jax.device_put(jnp.zeros(2**30, jnp.uint8), devices[0])
+    best = float("inf")
+    for _ in range(repeats):
+        jax.block_until_ready(source)
+        start = time.perf_counter()
+        copies = [jax.device_put(source, devices[1]) for _ in range(4)]
+        jax.block_until_ready(copies)
+        best = min(best, (time.perf_counter() - start) / len(copies))
+        del copies
+    return source.nbytes / best
+
+
+def _longest_first(by_kernel: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(by_kernel.items(), key=lambda item: -item[1]))

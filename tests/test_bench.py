@@ -1,0 +1,189 @@
+"""`python -m jax_ep bench` and its parts: what it times, what it checks, what it reports."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import meshes
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_ep.cli
+from jax_ep import reference
+from jax_ep.cli import baselines, operations, report, timing
+from jax_ep.primitives import pallas_unavailable_reason
+
+IMPLEMENTATIONS = ["xla"] if pallas_unavailable_reason() else ["xla", "pallas"]
+
+
+def make_work(num_ranks: int, dtype=jnp.float32, **kwargs) -> operations.Work:
+    topk_idx = operations.uniform_routing(num_ranks * 6, 16, 3, seed=5)
+    capacity = operations.rows_needed(topk_idx, num_ranks, 16, kwargs.get("expert_alignment", 1))
+    return operations.Work(topk_idx, num_ranks, 16, 24, jnp.dtype(dtype), capacity, **kwargs)
+
+
+def run_step(part, num_ranks: int):
+    loop = timing.Loop(part.prepare, part.step, part.arrays, meshes.expert_mesh(num_ranks), 10)
+    return jax.device_get((loop.state, loop.outputs()))
+
+
+@pytest.mark.parametrize("name", operations.OPERATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_an_operation_agrees_with_the_reference_and_only_then(name, num_ranks, implementation):
+    work = make_work(num_ranks, expert_alignment=4)
+    operation = operations.make_operation(name, work, implementation, seed=1)
+    state, outputs = run_step(operation, num_ranks)
+    operation.check(state, outputs)
+
+    leaves, structure = jax.tree.flatten(outputs)
+    spoiled = [np.array(leaf) for leaf in leaves]
+    spoiled[0][-1, 3, 1] += 0.01
+    with pytest.raises(AssertionError, match=f"1 of .* differ.*first at .{3}, 1."):
+        operation.check(state, jax.tree.unflatten(structure, spoiled))
+
+
+@pytest.mark.parametrize("name", baselines.BASELINES)
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_baseline_moves_the_rows_it_says(name, direction):
+    if baselines.unavailable_reason(name, jax.default_backend()):
+        pytest.skip(f"{name} cannot run here")
+    case = make_work(4).case()
+    baseline = baselines.BASELINES[name](case, direction)
+    state, outputs = run_step(baseline, 4)
+    np.testing.assert_allclose(outputs, baseline.expected(state), atol=1e-5)
+    assert not np.allclose(outputs[0], outputs[1]) or name.startswith("all_gather")
+
+
+def test_wire_rows_are_those_of_the_reference():
+    work = make_work(4)
+    case = work.case()
+    crossing = set()
+    for source, routes in enumerate(work.routes()):
+        for token, choice in np.ndindex(*routes.ranks.shape):
+            if routes.ranks[token, choice] != source:
+                crossing.add((source, token, routes.ranks[token, choice]))
+    assert case.wire_rows() == len(crossing) / 4
+    assert case.pairs().sum() == work.topk_idx.size
+    needed = reference.dispatch(
+        [np.zeros((6, 1))] * 4, np.split(work.topk_idx, 4), num_experts=16, expert_alignment=8
+    )
+    assert operations.rows_needed(work.topk_idx, 4, 16, 8) == max(r.rows_needed for r in needed)
+
+
+def test_nothing_is_hoisted_out_of_the_loop():
+    mesh = meshes.expert_mesh(2)
+    x = np.ones((2, 8), np.float32)
+    loop = timing.Loop(
+        lambda x: x, lambda x: (lax.psum(jnp.sin(x), "expert"), x + 1), (x,), mesh, 10
+    )
+    text = loop.compiled.as_text()
+    (body,) = re.findall(r"while\(.*body=%?([\w.\-]+)", text)
+    start = text.index(f"\n%{body} ") if f"\n%{body} " in text else text.index(f"\n{body} ")
+    assert "all-reduce" in text[start : text.index("\n}", start)]
+    np.testing.assert_allclose(loop.outputs()[0], 2 * np.sin(np.ones((2, 1, 8))), rtol=1e-6)
+    wall = loop.wall_time(repeats=2)
+    assert 0 < wall.low <= wall.median <= wall.high
+
+
+TRACE = """
+planes {
+  name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "put" } }
+  event_metadata { key: 2 value { id: 2 name: "Memset" } }
+  lines {
+    name: "Stream #13(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000 }
+    events { metadata_id: 1 offset_ps: 20000000 duration_ps: 14000000 }
+  }
+  lines {
+    name: "Stream #14(MemcpyD2D)"
+    events { metadata_id: 2 offset_ps: 15000000 duration_ps: 2000000 }
+  }
+  lines {
+    name: "XLA Ops"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 34000000 }
+  }
+}
+planes { name: "/device:GPU:1" }
+planes { name: "/host:CPU" lines { name: "Stream" events { duration_ps: 5 } } }
+"""
+
+
+def test_a_trace_is_read_by_device_and_stream():
+    profile = jax.profiler.ProfileData.from_text_proto(TRACE)
+    (launches,) = timing.launches_by_device(profile)
+    assert launches == [("put", 10.0), ("Memset", 2.0), ("put", 14.0)]
+    time = timing.summarize_by_rank([launches], calls=2)
+    assert time.median == time.slowest == pytest.approx(13.0)  # 10 and 14, and half a memset each
+    assert time.by_kernel == {"put": 12.0, "Memset": 1.0}
+
+
+def test_the_slowest_rank_is_the_one_with_the_largest_median():
+    fast, slow = [("put", 1.0), ("put", 2.0), ("put", 3.0)], [("put", 2.0), ("put", 9.0)] * 3
+    time = timing.summarize_by_rank([fast, slow], calls=3)
+    assert time.slowest == 11.0  # two launches in each call
+    assert time.median == pytest.approx((3.0 + 11.0) / 2)
+    assert time.by_kernel == {"put": (2.0 + 11.0) / 2}
+
+
+def test_launches_of_unknown_rank_are_summed_by_kernel():
+    launches = [("put", 4.0), ("put", 6.0), ("put", 5.0), ("put", 100.0), ("setup", 2.0)]
+    time = timing.summarize_mixed(launches, calls=2, num_ranks=2)
+    assert time.median == pytest.approx(5.5 + 0.5)
+    assert list(time.by_kernel) == ["put", "setup"]
+
+
+def test_a_table_leaves_out_what_was_not_measured_and_names_failures():
+    good = {
+        "op": "dispatch", "tokens": 8, "ranks": 2, "dtype": "float32", "implementation": "xla",
+        "wall": {"median_us": 12.34, "low_us": 12.0, "high_us": 13.0}, "device": None,
+        "wire_bytes": 1e6, "logical_gb_per_s": 1.5, "wire_gb_per_s": 0.5,
+    }  # fmt: skip
+    bad = {key: good[key] for key in ("op", "tokens", "ranks", "dtype")}
+    bad |= {"implementation": "pallas", "error": "ValueError: no"}
+    text = report.table([good, bad])
+    assert "12.3" in text and "of link" not in text and "device" not in text
+    assert "dispatch, 8 tokens, 2 ranks, float32, pallas: ValueError: no" in text
+
+
+ARGS = ("--tokens=4", "--num_experts=8", "--top_k=2", "--hidden=16", "--repeats=1")
+
+
+def test_bench_measures_every_case_and_writes_them(tmp_path, capsys):
+    ranks = min(2, len(jax.devices()))
+    files = tmp_path / "out.json", tmp_path / "out.png"
+    status = jax_ep.cli.main([
+        "jax_ep", "bench", *ARGS, "--check", "--implementations=xla", "--baselines=all_to_all",
+        f"--ranks={ranks}", "--dtypes=bfloat16", f"--json={files[0]}", f"--plot={files[1]}",
+        "--iterations=10",
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    assert status == 0, out
+    rows = json.loads(files[0].read_text())["rows"]
+    assert [(row["op"], row["implementation"]) for row in rows] == [
+        (op, implementation)
+        for op in operations.OPERATIONS
+        for implementation in ("xla", "all_to_all")
+    ]
+    assert all(row["checked"] and row["wall"]["median_us"] > 0 for row in rows)
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    assert len(out.strip().splitlines()) >= 2 + len(rows)
+
+
+@pytest.mark.parametrize(
+    ("arg", "message"),
+    [
+        ("--ops=dance", "--ops: 'dance' is not one of dispatch"),
+        ("--tokens=many", "--tokens: 'many'"),
+        ("--ranks=4096", "--ranks: 4096 ranks"),
+        ("--iterations=3", "iterations"),
+    ],
+)
+def test_bench_refuses_wrong_flags(arg, message, capsys):
+    assert jax_ep.cli.main(["jax_ep", "bench", *ARGS, arg]) == 2
+    assert message in capsys.readouterr().err
