@@ -178,19 +178,19 @@ def combine_grad(
     y_per_rank: Sequence[Array],
     routes_per_rank: Sequence[Routes],
     topk_weights_per_rank: Sequence[Array] | None = None,
-) -> tuple[list[Array], list[Array] | None]:
+) -> tuple[list[Array], list[Array]]:
     """The gradients of `combine` for N arrays [T, H] of cotangents.
 
     Returns:
       For y, N arrays [R, H] of its dtype: a weighted dispatch, zero in rows that no pair owns.
       For the weights, N arrays [T, K] of their dtype: <grad_out[t], y[row of (t, k)]>, zero for
-      masked and dropped pairs; None where there were no weights.
+      masked and dropped pairs. No arrays if there were no weights.
     """
     grad_y = _scatter(
         grad_out_per_rank, routes_per_rank, topk_weights_per_rank, y_per_rank[0].dtype
     )
     if topk_weights_per_rank is None:
-        return grad_y, None
+        return grad_y, []
     grad_weights = []
     for rank, routes in enumerate(routes_per_rank):
         grad = np.zeros(routes.rows.shape, np.float32)
@@ -285,10 +285,15 @@ def load_balance_loss(probs: Array, topk_idx: Array) -> float:
     """E * sum_e (share of choices that went to e) * (mean normalized score of e); 1 when uniform.
 
     Switch Transformers (arXiv:2101.03961, equation 4) with K choices; all ranks' tokens in one
-    array. Scores are normalized over experts first, which changes nothing for softmax.
+    array. Scores are normalized over experts first, which changes nothing for softmax. Choices
+    that are -1 are not choices, and a token that makes none is no token.
     """
-    num_tokens, num_experts = probs.shape
-    share = np.array([np.sum(topk_idx == e) for e in range(num_experts)]) / topk_idx.size
+    num_experts = probs.shape[1]
+    choices = topk_idx[topk_idx >= 0]
+    probs = probs[(topk_idx >= 0).any(axis=-1)]
+    if len(choices) == 0:
+        return 0.0
+    share = np.array([np.mean(choices == e) for e in range(num_experts)])
     normalized = probs / probs.sum(axis=-1, keepdims=True)
     return float(num_experts * np.sum(share * normalized.mean(axis=0)))
 

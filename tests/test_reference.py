@@ -207,17 +207,17 @@ def test_gradients():
 
     grad_y, grad_weights = reference.combine_grad(grad_out, y, routes)
     np.testing.assert_array_equal(grad_y[1], [[1, 2], [1, 1], *[[0, 0]] * 6])
-    assert grad_weights is None
+    assert grad_weights == []
 
 
 def test_top_k_routing_softmax():
     logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]))
     routing = reference.top_k_routing(logits, 2)
     np.testing.assert_array_equal(routing.topk_idx, [[1, 3], [0, 1]])  # equal: lower id first
-    np.testing.assert_allclose(routing.topk_weights, [[4 / 7, 3 / 7], [0.5, 0.5]])
+    np.testing.assert_allclose(routing.topk_weights, np.array([[4 / 7, 3 / 7], [0.5, 0.5]]))
     np.testing.assert_allclose(routing.probs, np.exp(logits))
     routing = reference.top_k_routing(logits, 2, normalize=False, scale=10.0)
-    np.testing.assert_allclose(routing.topk_weights, [[4, 3], [2.5, 2.5]])
+    np.testing.assert_allclose(routing.topk_weights, np.array([[4, 3], [2.5, 2.5]]))
 
 
 def test_the_bias_steers_the_choice_and_never_the_weight():
@@ -249,6 +249,10 @@ def test_losses_and_bias_update():
     assert reference.load_balance_loss(uniform, spread) == pytest.approx(1.0)
     one_hot = np.tile([1.0, 0, 0, 0], (4, 1))
     assert reference.load_balance_loss(one_hot, np.zeros((4, 1), int)) == pytest.approx(4.0)
+    masked = np.array([[0, 1], [2, 3], [-1, -1], [-1, -1]])
+    skewed = np.concatenate([uniform[:2], one_hot[:2]])
+    assert reference.load_balance_loss(skewed, masked) == pytest.approx(1.0)
+    assert reference.load_balance_loss(uniform, np.full((4, 2), -1)) == 0.0
     assert reference.router_z_loss(np.zeros((3, 4))) == pytest.approx(np.log(4) ** 2)
     bias = reference.update_expert_bias(np.array([0.0, 1.0, 2.0]), np.array([4, 3, 2]), 0.5)
     np.testing.assert_allclose(bias, [-0.5, 1.0, 2.5])
