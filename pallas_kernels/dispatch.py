@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
-from pallas_kernels.plan import Plan, align_up
+from pallas_kernels.plan import LANES, Plan, Window, align_up, pad_last
 
 _END = -2  # in a slot's first place: no more slots follow
 _NOWHERE = -1
@@ -43,7 +43,7 @@ class _Shapes:
     @property
     def count_width(self) -> int:
         """Local experts, padded to whole vectors; one is always left over for the tail."""
-        return align_up(self.num_local_experts + 1, fb.LANES)
+        return align_up(self.num_local_experts + 1, LANES)
 
 
 def dispatch(
@@ -80,8 +80,8 @@ def dispatch(
     )
     lead = x.shape[:-2]
     flat = (*lead, num_tokens * top_k)
-    window = _Window.of(shapes, plan)
-    by_rank = _pad_last(
+    window = Window.of(plan, num_tokens, top_k)
+    by_rank = pad_last(
         counts.reshape(*lead, num_ranks, num_local_experts),
         shapes.count_width - num_local_experts,
         0,
@@ -117,38 +117,15 @@ def dispatch_like(
     shapes = _Shapes(
         num_ranks, num_tokens, x.shape[-1], top_k, num_local_experts, capacity, expert_alignment
     )
-    window = _Window.of(shapes, plan)
+    window = Window.of(plan, num_tokens, top_k)
     (tokens,) = _call(
         _Pull(shapes, plan, window, fabric, routes_known=True),
         x.dtype,
         x,
         window.pad(rows.reshape(*rows.shape[:-2], num_tokens * top_k), _NOWHERE),
-        _pad_last(recv_counts, shapes.count_width - num_local_experts, 0),
+        pad_last(recv_counts, shapes.count_width - num_local_experts, 0),
     )
     return tokens
-
-
-def _pad_last(array: jax.Array, amount: int, value: int) -> jax.Array:
-    widths = [(0, 0)] * (array.ndim - 1) + [(0, amount)]
-    return jnp.pad(array, widths, constant_values=value)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Window:
-    """Which routes a block holds in shared memory at a time: whole vectors of the flat [T·K]."""
-
-    tokens: int  # tokens served per window
-    width: int  # entries loaded: tokens · K, rounded up to whole vectors
-    total: int  # entries of the (padded) flat array
-
-    @classmethod
-    def of(cls, shapes: _Shapes, plan: Plan) -> _Window:
-        tokens = min(plan.window_tokens, plan.tokens_per_block(shapes.num_tokens))
-        width = align_up(tokens * shapes.top_k, fb.LANES)
-        return cls(tokens, width, max(width, shapes.num_tokens * shapes.top_k))
-
-    def pad(self, flat: jax.Array, value: int) -> jax.Array:
-        return _pad_last(flat, self.total - flat.shape[-1], value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +134,7 @@ class _Pull:
 
     shapes: _Shapes
     plan: Plan
-    window: _Window
+    window: Window
     fabric: fb.Fabric
     routes_known: bool
 
@@ -257,7 +234,7 @@ class _Pull:
 
         def scout_window(index, used):
             window_token = first_token + index * window.tokens
-            start = jnp.minimum(window_token * top_k, window.total - window.width)
+            start = window.start(window_token * top_k)
             values = [
                 (fabric.mine(ref).at[source] if self.routes_known else fabric.peer(ref, source))
                 .at[pl.ds(start, window.width)][...]
@@ -310,6 +287,7 @@ class _Pull:
         slot = open_slot(used)
         slot_rows[slot, 0] = jnp.int32(_END)
         plgpu.barrier_arrive(full.at[slot])
+        fb.drain(empty, used + 1, num_slots)
 
     def _write(self, tokens, *, slots, slot_rows, full, empty):
         shapes, plan = self.shapes, self.plan
@@ -344,8 +322,15 @@ class _Pull:
 
             return used + 1, more
 
-        lax.while_loop(lambda state: state[1], write_slot, (jnp.int32(0), jnp.bool_(True)))
+        used, _ = lax.while_loop(
+            lambda state: state[1], write_slot, (jnp.int32(0), jnp.bool_(True))
+        )
         plgpu.wait_smem_to_gmem(0)
+
+        def free_slot(i, _):
+            plgpu.barrier_arrive(empty.at[lax.rem(i, num_slots)])
+
+        lax.fori_loop(jnp.maximum(used - 1 - lag, 0), used, free_slot, None)
 
     def _fill(self, tokens, *, zeros, gaps):
         shapes, plan = self.shapes, self.plan

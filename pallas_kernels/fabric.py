@@ -25,7 +25,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 _LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
@@ -196,3 +195,12 @@ def load(fabric: Fabric, ref: Any, vector: int) -> jax.Array:
     if _LOAD_TAKES_INDEX:
         return plgpu.load(ref, (), layout=layout)
     return plgpu.load(ref, layout=layout)
+
+
+def drain(empty: Any, used: jax.Array, num_slots: int) -> None:
+    """Waits until every slot of a ring that was ever filled is empty again."""
+
+    def wait(i: jax.Array, _: None) -> None:
+        plgpu.barrier_wait(empty.at[lax.rem(used - 1 - i, jnp.int32(num_slots))])
+
+    lax.fori_loop(0, jnp.minimum(used, num_slots), wait, None)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
+LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
 SHARED_MEMORY_BYTES = 227 * 1024
 
 
@@ -20,12 +24,16 @@ class Plan:
       num_slots: rows that the ring in shared memory holds.
       store_lag: how many slots may wait for their outgoing writes to be read.
       window_tokens: tokens whose routes a block holds in shared memory at a time.
+      step_tokens: tokens of each owner between two signals (combine).
+      mailbox_steps: steps that an owner's mailbox holds (combine).
     """
 
     num_blocks: int
     num_slots: int
     store_lag: int = 1
     window_tokens: int = 16
+    step_tokens: int = 1
+    mailbox_steps: int = 2
 
     def __post_init__(self) -> None:
         if not 0 < self.store_lag < self.num_slots:
@@ -33,3 +41,50 @@ class Plan:
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Which routes a block holds in shared memory at a time: whole vectors of the flat [T·K]."""
+
+    tokens: int  # tokens served per window
+    width: int  # entries loaded: tokens · K, rounded up to whole vectors
+    total: int  # entries of the (padded) flat array
+
+    @classmethod
+    def of(cls, plan: Plan, num_tokens: int, top_k: int) -> Window:
+        tokens = min(plan.window_tokens, plan.tokens_per_block(num_tokens))
+        width = align_up(tokens * top_k, LANES)
+        return cls(tokens, width, max(width, num_tokens * top_k))
+
+    def start(self, entry: jax.Array) -> jax.Array:
+        """Where to load from so that the window holds `entry` and stays in bounds."""
+        return jnp.minimum(entry, self.total - self.width)
+
+    def pad(self, flat: jax.Array, value: int) -> jax.Array:
+        return pad_last(flat, self.total - flat.shape[-1], value)
+
+
+def pad_last(array: jax.Array, amount: int, value: int = 0) -> jax.Array:
+    """Appends `amount` entries to the last axis."""
+    widths = [(0, 0)] * (array.ndim - 1) + [(0, amount)]
+    return jnp.pad(array, widths, constant_values=value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a row goes through registers: whole tiles of whole vectors, the last one padded."""
+
+    vector: int  # neighbouring columns to a thread: 16 bytes
+    tile: int  # columns at a time
+    num_tiles: int
+
+    @classmethod
+    def of(cls, hidden: int, dtype: jax.typing.DTypeLike) -> Tiling:
+        vector = 16 // jnp.dtype(dtype).itemsize
+        tile = LANES * vector
+        return cls(vector, tile, -(-hidden // tile))
+
+    @property
+    def padded(self) -> int:
+        return self.tile * self.num_tiles

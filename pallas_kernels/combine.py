@@ -1,0 +1,431 @@
+"""Combine: partial sums next to the experts, one row per (token, rank) back to the token's owner.
+
+Each block serves a range of tokens of every owner, a step of a few tokens at a time, with three
+warpgroups:
+
+  scout    finds the rows of each (owner, token) and fetches them into a ring in shared memory;
+  summer   sums them in float32, weighted, and puts the sum into the owner's mailbox;
+  owner    waits until every rank has put this step's sums, adds them in rank order, and writes
+           the result.
+
+The mailbox is a ring of steps: rank d's summer may put step i into a peer's mailbox once the
+peer's owner has read step i - plan.mailbox_steps of it. A rank's last wait is for the last sums
+meant for it, and peers send nothing that is not waited for, so no rank leaves early.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import fabric as fb
+from pallas_kernels.plan import Plan, Tiling, Window
+
+# What a slot of the ring holds. A sum of one row is both first and last.
+_FIRST, _LAST, _NO_ROW, _END_OF_STEP = 1, 2, 4, 8
+
+
+def combine(
+    y: jax.Array,
+    topk_weights: jax.Array | None,
+    topk_idx: jax.Array,
+    rows: jax.Array,
+    *,
+    fabric: fb.Fabric,
+    plan: Plan,
+    num_experts: int,
+    stage: str = "all",
+    mailbox: jax.Array | None = None,
+) -> jax.Array:
+    """Weighs, sums and returns rows. With a stacked fabric every array has a leading rank axis.
+
+    Args:
+      y: [R, H]; H · itemsize a multiple of 128 bytes.
+      topk_weights: [T, K] float32, or None for a plain sum.
+      topk_idx: [T, K] int32.
+      rows: [N, T, K] int32, from the dispatch.
+      fabric: how ranks reach each other.
+      plan: number of blocks, depth of the ring and of the mailbox.
+      num_experts: E.
+      stage: "all"; or, where ranks are stacked, "put" (returns the mailboxes) or "sum" (takes
+        them as `mailbox` and returns the result).
+      mailbox: see `stage`.
+
+    Returns:
+      [T, H], y's dtype.
+    """
+    num_ranks, num_tokens, top_k = rows.shape[-3:]
+    lead = rows.shape[:-3]
+    window = Window.of(plan, num_tokens, top_k)
+    call = _Combine(
+        num_ranks=num_ranks,
+        num_tokens=num_tokens,
+        hidden=y.shape[-1],
+        top_k=top_k,
+        num_local_experts=num_experts // num_ranks,
+        capacity=y.shape[-2],
+        dtype=y.dtype,
+        weighted=topk_weights is not None,
+        stage=stage,
+        fabric=fabric,
+        plan=plan,
+        window=window,
+        tiling=Tiling.of(y.shape[-1], y.dtype),
+    )
+    operands = [
+        y,
+        topk_idx.reshape(*lead, num_tokens * top_k),
+        window.pad(rows.reshape(*lead, num_ranks, num_tokens * top_k), -1),
+    ]
+    if topk_weights is not None:
+        operands.append(window.pad(topk_weights.reshape(*lead, num_tokens * top_k), 0))
+    if stage == "sum":
+        operands.append(mailbox)
+    out_type = [jax.ShapeDtypeStruct(call.mailbox_shape, y.dtype)]
+    if stage != "put":
+        out_type.insert(0, jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype))
+    if stage == "sum":
+        out_type.pop()
+    out, *_ = fb.kernel(
+        fabric,
+        call,
+        name="ep_combine",
+        num_blocks=plan.num_blocks,
+        num_warpgroups=3,
+        out_type=out_type,
+        scratch_types=call.scratch_types(),
+        num_semaphores=2 * num_ranks,
+    )(*operands)
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Combine:
+    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
+
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    top_k: int
+    num_local_experts: int
+    capacity: int
+    dtype: Any
+    weighted: bool
+    stage: str
+    fabric: fb.Fabric
+    plan: Plan
+    window: Window
+    tiling: Tiling
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.plan.tokens_per_block(self.num_tokens)
+
+    @property
+    def mailbox_steps(self) -> int:
+        steps = pl.cdiv(self.tokens_per_block, self.plan.step_tokens)
+        return min(self.plan.mailbox_steps, steps)
+
+    @property
+    def mailbox_shape(self) -> tuple[int, ...]:
+        return (
+            self.plan.num_blocks,
+            self.mailbox_steps,
+            self.num_ranks,
+            self.plan.step_tokens,
+            self.tiling.padded,
+        )
+
+    def scratch_types(self) -> dict[str, Any]:
+        slots = self.plan.num_slots
+        return dict(
+            window_rows=plgpu.SMEM((self.num_ranks, self.window.width), jnp.int32),
+            window_weights=plgpu.SMEM((self.num_ranks, self.window.width), jnp.float32),
+            slots=plgpu.SMEM((slots, self.tiling.padded), self.dtype),
+            slot_notes=plgpu.SMEM((slots, 3), jnp.int32),  # kind, owner, token of the step
+            slot_weights=plgpu.SMEM((slots,), jnp.float32),
+            sums=plgpu.SMEM((self.tiling.padded,), jnp.float32),
+            out_row=plgpu.SMEM((self.tiling.padded,), self.dtype),
+            full=plgpu.Barrier(num_barriers=(slots,)),
+            empty=plgpu.Barrier(num_barriers=(slots,)),
+        )
+
+    def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
+        y, topk_idx, rows, *refs = refs
+        weights = refs.pop(0) if self.weighted else None
+        mailbox = refs.pop(0 if self.stage == "sum" else -1)
+        put = [semaphores.at[source] for source in range(self.num_ranks)]
+        read = [semaphores.at[self.num_ranks + owner] for owner in range(self.num_ranks)]
+        warpgroup = lax.axis_index("warpgroup")
+
+        if self.stage != "sum":
+
+            @pl.when(warpgroup == 0)
+            def _scout():
+                self._scout(y, rows, weights, **scratch)
+
+            @pl.when(warpgroup == 1)
+            def _summer():
+                self._sum_and_put(mailbox, semaphores, read, **scratch)
+
+        if self.stage != "put":
+            (out,) = refs
+
+            @pl.when(warpgroup == 2)
+            def _owner():
+                self._receive(topk_idx, mailbox, out, semaphores, put, **scratch)
+
+    def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """This block's tokens, the same on every rank: first, end, number of steps."""
+        first = lax.axis_index("block") * self.tokens_per_block
+        end = jnp.minimum(first + self.tokens_per_block, self.num_tokens)
+        step_tokens = jnp.int32(self.plan.step_tokens)
+        return first, end, lax.div(jnp.maximum(end - first, 0) + step_tokens - 1, step_tokens)
+
+    def _scout(
+        self, y, rows, weights, *, window_rows, window_weights, slots, slot_notes, slot_weights,
+        full, empty, **_,
+    ):  # fmt: skip
+        fabric, window, top_k, num_ranks = self.fabric, self.window, self.top_k, self.num_ranks
+        num_slots, step_tokens = self.plan.num_slots, self.plan.step_tokens
+        rank, block = fabric.rank(), lax.axis_index("block")
+        first_token, end_token, _ = self._range()
+
+        def open_slot(used, kind, owner, token):
+            slot = lax.rem(used, num_slots)
+
+            @pl.when(used >= num_slots)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            slot_notes[slot, 0] = jnp.int32(kind)
+            slot_notes[slot, 1] = owner
+            slot_notes[slot, 2] = token
+            return slot
+
+        def scout_window(index, used):
+            window_token = first_token + index * window.tokens
+            start = window.start(window_token * top_k)
+            entries = pl.ds(start, window.width)
+            values = [fabric.mine(rows).at[r, entries][...] for r in range(num_ranks)]
+            if self.weighted:
+                values += [fabric.peer(weights, r).at[entries][...] for r in range(num_ranks)]
+            for i, value in enumerate(values):
+                (window_rows if i < num_ranks else window_weights)[i % num_ranks] = value
+
+            def scout_token(i, used):
+                token = window_token + i
+                entry = token * top_k - start
+                step_token = lax.rem(token - first_token, step_tokens)
+
+                def scout_pair(j, used):
+                    owner = lax.rem(j + rank + block, num_ranks)
+                    places = [window_rows[owner, entry + choice] for choice in range(top_k)]
+                    held = [(place >= 0) & (place < self.capacity) for place in places]
+                    num_held = sum(h.astype(jnp.int32) for h in held)
+                    sent = places[0] >= 0
+                    for place in places[1:]:
+                        sent = sent | (place >= 0)
+
+                    seen = jnp.int32(0)
+                    for choice in range(top_k):
+                        kind = jnp.where(seen == 0, _FIRST, 0)
+                        kind = kind + jnp.where(seen == num_held - 1, _LAST, 0)
+
+                        def fetch(used, choice=choice, kind=kind):
+                            slot = open_slot(used, kind, owner, step_token)
+                            if self.weighted:
+                                slot_weights[slot] = window_weights[owner, entry + choice]
+                            plgpu.copy_gmem_to_smem(
+                                fabric.mine(y).at[places[choice]],
+                                slots.at[slot, pl.ds(0, self.hidden)],
+                                full.at[slot],
+                                oob_mode=fb.IN_BOUNDS,
+                            )
+                            return used + 1
+
+                        used = lax.cond(held[choice], fetch, lambda used: used, used)
+                        seen = seen + held[choice].astype(jnp.int32)
+
+                    def put_zeros(used):  # the owner expects a sum, but every row was dropped
+                        slot = open_slot(used, _FIRST | _LAST | _NO_ROW, owner, step_token)
+                        plgpu.barrier_arrive(full.at[slot])
+                        return used + 1
+
+                    return lax.cond(
+                        sent & (num_held == 0), put_zeros, lambda used: used, used
+                    )
+
+                used = lax.fori_loop(0, num_ranks, scout_pair, used)
+
+                def end_step(used):
+                    slot = open_slot(used, _END_OF_STEP, jnp.int32(0), jnp.int32(0))
+                    plgpu.barrier_arrive(full.at[slot])
+                    return used + 1
+
+                last = (step_token == step_tokens - 1) | (token == end_token - 1)
+                return lax.cond(last, end_step, lambda used: used, used)
+
+            num_tokens = jnp.clip(end_token - window_token, 0, window.tokens)
+            return lax.fori_loop(0, num_tokens, scout_token, used)
+
+        num_windows = pl.cdiv(self.tokens_per_block, window.tokens)
+        used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
+        fb.drain(empty, used, num_slots)
+
+    def _sum_and_put(
+        self, mailbox, semaphores, read, *, slots, slot_notes, slot_weights, sums, full, empty, **_
+    ):
+        fabric, tiling, num_slots = self.fabric, self.tiling, self.plan.num_slots
+        rank, block = fabric.rank(), lax.axis_index("block")
+        _, _, num_steps = self._range()
+
+        def add(slot, kind, weight):
+            """sums (+)= weight * slots[slot]; the last one leaves the sum in the slot."""
+
+            def add_tile(i, _):
+                tile = pl.ds(i * tiling.tile, tiling.tile)
+                row = fb.load(fabric, slots.at[slot, tile], tiling.vector).astype(jnp.float32)
+                if self.weighted:
+                    row = row * weight
+
+                def first():
+                    return row
+
+                def later():
+                    return fb.load(fabric, sums.at[tile], tiling.vector) + row
+
+                value = lax.cond((kind & _FIRST) != 0, first, later)
+
+                @pl.when((kind & _LAST) != 0)
+                def _():
+                    slots[slot, tile] = value.astype(self.dtype)
+
+                @pl.when((kind & _LAST) == 0)
+                def _():
+                    sums[tile] = value
+
+                return _
+
+            lax.fori_loop(0, tiling.num_tiles, add_tile, None)
+
+        def take_slot(state):
+            used, step, _ = state
+            slot = lax.rem(used, num_slots)
+            plgpu.barrier_wait(full.at[slot])
+            kind, owner, token = (slot_notes[slot, i] for i in range(3))
+            last = (kind & _LAST) != 0
+
+            @pl.when((kind & _NO_ROW) != 0)
+            def _():
+                slots[slot] = jnp.zeros((tiling.padded,), self.dtype)
+
+            as_it_is = (kind & _NO_ROW) != 0
+            if not self.weighted:  # a sum of one row is that row
+                as_it_is = as_it_is | (kind == (_FIRST | _LAST))
+
+            @pl.when(~as_it_is & ((kind & _END_OF_STEP) == 0))
+            def _():
+                weight = slot_weights[slot] if self.weighted else None
+                add(slot, kind, weight)
+
+            @pl.when(last)
+            def _():
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    slots.at[slot, pl.ds(0, self.hidden)],
+                    fabric.peer(mailbox, owner).at[
+                        block,
+                        lax.rem(step, self.mailbox_steps),
+                        rank,
+                        token,
+                        pl.ds(0, self.hidden),
+                    ],
+                )
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            plgpu.barrier_arrive(empty.at[slot])
+            return used + 1, step, (kind & _END_OF_STEP) == 0
+
+        def put_step(step, used):
+            for owner in range(self.num_ranks):
+                if self.tokens_per_block > self.mailbox_steps * self.plan.step_tokens:
+                    fabric.wait(read[owner], jnp.maximum(step + 1 - self.mailbox_steps, 0))
+            used, _, _ = lax.while_loop(
+                lambda state: state[2], take_slot, (used, step, jnp.bool_(True))
+            )
+            plgpu.wait_smem_to_gmem(0)
+            fabric.signal(semaphores.at[rank])
+            return used
+
+        lax.fori_loop(0, num_steps, put_step, jnp.int32(0))
+
+    def _receive(self, topk_idx, mailbox, out, semaphores, put, *, out_row, **_):
+        fabric, tiling, top_k = self.fabric, self.tiling, self.top_k
+        rank, block = fabric.rank(), lax.axis_index("block")
+        first_token, end_token, num_steps = self._range()
+        step_tokens = self.plan.step_tokens
+
+        def receive_step(step, _):
+            for source in range(self.num_ranks):
+                fabric.wait(put[source], step + 1)
+            slot = lax.rem(step, self.mailbox_steps)
+
+            def receive_token(i, _):
+                token = first_token + step * step_tokens + i
+                experts = [
+                    fabric.mine(topk_idx)[token * top_k + choice] for choice in range(top_k)
+                ]
+                sent = []
+                for source in range(self.num_ranks):
+                    low = source * self.num_local_experts
+                    chosen = [(e >= low) & (e < low + self.num_local_experts) for e in experts]
+                    any_chosen = chosen[0]
+                    for c in chosen[1:]:
+                        any_chosen = any_chosen | c
+                    sent.append(any_chosen)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                def add_tile(j, _):
+                    tile = pl.ds(j * tiling.tile, tiling.tile)
+                    parts = [
+                        fb.load(
+                            fabric,
+                            fabric.mine(mailbox).at[block, slot, source, i, tile],
+                            tiling.vector,
+                        )
+                        for source in range(self.num_ranks)
+                    ]
+                    total = None
+                    for part, was_sent in zip(parts, sent, strict=True):
+                        part = part.astype(jnp.float32)
+                        part = jnp.where(was_sent, part, jnp.zeros_like(part))
+                        total = part if total is None else total + part
+                    out_row[tile] = total.astype(self.dtype)
+                    return _
+
+                lax.fori_loop(0, tiling.num_tiles, add_tile, None)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    out_row.at[pl.ds(0, self.hidden)], fabric.mine(out).at[token]
+                )
+                return _
+
+            tokens = jnp.minimum(end_token - first_token - step * step_tokens, step_tokens)
+            lax.fori_loop(0, tokens, receive_token, None)
+
+            # Only what a peer will wait for: it puts step `step + mailbox_steps` next into here.
+            @pl.when(step + self.mailbox_steps < num_steps)
+            def _():
+                fabric.signal(semaphores.at[self.num_ranks + rank])
+
+            return _
+
+        lax.fori_loop(0, num_steps, receive_step, None)
+        plgpu.wait_smem_to_gmem(0)
