@@ -1,0 +1,71 @@
+"""The README's promises: its Python runs as it stands, and its commands are the ones CI runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PROGRAMS = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [text.strip() for language, text in BLOCKS if language == "bash"]
+
+
+def test_there_is_a_shard_map_example_and_a_flax_one():
+    assert len(PROGRAMS) == 2
+    assert "jax.shard_map" in PROGRAMS[0] and "flax" in PROGRAMS[1]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_a_python_block_runs_as_it_stands(program, tmp_path):
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "nan" not in done.stdout
+
+
+def test_the_commands_name_extras_and_files_that_exist():
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    train, test = (command for command in COMMANDS if command.startswith("pip install"))
+    for command in (train, test):
+        (named,) = re.findall(r"\[([\w,]+)\]", command)
+        assert set(named.split(",")) <= set(extras)
+    (script,) = re.findall(r"python (\S+\.py)", train)
+    assert (REPOSITORY / script).is_file()
+
+
+def test_ci_installs_what_the_readme_says():
+    test = next(command for command in COMMANDS if "pytest" in command)
+    install, run = test.split(" && ")
+    ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.search(rf"^\s*{re.escape(install).replace('install', 'install --quiet')}$", ci, re.M)
+    assert run in ci
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    assert "WORKSPACE_NOTES.md" in targets
+    for target in targets:
+        assert target.startswith("https://") or (REPOSITORY / target).exists(), target
