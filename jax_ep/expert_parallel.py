@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import primitives, routes
+from jax_ep.routes import Routes
 
 Implementation = Literal["pallas", "xla"] | None
 AxisName = str | tuple[str, ...]
@@ -25,7 +26,7 @@ AxisName = str | tuple[str, ...]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["rows"],
+    data_fields=["routes"],
     meta_fields=["axis_name", "capacity", "num_experts", "expert_alignment"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +34,26 @@ class Handle:
     """The routes of one dispatch: a pytree that may cross jit, scan and checkpoint boundaries.
 
     Attributes:
-      rows: [N, T, K] int32: the row here of each (source rank, token, choice); -1 if the choice
-        is of another rank or of no expert, R or more if the row did not fit.
+      routes: where each (source rank, token, choice) goes; see `jax_ep.routes.Routes`.
       axis_name: the mesh axis names of the dispatch.
       capacity: R.
       num_experts: E.
       expert_alignment: the alignment of each expert's block, in rows.
     """
 
-    rows: jax.Array
+    routes: Routes
     axis_name: tuple[str, ...]
     capacity: int
     num_experts: int
     expert_alignment: int
+
+    @property
+    def rows(self) -> jax.Array:
+        """[N, T, K] int32: the row here of each (source rank, token, choice).
+
+        -1 where the choice is of another rank or of no expert, R or more if it did not fit.
+        """
+        return self.routes.rows
 
 
 @functools.partial(
@@ -140,9 +148,9 @@ def dispatch(
         axis_name, int(capacity), int(num_experts), int(expert_alignment), implementation
     )
     (x,) = primitives.vary_alike((x,), axis_name)
-    tokens, rows, recv_counts = _dispatch(config, x, topk_idx.astype(jnp.int32))
-    layout = routes.layout(recv_counts, config.capacity, config.expert_alignment)
-    handle = Handle(rows, axis_name, config.capacity, config.num_experts, config.expert_alignment)
+    tokens, route = _dispatch(config, x, topk_idx.astype(jnp.int32))
+    layout = routes.layout(route.recv_counts, config.capacity, config.expert_alignment)
+    handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
     return Dispatched(tokens, *layout, handle)
 
 
@@ -183,7 +191,7 @@ def combine(
     config = _Config.of(handle, implementation)
     if topk_weights is None:
         (y,) = primitives.vary_alike((y,), axis_name)
-        return _combine(config, y, handle.rows)
+        return _combine(config, y, handle.routes)
     _check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     if topk_weights.shape != handle.rows.shape[1:]:
         raise ValueError(
@@ -191,7 +199,7 @@ def combine(
             f"but has shape {topk_weights.shape}."
         )
     y, weights = primitives.vary_alike((y, topk_weights.astype(jnp.float32)), axis_name)
-    return _weighted_combine(config, y, weights, handle.rows)
+    return _weighted_combine(config, y, weights, handle.routes)
 
 
 def dispatch_like(
@@ -219,7 +227,7 @@ def dispatch_like(
         )
     primitives.check_implementation(implementation, x)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
-    return _dispatch_like(_Config.of(handle, implementation), x, handle.rows)
+    return _dispatch_like(_Config.of(handle, implementation), x, handle.routes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,72 +252,62 @@ class _Config:
 
 
 # The custom gradients. dispatch and combine are each other's transposes, so each one's backward
-# pass is a call of the other over the same rows.
+# pass is a call of the other over the same routes.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(config: _Config, x: jax.Array, topk_idx: jax.Array):
+def _dispatch(config: _Config, x: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, Routes]:
     return primitives.dispatch(x, topk_idx, **dataclasses.asdict(config))
 
 
 def _dispatch_fwd(config, x, topk_idx):
-    tokens, rows, recv_counts = _dispatch(config, x, topk_idx)
-    return (tokens, rows, recv_counts), rows
+    tokens, route = _dispatch(config, x, topk_idx)
+    return (tokens, route), route
 
 
-def _dispatch_bwd(config, rows, cotangents):
-    return _combine(config, cotangents[0], rows), None
+def _dispatch_bwd(config, route, cotangents):
+    return _combine(config, cotangents[0], route), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch_like(config: _Config, x: jax.Array, rows: jax.Array):
-    return primitives.dispatch_like(
-        x,
-        rows,
-        axis_name=config.axis_name,
-        capacity=config.capacity,
-        implementation=config.implementation,
-    )
+def _dispatch_like(config: _Config, x: jax.Array, route: Routes) -> jax.Array:
+    return primitives.dispatch_like(x, route, **dataclasses.asdict(config))
 
 
 _dispatch_like.defvjp(
-    lambda config, x, rows: (_dispatch_like(config, x, rows), rows),
-    lambda config, rows, g: (_combine(config, g, rows), None),
+    lambda config, x, route: (_dispatch_like(config, x, route), route),
+    lambda config, route, g: (_combine(config, g, route), None),
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(config: _Config, y: jax.Array, rows: jax.Array):
-    return primitives.combine(
-        y, None, rows, axis_name=config.axis_name, implementation=config.implementation
-    )
+def _combine(config: _Config, y: jax.Array, route: Routes) -> jax.Array:
+    return primitives.combine(y, None, route, **dataclasses.asdict(config))
 
 
 _combine.defvjp(
-    lambda config, y, rows: (_combine(config, y, rows), rows),
-    lambda config, rows, g: (_dispatch_like(config, g, rows), None),
+    lambda config, y, route: (_combine(config, y, route), route),
+    lambda config, route, g: (_dispatch_like(config, g, route), None),
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted_combine(config: _Config, y: jax.Array, weights: jax.Array, rows: jax.Array):
-    return primitives.combine(
-        y, weights, rows, axis_name=config.axis_name, implementation=config.implementation
-    )
+def _weighted_combine(
+    config: _Config, y: jax.Array, weights: jax.Array, route: Routes
+) -> jax.Array:
+    return primitives.combine(y, weights, route, **dataclasses.asdict(config))
 
 
-def _weighted_combine_fwd(config, y, weights, rows):
-    return _weighted_combine(config, y, weights, rows), (y, weights, rows)
+def _weighted_combine_fwd(config, y, weights, route):
+    return _weighted_combine(config, y, weights, route), (y, weights, route)
 
 
 def _weighted_combine_bwd(config, residuals, g):
-    y, weights, rows = residuals
-    dy, dweights = primitives.combine_grad(
-        g, weights, y, rows, axis_name=config.axis_name, implementation=config.implementation
-    )
+    y, weights, route = residuals
+    dy, dweights = primitives.combine_grad(g, weights, y, route, **dataclasses.asdict(config))
     return dy, dweights, None
 
 

@@ -2,18 +2,19 @@
 
 Four primitives, all without effects, all called inside `shard_map` over `axis_name`:
 
-  ep_dispatch       x [T, H], topk_idx [T, K]  -> tokens [R, H], rows [N, T, K], counts [N, L]
-  ep_dispatch_like  x [T, H], rows             -> tokens [R, H]
-  ep_combine        y [R, H], weights?, rows   -> out [T, H]
-  ep_combine_grad   g [T, H], weights, y, rows -> dy [R, H], dweights [T, K]
+  ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, L]
+  ep_dispatch_like  x [T, H], *routes              -> tokens [R, H]
+  ep_combine        y [R, H], *routes, weights?    -> out [T, H]
+  ep_combine_grad   g [T, H], *routes, weights, y  -> dy [R, H], dweights [T, K]
 
-`rows[s, t, k]` is the row here of choice k of token t of rank s: -1 if that choice is not of this
-rank, and R or more if it did not fit. Weights are float32. Each primitive lowers to the Pallas
-kernels on the GPUs they serve, and to XLA's collectives everywhere else.
+`routes` are the three arrays of `jax_ep.routes.Routes`; weights are float32. Each primitive lowers
+to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere else.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_ep import xla_exchange
+from jax_ep import pallas_exchange, xla_exchange
+from jax_ep.routes import Routes
 
 Implementation = str | None
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -31,7 +33,19 @@ IMPLEMENTATIONS = ("pallas", "xla")
 def pallas_unavailable_reason(devices: list[jax.Device] | None = None) -> str | None:
     """Why the Pallas kernels cannot serve these devices (default: all), or None if they can."""
     devices = jax.devices() if devices is None else devices
-    return "the Pallas kernels are not part of this version"
+    platforms = sorted({device.platform for device in devices})
+    if platforms != ["gpu"]:
+        return f"it needs NVIDIA GPUs, and the devices here are {', '.join(platforms)}"
+    if len({device.process_index for device in devices}) > 1:
+        return "it needs all GPUs in one process, and these belong to several"
+    for device in devices:
+        capability = getattr(device, "compute_capability", "0.0")
+        if float(capability) < 9.0:
+            return (
+                f"it needs compute capability 9.0 or newer, and {device.device_kind} has "
+                f"{capability}"
+            )
+    return None
 
 
 def check_implementation(implementation: Implementation, payload: jax.Array) -> None:
@@ -41,88 +55,48 @@ def check_implementation(implementation: Implementation, payload: jax.Array) -> 
             f"implementation must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}."
         )
     if implementation == "pallas":
-        reason = pallas_unavailable_reason()
+        reason = pallas_exchange.payload_unavailable_reason(payload.shape[1], payload.dtype)
+        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        if device is not None and device.platform != "gpu":
+            reason = f"it needs NVIDIA GPUs, and the mesh here is of {device.platform} devices"
+        elif device is not None and jax.default_backend() == "gpu":
+            reason = reason or pallas_unavailable_reason()
         if reason is not None:
-            raise ValueError(f'implementation="pallas" cannot serve here: {reason}.')
+            raise ValueError(
+                f'implementation="pallas" cannot serve here: {reason}. '
+                'implementation=None picks one that does.'
+            )
 
 
-def dispatch(
-    x: jax.Array,
-    topk_idx: jax.Array,
-    *,
-    num_experts: int,
-    axis_name: tuple[str, ...],
-    capacity: int,
-    expert_alignment: int,
-    implementation: Implementation,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Binds `ep_dispatch`."""
-    tokens, rows, counts = _bind(
-        ep_dispatch_p,
-        (x, topk_idx),
-        num_experts=num_experts,
-        axis_name=axis_name,
-        capacity=capacity,
-        expert_alignment=expert_alignment,
-        implementation=implementation,
-    )
-    return tokens, rows, counts
+def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[jax.Array, Routes]:
+    """Binds `ep_dispatch`: this rank's choices become routes, and its tokens follow them."""
+    x, topk_idx = vary_alike((x, topk_idx), params["axis_name"])
+    tokens, rows, recv_counts = ep_dispatch_p.bind(x, topk_idx, **params)
+    return tokens, Routes(topk_idx, rows, recv_counts)
 
 
-def dispatch_like(
-    x: jax.Array,
-    rows: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    capacity: int,
-    implementation: Implementation,
-) -> jax.Array:
+def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> jax.Array:
     """Binds `ep_dispatch_like`."""
-    (tokens,) = _bind(
-        ep_dispatch_like_p,
-        (x, rows),
-        axis_name=axis_name,
-        capacity=capacity,
-        implementation=implementation,
-    )
+    (tokens,) = ep_dispatch_like_p.bind(*vary_alike((x, *route), params["axis_name"]), **params)
     return tokens
 
 
 def combine(
-    y: jax.Array,
-    topk_weights: jax.Array | None,
-    rows: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    implementation: Implementation,
+    y: jax.Array, topk_weights: jax.Array | None, route: Routes, **params: Any
 ) -> jax.Array:
     """Binds `ep_combine`."""
-    operands = (y, rows) if topk_weights is None else (y, rows, topk_weights)
-    (out,) = _bind(ep_combine_p, operands, axis_name=axis_name, implementation=implementation)
+    operands = (y, *route) if topk_weights is None else (y, *route, topk_weights)
+    (out,) = ep_combine_p.bind(*vary_alike(operands, params["axis_name"]), **params)
     return out
 
 
 def combine_grad(
-    g: jax.Array,
-    topk_weights: jax.Array,
-    y: jax.Array,
-    rows: jax.Array,
-    *,
-    axis_name: tuple[str, ...],
-    implementation: Implementation,
+    g: jax.Array, topk_weights: jax.Array, y: jax.Array, route: Routes, **params: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Binds `ep_combine_grad`."""
-    dy, dweights = _bind(
-        ep_combine_grad_p,
-        (g, topk_weights, y, rows),
-        axis_name=axis_name,
-        implementation=implementation,
-    )
+    operands = vary_alike((g, *route, topk_weights, y), params["axis_name"])
+    dy, dweights = ep_combine_grad_p.bind(*operands, **params)
     return dy, dweights
-
-
-def _bind(primitive: Primitive, operands: tuple[jax.Array, ...], **params: Any) -> list[Any]:
-    return primitive.bind(*vary_alike(operands, params["axis_name"]), **params)
 
 
 def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
@@ -139,17 +113,30 @@ def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> l
     ]
 
 
-def _abstract_eval(shapes_and_dtypes):
-    """Output avals from input avals; every output varies as the (alike) operands do."""
+# What each primitive computes, by exchange; `exchange` is one of the two modules.
 
-    def rule(*avals, axis_name, **params):
-        mat = avals[0].mat
-        return [
-            avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, manual_axis_type=mat)
-            for shape, dtype in shapes_and_dtypes(*avals, axis_name=axis_name, **params)
-        ]
 
-    return rule
+def _run_dispatch(exchange, x, topk_idx, **params):
+    return exchange.dispatch(x, topk_idx, **params)
+
+
+def _run_dispatch_like(exchange, x, *route, num_experts, **params):
+    del num_experts
+    return (exchange.dispatch_like(x, Routes(*route), **params),)
+
+
+def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name, **_):
+    return (exchange.combine(y, weights, Routes(topk_idx, rows, counts), axis_name=axis_name),)
+
+
+def _run_combine_grad(
+    exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, expert_alignment, **_
+):
+    params = dict(axis_name=axis_name, expert_alignment=expert_alignment)
+    return exchange.combine_grad(g, weights, y, Routes(topk_idx, rows, counts), **params)
+
+
+# What each primitive returns: (shape, dtype) of every result.
 
 
 def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, **_):
@@ -161,59 +148,71 @@ def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, **_):
     ]
 
 
-def _dispatch_like_shapes(x, rows, *, capacity, **_):
+def _dispatch_like_shapes(x, *_, capacity, **__):
     return [((capacity, x.shape[1]), x.dtype)]
 
 
-def _combine_shapes(y, rows, *weights, **_):
-    return [((rows.shape[1], y.shape[1]), y.dtype)]
+def _combine_shapes(y, topk_idx, *_, **__):
+    return [((topk_idx.shape[0], y.shape[1]), y.dtype)]
 
 
-def _combine_grad_shapes(g, topk_weights, y, rows, **_):
-    return [(y.shape, y.dtype), (topk_weights.shape, jnp.float32)]
+def _combine_grad_shapes(g, topk_idx, rows, counts, weights, y, **_):
+    return [(y.shape, y.dtype), (weights.shape, jnp.float32)]
 
 
-def _xla_dispatch(x, topk_idx, *, implementation, **params):
-    del implementation
-    return xla_exchange.dispatch(x, topk_idx, **params)
+def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
 
+    def abstract_eval(*avals, **params):
+        # Every result varies as the (alike) operands do.
+        return [
+            avals[0].update(
+                shape=shape,
+                dtype=jnp.dtype(dtype),
+                weak_type=False,
+                manual_axis_type=avals[0].mat,
+            )
+            for shape, dtype in shapes(*avals, **params)
+        ]
 
-def _xla_dispatch_like(x, rows, *, implementation, **params):
-    del implementation
-    return (xla_exchange.dispatch_like(x, rows, **params),)
+    def lower(ctx, *operands, implementation, **params):
+        on_cuda = "cuda" in (ctx.platforms or ctx.module_context.platforms)
+        exchange = _exchange_serving(implementation, on_cuda, ctx.avals_in[0])
+        function = functools.partial(run, exchange)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
-
-def _xla_combine(y, rows, topk_weights=None, *, implementation, **params):
-    del implementation
-    return (xla_exchange.combine(y, topk_weights, rows, **params),)
-
-
-def _xla_combine_grad(g, topk_weights, y, rows, *, implementation, **params):
-    del implementation
-    return xla_exchange.combine_grad(g, topk_weights, y, rows, **params)
-
-
-def _no_batching(name):
-    def rule(*_, **__):
+    def no_batching(*_, **__):
         raise NotImplementedError(
             f"{name} cannot be batched by jax.vmap: each call is one exchange between ranks. "
             "Fold the batch axis into the tokens (x [B, T, H] -> [B * T, H]), or loop with "
             "jax.lax.map or jax.lax.scan."
         )
 
-    return rule
-
-
-def _primitive(name, shapes_and_dtypes, xla) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(_abstract_eval(shapes_and_dtypes))
-    mlir.register_lowering(primitive, mlir.lower_fun(xla, multiple_results=True))
-    batching.primitive_batchers[primitive] = _no_batching(name)
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, lower, platform="cuda")
+    batching.primitive_batchers[primitive] = no_batching
     return primitive
 
 
-ep_dispatch_p = _primitive("ep_dispatch", _dispatch_shapes, _xla_dispatch)
-ep_dispatch_like_p = _primitive("ep_dispatch_like", _dispatch_like_shapes, _xla_dispatch_like)
-ep_combine_p = _primitive("ep_combine", _combine_shapes, _xla_combine)
-ep_combine_grad_p = _primitive("ep_combine_grad", _combine_grad_shapes, _xla_combine_grad)
+def _exchange_serving(implementation: Implementation, on_cuda: bool, payload: Any) -> Any:
+    if implementation == "xla":
+        return xla_exchange
+    if on_cuda:
+        reason = pallas_exchange.payload_unavailable_reason(payload.shape[1], payload.dtype)
+        if jax.default_backend() == "gpu":  # else this lowers for a machine that is not here
+            reason = reason or pallas_unavailable_reason()
+    else:
+        reason = "it needs NVIDIA GPUs, and this program is compiled for another platform"
+    if reason is None:
+        return pallas_exchange
+    if implementation == "pallas":
+        raise ValueError(f'implementation="pallas" cannot serve here: {reason}.')
+    return xla_exchange
+
+
+ep_dispatch_p = _primitive("ep_dispatch", _run_dispatch, _dispatch_shapes)
+ep_dispatch_like_p = _primitive("ep_dispatch_like", _run_dispatch_like, _dispatch_like_shapes)
+ep_combine_p = _primitive("ep_combine", _run_combine, _combine_shapes)
+ep_combine_grad_p = _primitive("ep_combine_grad", _run_combine_grad, _combine_grad_shapes)

@@ -14,6 +14,18 @@ import jax.numpy as jnp
 _CHUNK = 128
 
 
+class Routes(NamedTuple):
+    """The routes of one dispatch, as every exchange needs them.
+
+    `rows[s, t, k]` is the row here of choice k of token t of rank s: -1 if that choice is not of
+    this rank, and the capacity or more if it did not fit.
+    """
+
+    topk_idx: jax.Array  # [T, K] int32: this rank's choices
+    rows: jax.Array  # [N, T, K] int32
+    recv_counts: jax.Array  # [N, L] int32: rows that each source sends to each local expert
+
+
 class Layout(NamedTuple):
     """How the blocks of the local experts lie in a receive buffer of `capacity` rows."""
 

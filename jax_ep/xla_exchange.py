@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import routes
+from jax_ep.routes import Routes
 
 AxisName = tuple[str, ...]
 
@@ -49,21 +50,25 @@ def dispatch(
         rank,
         expert_alignment,
     )
-    tokens = dispatch_like(x, rows, axis_name=axis_name, capacity=capacity)
-    return tokens, rows, recv_counts
+    route = Routes(topk_idx, rows, recv_counts)
+    params = dict(axis_name=axis_name, capacity=capacity, expert_alignment=expert_alignment)
+    return dispatch_like(x, route, **params), rows, recv_counts
 
 
 def dispatch_like(
-    x: jax.Array, rows: jax.Array, *, axis_name: AxisName, capacity: int
+    x: jax.Array, route: Routes, *, axis_name: AxisName, capacity: int, expert_alignment: int
 ) -> jax.Array:
     """Sends [T, H] along known routes: [R, H]."""
-    return _fill(_gather_ranks(x, axis_name), _choice_of_row(rows, capacity) // rows.shape[2])
+    del expert_alignment  # the rows know
+    all_x = _gather_ranks(x, axis_name)
+    return _fill(all_x, _choice_of_row(route.rows, capacity) // route.rows.shape[2])
 
 
 def combine(
-    y: jax.Array, topk_weights: jax.Array | None, rows: jax.Array, *, axis_name: AxisName
+    y: jax.Array, topk_weights: jax.Array | None, route: Routes, *, axis_name: AxisName
 ) -> jax.Array:
     """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
+    rows = route.rows
     weights = None if topk_weights is None else _stack_ranks(topk_weights, axis_name)
     num_ranks, num_tokens, top_k = rows.shape
     partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
@@ -79,25 +84,28 @@ def combine_grad(
     g: jax.Array,
     topk_weights: jax.Array,
     y: jax.Array,
-    rows: jax.Array,
+    route: Routes,
     *,
     axis_name: AxisName,
+    expert_alignment: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32."""
-    capacity, (_, _, top_k) = y.shape[0], rows.shape
-    all_g = _gather_ranks(g, axis_name)
-    all_weights = _stack_ranks(topk_weights, axis_name)
-    choices = _choice_of_row(rows, capacity)
-    row_weights = _fill(all_weights.reshape(-1, 1), choices)
-    dy = (_fill(all_g, choices // top_k).astype(jnp.float32) * row_weights).astype(y.dtype)
+    params = dict(axis_name=axis_name, capacity=y.shape[0], expert_alignment=expert_alignment)
+    g_rows = dispatch_like(g, route, **params)
+    return combine_grad_of_rows(g_rows, topk_weights, y, route, axis_name=axis_name)
 
-    all_g = all_g.reshape(*rows.shape[:2], -1).astype(jnp.float32)
-    products = [
-        jnp.sum(all_g * _fill(y, rows[:, :, choice]).astype(jnp.float32), axis=-1)
-        for choice in range(top_k)
-    ]
-    dweights = _swap_ranks(jnp.stack(products, axis=-1), axis_name)
-    return dy, jnp.sum(dweights, axis=0)  # one rank's term is not zero: the sum is exact
+
+def combine_grad_of_rows(
+    g_rows: jax.Array, topk_weights: jax.Array, y: jax.Array, route: Routes, *, axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
+    """`combine_grad`, once g [T, H] has been sent to the rows it belongs to, [R, H]."""
+    all_weights = _stack_ranks(topk_weights, axis_name)
+    row_weights = _fill(all_weights.reshape(-1), _choice_of_row(route.rows, y.shape[0]))
+    g_rows = g_rows.astype(jnp.float32)
+    dy = (g_rows * row_weights[:, None]).astype(y.dtype)
+    products = jnp.sum(g_rows * y.astype(jnp.float32), axis=1)
+    dweights = _swap_ranks(_fill(products, route.rows), axis_name)
+    return dy, jnp.sum(dweights, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
 def _gather_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
-from pallas_kernels.plan import LANES, Plan, Window, align_up, pad_last
+from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
 _END = -2  # in a slot's first place: no more slots follow
 _NOWHERE = -1
@@ -174,7 +174,7 @@ class _Pull:
             routes=plgpu.SMEM((kinds, shapes.num_ranks, self.window.width), jnp.int32),
             slots=plgpu.SMEM((slots, shapes.hidden), dtype),
             slot_rows=plgpu.SMEM((slots, shapes.top_k), jnp.int32),
-            zeros=plgpu.SMEM((shapes.hidden,), dtype),
+            zeros=plgpu.SMEM((Tiling.of(shapes.hidden, dtype).padded,), dtype),
             laid_out=plgpu.Barrier(),
             full=plgpu.Barrier(num_barriers=(slots,)),
             empty=plgpu.Barrier(num_barriers=(slots,)),
@@ -344,7 +344,8 @@ class _Pull:
 
             def fill_row(i, _):
                 plgpu.copy_smem_to_gmem(
-                    zeros, self.fabric.mine(tokens).at[first + block + i * plan.num_blocks]
+                    zeros.at[pl.ds(0, shapes.hidden)],
+                    self.fabric.mine(tokens).at[first + block + i * plan.num_blocks],
                 )
                 return _
 
