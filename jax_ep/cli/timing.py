@@ -74,14 +74,23 @@ class Loop:
             tuple(arrays)
         )
 
+        # XLA for GPUs keeps barriers until everything is scheduled, so outputs behind one are
+        # whole. XLA for CPUs drops them early: there the loop has to carry the outputs.
+        carry_outputs = mesh.devices.flat[0].platform == "cpu"
+
         def loop(state):
-            def body(_, link):
-                state_now, link = lax.optimization_barrier((state, link))
+            def body(_, carry):
+                state_now, (link, _) = lax.optimization_barrier((state, carry))
                 out = lax.optimization_barrier(step(state_now))
                 leaves = [leaf for leaf in jax.tree.leaves(out) if leaf.size]
-                return sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves) * 1e-6 + link
+                link += sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves) * 1e-6
+                return link, out if carry_outputs else None
 
-            return lax.fori_loop(0, iterations, body, jnp.float32(0))
+            nothing = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+                jax.eval_shape(step, state) if carry_outputs else None,
+            )
+            return lax.fori_loop(0, iterations, body, (jnp.float32(0), nothing))
 
         self.compiled = jax.jit(self._per_rank(loop)).lower(self.state).compile()
 
