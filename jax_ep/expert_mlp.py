@@ -1,0 +1,136 @@
+"""The gated expert MLP: three grouped matmuls with a memory-frugal gradient of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import grouped_matmul as gmm
+from jax_ep.primitives import vary_alike
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def expert_mlp(
+    tokens: jax.Array,
+    wi_0: jax.Array,
+    wi_1: jax.Array,
+    wo: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    activation: Activation = jax.nn.silu,
+    implementation: gmm.Implementation = None,
+) -> jax.Array:
+    """Each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
+
+    With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
+    The product of the two halves is computed in float32, in one pass over them.
+
+    **What is kept for the backward pass**: `tokens` and the two pre-activations, x @ wi_0 and
+    x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values carry the
+    names "dispatched_tokens" and "expert_pre_activations" (`jax.ad_checkpoint.checkpoint_name`),
+    so that a `jax.checkpoint` policy can choose: for example
+    `jax.checkpoint_policies.save_only_these_names("dispatched_tokens")` keeps R·H values and
+    computes the two products again.
+
+    Rows past the last group may hold anything; the result and the gradient of `tokens` are zero
+    there, and they contribute nothing to the other gradients, as in `grouped_matmul`.
+
+    Args:
+      tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
+      wi_0: [L, H, F], the dtype of tokens: the projection that the activation is applied to.
+      wi_1: [L, H, F]: the other one.
+      wo: [L, F, H]: the projection back.
+      group_sizes: [L] integer: rows of each expert's block; their sum is at most R.
+      activation: an elementwise function of one array, finite at zero.
+      implementation: as in `grouped_matmul`.
+
+    Returns:
+      [R, H], the dtype of tokens.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
+        it here; the message says why.
+    """
+    _check("tokens", tokens, 2, "[R, H]")
+    _check("wi_0", wi_0, 3, "[L, H, F]")
+    num_experts, hidden, mlp = wi_0.shape
+    expected = {
+        "tokens": (tokens.shape[0], hidden),
+        "wi_1": (num_experts, hidden, mlp),
+        "wo": (num_experts, mlp, hidden),
+        "group_sizes": (num_experts,),
+    }
+    arrays = {"tokens": tokens, "wi_1": wi_1, "wo": wo, "group_sizes": group_sizes}
+    for name, shape in expected.items():
+        if arrays[name].shape != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} for wi_0 [L, H, F] of shape {wi_0.shape}, but "
+                f"has shape {arrays[name].shape}."
+            )
+    for name in ("wi_0", "wi_1", "wo"):
+        dtype = {"wi_0": wi_0, **arrays}[name].dtype
+        if dtype != tokens.dtype:
+            raise TypeError(
+                f"{name} must have the dtype of tokens, {tokens.dtype}, but has {dtype}; "
+                "cast it with .astype."
+            )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be integers [L], but has dtype {group_sizes.dtype}.")
+    gmm.check_implementation(implementation, wi_0)
+    operands = (tokens, wi_0, wi_1, wo, jnp.asarray(group_sizes, jnp.int32))
+    return _expert_mlp(*vary_alike(operands, ()), activation, implementation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _expert_mlp(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation):
+    return _forward(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation)[0]
+
+
+def _forward(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation):
+    tokens = checkpoint_name(tokens, "dispatched_tokens")
+    pre_0, pre_1 = (
+        checkpoint_name(
+            gmm.product(tokens, wi, group_sizes, implementation), "expert_pre_activations"
+        )
+        for wi in (wi_0, wi_1)
+    )
+    gated = _gate(pre_0, pre_1, activation)
+    out = gmm.product(gated, wo, group_sizes, implementation)
+    return out, (tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes)
+
+
+def _backward(activation, implementation, saved, grad):
+    tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes = saved
+    dgated = gmm.product(grad, wo, group_sizes, implementation, True)
+    gated, gate_vjp = jax.vjp(lambda a, b: _gate(a, b, activation), pre_0, pre_1)
+    dpre_0, dpre_1 = gate_vjp(dgated)
+    dwo = gmm.drhs(gated, grad, group_sizes, implementation)
+    dwi_0 = gmm.drhs(tokens, dpre_0, group_sizes, implementation)
+    dwi_1 = gmm.drhs(tokens, dpre_1, group_sizes, implementation)
+    dtokens = gmm.product(dpre_0, wi_0, group_sizes, implementation, True) + gmm.product(
+        dpre_1, wi_1, group_sizes, implementation, True
+    )
+    return dtokens, dwi_0, dwi_1, dwo, None
+
+
+_expert_mlp.defvjp(_forward, _backward)
+
+
+def _gate(pre_0: jax.Array, pre_1: jax.Array, activation: Activation) -> jax.Array:
+    dtype = jnp.promote_types(pre_0.dtype, jnp.float32)
+    return (activation(pre_0.astype(dtype)) * pre_1.astype(dtype)).astype(pre_0.dtype)
+
+
+def _check(name: str, x: Any, ndim: int, dims: str) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating-point array {dims}, but has dtype {x.dtype}.")
+    if x.ndim != ndim or 0 in x.shape:
+        raise ValueError(
+            f"{name} must be an array {dims} with no empty axis, but has shape {x.shape}."
+        )

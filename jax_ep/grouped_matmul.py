@@ -1,0 +1,310 @@
+"""Grouped matmul: each row times its group's matrix, and which kernel computes it here.
+
+Two JAX primitives carry it, so that one jaxpr lowers to the right kernel on each platform:
+`grouped_matmul` (the product) and `grouped_matmul_drhs` (the gradient of the matrices). Each is
+the gradient of the other, so gradients of any order work.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_ep import grouped_matmul_kernels as kernels
+from jax_ep.primitives import vary_alike
+
+Implementation = Literal["tokamax", "mosaic", "xla", "loop"] | None
+IMPLEMENTATIONS = ("tokamax", "mosaic", "xla", "loop")
+
+# What None tries, in this order, by the platform that the program is lowered for. On a Hopper GPU
+# JAX's own Mosaic kernels come first: tokamax's published H100 tuning data has its product at
+# 460 TFLOP/s and its drhs at 110, for shapes where JAX's reach more than 500.
+_PREFERENCE = {
+    "cpu": ("loop",),
+    "cuda": ("mosaic", "tokamax", "xla"),
+}
+_PREFERENCE_ELSEWHERE = ("xla",)
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Multiplies consecutive groups of rows by one matrix each: an MoE layer's experts.
+
+    Rows [0, group_sizes[0]) of `lhs` are multiplied by `rhs[0]`, the next `group_sizes[1]` rows
+    by `rhs[1]`, and so on. Sums are float32. Works anywhere in a JAX program: `jit`, `grad` (of
+    any order, for both operands), `vmap` (one product after another), `jax.checkpoint`, `scan`,
+    and inside `shard_map` with `check_vma` on or off.
+
+    Rows past the last group may hold anything, NaN included: the result is zero there, so is the
+    gradient of `lhs`, and they never reach the gradient of `rhs`, which is zero for an empty
+    group. "loop", and "mosaic" for the gradient of `rhs`, do no work for them; "mosaic" multiplies
+    blocks of such rows like any others in the other products, and selects zeros in their place.
+
+    Args:
+      lhs: [R, H] floating: rows in group order.
+      rhs: [L, H, F], the dtype of lhs: one matrix for each group.
+      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R.
+      implementation: what computes it:
+        "mosaic"  JAX's Pallas kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
+                  of 64.
+        "tokamax" the `ragged_dot` of the package tokamax, on the GPUs and TPUs it serves.
+        "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
+        "loop"    a loop over groups and tiles of their rows; any platform, made for CPUs.
+        None      the best of them that serves the operands on the platform the program is
+                  compiled for.
+
+    Returns:
+      [R, F], the dtype of lhs.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
+        it here; the message says why.
+    """
+    _check("lhs", lhs, 2, jnp.floating, "[R, H]")
+    _check("rhs", rhs, 3, jnp.floating, "[L, H, F]")
+    _check("group_sizes", group_sizes, 1, jnp.integer, "[L]")
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(
+            f"lhs and rhs must have one dtype, but have {lhs.dtype} and {rhs.dtype}; "
+            "cast one of them with .astype."
+        )
+    if lhs.shape[1] != rhs.shape[1]:
+        raise ValueError(
+            "the columns of lhs [R, H] must be the rows of each matrix of rhs [L, H, F], but lhs "
+            f"has shape {lhs.shape} and rhs has shape {rhs.shape}."
+        )
+    if group_sizes.shape[0] != rhs.shape[0]:
+        raise ValueError(
+            "group_sizes must have one entry for each matrix of rhs [L, H, F], but has shape "
+            f"{group_sizes.shape} where rhs has shape {rhs.shape}."
+        )
+    check_implementation(implementation, rhs)
+    lhs, rhs, sizes = vary_alike((lhs, rhs, jnp.asarray(group_sizes, jnp.int32)), ())
+    return product(lhs, rhs, sizes, implementation)
+
+
+def check_implementation(implementation: Implementation, rhs: jax.Array) -> None:
+    """Raises ValueError, with the reason, if the named one cannot multiply by such matrices."""
+    if implementation is None:
+        return
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}."
+        )
+    reason = _operands_reason(implementation, rhs.shape[1:], rhs.dtype)
+    if reason is not None:
+        raise ValueError(f'implementation="{implementation}" cannot serve here: {reason}.')
+
+
+def serving_implementations(
+    matrix_shape: tuple[int, int], dtype: Any, platform: str | None = None
+) -> tuple[str, ...]:
+    """The implementations that can multiply by matrices of this shape and dtype on a platform.
+
+    Args:
+      matrix_shape: (H, F).
+      dtype: of the operands.
+      platform: "cpu", "cuda", "tpu", ...; None: the one that JAX uses by default here.
+    """
+    platform = _default_platform() if platform is None else platform
+    return tuple(
+        name
+        for name in IMPLEMENTATIONS
+        if _operands_reason(name, matrix_shape, dtype) is None
+        and _platform_reason(name, platform) is None
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    implementation: Implementation,
+    transpose_rhs: bool = False,
+) -> jax.Array:
+    """lhs [R, K] by groups times rhs [L, K, N] (or, transposed, [L, N, K]) -> [R, N].
+
+    For operands that were checked, of one varying-axes type, with int32 group_sizes.
+    """
+    return grouped_matmul_p.bind(
+        lhs, rhs, group_sizes, implementation=implementation, transpose_rhs=transpose_rhs
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def drhs(
+    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
+) -> jax.Array:
+    """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
+
+    For operands that were checked, of one varying-axes type, with int32 group_sizes.
+    """
+    return grouped_matmul_drhs_p.bind(lhs, grad, group_sizes, implementation=implementation)
+
+
+def _product_fwd(lhs, rhs, group_sizes, implementation, transpose_rhs):
+    out = product(lhs, rhs, group_sizes, implementation, transpose_rhs)
+    return out, (lhs, rhs, group_sizes)
+
+
+def _product_bwd(implementation, transpose_rhs, saved, grad):
+    lhs, rhs, group_sizes = saved
+    dlhs = product(grad, rhs, group_sizes, implementation, not transpose_rhs)
+    pair = (grad, lhs) if transpose_rhs else (lhs, grad)
+    return dlhs, drhs(*pair, group_sizes, implementation), None
+
+
+def _drhs_fwd(lhs, grad, group_sizes, implementation):
+    return drhs(lhs, grad, group_sizes, implementation), (lhs, grad, group_sizes)
+
+
+def _drhs_bwd(implementation, saved, ct):
+    lhs, grad, group_sizes = saved
+    dlhs = product(grad, ct, group_sizes, implementation, True)
+    dgrad = product(lhs, ct, group_sizes, implementation, False)
+    return dlhs, dgrad, None
+
+
+product.defvjp(_product_fwd, _product_bwd)
+drhs.defvjp(_drhs_fwd, _drhs_bwd)
+
+
+def _operands_reason(name: str, matrix_shape: tuple[int, ...], dtype: Any) -> str | None:
+    if name == "mosaic":
+        return kernels.mosaic_unavailable_reason(matrix_shape, dtype)
+    if name == "tokamax":
+        return kernels.tokamax_unavailable_reason()
+    return None
+
+
+def _platform_reason(name: str, platform: str) -> str | None:
+    if name == "mosaic":
+        if platform != "cuda":
+            return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
+        capability = _compute_capability()
+        if capability is not None and not 9 <= capability < 10:
+            return (
+                "its kernels need an NVIDIA GPU of compute capability 9 (Hopper), and this one "
+                f"has {capability}"
+            )
+    if name == "tokamax" and platform not in ("cuda", "tpu"):
+        return f"its kernels are for GPUs and TPUs, and this program is for {platform}"
+    return None
+
+
+def _compute_capability() -> float | None:
+    """Of the first GPU; None where there is none, as when lowering for another machine."""
+    device = jax.devices()[0]
+    return float(device.compute_capability) if device.platform == "gpu" else None
+
+
+def _default_platform() -> str:
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return platform
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
+
+
+def _choose(
+    implementation: Implementation, platform: str, matrix_shape: tuple[int, ...], dtype: Any
+) -> str:
+    """The implementation to lower to; raises if the named one cannot serve the platform."""
+    if implementation is not None:
+        reason = _platform_reason(implementation, platform)
+        if reason is not None:
+            raise ValueError(f'implementation="{implementation}" cannot serve here: {reason}.')
+        return implementation
+    for name in _PREFERENCE.get(platform, _PREFERENCE_ELSEWHERE):
+        if (
+            _operands_reason(name, matrix_shape, dtype) is None
+            and _platform_reason(name, platform) is None
+        ):
+            return name
+    raise AssertionError("xla and loop serve everything")
+
+
+# Jitted, so that a program with many grouped matmuls of one shape traces each kernel once.
+@functools.partial(jax.jit, static_argnames=("implementation", "platform", "transpose_rhs"))
+def _compute_product(lhs, rhs, group_sizes, *, implementation, platform, transpose_rhs):
+    name = _choose(implementation, platform, rhs.shape[1:], lhs.dtype)
+    compute = getattr(kernels, f"{name}_product")
+    return compute(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "platform"))
+def _compute_drhs(lhs, grad, group_sizes, *, implementation, platform):
+    name = _choose(implementation, platform, (lhs.shape[1], grad.shape[1]), lhs.dtype)
+    return getattr(kernels, f"{name}_drhs")(lhs, grad, group_sizes)
+
+
+def _product_shape(lhs, rhs, group_sizes, *, transpose_rhs, **_):
+    return lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+
+
+def _drhs_shape(lhs, grad, group_sizes, **_):
+    return group_sizes.shape[0], lhs.shape[1], grad.shape[1]
+
+
+def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
+    primitive = Primitive(name)
+
+    def abstract_eval(lhs, other, group_sizes, **params):
+        return lhs.update(shape=shape(lhs, other, group_sizes, **params), weak_type=False)
+
+    def one_by_one(operands, dims, **params):
+        size = next(
+            operand.shape[dim]
+            for operand, dim in zip(operands, dims, strict=True)
+            if dim is not None
+        )
+        stacked = [
+            jnp.broadcast_to(operand, (size, *operand.shape))
+            if dim is None
+            else jnp.moveaxis(operand, dim, 0)
+            for operand, dim in zip(operands, dims, strict=True)
+        ]
+        return lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked)), 0
+
+    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(lambda *operands, **params: _jitted(primitive, **params)(*operands))
+    batching.primitive_batchers[primitive] = one_by_one
+    for platform in (None, "cpu", "cuda"):
+        lowered = functools.partial(compute, platform=platform or "another platform")
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(lowered, multiple_results=False), platform=platform
+        )
+    return primitive
+
+
+@functools.cache
+def _jitted(primitive: Primitive, **params: Any) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product)
+grouped_matmul_drhs_p = _primitive("grouped_matmul_drhs", _drhs_shape, _compute_drhs)
+
+
+def _check(name: str, x: Any, ndim: int, kind: Any, dims: str) -> None:
+    kind_name = "floating-point" if kind is jnp.floating else "integer"
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise TypeError(f"{name} must be a {kind_name} array {dims}, but is {type(x).__name__}.")
+    if not jnp.issubdtype(x.dtype, kind):
+        raise TypeError(f"{name} must be a {kind_name} array {dims}, but has dtype {x.dtype}.")
+    if x.ndim != ndim or 0 in x.shape:
+        raise ValueError(
+            f"{name} must be an array {dims} with no empty axis, but has shape {x.shape}."
+        )
