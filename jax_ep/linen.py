@@ -1,0 +1,157 @@
+"""The MoE layer for Flax Linen: declares parameters; `jax_ep.moe` has the math."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jax_ep import grouped_matmul, moe, routing
+from jax_ep.expert_parallel import Implementation
+
+ROUTER_STATE = "router_state"
+
+
+class Gate(nn.Module):
+    """The router's parameters: kernel [H, E], and the selection bias [E] if there is one.
+
+    The bias is float32 state in the collection "router_state", not a parameter.
+    """
+
+    num_experts: int
+    selection_bias: bool
+    kernel_init: nn.initializers.Initializer
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, hidden: int) -> tuple[jax.Array, jax.Array | None]:
+        init: Any = nn.with_logical_partitioning(self.kernel_init, moe.LOGICAL_AXES["gate"])
+        kernel = self.param("kernel", init, (hidden, self.num_experts), self.param_dtype)
+        if not self.selection_bias:
+            return kernel, None
+        bias = self.variable(ROUTER_STATE, "bias", jnp.zeros, (self.num_experts,), jnp.float32)
+        return kernel, bias.value
+
+    def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
+        bias: jax.Array | None = self.get_variable(ROUTER_STATE, "bias")
+        if bias is None:
+            raise ValueError("update_bias needs selection_bias=True and an initialized layer")
+        self.put_variable(
+            ROUTER_STATE, "bias", routing.update_expert_bias(bias, expert_counts, rate)
+        )
+
+
+class MoE(nn.Module):
+    """Mixture of gated MLP experts, spread over the ranks of a mesh axis.
+
+    Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
+    shape, and `metrics` a `jax_ep.moe.MoEMetrics` of losses, expert counts and drops for all
+    ranks; the losses reach the training loss only if you add them. `jax_ep.moe.moe_layer` says on
+    which mesh it runs. The output does not depend on the mesh, and neither do the shapes of the
+    parameters.
+
+    Parameters, with their logical axes (map "exp" to the mesh's expert axis):
+      gate.kernel  [H, E]               ("embed", None)
+      wi_0, wi_1   [E, H, F]            ("exp", "embed", "mlp")
+      wo           [E, F, H]            ("exp", "mlp", "embed")
+      shared_wi_0, shared_wi_1 [H, S·F] ("embed", "mlp"), with S shared experts
+      shared_wo    [S·F, H]             ("mlp", "embed")
+    and, with `selection_bias`, gate.bias [E] in the collection "router_state", which only
+    `update_bias` changes.
+
+    Attributes:
+      num_experts: E.
+      num_experts_per_token: K.
+      mlp_dim: F, the hidden size of one expert.
+      num_shared_experts: S, experts that every token goes to.
+      selection_bias: keep a DeepSeek-V3 selection bias.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
+      gate_init: initializer of gate.kernel.
+
+    The others are those of `jax_ep.moe.MoEConfig`.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    mlp_dim: int
+    num_shared_experts: int = 0
+    score: routing.Score = "softmax"
+    selection_bias: bool = False
+    num_groups: int = 1
+    groups_kept: int = 1
+    normalize: bool = True
+    scale: float = 1.0
+    capacity_factor: float | None = None
+    expert_alignment: int = 1
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    expert_axis: str | tuple[str, ...] = "expert"
+    batch_axes: str | tuple[str, ...] | None = None
+    mesh: Mesh | None = None
+    implementation: Implementation = None
+    matmul_implementation: grouped_matmul.Implementation = None
+    kernel_init: nn.initializers.Initializer = moe.default_kernel_init
+    gate_init: nn.initializers.Initializer = moe.default_kernel_init
+
+    def setup(self) -> None:
+        self.gate = Gate(self.num_experts, self.selection_bias, self.gate_init, self.param_dtype)
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, moe.MoEMetrics]:
+        """Runs the layer.
+
+        Args:
+          x: [..., H] floating, for example [batch, sequence, H].
+          mask: [...] bool or None: tokens that are False go to no routed expert and count in no
+            metric.
+
+        Returns:
+          The output, [..., H], and the metrics.
+
+        Raises:
+          ValueError, TypeError: an argument or attribute does not fit; the message names it.
+        """
+        hidden = x.shape[-1]
+        kernel, bias = self.gate(hidden)
+        weights = {
+            name: self._weight(name, shape)
+            for name, shape in moe.weight_shapes(
+                self.num_experts, hidden, self.mlp_dim, self.num_shared_experts
+            ).items()
+        }
+        config = moe.MoEConfig.of(self)
+        return moe.moe_layer(moe.MoEParams(gate=kernel, bias=bias, **weights), x, config, mask)
+
+    def _weight(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        if self.has_variable("params", name):
+            # Inside a shard_map over the expert axis it may hold this rank's experts only.
+            stored = jax.tree.leaves(self.get_variable("params", name))[0]
+            shape = (*stored.shape[: len(shape) - 2], *shape[-2:])
+        init: Any = nn.with_logical_partitioning(
+            moe.per_expert(self.kernel_init), moe.LOGICAL_AXES[name]
+        )
+        return self.param(name, init, shape, self.param_dtype)
+
+    def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
+        """Steps the selection bias against the load; see `jax_ep.routing.update_expert_bias`.
+
+        Call it once per training step, with the collection "router_state" mutable: from the
+        module that owns this one, or from outside as
+        `moe.apply(variables, counts, rate, method="update_bias", mutable=["router_state"])`.
+
+        Args:
+          expert_counts: [E]: `MoEMetrics.expert_counts` of the step.
+          rate: the step of the bias.
+
+        Raises:
+          ValueError: there is no bias, or the counts have another shape.
+        """
+        self.gate.update_bias(expert_counts, rate)
