@@ -402,11 +402,10 @@ class _Combine:
                         )
                         for source in range(self.num_ranks)
                     ]
-                    total = None
+                    total = jnp.float32(0)  # so that no sum is -0.0
                     for part, was_sent in zip(parts, sent, strict=True):
                         part = part.astype(jnp.float32)
-                        part = jnp.where(was_sent, part, jnp.zeros_like(part))
-                        total = part if total is None else total + part
+                        total = total + jnp.where(was_sent, part, jnp.zeros_like(part))
                     out_row[tile] = total.astype(self.dtype)
                     return _
 
