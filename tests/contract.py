@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import expert_mesh
 
@@ -67,17 +64,6 @@ class Case:
     ) -> Any:
         options = {"axis_name": AXIS, **self.options, **options}
         return jax_ep.dispatch(x, topk_idx, implementation=implementation, **options)
-
-
-@contextlib.contextmanager
-def odd_hidden_may_be_refused(case: Case, implementation: Implementation) -> Iterator[None]:
-    """A kernel may refuse an H that is not a multiple of 8 elements, if it says so."""
-    try:
-        yield
-    except NotImplementedError as error:
-        if implementation == "xla" or case.hidden % 8 == 0 or "pallas" not in str(error):
-            raise
-        pytest.skip(f"refused, as the contract allows: {error}")
 
 
 # ------------------------------------------------------------------------------------- the data
