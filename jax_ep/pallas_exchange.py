@@ -145,9 +145,11 @@ def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike) -> int:
 
 
 def _combine_plan(y: jax.Array, num_tokens: int) -> Plan:
+    slots = _combine_slots(y.shape[1], y.dtype)
     return Plan(
         num_blocks=min(128, num_tokens),
-        num_slots=_combine_slots(y.shape[1], y.dtype),
+        num_slots=slots,
+        store_lag=max(1, slots // 3),
         step_tokens=1,
         mailbox_steps=4,
     )

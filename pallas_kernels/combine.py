@@ -16,6 +16,7 @@ meant for it, and peers send nothing that is not waited for, so no rank leaves e
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ from pallas_kernels.plan import Plan, Tiling, Window
 
 # What a slot of the ring holds. A sum of one row is both first and last.
 _FIRST, _LAST, _NO_ROW, _END_OF_STEP = 1, 2, 4, 8
+
+_PUT, _READ = 0, 1  # channels: a step's sums are in the mailbox; a step's sums were read
 
 
 def combine(
@@ -100,7 +103,7 @@ def combine(
         num_warpgroups=3,
         out_type=out_type,
         scratch_types=call.scratch_types(),
-        num_semaphores=2 * num_ranks,
+        num_channels=2,
     )(*operands)
     return out
 
@@ -128,9 +131,12 @@ class _Combine:
         return self.plan.tokens_per_block(self.num_tokens)
 
     @property
+    def steps_per_block(self) -> int:
+        return pl.cdiv(self.tokens_per_block, self.plan.step_tokens)
+
+    @property
     def mailbox_steps(self) -> int:
-        steps = pl.cdiv(self.tokens_per_block, self.plan.step_tokens)
-        return min(self.plan.mailbox_steps, steps)
+        return min(self.plan.mailbox_steps, self.steps_per_block)
 
     @property
     def mailbox_shape(self) -> tuple[int, ...]:
@@ -150,6 +156,7 @@ class _Combine:
             slots=plgpu.SMEM((slots, self.tiling.padded), self.dtype),
             slot_notes=plgpu.SMEM((slots, 3), jnp.int32),  # kind, owner, token of the step
             slot_weights=plgpu.SMEM((slots,), jnp.float32),
+            put_slots=plgpu.SMEM((self.plan.store_lag + 1,), jnp.int32),  # a ring of their own
             sums=plgpu.SMEM((self.tiling.padded,), jnp.float32),
             out_row=plgpu.SMEM((self.tiling.padded,), self.dtype),
             full=plgpu.Barrier(num_barriers=(slots,)),
@@ -160,8 +167,6 @@ class _Combine:
         y, topk_idx, rows, *refs = refs
         weights = refs.pop(0) if self.weighted else None
         mailbox = refs.pop(0 if self.stage == "sum" else -1)
-        put = [semaphores.at[source] for source in range(self.num_ranks)]
-        read = [semaphores.at[self.num_ranks + owner] for owner in range(self.num_ranks)]
         warpgroup = lax.axis_index("warpgroup")
 
         if self.stage != "sum":
@@ -172,14 +177,14 @@ class _Combine:
 
             @pl.when(warpgroup == 1)
             def _summer():
-                self._sum_and_put(mailbox, semaphores, read, **scratch)
+                self._sum_and_put(mailbox, semaphores, **scratch)
 
         if self.stage != "put":
             (out,) = refs
 
             @pl.when(warpgroup == 2)
             def _owner():
-                self._receive(topk_idx, mailbox, out, semaphores, put, **scratch)
+                self._receive(topk_idx, mailbox, out, semaphores, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """This block's tokens, the same on every rank: first, end, number of steps."""
@@ -216,8 +221,10 @@ class _Combine:
             values = [fabric.mine(rows).at[r, entries][...] for r in range(num_ranks)]
             if self.weighted:
                 values += [fabric.peer(weights, r).at[entries][...] for r in range(num_ranks)]
+            fabric.barrier()  # the window before this one has been read
             for i, value in enumerate(values):
                 (window_rows if i < num_ranks else window_weights)[i % num_ranks] = value
+            fabric.barrier()
 
             def scout_token(i, used):
                 token = window_token + i
@@ -280,9 +287,11 @@ class _Combine:
         fb.drain(empty, used, num_slots)
 
     def _sum_and_put(
-        self, mailbox, semaphores, read, *, slots, slot_notes, slot_weights, sums, full, empty, **_
-    ):
-        fabric, tiling, num_slots = self.fabric, self.tiling, self.plan.num_slots
+        self, mailbox, semaphores, *, slots, slot_notes, slot_weights, put_slots, sums, full, empty,
+        **_,
+    ):  # fmt: skip
+        fabric, tiling = self.fabric, self.tiling
+        num_slots, lag = self.plan.num_slots, self.plan.store_lag
         rank, block = fabric.rank(), lax.axis_index("block")
         _, _, num_steps = self._range()
 
@@ -316,65 +325,89 @@ class _Combine:
             lax.fori_loop(0, tiling.num_tiles, add_tile, None)
 
         def take_slot(state):
-            used, step, _ = state
+            used, puts, step, _ = state
             slot = lax.rem(used, num_slots)
             plgpu.barrier_wait(full.at[slot])
             kind, owner, token = (slot_notes[slot, i] for i in range(3))
+            no_row, end = (kind & _NO_ROW) != 0, (kind & _END_OF_STEP) != 0
             last = (kind & _LAST) != 0
 
-            @pl.when((kind & _NO_ROW) != 0)
+            @pl.when(no_row)
             def _():
                 slots[slot] = jnp.zeros((tiling.padded,), self.dtype)
 
-            as_it_is = (kind & _NO_ROW) != 0
+            as_it_is = no_row | end
             if not self.weighted:  # a sum of one row is that row
                 as_it_is = as_it_is | (kind == (_FIRST | _LAST))
 
-            @pl.when(~as_it_is & ((kind & _END_OF_STEP) == 0))
+            @pl.when(~as_it_is)
             def _():
-                weight = slot_weights[slot] if self.weighted else None
-                add(slot, kind, weight)
+                add(slot, kind, slot_weights[slot] if self.weighted else None)
 
             @pl.when(last)
             def _():
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    slots.at[slot, pl.ds(0, self.hidden)],
-                    fabric.peer(mailbox, owner).at[
-                        block,
-                        lax.rem(step, self.mailbox_steps),
-                        rank,
-                        token,
-                        pl.ds(0, self.hidden),
+                mailbox_row = fabric.peer(mailbox, owner).at[
+                    block, lax.rem(step, self.mailbox_steps), rank, token, pl.ds(0, self.hidden)
+                ]
+                plgpu.copy_smem_to_gmem(slots.at[slot, pl.ds(0, self.hidden)], mailbox_row)
+                put_slots[lax.rem(puts, lag + 1)] = slot
+                plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+
+                @pl.when(puts >= lag)
+                def _():
+                    plgpu.barrier_arrive(empty.at[put_slots[lax.rem(puts + 1, lag + 1)]])
+
+            @pl.when(~last)
+            def _():
+                plgpu.barrier_arrive(empty.at[slot])
+
+            return used + 1, puts + last.astype(jnp.int32), step, ~end
+
+        def put_step(step, state):
+            used, puts = state
+            if self.steps_per_block > self.mailbox_steps:
+                fabric.wait(
+                    semaphores, _READ, jnp.maximum(step + 1 - self.mailbox_steps, 0), "combine"
+                )
+            used, puts_after, _, _ = lax.while_loop(
+                lambda state: state[3], take_slot, (used, puts, step, jnp.bool_(True))
+            )
+
+            # The puts of the step before have arrived once only this step's are under way.
+            @pl.when(step > 0)
+            def _():
+                lax.switch(
+                    puts_after - puts,
+                    [
+                        functools.partial(plgpu.wait_smem_to_gmem, n)
+                        for n in range(self.num_ranks * self.plan.step_tokens + 1)
                     ],
                 )
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                fabric.signal(semaphores, _PUT)
 
-            plgpu.barrier_arrive(empty.at[slot])
-            return used + 1, step, (kind & _END_OF_STEP) == 0
+            return used, puts_after
 
-        def put_step(step, used):
-            for owner in range(self.num_ranks):
-                if self.tokens_per_block > self.mailbox_steps * self.plan.step_tokens:
-                    fabric.wait(read[owner], jnp.maximum(step + 1 - self.mailbox_steps, 0))
-            used, _, _ = lax.while_loop(
-                lambda state: state[2], take_slot, (used, step, jnp.bool_(True))
-            )
-            plgpu.wait_smem_to_gmem(0)
-            fabric.signal(semaphores.at[rank])
-            return used
+        _, puts = lax.fori_loop(0, num_steps, put_step, (jnp.int32(0), jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0)
 
-        lax.fori_loop(0, num_steps, put_step, jnp.int32(0))
+        @pl.when(num_steps > 0)
+        def _():
+            fabric.signal(semaphores, _PUT)
 
-    def _receive(self, topk_idx, mailbox, out, semaphores, put, *, out_row, **_):
+        def free_slot(put, _):
+            plgpu.barrier_arrive(empty.at[put_slots[lax.rem(put, lag + 1)]])
+
+        lax.fori_loop(jnp.maximum(puts - lag, 0), puts, free_slot, None)
+
+    def _receive(self, topk_idx, mailbox, out, semaphores, *, out_row, **_):
         fabric, tiling, top_k = self.fabric, self.tiling, self.top_k
-        rank, block = fabric.rank(), lax.axis_index("block")
+        block = lax.axis_index("block")
         first_token, end_token, num_steps = self._range()
         step_tokens = self.plan.step_tokens
 
         def receive_step(step, _):
-            for source in range(self.num_ranks):
-                fabric.wait(put[source], step + 1)
+            fabric.wait(semaphores, _PUT, step + 1, "combine")
             slot = lax.rem(step, self.mailbox_steps)
 
             def receive_token(i, _):
@@ -422,7 +455,7 @@ class _Combine:
             # Only what a peer will wait for: it puts step `step + mailbox_steps` next into here.
             @pl.when(step + self.mailbox_steps < num_steps)
             def _():
-                fabric.signal(semaphores.at[self.num_ranks + rank])
+                fabric.signal(semaphores, _READ)
 
             return _
 

@@ -156,7 +156,9 @@ class _Pull:
         @pl.when(warpgroup == 1)
         def _writer():
             self._write(tokens, **_pick(scratch, _WRITER_SCRATCH))
-            self.fabric.rendezvous(scratch["semaphores"].at[0])
+            if self.shapes.num_ranks > 1:  # no rank leaves while a peer may read its inputs
+                self.fabric.signal(scratch["semaphores"], 0)
+                self.fabric.wait(scratch["semaphores"], 0, 1, "dispatch")
 
         @pl.when(warpgroup == 2)
         def _filler():
@@ -199,7 +201,9 @@ class _Pull:
         ends, shift = sizes, 1
         while shift < width:
             scan[pl.ds(width, width)] = ends
-            ends = ends + scan[pl.ds(width - shift, width)]
+            fabric.barrier()
+            ends = ends + fb.load(fabric, scan.at[pl.ds(width - shift, width)], 1)
+            fabric.barrier()
             shift *= 2
         row = ends - sizes
         for source in range(shapes.num_ranks):
@@ -207,6 +211,7 @@ class _Pull:
             row = row + per_source[source]
         gaps[0] = row
         gaps[1] = ends
+        fabric.barrier()
         gaps[1, width - 1] = jnp.int32(shapes.capacity)  # the last gap is the tail
         if recv_counts is not None:
 
@@ -241,8 +246,10 @@ class _Pull:
                 for ref in route_refs
                 for source in range(num_ranks)
             ]
+            fabric.barrier()  # the window before this one has been read
             for i, value in enumerate(values):
                 routes[i // num_ranks, i % num_ranks] = value
+            fabric.barrier()
 
             def scout_pair(pair, used):
                 token = window_token + lax.div(pair, num_ranks)
@@ -383,5 +390,5 @@ def _call(pull: _Pull, dtype: Any, *operands: jax.Array) -> tuple[jax.Array, ...
         num_warpgroups=3,
         out_type=out_type,
         scratch_types=pull.scratch_types(dtype),
-        num_semaphores=1,
+        num_channels=1,
     )(*operands)

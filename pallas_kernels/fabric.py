@@ -15,6 +15,7 @@ GPU without a deadlock, as long as every rank starts its blocks in order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +26,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import ptx
+
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
+_INLINE_TAKES_PEERS = jax.__version_info__ >= (0, 11)  # else signal one by one: correct, slower
 _LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
 
@@ -36,9 +40,10 @@ class Mesh:
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
+    timeout_s: float = 100.0
 
     stacked = False
-    interpret: Any = None
+    interpret = None
 
     @property
     def num_ranks(self) -> int:
@@ -64,32 +69,26 @@ class Mesh:
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
 
-    def signal(self, semaphore: Any) -> None:
-        """Adds one to this block's semaphore on every rank; what was written before is visible.
-
-        The signal to this rank is a release, so the relaxed ones to the peers come after a fence.
-        """
-        pl.semaphore_signal(semaphore, 1)
-        if self.num_ranks == 1:
+    def signal(self, semaphores: Any, channel: int) -> None:
+        """Tells every rank, on this channel; what this warpgroup wrote before is visible to it."""
+        mine = semaphores.at[channel, self.rank()]
+        if _INLINE_TAKES_PEERS:
+            ptx.signal([self.peer(mine, rank) for rank in range(self.num_ranks)])
             return
-        rank = self.rank()
-        plgpu.semaphore_signal_parallel(
-            *(
-                plgpu.SemaphoreSignal(
-                    semaphore, device_id=self._device_id((rank + i) % self.num_ranks)
-                )
-                for i in range(1, self.num_ranks)
+        ptx.barrier()
+        for rank in range(self.num_ranks):
+            pl.semaphore_signal(
+                mine, 1, device_id=self._device_id(rank) if self.num_ranks > 1 else None
             )
-        )
 
-    def wait(self, semaphore: Any, count: Any) -> None:
-        """Waits until this block's semaphore has been signalled `count` times."""
-        pl.semaphore_wait(semaphore, count, decrement=False)
+    def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
+        """Waits until every rank has signalled `count` times on this channel."""
+        from_ranks = [semaphores.at[channel, rank] for rank in range(self.num_ranks)]
+        ptx.wait(from_ranks, count, timeout_s=self.timeout_s, what=what)
 
-    def rendezvous(self, semaphore: Any) -> None:
-        """No rank passes before every rank has come here."""
-        self.signal(semaphore)
-        self.wait(semaphore, self.num_ranks)
+    def barrier(self) -> None:
+        """All threads of this warpgroup come here before any goes on."""
+        ptx.barrier()
 
     def _device_id(self, rank: Any) -> dict[str, jax.Array]:
         device_id = {}
@@ -121,14 +120,15 @@ class Stacked:
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (self.num_ranks, *shape)
 
-    def signal(self, semaphore: Any) -> None:
-        del semaphore
+    def signal(self, semaphores: Any, channel: int) -> None:
+        del semaphores, channel
 
-    def wait(self, semaphore: Any, count: Any) -> None:
-        del semaphore, count
+    def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
+        del semaphores, channel, count, what
 
-    def rendezvous(self, semaphore: Any) -> None:
-        del semaphore
+    def barrier(self) -> None:
+        if not self.interpret:  # the interpreter runs a warpgroup as one thread
+            ptx.barrier()
 
 
 Fabric = Mesh | Stacked
@@ -143,49 +143,40 @@ def kernel(
     num_warpgroups: int,
     out_type: Sequence[jax.ShapeDtypeStruct],
     scratch_types: dict[str, Any],
-    num_semaphores: int,
+    num_channels: int,
 ) -> Callable[..., Any]:
     """A kernel of `num_blocks` blocks per rank; `body` gets input, output and scratch refs.
 
-    `out_type` is one rank's. Semaphores, shared by the blocks of one index on all ranks, come as
-    the scratch ref `semaphores`; it is None where ranks are stacked.
+    `out_type` is one rank's. The channels of `signal` and `wait` come as the scratch ref
+    `semaphores`; the blocks of one index on all ranks share them. There are none where ranks are
+    stacked.
+
+    Nothing but `fabric.barrier` orders the threads of a warpgroup: what one thread writes and
+    another reads, in shared memory, needs a barrier between the two.
     """
     scratch_types = dict(scratch_types)
     if fabric.stacked:
         grid: dict[str, Any] = dict(
             grid=(fabric.num_ranks, num_blocks), grid_names=("rank", "block")
         )
-        stages: Callable[..., None] = lambda *refs, **scratch: body(
-            *refs, semaphores=_NoSemaphores(), **scratch
-        )
+        run: Callable[..., None] = functools.partial(body, semaphores=None)
     else:
         grid = dict(grid=(num_blocks,), grid_names=("block",))
-        scratch_types["semaphores"] = plgpu.SemaphoreType.REGULAR((num_semaphores,))
-        stages = body
+        scratch_types["semaphores"] = plgpu.SemaphoreType.REGULAR((num_channels, fabric.num_ranks))
+        run = body
     return plgpu.kernel(
-        stages,
+        run,
         out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
         scratch_types=scratch_types,
         num_threads=num_warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=fabric.interpret,
         kernel_name=name,
         **grid,
     )
-
-
-class _NoSemaphores:
-    """Stands for semaphores where there are none: the stacked fabric ignores them."""
-
-    @property
-    def at(self) -> _NoSemaphores:
-        return self
-
-    def __getitem__(self, index: Any) -> None:
-        return None
 
 
 def load(fabric: Fabric, ref: Any, vector: int) -> jax.Array:

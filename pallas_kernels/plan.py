@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
 SHARED_MEMORY_BYTES = 227 * 1024
+_MAX_TILE = 8192  # 64 float32 registers of a thread
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -38,6 +39,8 @@ class Plan:
     def __post_init__(self) -> None:
         if not 0 < self.store_lag < self.num_slots:
             raise ValueError(f"store_lag must lie between 0 and num_slots, but the plan is {self}.")
+        if self.mailbox_steps < 2:  # a step is announced when the next one is under way
+            raise ValueError(f"mailbox_steps must be at least 2, but the plan is {self}.")
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)
@@ -82,8 +85,10 @@ class Tiling:
     @classmethod
     def of(cls, hidden: int, dtype: jax.typing.DTypeLike) -> Tiling:
         vector = 16 // jnp.dtype(dtype).itemsize
-        tile = LANES * vector
-        return cls(vector, tile, -(-hidden // tile))
+        vectors = -(-hidden // (LANES * vector))
+        num_tiles = -(-vectors * LANES * vector // _MAX_TILE)
+        tile = -(-vectors // num_tiles) * LANES * vector
+        return cls(vector, tile, num_tiles)
 
     @property
     def padded(self) -> int:

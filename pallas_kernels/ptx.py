@@ -1,0 +1,116 @@
+"""The few instructions that Pallas has no fast name for, for a whole warpgroup at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+
+_LANES = 128
+
+
+def barrier() -> None:
+    """All threads of the warpgroup come here before any goes on."""
+    plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warpgroup_barrier())()
+
+
+def signal(semaphores: Sequence[Any]) -> None:
+    """Adds one to each semaphore; whatever the warpgroup wrote before is visible to who sees it.
+
+    One thread per semaphore: a release at system scope takes a microsecond, so they go at once.
+    """
+
+    def emit(ctx: Any, *refs: ir.Value) -> None:
+        del ctx
+        mgpu.utils.warpgroup_barrier()
+        lane, pointer = _lane(), _pointer_of_lane(refs)
+        llvm.inline_asm(
+            None,
+            [pointer, _below(lane, len(refs))],
+            "@$1 red.release.sys.global.add.u32 [$0], 1;",
+            "l,b",
+            has_side_effects=True,
+        )
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(semaphores))(emit)(*semaphores)
+
+
+def wait(semaphores: Sequence[Any], count: Any, *, timeout_s: float, what: str) -> None:
+    """Waits until each semaphore has reached `count`; traps, with a message, after `timeout_s`.
+
+    Semaphore i is awaited by thread i, so that the waits overlap; i stands for a rank in the
+    message.
+    """
+
+    def emit(ctx: Any, target: Any, *refs: ir.Value) -> None:
+        del ctx
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        lane, pointer = _lane(), _pointer_of_lane(refs)
+        target = target.registers.item()
+        waiting_lane = _below(lane, len(refs))
+        limit = arith.constant(i64, int(timeout_s * 1e9))
+        start = _global_timer()
+
+        def behind() -> ir.Value:
+            seen = llvm.inline_asm(
+                i32, [pointer], "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", has_side_effects=True
+            )
+            return arith.andi(
+                waiting_lane, arith.cmpi(arith.CmpIPredicate.slt, seen, target)
+            )
+
+        loop = scf.WhileOp([], [])
+        with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
+            in_time = arith.cmpi(
+                arith.CmpIPredicate.ult, arith.subi(_global_timer(), start), limit
+            )
+            scf.condition(arith.andi(behind(), in_time), [])
+        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
+            scf.yield_([])
+
+        late = scf.IfOp(behind())
+        with ir.InsertionPoint(late.then_block):
+            block = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))
+            gpu.printf(
+                f"jax_ep: {what}: waited over {timeout_s:g} s for rank %d (block %d); giving up.\n",
+                lane,
+                block,
+            )
+            llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
+            scf.yield_([])
+        llvm.inline_asm(None, [], "fence.acquire.sys;", "", has_side_effects=True)
+        mgpu.utils.warpgroup_barrier()
+
+    splat = plgpu.Layout.WG_SPLAT(())
+    plgpu.inline_mgpu(arg_types=(splat, *(plgpu.RefType(),) * len(semaphores)))(emit)(
+        jnp.asarray(count, jnp.int32), *semaphores
+    )
+
+
+def _lane() -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, _LANES))
+
+
+def _below(lane: ir.Value, count: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.ult, lane, arith.constant(lane.type, count))
+
+
+def _pointer_of_lane(refs: Sequence[ir.Value]) -> ir.Value:
+    lane = _lane()
+    pointer = mgpu.utils.memref_ptr(refs[0])
+    for i, ref in enumerate(refs[1:], 1):
+        here = arith.cmpi(arith.CmpIPredicate.eq, lane, arith.constant(lane.type, i))
+        pointer = arith.select(here, mgpu.utils.memref_ptr(ref), pointer)
+    return pointer
+
+
+def _global_timer() -> ir.Value:
+    i64 = ir.IntegerType.get_signless(64)
+    return llvm.inline_asm(i64, [], "mov.u64 $0, %globaltimer;", "=l", has_side_effects=True)
