@@ -186,16 +186,20 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
     microseconds = wall.median
     timers = DEVICE_TIMERS if case["device_timer"] == "auto" else (case["device_timer"],)
     if devices[0].platform == "gpu" and case["device_timer"] != "none":
-        device = loop.device_time(repeats=min(case["repeats"], 3), timers=timers)
-        microseconds = device.slowest
-        result["device"] = {
-            "median_us": device.median,
-            "slowest_us": device.slowest,
-            "low_us": device.low,
-            "high_us": device.high,
-            "timer": device.timer,
-            "by_kernel_us": device.by_kernel,
-        }
+        try:
+            device = loop.device_time(repeats=min(case["repeats"], 3), timers=timers)
+        except RuntimeError as error:  # the wall time stands without it
+            result["device_error"] = str(error)
+        else:
+            microseconds = device.slowest
+            result["device"] = {
+                "median_us": device.median,
+                "slowest_us": device.slowest,
+                "low_us": device.low,
+                "high_us": device.high,
+                "timer": device.timer,
+                "by_kernel_us": device.by_kernel,
+            }
     seconds = microseconds * 1e-6
     result["logical_gb_per_s"] = result["rows"] * row_bytes / seconds / 1e9
     result["wire_gb_per_s"] = result["wire_bytes"] / seconds / 1e9

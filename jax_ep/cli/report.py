@@ -40,6 +40,8 @@ def table(rows: Sequence[Row]) -> str:
         ]
         out.append("  ".join(padded).rstrip())
     failures = [f"{_name(row)}: {row['error']}" for row in rows if row.get("error")]
+    blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
+    failures += [f"no device time: {error}" for error in blind]
     return "\n".join(out + ([""] + failures if failures else []))
 
 
