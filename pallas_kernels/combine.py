@@ -16,7 +16,6 @@ meant for it, and peers send nothing that is not waited for, so no rank leaves e
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -156,7 +155,6 @@ class _Combine:
             slots=plgpu.SMEM((slots, self.tiling.padded), self.dtype),
             slot_notes=plgpu.SMEM((slots, 3), jnp.int32),  # kind, owner, token of the step
             slot_weights=plgpu.SMEM((slots,), jnp.float32),
-            put_slots=plgpu.SMEM((self.plan.store_lag + 1,), jnp.int32),  # a ring of their own
             sums=plgpu.SMEM((self.tiling.padded,), jnp.float32),
             out_row=plgpu.SMEM((self.tiling.padded,), self.dtype),
             full=plgpu.Barrier(num_barriers=(slots,)),
@@ -232,7 +230,7 @@ class _Combine:
                 step_token = lax.rem(token - first_token, step_tokens)
 
                 def scout_pair(j, used):
-                    owner = lax.rem(j + rank + block, num_ranks)
+                    owner = lax.rem(j + self.plan.peer_offset(rank, block), num_ranks)
                     places = [window_rows[owner, entry + choice] for choice in range(top_k)]
                     held = [(place >= 0) & (place < self.capacity) for place in places]
                     num_held = sum(h.astype(jnp.int32) for h in held)
@@ -287,9 +285,8 @@ class _Combine:
         fb.drain(empty, used, num_slots)
 
     def _sum_and_put(
-        self, mailbox, semaphores, *, slots, slot_notes, slot_weights, put_slots, sums, full, empty,
-        **_,
-    ):  # fmt: skip
+        self, mailbox, semaphores, *, slots, slot_notes, slot_weights, sums, full, empty, **_
+    ):
         fabric, tiling = self.fabric, self.tiling
         num_slots, lag = self.plan.num_slots, self.plan.store_lag
         rank, block = fabric.rank(), lax.axis_index("block")
@@ -325,12 +322,11 @@ class _Combine:
             lax.fori_loop(0, tiling.num_tiles, add_tile, None)
 
         def take_slot(state):
-            used, puts, step, _ = state
+            used, step, _ = state
             slot = lax.rem(used, num_slots)
             plgpu.barrier_wait(full.at[slot])
             kind, owner, token = (slot_notes[slot, i] for i in range(3))
             no_row, end = (kind & _NO_ROW) != 0, (kind & _END_OF_STEP) != 0
-            last = (kind & _LAST) != 0
 
             @pl.when(no_row)
             def _():
@@ -344,61 +340,59 @@ class _Combine:
             def _():
                 add(slot, kind, slot_weights[slot] if self.weighted else None)
 
-            @pl.when(last)
+            @pl.when((kind & _LAST) != 0)
             def _():
                 plgpu.commit_smem()
                 mailbox_row = fabric.peer(mailbox, owner).at[
                     block, lax.rem(step, self.mailbox_steps), rank, token, pl.ds(0, self.hidden)
                 ]
-                plgpu.copy_smem_to_gmem(slots.at[slot, pl.ds(0, self.hidden)], mailbox_row)
-                put_slots[lax.rem(puts, lag + 1)] = slot
-                plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+                plgpu.copy_smem_to_gmem(
+                    slots.at[slot, pl.ds(0, self.hidden)], mailbox_row, commit_group=False
+                )
 
-                @pl.when(puts >= lag)
-                def _():
-                    plgpu.barrier_arrive(empty.at[put_slots[lax.rem(puts + 1, lag + 1)]])
+            # A slot is free once what was put from it has been read. Every slot is a group of
+            # its own, empty or not, so that slots become free in the order they are filled.
+            plgpu.commit_smem_to_gmem_group()
+            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
 
-            @pl.when(~last)
+            @pl.when(used >= lag)
             def _():
-                plgpu.barrier_arrive(empty.at[slot])
+                plgpu.barrier_arrive(empty.at[lax.rem(used - lag, num_slots)])
 
-            return used + 1, puts + last.astype(jnp.int32), step, ~end
+            return used + 1, step, ~end
 
-        def put_step(step, state):
-            used, puts = state
+        def put_step(step, used):
             if self.steps_per_block > self.mailbox_steps:
                 fabric.wait(
                     semaphores, _READ, jnp.maximum(step + 1 - self.mailbox_steps, 0), "combine"
                 )
-            used, puts_after, _, _ = lax.while_loop(
-                lambda state: state[3], take_slot, (used, puts, step, jnp.bool_(True))
+            used_after, _, _ = lax.while_loop(
+                lambda state: state[2], take_slot, (used, step, jnp.bool_(True))
             )
 
-            # The puts of the step before have arrived once only this step's are under way.
+            # The sums of the step before have arrived once only slots of this one are under way.
             @pl.when(step > 0)
             def _():
-                lax.switch(
-                    puts_after - puts,
-                    [
-                        functools.partial(plgpu.wait_smem_to_gmem, n)
-                        for n in range(self.num_ranks * self.plan.step_tokens + 1)
-                    ],
+                lax.cond(
+                    used_after - used >= lag,
+                    lambda: plgpu.wait_smem_to_gmem(lag),
+                    lambda: plgpu.wait_smem_to_gmem(0),
                 )
                 fabric.signal(semaphores, _PUT)
 
-            return used, puts_after
+            return used_after
 
-        _, puts = lax.fori_loop(0, num_steps, put_step, (jnp.int32(0), jnp.int32(0)))
+        used = lax.fori_loop(0, num_steps, put_step, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
         @pl.when(num_steps > 0)
         def _():
             fabric.signal(semaphores, _PUT)
 
-        def free_slot(put, _):
-            plgpu.barrier_arrive(empty.at[put_slots[lax.rem(put, lag + 1)]])
+        def free_slot(i, _):
+            plgpu.barrier_arrive(empty.at[lax.rem(i, num_slots)])
 
-        lax.fori_loop(jnp.maximum(puts - lag, 0), puts, free_slot, None)
+        lax.fori_loop(jnp.maximum(used - lag, 0), used, free_slot, None)
 
     def _receive(self, topk_idx, mailbox, out, semaphores, *, out_row, **_):
         fabric, tiling, top_k = self.fabric, self.tiling, self.top_k

@@ -253,8 +253,7 @@ class _Pull:
 
             def scout_pair(pair, used):
                 token = window_token + lax.div(pair, num_ranks)
-                # Blocks and ranks start at different sources, so that no link is crowded.
-                source = lax.rem(pair + rank + block, num_ranks)
+                source = lax.rem(pair + plan.peer_offset(rank, block), num_ranks)
                 entry = token * top_k - start
                 places = []
                 for choice in range(top_k):
