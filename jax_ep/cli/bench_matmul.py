@@ -1,0 +1,346 @@
+"""Grouped matmul on this machine: is it right, and how fast is it beside a dense matmul.
+
+    python -c "import sys; from jax_ep.cli.bench_matmul import main; sys.exit(main(sys.argv[1:]))"
+
+Checks every implementation that serves here on fresh random operands (empty and huge groups, NaN
+past the last group), then times the product, its gradient of the rows (dlhs) and of the matrices
+(drhs). A case that fails is reported and the others go on; no new case starts once `--seconds` are
+up. Times are in-loop wall times, medians over repeats; TFLOP/s counts rows that belong to a group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ep import grouped_matmul_kernels as kernels
+from jax_ep.cli.timing import Loop
+from jax_ep.grouped_matmul import serving_implementations
+from jax_ep.grouped_matmul_kernels import Blocks
+
+OPERATIONS = ("product", "dlhs", "drhs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """lhs [num_rows, hidden] by num_groups matrices [hidden, mlp]; `live` rows are in a group."""
+
+    name: str
+    num_rows: int
+    hidden: int
+    mlp: int
+    num_groups: int
+    live: int
+    sweep: bool = False  # try other block sizes too
+    slow: bool = False  # time "xla" and "loop" too
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.live * self.hidden * self.mlp
+
+
+CASES = (
+    Case("deepseek-v3 up", 32768, 7168, 2048, 32, 32768, sweep=True, slow=True),
+    Case("deepseek-v3 down", 32768, 2048, 7168, 32, 32768, sweep=True),
+    Case("half empty", 65536, 7168, 2048, 32, 32768),
+    Case("qwen3-moe up", 32768, 2048, 768, 16, 32768, sweep=True),
+    Case("qwen3-moe down", 32768, 768, 2048, 16, 32768),
+    Case("mixtral up, 1 expert", 16384, 4096, 14336, 1, 16384),
+    Case("mixtral down, 8 experts", 16384, 14336, 4096, 8, 16384),
+    Case("decode", 1024, 7168, 2048, 32, 1024),
+)
+TINY_CASES = (
+    Case("tiny", 256, 64, 128, 4, 200, sweep=True, slow=True),
+    Case("tiny, wide", 64, 128, 64, 2, 64, slow=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A way to compute the three operations; None where it does not compute one."""
+
+    name: str
+    product: Callable[..., jax.Array] | None
+    drhs: Callable[..., jax.Array] | None
+
+    def operation(self, name: str) -> Callable[..., jax.Array] | None:
+        """(lhs, rhs, grad, group_sizes) -> the result of the operation."""
+        product, drhs = self.product, self.drhs
+        if name == "product" and product:
+            return lambda lhs, rhs, grad, sizes: product(lhs, rhs, sizes, transpose_rhs=False)
+        if name == "dlhs" and product:
+            return lambda lhs, rhs, grad, sizes: product(grad, rhs, sizes, transpose_rhs=True)
+        if name == "drhs" and drhs:
+            return lambda lhs, rhs, grad, sizes: drhs(lhs, grad, sizes)
+        return None
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Checks, times, prints a table; returns 1 if an implementation was wrong, else 0."""
+    parser = argparse.ArgumentParser(prog="bench_matmul", description=__doc__)
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    parser.add_argument("--seconds", type=float, default=220, help="start no case after this long")
+    parser.add_argument("--iterations", type=int, default=5, help="calls in one timed loop")
+    parser.add_argument("--repeats", type=int, default=10, help="timed loops; the median counts")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--candidate", default="", help="only candidates with this in their name")
+    parser.add_argument("--no-sweep", action="store_true", help="no other block sizes")
+    args = parser.parse_args(list(argv))
+    deadline = time.monotonic() + args.seconds
+    dtype = jnp.dtype(args.dtype)
+    print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {dtype}", flush=True)
+
+    wrong = check(dtype, args.candidate)
+    lines: list[tuple[str, ...]] = []
+    cases = [c for c in (TINY_CASES if args.tiny else CASES) if args.case in c.name]
+    for case in cases:
+        operands = random_operands(case, dtype)
+        seconds = functools.partial(
+            seconds_per_call, operands, iterations=args.iterations, repeats=args.repeats
+        )
+        dense = {each: _guarded(seconds, dense_operation(each)) for each in OPERATIONS}
+        for operation in OPERATIONS:
+            lines.append(_line(case, operation, "dense", dense[operation], dense[operation]))
+        for operation, candidate in candidates(case, dtype, args.candidate, not args.no_sweep):
+            if time.monotonic() > deadline:
+                lines.append((case.name, operation, candidate.name, "", "", "out of time"))
+                continue
+            function = candidate.operation(operation)
+            assert function is not None
+            result = _guarded(seconds, function)
+            lines.append(_line(case, operation, candidate.name, result, dense[operation]))
+            print("  ".join(lines[-1]), flush=True)
+        del operands, seconds
+
+    header = ("case", "operation", "candidate", "ms", "TFLOP/s", "of dense")
+    widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+    print()
+    for line in [header, *sorted(lines, key=_order([c.name for c in cases]))]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    if wrong:
+        print("\nWRONG RESULTS:", *wrong, sep="\n  ")
+    return 1 if wrong else 0
+
+
+def candidates(
+    case: Case, dtype: Any, only: str, sweep: bool
+) -> Iterator[tuple[str, Candidate]]:
+    """(operation, candidate) in the order of how much one wants to know it."""
+    found = implementations((case.hidden, case.mlp), dtype, slow=case.slow)
+    for candidate in found:
+        for operation in OPERATIONS:
+            if only in candidate.name and candidate.operation(operation):
+                yield operation, candidate
+    if sweep and case.sweep and any(c.name == "mosaic" for c in found):
+        for operation, candidate in other_blocks(case):
+            if only in candidate.name:
+                yield operation, candidate
+
+
+def implementations(matrix: tuple[int, int], dtype: Any, slow: bool = True) -> list[Candidate]:
+    """Those that serve here, with the block sizes that they choose themselves."""
+    names = [
+        name
+        for name in ("mosaic", "tokamax", "xla", "loop")
+        if name in serving_implementations(matrix, dtype)
+        and (slow or name in ("mosaic", "tokamax"))
+        and (name != "loop" or jax.default_backend() == "cpu")
+    ]
+    return [
+        Candidate(name, getattr(kernels, f"{name}_product"), getattr(kernels, f"{name}_drhs"))
+        for name in names
+    ]
+
+
+def other_blocks(case: Case) -> Iterator[tuple[str, Candidate]]:
+    """The Mosaic kernels with other blocks than they would choose."""
+    product_blocks = [
+        Blocks(*sizes)
+        for sizes in (
+            (128, 128, 64, 4, 4),
+            (128, 128, 64, 4, 8),
+            (128, 128, 64, 6, 4),
+            (128, 192, 64, 4, 4),
+            (192, 128, 64, 4, 4),
+            (64, 192, 64, 5, 4),
+            (64, 256, 64, 4, 4),
+            (128, 64, 128, 4, 8),
+            (128, 128, 128, 2, 4),
+        )
+    ]
+    drhs_blocks = [
+        Blocks(*sizes)
+        for sizes in (
+            (128, 128, 64, 4, 4),
+            (128, 128, 64, 6, 4),
+            (128, 128, 128, 2, 4),
+            (128, 256, 64, 3, 4),
+            (64, 256, 64, 4, 4),
+        )
+    ]
+    for blocks, operation in itertools.product(product_blocks, ("product", "dlhs")):
+        columns = case.mlp if operation == "product" else case.hidden
+        if columns % blocks.block_n == 0:
+            product = functools.partial(kernels.mosaic_product, blocks=blocks)
+            yield operation, Candidate(_blocks_name(blocks), product, None)
+    for blocks in drhs_blocks:
+        if case.hidden % blocks.block_m == 0 and case.mlp % blocks.block_n == 0:
+            drhs = functools.partial(kernels.mosaic_drhs, blocks=blocks)
+            yield "drhs", Candidate(_blocks_name(blocks), None, drhs)
+
+
+def _blocks_name(blocks: Blocks) -> str:
+    return "mosaic " + " ".join(map(str, dataclasses.astuple(blocks)))
+
+
+# ---- right or wrong --------------------------------------------------------------------------
+
+
+def check(dtype: Any, only: str = "") -> list[str]:
+    """What is wrong, on operands drawn anew: a line for each implementation and operation."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    rng = np.random.default_rng(seed)
+    wrong = []
+    limit = {"bfloat16": 1e-2, "float16": 2e-3}.get(dtype.name, 2e-3)
+    for num_rows, sizes, hidden, mlp in (
+        (1024, rng.multinomial(1000, rng.dirichlet(np.full(9, 0.3))), 256, 384),
+        (768, np.array([0, 1, 640, 0, 7, 0]), 128, 64),
+        (512, np.array([128, 256, 64, 64]), 64, 128),
+        (300, np.array([5, 0, 90]), 192, 128),
+        (64, np.zeros(3, int), 64, 64),
+    ):
+        live = int(sizes.sum())
+        lhs = jnp.asarray(rng.standard_normal((num_rows, hidden)), dtype).at[live:].set(jnp.nan)
+        grad = jnp.asarray(rng.standard_normal((num_rows, mlp)), dtype).at[live:].set(jnp.nan)
+        rhs = jnp.asarray(rng.standard_normal((len(sizes), hidden, mlp)), dtype)
+        device_sizes = jnp.asarray(sizes, jnp.int32)
+        want = dict(zip(OPERATIONS, reference(lhs, rhs, grad, sizes), strict=True))
+        for candidate in implementations((hidden, mlp), dtype):
+            for operation in OPERATIONS:
+                function = candidate.operation(operation)
+                if function is None or only not in candidate.name:
+                    continue
+                where = f"{candidate.name} {operation} {lhs.shape} x {rhs.shape} by {sizes.tolist()}"
+                try:
+                    got = np.asarray(jax.jit(function)(lhs, rhs, grad, device_sizes))
+                except Exception as error:  # each kernel fails in its own way; say how and go on
+                    wrong.append(f"{where}: {_first_line(error)}")
+                    continue
+                scale = np.linalg.norm(want[operation]) or 1.0
+                distance = np.linalg.norm(got.astype(np.float64) - want[operation]) / scale
+                stray = operation != "drhs" and np.any(got[live:])
+                if not distance < limit or stray:
+                    wrong.append(f"{where}: relative error {distance:.1e}, seed {seed}")
+    print(f"checked with seed {seed}: {len(wrong)} wrong", *wrong, sep="\n  ", flush=True)
+    return wrong
+
+
+def reference(
+    lhs: jax.Array, rhs: jax.Array, grad: jax.Array, sizes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The three operations in float64, group by group."""
+    x, w, g = (np.asarray(array).astype(np.float64) for array in (lhs, rhs, grad))
+    product, dlhs, drhs = np.zeros(g.shape), np.zeros(x.shape), np.zeros(w.shape)
+    ends = np.cumsum(sizes)
+    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        product[start:end] = x[start:end] @ w[group]
+        dlhs[start:end] = g[start:end] @ w[group].T
+        drhs[group] = x[start:end].T @ g[start:end]
+    return product, dlhs, drhs
+
+
+# ---- how fast --------------------------------------------------------------------------------
+
+
+def random_operands(case: Case, dtype: Any, seed: int = 0) -> tuple[jax.Array, ...]:
+    """lhs, rhs, grad, group_sizes: normal values; each live row in a uniformly drawn group."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = (
+        (case.num_rows, case.hidden),
+        (case.num_groups, case.hidden, case.mlp),
+        (case.num_rows, case.mlp),
+    )
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    arrays = [normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+    sizes = np.random.default_rng(seed).multinomial(
+        case.live, np.full(case.num_groups, 1 / case.num_groups)
+    )
+    return (*arrays, jnp.asarray(sizes, jnp.int32))
+
+
+def dense_operation(operation: str) -> Callable[..., jax.Array]:
+    """A plain matmul of the same size, all rows by the first group's matrix."""
+
+    def dense(lhs, rhs, grad, sizes):
+        # The operands of the case "half empty" hold more rows than it multiplies.
+        if operation == "product":
+            return jnp.dot(lhs, rhs[0])
+        if operation == "dlhs":
+            return jnp.dot(grad, rhs[0].T)
+        return jnp.dot(lhs.T, grad)
+
+    return dense
+
+
+def seconds_per_call(
+    operands: tuple[jax.Array, ...],
+    function: Callable[..., jax.Array],
+    *,
+    iterations: int,
+    repeats: int,
+) -> float:
+    """Median over repeats of the time of one of `iterations` calls in a compiled loop."""
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("rank",))
+    loop = Loop(lambda *args: args, lambda args: function(*args), operands, mesh, iterations)
+    return loop.wall_time(repeats).median * 1e-6
+
+
+def _guarded(seconds: Callable[..., float], function: Callable[..., jax.Array]) -> float | str:
+    try:
+        return seconds(function)
+    except Exception as error:  # a kernel that cannot be compiled is a result too
+        return _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:90]}"
+
+
+def _line(
+    case: Case, operation: str, name: str, seconds: float | str, dense: float | str
+) -> tuple[str, ...]:
+    if isinstance(seconds, str):
+        return case.name, operation, name, "", "", seconds
+    share = ""
+    if isinstance(dense, float):
+        # Of the dense rate: the dense matmul multiplies every row of the buffer.
+        share = f"{dense / seconds * case.live / case.num_rows:.0%}"
+    return (
+        case.name, operation, name, f"{seconds * 1e3:.3f}", f"{_flops(case, name) / seconds / 1e12:.1f}", share,
+    )  # fmt: skip
+
+
+def _flops(case: Case, name: str) -> float:
+    return case.flops * (case.num_rows / case.live if name == "dense" else 1)
+
+
+def _order(case_names: list[str]) -> Callable[[tuple[str, ...]], tuple[Any, ...]]:
+    def key(line: tuple[str, ...]) -> tuple[Any, ...]:
+        if line[0] not in case_names:
+            return (-1,)
+        milliseconds = float(line[3]) if line[3] else float("inf")
+        return case_names.index(line[0]), OPERATIONS.index(line[1]), milliseconds
+
+    return key

@@ -1,0 +1,616 @@
+"""Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
+
+Two kernels, both a fixed number of blocks that walk the tiles of the output; in each block
+
+  loader    (one warpgroup) copies operand tiles into a ring in shared memory, running ahead;
+  computer  (two warpgroups) multiplies them, each half of the output tile, and stores its half.
+
+`product` cuts the rows of every group into tiles of its own, so tiles past the last group do not
+exist: their output rows are filled with zeros. `drhs` cuts the sum over a group's rows into steps
+and clears, in shared memory, the rows of its first and last step that are not of the group: a NaN
+in a neighbour's row, or past the last group, never meets an accumulator.
+
+Tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles, so a
+tile may hold up to 7 rows of the group before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import drain
+
+_ROW_ALIGNMENT = 8
+_CHUNK = 64  # rows and columns that a computer stores at a time; the width of a swizzled tile
+_COMPUTERS = 2
+_LOADER = 2  # its warpgroup
+
+# Columns of a table of tiles.
+_GROUP, _FIRST, _BEGIN, _END = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the work is cut.
+
+    Attributes:
+      block_m: height of a block's output tile: 64, or 128 (the computers take 64 rows each).
+      block_n: its width, a multiple of 64 (of 128 where block_m is 64: they take half each).
+      num_slots: depth of the ring, in pairs of operand tiles of 64 along the sum.
+      num_staged: 64 x 64 chunks of its result that a computer may hold on their way out.
+      band: tiles of columns that the blocks sweep together down all rows.
+    """
+
+    block_m: int
+    block_n: int
+    num_slots: int = 3
+    num_staged: int = 4
+    band: int = 1
+
+    @property
+    def split_rows(self) -> bool:
+        return self.block_m == _COMPUTERS * _CHUNK
+
+    @property
+    def computer_width(self) -> int:
+        """Columns of a computer's part, which is always 64 rows high."""
+        return self.block_n if self.split_rows else self.block_n // _COMPUTERS
+
+    @property
+    def chunks(self) -> int:
+        """64 x 64 chunks of a computer's part."""
+        return self.computer_width // _CHUNK
+
+    @property
+    def staged(self) -> int:
+        """Staging chunks, so many that each turn of them ends with a part's last chunk."""
+        return math.gcd(self.num_staged, self.chunks)
+
+    def __post_init__(self) -> None:
+        if self.block_m not in (_CHUNK, 2 * _CHUNK) or self.computer_width % _CHUNK:
+            raise ValueError(f"block sizes must be 64 or 128 by a multiple of 64, not {self}.")
+
+
+def product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    tiles: Tiles,
+    num_blocks: int,
+    interpret: Any = None,
+) -> jax.Array:
+    """lhs [R, K] by groups of rows times rhs [L, K, N] (or, transposed, [L, N, K]) -> [R, N].
+
+    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.block_n. Sums are float32. Rows
+    past the last group come out zero and are not read beyond the last tile.
+    """
+    num_rows, depth = lhs.shape
+    width = rhs.shape[1 if transpose_rhs else 2]
+    table, totals = _row_tiles(group_sizes, tiles.block_m, num_rows)
+    kernel = _Product(
+        tiles, num_blocks, bool(interpret), depth, width, num_rows, transpose_rhs
+    )
+    return _call(
+        kernel,
+        kernel.scratch_types(lhs.dtype),
+        jax.ShapeDtypeStruct((num_rows, width), lhs.dtype),
+        "grouped_matmul",
+        num_blocks,
+        interpret,
+    )(lhs, rhs, table, totals)
+
+
+def drhs(
+    lhs: jax.Array,
+    grad: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    tiles: Tiles,
+    num_blocks: int,
+    interpret: Any = None,
+) -> jax.Array:
+    """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
+
+    bfloat16 or float16; R a multiple of 8, K of tiles.block_m, N of tiles.block_n. Sums are
+    float32. Zero for an empty group.
+    """
+    num_groups = group_sizes.shape[0]
+    shape = num_groups, lhs.shape[1], grad.shape[1]
+    kernel = _Drhs(tiles, num_blocks, bool(interpret), *shape)
+    return _call(
+        kernel,
+        kernel.scratch_types(lhs.dtype),
+        jax.ShapeDtypeStruct(shape, lhs.dtype),
+        "grouped_matmul_drhs",
+        num_blocks,
+        interpret,
+    )(lhs, grad, _group_steps(group_sizes, lhs.shape[0]))
+
+
+def _row_tiles(
+    group_sizes: jax.Array, height: int, num_rows: int
+) -> tuple[jax.Array, jax.Array]:
+    """The tiles of every group's rows, in order, and [their number, the rows in groups].
+
+    A tile [4]: its group, its first row (a multiple of 8), and the rows [begin, end) of it that
+    are the group's.
+    """
+    num_groups = group_sizes.shape[0]
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    first = starts // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+    counts = jnp.where(group_sizes > 0, -((first - ends) // height), 0)
+    tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
+    # A tile more for each group that ends within one, and for its rows of the group before.
+    most = (num_rows + (_ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
+    tile = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
+    row = first[group] + (tile - (tile_ends - counts)[group]) * height
+    table = jnp.stack(
+        [group, row, jnp.maximum(row, starts[group]), jnp.minimum(row + height, ends[group])],
+        axis=1,
+    )
+    return table, jnp.stack([tile_ends[-1], ends[-1]])
+
+
+def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """For each group [4]: how many steps of rows (at least one), the first row of the first, and
+    the group's rows [begin, end)."""
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    first = jnp.minimum(starts, num_rows - _ROW_ALIGNMENT) // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+    steps = jnp.maximum(-((first - ends) // _CHUNK), 1)
+    return jnp.stack([steps, first, starts, ends], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What both kernels share: the ring, and which tile of the output is whose."""
+
+    tiles: Tiles
+    num_blocks: int
+    interpreted: bool
+
+    def ring(self, dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> dict[str, Any]:
+        slots, operand = self.tiles.num_slots, _swizzled(dtype)
+        return dict(
+            left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
+            right=plgpu.SMEM((slots, *right), dtype, transforms=operand),
+            staged=plgpu.SMEM(
+                (_COMPUTERS, self.tiles.staged, _CHUNK, _CHUNK), dtype, transforms=operand
+            ),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+            empty=plgpu.Barrier(num_arrivals=_COMPUTERS, num_barriers=slots),
+        )
+
+    def each_of(self, total: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """Runs `body` for this block's share of `total` tiles: every num_blocks-th one."""
+        block = lax.axis_index("block")
+        mine = lax.div(total - block + (self.num_blocks - 1), jnp.int32(self.num_blocks))
+        return lax.fori_loop(
+            0, mine, lambda i, carry: body(block + i * self.num_blocks, carry), carry
+        )
+
+    def place(self, index: jax.Array, rows: Any, columns: int) -> tuple[jax.Array, jax.Array]:
+        """The (row, column) of a tile in an output of rows × columns of them, band by band."""
+        band = self.tiles.band if columns % self.tiles.band == 0 else columns
+        whole, rest = _divmod(index, rows * band)
+        row, column = _divmod(rest, jnp.int32(band))
+        return row, whole * band + column
+
+    def fill(self, scratch: Any, used: jax.Array, left: Any, right: Any) -> jax.Array:
+        """Copies a pair of operand tiles into the ring's next slot, once it is empty."""
+        slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
+
+        @pl.when(used >= self.tiles.num_slots)
+        def _():
+            plgpu.barrier_wait(scratch["empty"].at[slot])
+
+        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], scratch["full"].at[slot])
+        plgpu.copy_gmem_to_smem(right, scratch["right"].at[slot], scratch["full"].at[slot])
+        return used + 1
+
+    def accumulate(
+        self,
+        scratch: Any,
+        used: jax.Array,
+        steps: Any,
+        multiply: Callable[[Any, jax.Array, jax.Array], None],
+    ) -> jax.Array:
+        """The sum of `multiply(accumulator, slot, step)` over the ring's next `steps` slots."""
+        num_slots = jnp.int32(self.tiles.num_slots)
+
+        def scope(accumulator):
+            def step(i, _):
+                slot = lax.rem(used + i, num_slots)
+                plgpu.barrier_wait(scratch["full"].at[slot])
+                multiply(accumulator, slot, i)
+                plgpu.wgmma_wait(1)  # of the step before this one, so its slot is free
+
+                @pl.when(i > 0)
+                def _():
+                    plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + i - 1, num_slots)])
+
+            lax.fori_loop(0, steps, step, None)
+            total = accumulator[...]
+            plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + steps - 1, num_slots)])
+            return total
+
+        return pl.run_scoped(scope, plgpu.ACC((_CHUNK, self.tiles.computer_width)))
+
+    def pass_by(self, scratch: Any, used: jax.Array, steps: Any) -> None:
+        """Gives the ring's next `steps` slots back unused."""
+
+        def step(i, _):
+            slot = lax.rem(used + i, jnp.int32(self.tiles.num_slots))
+            plgpu.barrier_wait(scratch["full"].at[slot])
+            plgpu.barrier_arrive(scratch["empty"].at[slot])
+
+        lax.fori_loop(0, steps, step, None)
+
+    def store_chunks(self, staged: Any, total: jax.Array, out: Any) -> None:
+        """Stores a computer's part to `out`, 64 rows high, chunk by chunk through `staged`."""
+        for chunk in range(self.tiles.chunks):
+            place = staged.at[chunk % self.tiles.staged]
+            cols = slice(chunk * _CHUNK, (chunk + 1) * _CHUNK)
+            # What this place held before was stored `staged` chunks ago.
+            plgpu.wait_smem_to_gmem(self.tiles.staged - 1, wait_read_only=True)
+            place[...] = total[:, cols].astype(out.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(place, out.at[:, cols])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product(_Kernel):
+    depth: int
+    width: int
+    num_rows: int
+    transpose_rhs: bool
+
+    def scratch_types(self, dtype: Any) -> dict[str, Any]:
+        tiles = self.tiles
+        right = (tiles.block_n, _CHUNK) if self.transpose_rhs else (_CHUNK, tiles.block_n)
+        return self.ring(dtype, (tiles.block_m, _CHUNK), right) | dict(
+            # Rows of a chunk that is not wholly the group's are stored few at a time, which the
+            # swizzled tile does not allow.
+            plain=plgpu.SMEM((_COMPUTERS, _CHUNK, _CHUNK), dtype),
+        )
+
+    def __call__(
+        self, lhs: Any, rhs: Any, table: Any, totals: Any, out: Any, **scratch: Any
+    ) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        columns = self.width // self.tiles.block_n
+        num_tiles = totals[0]
+
+        @pl.when(warpgroup == _LOADER)
+        def _load():
+            _set_registers(40, "decrease", self.interpreted)
+            steps = self.depth // _CHUNK
+
+            def one_tile(index, used):
+                tile, column = self.place(index, num_tiles, columns)
+                group = table[tile, _GROUP]
+                rows = pl.ds(_aligned(table[tile, _FIRST]), self.tiles.block_m)
+                cols = pl.ds(column * self.tiles.block_n, self.tiles.block_n)
+
+                def step(i, used):
+                    inner = pl.ds(i * _CHUNK, _CHUNK)
+                    matrix = (
+                        rhs.at[group, cols, inner]
+                        if self.transpose_rhs
+                        else rhs.at[group, inner, cols]
+                    )
+                    return self.fill(scratch, used, lhs.at[rows, inner], matrix)
+
+                return lax.fori_loop(0, steps, step, used)
+
+            used = self.each_of(num_tiles * columns, one_tile, jnp.int32(0))
+            drain(scratch["empty"], used, self.tiles.num_slots)
+
+        @pl.when(warpgroup != _LOADER)
+        def _compute():
+            _set_registers(232, "increase", self.interpreted)
+
+            def one_tile(index, used):
+                tile, column = self.place(index, num_tiles, columns)
+                self._one_tile(table, tile, column, out, warpgroup, used, scratch)
+                return used + self.depth // _CHUNK
+
+            self.each_of(num_tiles * columns, one_tile, jnp.int32(0))
+            self._zero_tail(out, totals[1], warpgroup, scratch["plain"].at[warpgroup])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _one_tile(
+        self,
+        table: Any,
+        tile: jax.Array,
+        column: jax.Array,
+        out: Any,
+        computer: jax.Array,
+        used: jax.Array,
+        scratch: Any,
+    ) -> None:
+        """This computer's part of a tile of the output."""
+        steps = self.depth // _CHUNK
+        first = table[tile, _FIRST]
+        left_edge = column * self.tiles.block_n
+        if self.tiles.split_rows:
+            first += computer * _CHUNK
+        else:
+            left_edge += computer * self.tiles.computer_width
+        begin = jnp.clip(table[tile, _BEGIN] - first, 0, _CHUNK)
+        end = jnp.clip(table[tile, _END] - first, 0, _CHUNK)
+
+        def total():
+            return self.accumulate(
+                scratch,
+                used,
+                steps,
+                lambda accumulator, slot, _: self._multiply(
+                    accumulator, scratch["left"].at[slot], scratch["right"].at[slot], computer
+                ),
+            )
+
+        @pl.when(end - begin == _CHUNK)
+        def _whole():
+            rows = pl.ds(_aligned(first), _CHUNK)
+            cols = pl.ds(left_edge, self.tiles.computer_width)
+            self.store_chunks(scratch["staged"].at[computer], total(), out.at[rows, cols])
+
+        @pl.when((end > begin) & (end - begin < _CHUNK))
+        def _part():
+            values, plain = total(), scratch["plain"].at[computer]
+            for chunk in range(self.tiles.chunks):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                chunk_values = values[:, chunk * _CHUNK : (chunk + 1) * _CHUNK]
+                _store_unswizzled(plain, chunk_values.astype(out.dtype))
+                plgpu.commit_smem()
+                cols = pl.ds(left_edge + chunk * _CHUNK, _CHUNK)
+                _store_rows(plain, begin, end, out, first, cols)
+
+        @pl.when(end <= begin)
+        def _none():
+            self.pass_by(scratch, used, steps)
+
+    def _multiply(self, accumulator: Any, left: Any, right: Any, computer: jax.Array) -> None:
+        width = self.tiles.computer_width
+        if self.tiles.split_rows:
+            left = left.at[pl.ds(computer * _CHUNK, _CHUNK)]
+            mine: Any = slice(None)
+        else:
+            mine = pl.ds(computer * width, width)
+        right = _transposed(right.at[mine]) if self.transpose_rhs else right.at[:, mine]
+        plgpu.wgmma(accumulator, left, right)
+
+    def _zero_tail(self, out: Any, start: jax.Array, computer: jax.Array, zeros: Any) -> None:
+        """Writes zeros to the rows from `start` on, the computers of all blocks taking turns."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        _store_unswizzled(zeros, _zeros((_CHUNK, _CHUNK), out.dtype, self.interpreted))
+        plgpu.commit_smem()
+        columns = jnp.int32(self.width // _CHUNK)
+        first_chunk = lax.div(start, jnp.int32(_CHUNK))
+        chunks = -(-self.num_rows // _CHUNK) - first_chunk
+        workers = jnp.int32(self.num_blocks * _COMPUTERS)
+        me = lax.axis_index("block") * _COMPUTERS + computer
+
+        def one_chunk(i, _):
+            row, column = _divmod(me + i * workers, columns)
+            first = (first_chunk + row) * _CHUNK
+            begin = jnp.maximum(start - first, 0)
+            end = jnp.minimum(self.num_rows - first, _CHUNK)
+            cols = pl.ds(column * _CHUNK, _CHUNK)
+            _store_rows(zeros, begin, end, out, first, cols)
+
+        lax.fori_loop(0, lax.div(chunks * columns - me + (workers - 1), workers), one_chunk, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drhs(_Kernel):
+    num_groups: int
+    height: int
+    width: int
+
+    def scratch_types(self, dtype: Any) -> dict[str, Any]:
+        tiles = self.tiles
+        return self.ring(dtype, (_CHUNK, tiles.block_m), (_CHUNK, tiles.block_n)) | dict(
+            cleared=plgpu.Barrier(num_arrivals=_COMPUTERS),
+        )
+
+    def __call__(self, lhs: Any, grad: Any, table: Any, out: Any, **scratch: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        tiles = self.tiles
+        rows, columns = self.height // tiles.block_m, self.width // tiles.block_n
+        total_tiles = jnp.int32(self.num_groups * rows * columns)
+
+        def where(index):
+            group, rest = _divmod(index, jnp.int32(rows * columns))
+            row, column = self.place(rest, jnp.int32(rows), columns)
+            return group, row * tiles.block_m, column * tiles.block_n
+
+        @pl.when(warpgroup == _LOADER)
+        def _load():
+            _set_registers(40, "decrease", self.interpreted)
+
+            def one_tile(index, used):
+                group, top, left_edge = where(index)
+                first = table[group, 1]
+
+                def step(i, used):
+                    inner = pl.ds(_aligned(first + i * _CHUNK), _CHUNK)
+                    return self.fill(
+                        scratch,
+                        used,
+                        lhs.at[inner, pl.ds(top, tiles.block_m)],
+                        grad.at[inner, pl.ds(left_edge, tiles.block_n)],
+                    )
+
+                return lax.fori_loop(0, table[group, 0], step, used)
+
+            used = self.each_of(total_tiles, one_tile, jnp.int32(0))
+            drain(scratch["empty"], used, self.tiles.num_slots)
+
+        @pl.when(warpgroup != _LOADER)
+        def _compute():
+            _set_registers(232, "increase", self.interpreted)
+
+            def one_tile(index, used):
+                group, top, left_edge = where(index)
+                first, begin, end = table[group, 1], table[group, 2], table[group, 3]
+
+                def multiply(accumulator, slot, i):
+                    left, right = scratch["left"].at[slot], scratch["right"].at[slot]
+                    row = first + i * _CHUNK
+
+                    @pl.when((row < begin) | (row + _CHUNK > end))
+                    def _():
+                        # The computers clear what both of them will read.
+                        for operand in (left, right):
+                            self._clear(operand, begin - row, end - row, warpgroup)
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(scratch["cleared"])
+                        plgpu.barrier_wait(scratch["cleared"])
+
+                    self._multiply(accumulator, left, right, warpgroup)
+
+                steps = table[group, 0]
+                total = self.accumulate(scratch, used, steps, multiply)
+                if tiles.split_rows:
+                    top += warpgroup * _CHUNK
+                else:
+                    left_edge += warpgroup * tiles.computer_width
+                part = out.at[
+                    group, pl.ds(top, _CHUNK), pl.ds(left_edge, tiles.computer_width)
+                ]
+                self.store_chunks(scratch["staged"].at[warpgroup], total, part)
+                return used + steps
+
+            self.each_of(total_tiles, one_tile, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _multiply(self, accumulator: Any, left: Any, right: Any, computer: jax.Array) -> None:
+        width = self.tiles.computer_width
+        if self.tiles.split_rows:
+            left = left.at[:, pl.ds(computer * _CHUNK, _CHUNK)]
+        else:
+            right = right.at[:, pl.ds(computer * width, width)]
+        plgpu.wgmma(accumulator, _transposed(left), right)
+
+    def _clear(
+        self, operand: Any, begin: jax.Array, end: jax.Array, computer: jax.Array
+    ) -> None:
+        """Zeros in the rows outside [begin, end), the computers taking turns at the columns."""
+        row = _rows_of_chunk(self.interpreted)
+        mine = (row >= begin) & (row < end)
+
+        def clear(column: Any) -> None:
+            part = operand.at[:, pl.ds(column, _CHUNK)]
+            values = part[...]
+            part[...] = jnp.where(mine, values, jnp.zeros_like(values))
+
+        columns = operand.shape[1] // _CHUNK
+        for pair in range(columns // _COMPUTERS):
+            clear((pair * _COMPUTERS + computer) * _CHUNK)
+        if columns % _COMPUTERS:
+
+            @pl.when(computer == 0)
+            def _():
+                clear((columns - 1) * _CHUNK)
+
+
+def _store_rows(
+    source: Any, begin: jax.Array, end: jax.Array, out: Any, first: jax.Array, cols: Any
+) -> None:
+    """Stores rows [begin, end) of an unswizzled chunk to out's rows from first + begin on.
+
+    A copy has a static height, so each power of two that the count is made of gets its own.
+    """
+    count, height = end - begin, _CHUNK
+    while height:
+
+        @pl.when((count & height) != 0)
+        def _(height=height, begin=begin):
+            plgpu.copy_smem_to_gmem(
+                source.at[pl.ds(begin, height)], out.at[pl.ds(first + begin, height), cols]
+            )
+
+        begin += count & height
+        height //= 2
+
+
+def _call(
+    kernel: Callable[..., None],
+    scratch_types: dict[str, Any],
+    out_type: jax.ShapeDtypeStruct,
+    name: str,
+    num_blocks: int,
+    interpret: Any,
+) -> Callable[..., jax.Array]:
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=(num_blocks,),
+        grid_names=("block",),
+        num_threads=_COMPUTERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        kernel_name=name,
+    )
+
+
+def _swizzled(dtype: Any) -> tuple[Any, ...]:
+    """The layout that the tensor cores read: tiles of 8 rows of 128 bytes, swizzled."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((_ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
+
+
+def _aligned(row: jax.Array) -> jax.Array:
+    return pl.multiple_of(row, _ROW_ALIGNMENT)
+
+
+def _divmod(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.div(a, b), lax.rem(a, b)
+
+
+def _transposed(ref: Any) -> Any:
+    if hasattr(ref, "transpose"):
+        return ref.transpose((1, 0))
+    return plgpu.transpose_ref(ref, (1, 0))
+
+
+def _store_unswizzled(ref: Any, values: jax.Array) -> None:
+    """Registers to plain rows in shared memory: with bank conflicts, which some JAX refuse."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
+def _set_registers(count: int, action: Any, interpreted: bool) -> None:
+    if not interpreted:
+        plgpu.set_max_registers(count, action=action)
+
+
+def _rows_of_chunk(interpreted: bool) -> jax.Array:
+    shape = (_CHUNK, _CHUNK)
+    if interpreted:
+        return lax.broadcasted_iota(jnp.int32, shape, 0)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+
+
+def _zeros(shape: tuple[int, int], dtype: Any, interpreted: bool) -> jax.Array:
+    zeros = jnp.zeros(shape, dtype)
+    return zeros if interpreted else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
