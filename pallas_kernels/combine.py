@@ -331,6 +331,7 @@ class _Combine:
             @pl.when(no_row)
             def _():
                 slots[slot] = jnp.zeros((tiling.padded,), self.dtype)
+                plgpu.commit_smem()
 
             as_it_is = no_row | end
             if not self.weighted:  # a sum of one row is that row
@@ -339,10 +340,10 @@ class _Combine:
             @pl.when(~as_it_is)
             def _():
                 add(slot, kind, slot_weights[slot] if self.weighted else None)
+                plgpu.commit_smem()
 
             @pl.when((kind & _LAST) != 0)
             def _():
-                plgpu.commit_smem()
                 mailbox_row = fabric.peer(mailbox, owner).at[
                     block, lax.rem(step, self.mailbox_steps), rank, token, pl.ds(0, self.hidden)
                 ]

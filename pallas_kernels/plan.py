@@ -39,8 +39,8 @@ class Plan:
     mailbox_steps: int = 2
 
     def __post_init__(self) -> None:
-        if not 0 < self.store_lag < self.num_slots:
-            raise ValueError(f"store_lag must lie between 0 and num_slots, but the plan is {self}.")
+        if not 0 <= self.store_lag < self.num_slots:
+            raise ValueError(f"store_lag must be less than num_slots, but the plan is {self}.")
         if self.mailbox_steps < 2:  # a step is announced when the next one is under way
             raise ValueError(f"mailbox_steps must be at least 2, but the plan is {self}.")
 
