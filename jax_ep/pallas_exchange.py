@@ -6,6 +6,8 @@ thread blocks and shared memory. The kernels themselves are in `pallas_kernels`.
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +24,7 @@ AxisName = tuple[str, ...]
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
 _RESERVED_BYTES = 24 * 1024  # of shared memory, for routes and bookkeeping
+_TIMEOUT_SECONDS = 100.0  # of a wait for a peer; JAX_EP_TIMEOUT_SECONDS overrides it
 _MIN_SLOTS = 3
 _MAX_SLOTS = 16
 
@@ -118,7 +121,8 @@ def combine_grad(
 
 
 def _mesh(axis_name: AxisName) -> Mesh:
-    return Mesh(axis_name, tuple(lax.axis_size(name) for name in axis_name))
+    timeout_s = float(os.environ.get("JAX_EP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS))
+    return Mesh(axis_name, tuple(lax.axis_size(name) for name in axis_name), timeout_s)
 
 
 def _padded_hidden(hidden: int, dtype: jax.typing.DTypeLike) -> int:

@@ -60,8 +60,10 @@ def dispatch_like(
 ) -> jax.Array:
     """Sends [T, H] along known routes: [R, H]."""
     del expert_alignment  # the rows know
-    all_x = _gather_ranks(x, axis_name)
-    return _fill(all_x, _choice_of_row(route.rows, capacity) // route.rows.shape[2])
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # NaNs keep their payload
+    all_bits = _gather_ranks(bits, axis_name)
+    sent = _fill(all_bits, _choice_of_row(route.rows, capacity) // route.rows.shape[2])
+    return lax.bitcast_convert_type(sent, x.dtype)
 
 
 def combine(
@@ -70,6 +72,8 @@ def combine(
     """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
     rows = route.rows
     weights = None if topk_weights is None else _stack_ranks(topk_weights, axis_name)
+    if weights is not None:  # no weight of another rank's choice may meet the zero it has here
+        weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
     num_ranks, num_tokens, top_k = rows.shape
     partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
     for choice in range(top_k):
