@@ -1,0 +1,136 @@
+"""A byte-level Mixture-of-Experts language model, and the text that it is trained on.
+
+The text is CPython's own language reference (`pydoc_data.topics`), about half a megabyte of
+English that is on every machine with Python; it differs a little between Python versions.
+The model is a causal transformer with `jax_ep.linen.MoE` in the place of its MLPs.
+"""
+
+from __future__ import annotations
+
+from pydoc_data.topics import topics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import flags
+from flax import linen as nn
+
+from jax_ep.linen import MoE
+from jax_ep.moe import MoEMetrics
+
+SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Bytes in a sequence.")
+D_MODEL = flags.DEFINE_integer("d_model", 128, "Width of the residual stream.")
+NUM_LAYERS = flags.DEFINE_integer("num_layers", 2, "Transformer blocks.")
+NUM_HEADS = flags.DEFINE_integer("num_heads", 4, "Attention heads.")
+NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "Experts in each block.")
+TOP_K = flags.DEFINE_integer("experts_per_token", 2, "Experts that each byte is sent to.")
+MLP_DIM = flags.DEFINE_integer("mlp_dim", 128, "Hidden width of one expert.")
+MODEL_FLAGS = (SEQ_LEN, D_MODEL, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS, TOP_K, MLP_DIM)
+
+VOCAB = 256  # bytes
+TEMPERATURE = 0.7  # of samples
+
+
+def load_text() -> tuple[np.ndarray, np.ndarray]:
+    """The text as bytes (uint8): its first nine tenths to train on, the rest to validate."""
+    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    data = np.frombuffer(text, np.uint8)
+    split = len(data) * 9 // 10
+    return data[:split], data[split:]
+
+
+def windows(data: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The int32 sequences [B, S + 1] that begin at `starts` [B]: S inputs and S targets."""
+    return data[starts[:, None] + np.arange(SEQ_LEN.value + 1)].astype(np.int32)
+
+
+def unigram_entropy(data: np.ndarray) -> float:
+    """Nats per byte: the loss of the best model that sees no context."""
+    p = np.bincount(data, minlength=VOCAB) / len(data)
+    return float(-np.sum(p * np.log(np.where(p > 0, p, 1))))
+
+
+def rotary(x: jax.Array) -> jax.Array:
+    """Rotary position embedding of x [B, S, heads, D] (Su et al., "RoFormer", 2021)."""
+    half = x.shape[-1] // 2
+    frequency = 10_000.0 ** (-jnp.arange(half) / half)
+    angle = jnp.arange(x.shape[1])[:, None, None] * frequency
+    sin, cos = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a mixture of experts, each after an RMSNorm."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+        dtype, width, heads = self.dtype, x.shape[-1], NUM_HEADS.value
+        y = nn.RMSNorm(dtype=dtype)(x)
+        qkv = nn.DenseGeneral((3, heads, width // heads), use_bias=False, dtype=dtype)(y)
+        q, k, v = jnp.moveaxis(qkv, -3, 0)
+        y = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+        x += nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, dtype=dtype)(y)
+
+        y, metrics = MoE(
+            num_experts=NUM_EXPERTS.value,
+            num_experts_per_token=TOP_K.value,
+            mlp_dim=MLP_DIM.value,
+            dtype=dtype,
+        )(nn.RMSNorm(dtype=dtype)(x))
+        return x + y, metrics
+
+
+class LanguageModel(nn.Module):
+    """Bytes [B, S] to float32 logits of the bytes that follow [B, S, 256], and the MoE metrics,
+    stacked over the blocks."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+        embed = nn.Embed(VOCAB, D_MODEL.value, dtype=self.dtype)
+        x = embed(tokens)
+        metrics = []
+        for _ in range(NUM_LAYERS.value):
+            x, block_metrics = Block(self.dtype)(x)
+            metrics.append(block_metrics)
+        logits = embed.attend(nn.RMSNorm(dtype=self.dtype)(x))
+        return logits.astype(jnp.float32), jax.tree.map(lambda *m: jnp.stack(m), *metrics)
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Nats per byte."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def sample(model: LanguageModel, params: Any, prompt: str, length: int, seed: int) -> str:
+    """Continues `prompt` by `length` bytes drawn from the model."""
+
+    def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        outputs: Any = model.apply({"params": params}, window[None])
+        byte = jax.random.categorical(key, outputs[0][0, -1] / TEMPERATURE)
+        return jnp.append(window[1:], byte), byte
+
+    context = prompt.encode().rjust(SEQ_LEN.value, b"\n")[-SEQ_LEN.value :]
+    window = np.frombuffer(context, np.uint8).astype(np.int32)
+    keys = jax.random.split(jax.random.key(seed), length)
+    _, sampled = jax.jit(lambda window: jax.lax.scan(next_byte, window, keys))(window)
+    return np.asarray(sampled, np.uint8).tobytes().decode(errors="replace")
+
+
+def training_flops_per_token(params: Any) -> float:
+    """Matmul FLOPs of one token, forward and backward (three times the forward pass): two for
+    each weight that it meets, and those of causal attention, which sees S / 2 keys on average."""
+    sizes = {
+        jax.tree_util.keystr(path): x.size
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+    }
+    experts = sum(size for path, size in sizes.items() if "'w" in path)  # wi_0, wi_1, wo
+    used = sum(sizes.values()) - experts * (1 - TOP_K.value / NUM_EXPERTS.value)
+    attention = NUM_LAYERS.value * 2 * SEQ_LEN.value / 2 * D_MODEL.value
+    return 3 * 2 * (used + attention)
