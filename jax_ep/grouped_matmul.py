@@ -20,15 +20,15 @@ from jax.interpreters import batching, mlir
 from jax_ep import grouped_matmul_kernels as kernels
 from jax_ep.primitives import vary_alike
 
-Implementation = Literal["tokamax", "mosaic", "xla", "loop"] | None
-IMPLEMENTATIONS = ("tokamax", "mosaic", "xla", "loop")
+Implementation = Literal["pallas", "mosaic", "tokamax", "xla", "loop"] | None
+IMPLEMENTATIONS = ("pallas", "mosaic", "tokamax", "xla", "loop")
 
 # What None tries, in this order, by the platform that the program is lowered for. On a Hopper GPU
 # JAX's own Mosaic kernels come first: tokamax's published H100 tuning data has its product at
 # 460 TFLOP/s and its drhs at 110, for shapes where JAX's reach more than 500.
 _PREFERENCE = {
     "cpu": ("loop",),
-    "cuda": ("mosaic", "tokamax", "xla"),
+    "cuda": ("mosaic", "pallas", "tokamax", "xla"),
 }
 _PREFERENCE_ELSEWHERE = ("xla",)
 
@@ -49,16 +49,19 @@ def grouped_matmul(
 
     Rows past the last group may hold anything, NaN included: the result is zero there, so is the
     gradient of `lhs`, and they never reach the gradient of `rhs`, which is zero for an empty
-    group. "loop", and "mosaic" for the gradient of `rhs`, do no work for them; "mosaic" multiplies
-    blocks of such rows like any others in the other products, and selects zeros in their place.
+    group. "pallas" and "loop" do nothing for them but write the zeros. "mosaic" does not read
+    them for the gradient of `rhs`; in the two products of rows it multiplies blocks of them like
+    any others, and selects zeros in their place.
 
     Args:
       lhs: [R, H] floating: rows in group order.
       rhs: [L, H, F], the dtype of lhs: one matrix for each group.
       group_sizes: [L] integer: rows of each group, none negative; their sum is at most R.
       implementation: what computes it:
-        "mosaic"  JAX's Pallas kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
-                  of 64.
+        "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
+                  of 64 and one of them of 128.
+        "mosaic"  JAX's own Pallas kernels for Hopper GPUs; bfloat16 and float16, H and F
+                  multiples of 64.
         "tokamax" the `ragged_dot` of the package tokamax, on the GPUs and TPUs it serves.
         "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
         "loop"    a loop over groups and tiles of their rows; any platform, made for CPUs.
@@ -183,6 +186,8 @@ drhs.defvjp(_drhs_fwd, _drhs_bwd)
 
 
 def _operands_reason(name: str, matrix_shape: tuple[int, ...], dtype: Any) -> str | None:
+    if name == "pallas":
+        return kernels.pallas_unavailable_reason(matrix_shape, dtype)
     if name == "mosaic":
         return kernels.mosaic_unavailable_reason(matrix_shape, dtype)
     if name == "tokamax":
@@ -191,7 +196,7 @@ def _operands_reason(name: str, matrix_shape: tuple[int, ...], dtype: Any) -> st
 
 
 def _platform_reason(name: str, platform: str) -> str | None:
-    if name == "mosaic":
+    if name in ("pallas", "mosaic"):
         if platform != "cuda":
             return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
         capability = _compute_capability()

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.primitives import vary_alike
+from pallas_kernels import grouped_matmul as pallas
 
 # ---- "loop": rows by group, tile by tile -----------------------------------------------------
 #
@@ -234,7 +235,7 @@ def _core_count_known(module: Any) -> Iterator[None]:
 
     class Hopper:
         def devices(self):
-            return [types.SimpleNamespace(core_count=132)]
+            return [types.SimpleNamespace(core_count=_MULTIPROCESSORS)]
 
         def __getattr__(self, name):
             return getattr(jax, name)
@@ -244,6 +245,98 @@ def _core_count_known(module: Any) -> Iterator[None]:
         yield
     finally:
         module.jax = jax
+
+
+# ---- "pallas": this library's own kernels for Hopper GPUs -----------------------------------
+
+
+def pallas_tiles(num_rows: int, num_groups: int, num_cols: int) -> pallas.Tiles:
+    """Tiles for a product of [num_rows, K] and [num_groups, K, num_cols].
+
+    The larger a tile, the less is read for each multiplication; but a group's last tile is
+    padded, and few tiles leave multiprocessors idle.
+    """
+    for block_m, block_n in ((128, 256), (64, 256), (64, 128)):
+        enough_rows = block_m == 64 or num_rows >= 64 * num_groups
+        enough_tiles = num_rows * num_cols >= _MULTIPROCESSORS * block_m * block_n
+        if num_cols % block_n == 0 and enough_rows and enough_tiles:
+            break
+    if num_cols % block_n:
+        block_m, block_n = 128, _widest(num_cols)
+    return pallas.Tiles.fitting(block_m, block_n, _band(num_cols // block_n))
+
+
+def pallas_drhs_tiles(num_rows: int, num_cols: int) -> pallas.Tiles:
+    """Tiles for gradients [num_rows, num_cols] of the groups' matrices."""
+    block_m, block_n = 128, _widest(num_cols)
+    if num_rows % 128:
+        block_m, block_n = 64, 256 if num_cols % 256 == 0 else 128
+    return pallas.Tiles.fitting(block_m, block_n, _band(num_cols // block_n))
+
+
+def _widest(num_cols: int) -> int:
+    return next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
+
+
+def _band(columns: int) -> int:
+    """The blocks of one sweep together read a rectangle, about as high as it is wide."""
+    return max(band for band in range(1, 17) if columns % band == 0)
+
+
+def pallas_unavailable_reason(dims: tuple[int, ...], dtype: Any) -> str | None:
+    """Why our kernels cannot multiply matrices of these sizes and dtype, or None."""
+    reason = mosaic_unavailable_reason(dims, dtype)
+    if reason is None and all(dim % 128 for dim in dims):
+        return f"it needs one side of each group's matrix in multiples of 128, not {list(dims)}"
+    return reason
+
+
+def pallas_product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    tiles: pallas.Tiles | None = None,
+) -> jax.Array:
+    """The product by `pallas_kernels.grouped_matmul`: rows past the last group are only zeroed."""
+    num_cols = rhs.shape[1 if transpose_rhs else 2]
+    with jax.enable_x64(False):
+        return pallas.product(
+            _pad_rows(lhs, 8),
+            rhs,
+            group_sizes,
+            transpose_rhs=transpose_rhs,
+            tiles=tiles or pallas_tiles(lhs.shape[0], rhs.shape[0], num_cols),
+            num_blocks=_core_count(),
+        )[: lhs.shape[0]]
+
+
+def pallas_drhs(
+    lhs: jax.Array,
+    grad: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    tiles: pallas.Tiles | None = None,
+) -> jax.Array:
+    """d(rhs) by `pallas_kernels.grouped_matmul`: rows past the last group meet no accumulator."""
+    with jax.enable_x64(False):
+        return pallas.drhs(
+            _pad_rows(lhs, 8),
+            _pad_rows(grad, 8),
+            group_sizes,
+            tiles=tiles or pallas_drhs_tiles(lhs.shape[1], grad.shape[1]),
+            num_blocks=_core_count(),
+        )
+
+
+_MULTIPROCESSORS = 132  # of an H100 or H200 SXM
+
+
+def _core_count() -> int:
+    """Multiprocessors of the first GPU; of a Hopper where there is none, as when lowering ahead."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else _MULTIPROCESSORS
 
 
 # ---- "tokamax": its ragged_dot, where the package is installed -------------------------------

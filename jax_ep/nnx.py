@@ -75,6 +75,13 @@ class MoE(nnx.Module):
     The others are those of `jax_ep.moe.MoEConfig`.
     """
 
+    wi_0: nnx.Param
+    wi_1: nnx.Param
+    wo: nnx.Param
+    shared_wi_0: nnx.Param | None
+    shared_wi_1: nnx.Param | None
+    shared_wo: nnx.Param | None
+
     def __init__(
         self,
         hidden: int,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_CHUNK = 128
+_CHUNK = 64
 
 
 class Routes(NamedTuple):

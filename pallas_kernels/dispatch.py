@@ -2,14 +2,15 @@
 
 Each block serves a range of tokens of every source rank with three warpgroups:
 
-  scout   works out where the rows of each (source, token) go and, if any goes here, fetches that
-          row from the source's input into a slot of a ring in shared memory;
-  writer  writes each slot to all its places in this rank's receive buffer;
-  filler  writes zeros to the rows that receive nothing.
+  scout   reads the peers' choices and fetches each row that any expert here is to get from its
+          source's input into a slot of a ring in shared memory;
+  layer   reads the peers' counts, lays the experts' blocks out, and writes zeros to the rows that
+          receive nothing;
+  writer  writes each slot to all its places in this rank's receive buffer.
 
 So a row crosses the link once per (token, rank), is fanned out from shared memory, and no staging
-buffer exists. The counts that the places follow from are read from the peers' inputs too; the one
-rendezvous is at the end: no rank leaves while a peer may still read its inputs.
+buffer exists. Rows are under way before their places are known. The one rendezvous is at the end:
+no rank leaves while a peer may still read its inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fabric as fb
 from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
-_END = -2  # in a slot's first place: no more slots follow
+_END = -1  # for a slot's token: no more slots follow
 _NOWHERE = -1
 
 
@@ -138,7 +139,7 @@ class _Pull:
     fabric: fb.Fabric
     routes_known: bool
 
-    def __call__(self, *refs: Any, **scratch: Any) -> None:
+    def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
         if self.routes_known:
             x, rows, counts, tokens = refs
             routes, recv_counts = (rows,), None
@@ -149,21 +150,21 @@ class _Pull:
 
         @pl.when(warpgroup == 0)
         def _scout():
-            self._lay_out_blocks(counts, recv_counts, **_pick(scratch, _LAYOUT_SCRATCH))
-            plgpu.barrier_arrive(scratch["laid_out"])
-            self._scout(x, routes, rows, **_pick(scratch, _SCOUT_SCRATCH))
+            self._scout(x, routes, rows, **scratch)
 
         @pl.when(warpgroup == 1)
-        def _writer():
-            self._write(tokens, **_pick(scratch, _WRITER_SCRATCH))
-            if self.shapes.num_ranks > 1:  # no rank leaves while a peer may read its inputs
-                self.fabric.signal(scratch["semaphores"], 0)
-                self.fabric.wait(scratch["semaphores"], 0, 1, "dispatch")
+        def _layer():
+            self._lay_out_blocks(counts, recv_counts, **scratch)
+            plgpu.barrier_arrive(laid_out)
+            self._fill(tokens, **scratch)
 
         @pl.when(warpgroup == 2)
-        def _filler():
-            plgpu.barrier_wait(scratch["laid_out"])
-            self._fill(tokens, **_pick(scratch, _FILLER_SCRATCH))
+        def _writer():
+            plgpu.barrier_wait(laid_out)
+            self._write(tokens, rows, **scratch)
+            if self.shapes.num_ranks > 1:  # no rank leaves while a peer may read its inputs
+                self.fabric.signal(semaphores, 0)
+                self.fabric.wait(semaphores, 0, 1, "dispatch")
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         shapes, slots = self.shapes, self.plan.num_slots
@@ -175,14 +176,15 @@ class _Pull:
             gaps=plgpu.SMEM((2, width), jnp.int32),
             routes=plgpu.SMEM((kinds, shapes.num_ranks, self.window.width), jnp.int32),
             slots=plgpu.SMEM((slots, shapes.hidden), dtype),
-            slot_rows=plgpu.SMEM((slots, shapes.top_k), jnp.int32),
+            slot_pairs=plgpu.SMEM((slots, 2), jnp.int32),  # source, token
+            slot_routes=plgpu.SMEM((slots, kinds, shapes.top_k), jnp.int32),
             zeros=plgpu.SMEM((Tiling.of(shapes.hidden, dtype).padded,), dtype),
             laid_out=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=(slots,)),
+            full=plgpu.Barrier(num_barriers=(slots, 2)),  # the row, and the notes on it
             empty=plgpu.Barrier(num_barriers=(slots,)),
         )
 
-    def _lay_out_blocks(self, counts, recv_counts, *, scan, first_rows, gaps):
+    def _lay_out_blocks(self, counts, recv_counts, *, scan, first_rows, gaps, **_):
         """first_rows[s, l]: where source s's rows of expert l start; gaps[:, l]: rows to zero."""
         shapes, fabric = self.shapes, self.fabric
         rank, width = fabric.rank(), shapes.count_width
@@ -220,7 +222,9 @@ class _Pull:
                 for source in range(shapes.num_ranks):
                     fabric.mine(recv_counts)[source] = per_source[source]
 
-    def _scout(self, x, route_refs, rows, *, routes, first_rows, slots, slot_rows, full, empty):
+    def _scout(
+        self, x, route_refs, rows, *, routes, slots, slot_pairs, slot_routes, full, empty, **_
+    ):
         shapes, plan, fabric, window = self.shapes, self.plan, self.fabric, self.window
         num_ranks, top_k, num_slots = shapes.num_ranks, shapes.top_k, plan.num_slots
         rank, block = fabric.rank(), lax.axis_index("block")
@@ -251,71 +255,91 @@ class _Pull:
                 routes[i // num_ranks, i % num_ranks] = value
             fabric.barrier()
 
+            num_tokens = jnp.clip(end_token - window_token, 0, window.tokens)
+
             def scout_pair(pair, used):
-                token = window_token + lax.div(pair, num_ranks)
-                source = lax.rem(pair + plan.peer_offset(rank, block), num_ranks)
+                turn, i = plan.turn(pair, num_tokens, num_ranks)
+                source = lax.rem(turn + plan.peer_offset(rank, block), num_ranks)
+                token = window_token + i
                 entry = token * top_k - start
-                places = []
-                for choice in range(top_k):
-                    if self.routes_known:
-                        row = routes[0, source, entry + choice]
-                    else:
-                        expert = routes[0, source, entry + choice] - rank * shapes.num_local_experts
-                        mine = (expert >= 0) & (expert < shapes.num_local_experts)
-                        row = first_rows[source, jnp.where(mine, expert, 0)]
-                        row = row + routes[1, source, entry + choice]
-                        row = jnp.where(mine, row, _NOWHERE)
-                        fabric.mine(rows)[source, token * top_k + choice] = row
-                    places.append(jnp.where(row < shapes.capacity, row, _NOWHERE))
-                wanted = places[0] >= 0
-                for place in places[1:]:
-                    wanted = wanted | (place >= 0)
+                notes = [routes[0, source, entry + choice] for choice in range(top_k)]
+                if self.routes_known:
+                    here = [(row >= 0) & (row < shapes.capacity) for row in notes]
+                else:
+                    notes = [expert - rank * shapes.num_local_experts for expert in notes]
+                    here = [(e >= 0) & (e < shapes.num_local_experts) for e in notes]
+                wanted = here[0]
+                for h in here[1:]:
+                    wanted = wanted | h
 
                 def fetch(used):
                     slot = open_slot(used)
-                    for choice, place in enumerate(places):
-                        slot_rows[slot, choice] = place
                     plgpu.copy_gmem_to_smem(
                         fabric.peer(x, source).at[token],
                         slots.at[slot],
-                        full.at[slot],
+                        full.at[slot, 0],
                         oob_mode=fb.IN_BOUNDS,
                     )
+                    slot_pairs[slot, 0] = source
+                    slot_pairs[slot, 1] = token
+                    for choice in range(top_k):
+                        slot_routes[slot, 0, choice] = jnp.where(
+                            here[choice], notes[choice], _NOWHERE
+                        )
+                        if not self.routes_known:
+                            slot_routes[slot, 1, choice] = routes[1, source, entry + choice]
+                    plgpu.barrier_arrive(full.at[slot, 1])
                     return used + 1
 
-                return lax.cond(wanted, fetch, lambda used: used, used)
+                def skip(used):
+                    if not self.routes_known:
+                        for choice in range(top_k):
+                            fabric.mine(rows)[source, token * top_k + choice] = jnp.int32(_NOWHERE)
+                    return used
 
-            num_tokens = jnp.clip(end_token - window_token, 0, window.tokens)
+                return lax.cond(wanted, fetch, skip, used)
+
             return lax.fori_loop(0, num_tokens * num_ranks, scout_pair, used)
 
         num_windows = pl.cdiv(tokens_per_block, window.tokens)
         used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
         slot = open_slot(used)
-        slot_rows[slot, 0] = jnp.int32(_END)
-        plgpu.barrier_arrive(full.at[slot])
+        slot_pairs[slot, 1] = jnp.int32(_END)
+        plgpu.barrier_arrive(full.at[slot, 1])
         fb.drain(empty, used + 1, num_slots)
 
-    def _write(self, tokens, *, slots, slot_rows, full, empty):
-        shapes, plan = self.shapes, self.plan
-        num_slots, lag = plan.num_slots, plan.store_lag
+    def _write(
+        self, tokens, rows, *, first_rows, slots, slot_pairs, slot_routes, full, empty, **_
+    ):
+        shapes, plan, fabric = self.shapes, self.plan, self.fabric
+        top_k, num_slots, lag = shapes.top_k, plan.num_slots, plan.store_lag
 
         def write_slot(state):
             used, _ = state
             slot = lax.rem(used, num_slots)
-            plgpu.barrier_wait(full.at[slot])
-            more = slot_rows[slot, 0] != _END
+            plgpu.barrier_wait(full.at[slot, 1])
+            source, token = slot_pairs[slot, 0], slot_pairs[slot, 1]
+            more = token != _END
 
             @pl.when(more)
             def _():
-                for choice in range(shapes.top_k):
-                    place = slot_rows[slot, choice]
+                places = []
+                for choice in range(top_k):
+                    row = slot_routes[slot, 0, choice]
+                    if not self.routes_known:
+                        expert = row
+                        row = first_rows[source, jnp.maximum(expert, 0)]
+                        row = row + slot_routes[slot, 1, choice]
+                        row = jnp.where(expert >= 0, row, _NOWHERE)
+                        fabric.mine(rows)[source, token * top_k + choice] = row
+                    places.append(jnp.where(row < shapes.capacity, row, _NOWHERE))
+                plgpu.barrier_wait(full.at[slot, 0])
+                for place in places:
 
                     @pl.when(place >= 0)
                     def _():
                         plgpu.copy_smem_to_gmem(
-                            slots.at[slot],
-                            self.fabric.mine(tokens).at[place],
-                            commit_group=False,
+                            slots.at[slot], fabric.mine(tokens).at[place], commit_group=False
                         )
 
                 plgpu.commit_smem_to_gmem_group()
@@ -338,7 +362,7 @@ class _Pull:
 
         lax.fori_loop(jnp.maximum(used - 1 - lag, 0), used, free_slot, None)
 
-    def _fill(self, tokens, *, zeros, gaps):
+    def _fill(self, tokens, *, zeros, gaps, **_):
         shapes, plan = self.shapes, self.plan
         block = lax.axis_index("block")
         zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
@@ -361,16 +385,6 @@ class _Pull:
         lax.fori_loop(0, shapes.num_local_experts, fill_gap, None)
         fill_gap(shapes.count_width - 1, None)
         plgpu.wait_smem_to_gmem(0)
-
-
-_LAYOUT_SCRATCH = ("scan", "first_rows", "gaps")
-_SCOUT_SCRATCH = ("routes", "first_rows", "slots", "slot_rows", "full", "empty")
-_WRITER_SCRATCH = ("slots", "slot_rows", "full", "empty")
-_FILLER_SCRATCH = ("zeros", "gaps")
-
-
-def _pick(scratch: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: scratch[name] for name in names}
 
 
 def _call(pull: _Pull, dtype: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -28,11 +28,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import drain
+from pallas_kernels.plan import SHARED_MEMORY_BYTES
 
 _ROW_ALIGNMENT = 8
 _CHUNK = 64  # rows and columns that a computer stores at a time; the width of a swizzled tile
 _COMPUTERS = 2
 _LOADER = 2  # its warpgroup
+_OTHER_BYTES = 2560  # of shared memory: barriers, and what Mosaic keeps for itself
 
 # Columns of a table of tiles.
 _GROUP, _FIRST, _BEGIN, _END = range(4)
@@ -52,9 +54,18 @@ class Tiles:
 
     block_m: int
     block_n: int
-    num_slots: int = 3
-    num_staged: int = 4
+    num_slots: int
+    num_staged: int
     band: int = 1
+
+    @classmethod
+    def fitting(cls, block_m: int, block_n: int, band: int = 1) -> Tiles:
+        """Staging for a whole tile, and as deep a ring as shared memory then holds."""
+        part_width = block_n if block_m == _COMPUTERS * _CHUNK else block_n // _COMPUTERS
+        chunk, operand = 2 * _CHUNK * _CHUNK, 2 * _CHUNK
+        staging = _COMPUTERS * chunk * (part_width // _CHUNK + 1)  # and one for partial chunks
+        slots = (SHARED_MEMORY_BYTES - _OTHER_BYTES - staging) // (operand * (block_m + block_n))
+        return cls(block_m, block_n, min(slots, 6), part_width // _CHUNK, band)
 
     @property
     def split_rows(self) -> bool:
@@ -97,7 +108,7 @@ def product(
     """
     num_rows, depth = lhs.shape
     width = rhs.shape[1 if transpose_rhs else 2]
-    table, totals = _row_tiles(group_sizes, tiles.block_m, num_rows)
+    table = _row_tiles(group_sizes, tiles.block_m, num_rows)
     kernel = _Product(
         tiles, num_blocks, bool(interpret), depth, width, num_rows, transpose_rhs
     )
@@ -108,7 +119,7 @@ def product(
         "grouped_matmul",
         num_blocks,
         interpret,
-    )(lhs, rhs, table, totals)
+    )(lhs, rhs, table)
 
 
 def drhs(
@@ -138,10 +149,8 @@ def drhs(
     )(lhs, grad, _group_steps(group_sizes, lhs.shape[0]))
 
 
-def _row_tiles(
-    group_sizes: jax.Array, height: int, num_rows: int
-) -> tuple[jax.Array, jax.Array]:
-    """The tiles of every group's rows, in order, and [their number, the rows in groups].
+def _row_tiles(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
+    """The tiles of every group's rows, in order, and last [their number, the rows in groups, ...].
 
     A tile [4]: its group, its first row (a multiple of 8), and the rows [begin, end) of it that
     are the group's.
@@ -154,14 +163,15 @@ def _row_tiles(
     tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
     # A tile more for each group that ends within one, and for its rows of the group before.
     most = (num_rows + (_ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
-    tile = jnp.arange(most, dtype=jnp.int32)
+    tile = jnp.arange(most + 1, dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
     row = first[group] + (tile - (tile_ends - counts)[group]) * height
     table = jnp.stack(
         [group, row, jnp.maximum(row, starts[group]), jnp.minimum(row + height, ends[group])],
         axis=1,
     )
-    return table, jnp.stack([tile_ends[-1], ends[-1]])
+    totals = jnp.stack([tile_ends[-1], ends[-1], ends[-1], ends[-1]])
+    return jnp.where(tile[:, None] == most, totals, table)
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
@@ -259,16 +269,19 @@ class _Kernel:
 
         lax.fori_loop(0, steps, step, None)
 
-    def store_chunks(self, staged: Any, total: jax.Array, out: Any) -> None:
-        """Stores a computer's part to `out`, 64 rows high, chunk by chunk through `staged`."""
-        for chunk in range(self.tiles.chunks):
-            place = staged.at[chunk % self.tiles.staged]
-            cols = slice(chunk * _CHUNK, (chunk + 1) * _CHUNK)
-            # What this place held before was stored `staged` chunks ago.
-            plgpu.wait_smem_to_gmem(self.tiles.staged - 1, wait_read_only=True)
-            place[...] = total[:, cols].astype(out.dtype)
+    def store_part(self, staged: Any, total: jax.Array, out: Any) -> None:
+        """Stores a computer's part to `out`, 64 rows high, as many chunks at a time as fit."""
+        for first in range(0, self.tiles.chunks, self.tiles.staged):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            columns = [
+                slice((first + i) * _CHUNK, (first + i + 1) * _CHUNK)
+                for i in range(self.tiles.staged)
+            ]
+            for i, column in enumerate(columns):
+                staged.at[i][...] = total[:, column].astype(out.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(place, out.at[:, cols])
+            for i, column in enumerate(columns):
+                plgpu.copy_smem_to_gmem(staged.at[i], out.at[:, column])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,12 +300,11 @@ class _Product(_Kernel):
             plain=plgpu.SMEM((_COMPUTERS, _CHUNK, _CHUNK), dtype),
         )
 
-    def __call__(
-        self, lhs: Any, rhs: Any, table: Any, totals: Any, out: Any, **scratch: Any
-    ) -> None:
+    def __call__(self, lhs: Any, rhs: Any, table: Any, out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         columns = self.width // self.tiles.block_n
-        num_tiles = totals[0]
+        last = table.shape[0] - 1
+        num_tiles, num_live_rows = table[last, 0], table[last, 1]
 
         @pl.when(warpgroup == _LOADER)
         def _load():
@@ -329,7 +341,7 @@ class _Product(_Kernel):
                 return used + self.depth // _CHUNK
 
             self.each_of(num_tiles * columns, one_tile, jnp.int32(0))
-            self._zero_tail(out, totals[1], warpgroup, scratch["plain"].at[warpgroup])
+            self._zero_tail(out, num_live_rows, warpgroup, scratch["plain"].at[warpgroup])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _one_tile(
@@ -367,7 +379,7 @@ class _Product(_Kernel):
         def _whole():
             rows = pl.ds(_aligned(first), _CHUNK)
             cols = pl.ds(left_edge, self.tiles.computer_width)
-            self.store_chunks(scratch["staged"].at[computer], total(), out.at[rows, cols])
+            self.store_part(scratch["staged"].at[computer], total(), out.at[rows, cols])
 
         @pl.when((end > begin) & (end - begin < _CHUNK))
         def _part():
@@ -493,7 +505,7 @@ class _Drhs(_Kernel):
                 part = out.at[
                     group, pl.ds(top, _CHUNK), pl.ds(left_edge, tiles.computer_width)
                 ]
-                self.store_chunks(scratch["staged"].at[warpgroup], total, part)
+                self.store_part(scratch["staged"].at[warpgroup], total, part)
                 return used + steps
 
             self.each_of(total_tiles, one_tile, jnp.int32(0))
