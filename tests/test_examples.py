@@ -1,0 +1,126 @@
+"""The example programs, started as a user starts them, with small models."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STEPS = 60
+TINY = "--batch_size=8 --seq_len=32 --d_model=32 --num_layers=1 --num_heads=2 --mlp_dim=32".split()
+ONE_DEVICE = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+}
+
+
+def start_training(*flags: object, **env: str) -> subprocess.Popen:
+    # Without the flags of this process; and a GPU's memory is shared with it.
+    env = os.environ | {"XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
+    env["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, str(ROOT / "examples" / "train_moe_lm.py"), *TINY]
+    return subprocess.Popen(
+        [*command, "--plot=", *map(str, flags)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def train(*flags: object, **env: str) -> str:
+    """Runs the example to its end and returns what it printed."""
+    process = start_training(*flags, **env)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def read_metrics(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
+    """A run that nobody disturbed: the folder of its files, and what it printed."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    output = train(
+        f"--steps={STEPS}", f"--metrics_file={folder}/metrics.jsonl", f"--plot={folder}/plot.png"
+    )
+    return folder, output
+
+
+def test_training_learns_and_reports(uninterrupted):
+    folder, output = uninterrupted
+    metrics = read_metrics(folder / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == list(range(STEPS))
+    losses = [record["loss"] for record in metrics]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1
+    for record in metrics:
+        assert record["num_dropped"] == 0
+        assert np.sum(record["expert_counts"], axis=1).tolist() == [8 * 32 * 2]  # B * S * K
+
+    entropy = float(re.search(r"unigram entropy ([\d.]+) nats/byte", output)[1])
+    loss, below = re.search(
+        r"validation loss ([\d.]+) nats/byte, (-?[\d.]+)% below the unigram entropy", output
+    ).groups()
+    assert 3 < entropy < 3.5
+    assert float(below) == pytest.approx(100 * (1 - float(loss) / entropy), abs=0.1)
+    assert losses[-1] == pytest.approx(float(loss), abs=0.5)
+    assert "--- sample" in output
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_killed_run_ends_with_the_losses_of_one_never_killed(uninterrupted, tmp_path):
+    flags = f"--steps={STEPS}", f"--checkpoint_dir={tmp_path}", "--checkpoint_every=4"
+    metrics_file = tmp_path / "metrics.jsonl"
+
+    process = start_training(*flags)
+    deadline = time.monotonic() + 200
+    while not metrics_file.exists() or metrics_file.read_text().count("\n") < 11:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    # The kill may come in the middle of a line.
+    with metrics_file.open("a") as file:
+        file.write('{"step": 10, "lo')
+
+    output = train(*flags)
+    assert int(re.search(r"; step (\d+) of", output)[1]) in range(4, STEPS, 4)
+    expected = (uninterrupted[0] / "metrics.jsonl").read_text()
+    assert metrics_file.read_text() == expected
+
+    # The same checkpoint goes on elsewhere: on one device, and for longer.
+    train(f"--steps={STEPS + 1}", *flags[1:], **ONE_DEVICE)
+    metrics = read_metrics(metrics_file)
+    assert [record["step"] for record in metrics] == list(range(STEPS + 1))
+    assert metrics[-1]["loss"] == pytest.approx(metrics[-2]["loss"], abs=0.5)
+
+    process = start_training(*flags, "--seed=1")
+    assert "holds a run with --seed=0, but this one has --seed=1" in process.communicate()[0]
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("mesh", ["one device", "no expert parallelism"])
+def test_first_loss_does_not_depend_on_the_mesh(uninterrupted, tmp_path, mesh):
+    env = ONE_DEVICE if mesh == "one device" else {}
+    train("--steps=1", f"--metrics_file={tmp_path}/m", "--expert_parallel=1", **env)
+    (record,) = read_metrics(tmp_path / "m")
+    first = read_metrics(uninterrupted[0] / "metrics.jsonl")[0]
+    on_gpu = jax.default_backend() == "gpu"  # where the example computes in bfloat16
+    assert record["loss"] == pytest.approx(first["loss"], rel=1e-2 if on_gpu else 1e-5)
+    if not on_gpu:
+        assert record["expert_counts"] == first["expert_counts"]
