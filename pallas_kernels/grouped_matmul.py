@@ -109,9 +109,7 @@ def product(
     num_rows, depth = lhs.shape
     width = rhs.shape[1 if transpose_rhs else 2]
     table = _row_tiles(group_sizes, tiles.block_m, num_rows)
-    kernel = _Product(
-        tiles, num_blocks, bool(interpret), depth, width, num_rows, transpose_rhs
-    )
+    kernel = _Product(tiles, num_blocks, bool(interpret), depth, width, num_rows, transpose_rhs)
     return _call(
         kernel,
         kernel.scratch_types(lhs.dtype),
@@ -502,9 +500,7 @@ class _Drhs(_Kernel):
                     top += warpgroup * _CHUNK
                 else:
                     left_edge += warpgroup * tiles.computer_width
-                part = out.at[
-                    group, pl.ds(top, _CHUNK), pl.ds(left_edge, tiles.computer_width)
-                ]
+                part = out.at[group, pl.ds(top, _CHUNK), pl.ds(left_edge, tiles.computer_width)]
                 self.store_part(scratch["staged"].at[warpgroup], total, part)
                 return used + steps
 
@@ -519,9 +515,7 @@ class _Drhs(_Kernel):
             right = right.at[:, pl.ds(computer * width, width)]
         plgpu.wgmma(accumulator, _transposed(left), right)
 
-    def _clear(
-        self, operand: Any, begin: jax.Array, end: jax.Array, computer: jax.Array
-    ) -> None:
+    def _clear(self, operand: Any, begin: jax.Array, end: jax.Array, computer: jax.Array) -> None:
         """Zeros in the rows outside [begin, end), the computers taking turns at the columns."""
         row = _rows_of_chunk(self.interpreted)
         mine = (row >= begin) & (row < end)

@@ -6,12 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-import meshes
 from jax_ep.expert_mlp import expert_mlp
 from jax_ep.grouped_matmul import serving_implementations
 
@@ -46,9 +46,7 @@ def operands(num_rows, sizes, dtype, seed=0):
 
 def expected(weights, sizes, grad):
     """The output and the gradients of tokens, wi_0, wi_1 and wo, in float64."""
-    tokens, wi_0, wi_1, wo, grad = (
-        np.asarray(x).astype(np.float64) for x in (*weights, grad)
-    )
+    tokens, wi_0, wi_1, wo, grad = (np.asarray(x).astype(np.float64) for x in (*weights, grad))
     out, dtokens = np.zeros(tokens.shape), np.zeros(tokens.shape)
     dwi_0, dwi_1, dwo = np.zeros(wi_0.shape), np.zeros(wi_1.shape), np.zeros(wo.shape)
     start = 0
@@ -206,7 +204,13 @@ def test_lowers_for_cuda():
     ("name", "shape", "dtype", "error", "message"),
     [
         ("tokens", (8, H, 1), "float32", ValueError, r"tokens must be .*\(8, 64, 1\)"),
-        ("tokens", (8, H + 2), "float32", ValueError, r"tokens must have shape \(8, 64\).*\(8, 66\)"),
+        (
+            "tokens",
+            (8, H + 2),
+            "float32",
+            ValueError,
+            r"tokens must have shape \(8, 64\).*\(8, 66\)",
+        ),
         ("tokens", (8, H), "int32", TypeError, r"tokens must be a floating-point array"),
         ("wi_1", (2, H, F + 1), "float32", ValueError, r"wi_1 must have shape \(2, 64, 128\)"),
         ("wi_1", (2, H, F), "bfloat16", TypeError, r"wi_1 must have the dtype of tokens, float32"),

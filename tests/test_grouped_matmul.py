@@ -6,12 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import meshes
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-import meshes
 from jax_ep import grouped_matmul as gmm
 from jax_ep.grouped_matmul import grouped_matmul, serving_implementations
 
@@ -289,7 +289,11 @@ def call(lhs=((8, H), "float32"), rhs=((2, H, F), "float32"), sizes=((2,), "int3
         ({"lhs": ((8, 4, H), "float32")}, ValueError, r"lhs must be .*\[R, H\].*\(8, 4, 64\)"),
         ({"lhs": ((0, H), "float32")}, ValueError, r"lhs .*no empty axis.*\(0, 64\)"),
         ({"lhs": ((8, H), "int32")}, TypeError, r"lhs must be a floating-point .*int32"),
-        ({"lhs": ((8, H + 1), "float32")}, ValueError, r"columns of lhs.*\(8, 65\).*\(2, 64, 128\)"),
+        (
+            {"lhs": ((8, H + 1), "float32")},
+            ValueError,
+            r"columns of lhs.*\(8, 65\).*\(2, 64, 128\)",
+        ),
         ({"rhs": ((H, F), "float32")}, ValueError, r"rhs must be .*\[L, H, F\].*\(64, 128\)"),
         ({"rhs": ((2, H, F), "bfloat16")}, TypeError, r"one dtype.*float32 and bfloat16.*astype"),
         ({"sizes": ((3,), "int32")}, ValueError, r"group_sizes must have one entry.*\(3,\)"),

@@ -4,7 +4,7 @@
 
 Checks every implementation that serves here on fresh random operands (empty and huge groups, NaN
 past the last group), then times the product, its gradient of the rows (dlhs) and of the matrices
-(drhs). A case that fails is reported and the others go on; no new case starts once `--seconds` are
+(drhs). A case that fails is reported and the others go on; none starts once `--seconds` are
 up. Times are in-loop wall times, medians over repeats; TFLOP/s counts rows that belong to a group.
 """
 
@@ -13,22 +13,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax import lax
 
 from jax_ep import grouped_matmul_kernels as kernels
-from jax_ep.cli.timing import Loop
 from jax_ep.grouped_matmul import serving_implementations
 from jax_ep.grouped_matmul_kernels import Blocks
+from pallas_kernels.grouped_matmul import Tiles
 
+Operands = tuple[jax.Array, ...]  # lhs, rhs, grad, group_sizes
+Function = Callable[..., jax.Array]
 OPERATIONS = ("product", "dlhs", "drhs")
 
 
@@ -45,20 +48,16 @@ class Case:
     sweep: bool = False  # try other block sizes too
     slow: bool = False  # time "xla" and "loop" too
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.live * self.hidden * self.mlp
-
 
 CASES = (
     Case("deepseek-v3 up", 32768, 7168, 2048, 32, 32768, sweep=True, slow=True),
     Case("deepseek-v3 down", 32768, 2048, 7168, 32, 32768, sweep=True),
-    Case("half empty", 65536, 7168, 2048, 32, 32768),
+    Case("dropless, 1/8 live", 262144, 7168, 2048, 32, 32768),
     Case("qwen3-moe up", 32768, 2048, 768, 16, 32768, sweep=True),
-    Case("qwen3-moe down", 32768, 768, 2048, 16, 32768),
-    Case("mixtral up, 1 expert", 16384, 4096, 14336, 1, 16384),
-    Case("mixtral down, 8 experts", 16384, 14336, 4096, 8, 16384),
     Case("decode", 1024, 7168, 2048, 32, 1024),
+    Case("mixtral up, 8 experts", 16384, 4096, 14336, 8, 16384),
+    Case("mixtral up, 1 expert", 16384, 4096, 14336, 1, 16384),
+    Case("qwen3-moe down", 32768, 768, 2048, 16, 32768),
 )
 TINY_CASES = (
     Case("tiny", 256, 64, 128, 4, 200, sweep=True, slow=True),
@@ -71,10 +70,10 @@ class Candidate:
     """A way to compute the three operations; None where it does not compute one."""
 
     name: str
-    product: Callable[..., jax.Array] | None
-    drhs: Callable[..., jax.Array] | None
+    product: Function | None
+    drhs: Function | None
 
-    def operation(self, name: str) -> Callable[..., jax.Array] | None:
+    def operation(self, name: str) -> Function | None:
         """(lhs, rhs, grad, group_sizes) -> the result of the operation."""
         product, drhs = self.product, self.drhs
         if name == "product" and product:
@@ -90,73 +89,93 @@ def main(argv: Sequence[str] = ()) -> int:
     """Checks, times, prints a table; returns 1 if an implementation was wrong, else 0."""
     parser = argparse.ArgumentParser(prog="bench_matmul", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
-    parser.add_argument("--seconds", type=float, default=220, help="start no case after this long")
+    parser.add_argument("--seconds", type=float, default=210, help="start no case after this long")
     parser.add_argument("--iterations", type=int, default=5, help="calls in one timed loop")
     parser.add_argument("--repeats", type=int, default=10, help="timed loops; the median counts")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
     parser.add_argument("--candidate", default="", help="only candidates with this in their name")
     parser.add_argument("--no-sweep", action="store_true", help="no other block sizes")
+    parser.add_argument("--no-check", action="store_true", help="time without checking first")
     args = parser.parse_args(list(argv))
     deadline = time.monotonic() + args.seconds
     dtype = jnp.dtype(args.dtype)
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {dtype}", flush=True)
 
-    wrong = check(dtype, args.candidate)
+    wrong = [] if args.no_check else check(dtype, args.candidate)
     lines: list[tuple[str, ...]] = []
-    cases = [c for c in (TINY_CASES if args.tiny else CASES) if args.case in c.name]
-    for case in cases:
-        operands = random_operands(case, dtype)
-        seconds = functools.partial(
-            seconds_per_call, operands, iterations=args.iterations, repeats=args.repeats
-        )
-        dense = {each: _guarded(seconds, dense_operation(each)) for each in OPERATIONS}
-        for operation in OPERATIONS:
-            lines.append(_line(case, operation, "dense", dense[operation], dense[operation]))
-        for operation, candidate in candidates(case, dtype, args.candidate, not args.no_sweep):
-            if time.monotonic() > deadline:
-                lines.append((case.name, operation, candidate.name, "", "", "out of time"))
-                continue
-            function = candidate.operation(operation)
-            assert function is not None
-            result = _guarded(seconds, function)
-            lines.append(_line(case, operation, candidate.name, result, dense[operation]))
-            print("  ".join(lines[-1]), flush=True)
-        del operands, seconds
+    for case in TINY_CASES if args.tiny else CASES:
+        if args.case not in case.name:
+            continue
+        if time.monotonic() > deadline:
+            lines.append((case.name, "", "", "", "", "", "out of time"))
+            continue
+        for line in case_lines(case, dtype, args, deadline):
+            print("  ".join(filter(None, line)), flush=True)
+            lines.append(line)
 
-    header = ("case", "operation", "candidate", "ms", "TFLOP/s", "of dense")
+    header = ("case", "operation", "candidate", "ms", "TFLOP/s", "of dense", "")
     widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-    print()
-    for line in [header, *sorted(lines, key=_order([c.name for c in cases]))]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print(f"\n{args.seconds - (deadline - time.monotonic()):.0f} s\n")
+    for line in [header, *sorted(lines, key=_order(list(dict.fromkeys(x[0] for x in lines))))]:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
     if wrong:
         print("\nWRONG RESULTS:", *wrong, sep="\n  ")
     return 1 if wrong else 0
 
 
-def candidates(
-    case: Case, dtype: Any, only: str, sweep: bool
-) -> Iterator[tuple[str, Candidate]]:
+def case_lines(
+    case: Case, dtype: Any, args: argparse.Namespace, deadline: float
+) -> Iterator[tuple[str, ...]]:
+    """(case, operation, candidate, ms, TFLOP/s, share of dense, error) for each measurement."""
+    operands = random_operands(case, dtype)
+    dense: dict[str, float] = {}
+    for operation in OPERATIONS:
+        result = _timed(_compiled(dense_operation(operation), operands, args), operands, args)
+        if isinstance(result, float):
+            dense[operation] = 2 * case.num_rows * case.hidden * case.mlp / result
+        yield _line(case, operation, "dense", result, case.num_rows, dense)
+    found = candidates(case, dtype, args.candidate, not args.no_sweep)
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        programs: list[tuple[str, str, Future[Any]]] = []
+        for operation, candidate in found:
+            function = candidate.operation(operation)
+            assert function is not None
+            program = pool.submit(_compiled, function, operands, args)
+            programs.append((operation, candidate.name, program))
+        # Compiling in parallel, but timing alone: a kernel that is timed has the GPU to itself.
+        for _, _, program in programs:
+            program.result()
+        for operation, name, program in programs:
+            if time.monotonic() > deadline:
+                yield case.name, operation, name, "", "", "", "out of time"
+                continue
+            result = _timed(program.result(), operands, args)
+            yield _line(case, operation, name, result, case.live, dense)
+
+
+def candidates(case: Case, dtype: Any, only: str, sweep: bool) -> Iterator[tuple[str, Candidate]]:
     """(operation, candidate) in the order of how much one wants to know it."""
     found = implementations((case.hidden, case.mlp), dtype, slow=case.slow)
     for candidate in found:
         for operation in OPERATIONS:
             if only in candidate.name and candidate.operation(operation):
                 yield operation, candidate
-    if sweep and case.sweep and any(c.name == "mosaic" for c in found):
-        for operation, candidate in other_blocks(case):
+    if sweep and case.sweep:
+        names = [candidate.name for candidate in found]
+        for operation, candidate in other_blocks(case, names):
             if only in candidate.name:
                 yield operation, candidate
 
 
 def implementations(matrix: tuple[int, int], dtype: Any, slow: bool = True) -> list[Candidate]:
     """Those that serve here, with the block sizes that they choose themselves."""
+    fast = ("pallas", "mosaic", "tokamax")
     names = [
         name
-        for name in ("mosaic", "tokamax", "xla", "loop")
-        if name in serving_implementations(matrix, dtype)
-        and (slow or name in ("mosaic", "tokamax"))
-        and (name != "loop" or jax.default_backend() == "cpu")
+        for name in serving_implementations(matrix, dtype)
+        if (slow or name in fast) and (name != "loop" or jax.default_backend() == "cpu")
     ]
     return [
         Candidate(name, getattr(kernels, f"{name}_product"), getattr(kernels, f"{name}_drhs"))
@@ -164,41 +183,58 @@ def implementations(matrix: tuple[int, int], dtype: Any, slow: bool = True) -> l
     ]
 
 
-def other_blocks(case: Case) -> Iterator[tuple[str, Candidate]]:
-    """The Mosaic kernels with other blocks than they would choose."""
-    product_blocks = [
-        Blocks(*sizes)
-        for sizes in (
-            (128, 128, 64, 4, 4),
-            (128, 128, 64, 4, 8),
-            (128, 128, 64, 6, 4),
-            (128, 192, 64, 4, 4),
-            (192, 128, 64, 4, 4),
-            (64, 192, 64, 5, 4),
-            (64, 256, 64, 4, 4),
-            (128, 64, 128, 4, 8),
-            (128, 128, 128, 2, 4),
-        )
-    ]
-    drhs_blocks = [
-        Blocks(*sizes)
-        for sizes in (
-            (128, 128, 64, 4, 4),
-            (128, 128, 64, 6, 4),
-            (128, 128, 128, 2, 4),
-            (128, 256, 64, 3, 4),
-            (64, 256, 64, 4, 4),
-        )
-    ]
-    for blocks, operation in itertools.product(product_blocks, ("product", "dlhs")):
-        columns = case.mlp if operation == "product" else case.hidden
-        if columns % blocks.block_n == 0:
+PALLAS_TILES = (  # block_m, block_n, num_slots, num_staged, band
+    (128, 256, 3, 4, 1),
+    (128, 256, 3, 4, 4),
+    (128, 256, 3, 4, 7),
+    (128, 256, 3, 4, 28),
+    (128, 256, 4, 1, 8),
+    (128, 256, 4, 2, 8),
+    (128, 192, 4, 3, 8),
+    (128, 128, 5, 2, 8),
+    (64, 256, 4, 2, 8),
+)
+MOSAIC_PRODUCT_BLOCKS = (  # block_m, block_n, block_k, max_concurrent_steps, grid_block_n
+    (128, 128, 64, 4, 4),
+    (128, 128, 64, 4, 8),
+    (128, 128, 64, 6, 4),
+    (128, 128, 128, 2, 4),
+    (64, 256, 64, 4, 4),
+    (128, 64, 128, 4, 8),
+)
+MOSAIC_DRHS_BLOCKS = (
+    (128, 128, 64, 4, 4),
+    (128, 128, 64, 6, 4),
+    (128, 128, 128, 2, 4),
+    (64, 256, 64, 4, 4),
+)
+
+
+def other_blocks(case: Case, names: Sequence[str]) -> Iterator[tuple[str, Candidate]]:
+    """The kernels with other blocks than they would choose."""
+    columns = {"product": case.mlp, "dlhs": case.hidden, "drhs": case.mlp}
+    if "pallas" in names:
+        for tiles in (Tiles(*sizes) for sizes in PALLAS_TILES):
+            candidate = Candidate(
+                "pallas " + " ".join(map(str, dataclasses.astuple(tiles))),
+                functools.partial(kernels.pallas_product, tiles=tiles),
+                functools.partial(kernels.pallas_drhs, tiles=tiles),
+            )
+            for operation in OPERATIONS:
+                count, rest = divmod(columns[operation], tiles.block_n)
+                fits = operation != "drhs" or case.hidden % tiles.block_m == 0
+                if not rest and count % tiles.band == 0 and fits:
+                    yield operation, candidate
+    if "mosaic" in names:
+        for blocks in (Blocks(*sizes) for sizes in MOSAIC_PRODUCT_BLOCKS):
             product = functools.partial(kernels.mosaic_product, blocks=blocks)
-            yield operation, Candidate(_blocks_name(blocks), product, None)
-    for blocks in drhs_blocks:
-        if case.hidden % blocks.block_m == 0 and case.mlp % blocks.block_n == 0:
-            drhs = functools.partial(kernels.mosaic_drhs, blocks=blocks)
-            yield "drhs", Candidate(_blocks_name(blocks), None, drhs)
+            for operation in ("product", "dlhs"):
+                if columns[operation] % blocks.block_n == 0:
+                    yield operation, Candidate(_blocks_name(blocks), product, None)
+        for blocks in (Blocks(*sizes) for sizes in MOSAIC_DRHS_BLOCKS):
+            if case.hidden % blocks.block_m == 0 and case.mlp % blocks.block_n == 0:
+                drhs = functools.partial(kernels.mosaic_drhs, blocks=blocks)
+                yield "drhs", Candidate(_blocks_name(blocks), None, drhs)
 
 
 def _blocks_name(blocks: Blocks) -> str:
@@ -232,7 +268,9 @@ def check(dtype: Any, only: str = "") -> list[str]:
                 function = candidate.operation(operation)
                 if function is None or only not in candidate.name:
                     continue
-                where = f"{candidate.name} {operation} {lhs.shape} x {rhs.shape} by {sizes.tolist()}"
+                where = (
+                    f"{candidate.name} {operation} {lhs.shape} x {rhs.shape} by {sizes.tolist()}"
+                )
                 try:
                     got = np.asarray(jax.jit(function)(lhs, rhs, grad, device_sizes))
                 except Exception as error:  # each kernel fails in its own way; say how and go on
@@ -264,7 +302,7 @@ def reference(
 # ---- how fast --------------------------------------------------------------------------------
 
 
-def random_operands(case: Case, dtype: Any, seed: int = 0) -> tuple[jax.Array, ...]:
+def random_operands(case: Case, dtype: Any, seed: int = 0) -> Operands:
     """lhs, rhs, grad, group_sizes: normal values; each live row in a uniformly drawn group."""
     keys = jax.random.split(jax.random.key(seed), 3)
     shapes = (
@@ -280,11 +318,10 @@ def random_operands(case: Case, dtype: Any, seed: int = 0) -> tuple[jax.Array, .
     return (*arrays, jnp.asarray(sizes, jnp.int32))
 
 
-def dense_operation(operation: str) -> Callable[..., jax.Array]:
-    """A plain matmul of the same size, all rows by the first group's matrix."""
+def dense_operation(operation: str) -> Function:
+    """A plain matmul of the same size, every row of the buffer by the first group's matrix."""
 
     def dense(lhs, rhs, grad, sizes):
-        # The operands of the case "half empty" hold more rows than it multiplies.
         if operation == "product":
             return jnp.dot(lhs, rhs[0])
         if operation == "dlhs":
@@ -294,23 +331,42 @@ def dense_operation(operation: str) -> Callable[..., jax.Array]:
     return dense
 
 
-def seconds_per_call(
-    operands: tuple[jax.Array, ...],
-    function: Callable[..., jax.Array],
-    *,
-    iterations: int,
-    repeats: int,
-) -> float:
-    """Median over repeats of the time of one of `iterations` calls in a compiled loop."""
-    mesh = Mesh(np.asarray(jax.devices()[:1]), ("rank",))
-    loop = Loop(lambda *args: args, lambda args: function(*args), operands, mesh, iterations)
-    return loop.wall_time(repeats).median * 1e-6
+def _compiled(
+    function: Function, operands: Operands, args: argparse.Namespace
+) -> Callable[[Operands], jax.Array] | str:
+    """A compiled loop of calls that depend on each other; or why it could not be compiled."""
 
+    def loop(operands: Operands) -> jax.Array:
+        def body(_, link):
+            # XLA for GPUs keeps the barriers, so each call computes its whole result anew; XLA
+            # for CPUs drops them, and times there mean little.
+            mine, link = lax.optimization_barrier((operands, link))
+            out = lax.optimization_barrier(function(*mine))
+            return link + out.reshape(-1)[0].astype(jnp.float32) * 1e-6
 
-def _guarded(seconds: Callable[..., float], function: Callable[..., jax.Array]) -> float | str:
+        return lax.fori_loop(0, args.iterations, body, jnp.float32(0))
+
     try:
-        return seconds(function)
+        return jax.jit(loop).lower(operands).compile()
     except Exception as error:  # a kernel that cannot be compiled is a result too
+        return _first_line(error)
+
+
+def _timed(
+    program: Callable[[Operands], jax.Array] | str, operands: Operands, args: argparse.Namespace
+) -> float | str:
+    """Seconds of one call, the median over repeats of the loop; or why it did not run."""
+    if isinstance(program, str):
+        return program
+    try:
+        times = []
+        jax.block_until_ready(program(operands))
+        for _ in range(args.repeats):
+            start = time.perf_counter()
+            jax.block_until_ready(program(operands))
+            times.append((time.perf_counter() - start) / args.iterations)
+        return statistics.median(times)
+    except Exception as error:  # nor must one that crashes end the run
         return _first_line(error)
 
 
@@ -319,28 +375,25 @@ def _first_line(error: Exception) -> str:
 
 
 def _line(
-    case: Case, operation: str, name: str, seconds: float | str, dense: float | str
+    case: Case,
+    operation: str,
+    name: str,
+    seconds: float | str,
+    rows: int,
+    dense: dict[str, float],
 ) -> tuple[str, ...]:
+    """`rows`: how many of them count as work; dense: flop/s of the dense matmuls."""
     if isinstance(seconds, str):
-        return case.name, operation, name, "", "", seconds
-    share = ""
-    if isinstance(dense, float):
-        # Of the dense rate: the dense matmul multiplies every row of the buffer.
-        share = f"{dense / seconds * case.live / case.num_rows:.0%}"
-    return (
-        case.name, operation, name, f"{seconds * 1e3:.3f}", f"{_flops(case, name) / seconds / 1e12:.1f}", share,
-    )  # fmt: skip
-
-
-def _flops(case: Case, name: str) -> float:
-    return case.flops * (case.num_rows / case.live if name == "dense" else 1)
+        return case.name, operation, name, "", "", "", seconds
+    rate = 2 * rows * case.hidden * case.mlp / seconds
+    share = f"{rate / dense[operation]:.0%}" if operation in dense else ""
+    return case.name, operation, name, f"{seconds * 1e3:.3f}", f"{rate / 1e12:.1f}", share, ""
 
 
 def _order(case_names: list[str]) -> Callable[[tuple[str, ...]], tuple[Any, ...]]:
     def key(line: tuple[str, ...]) -> tuple[Any, ...]:
-        if line[0] not in case_names:
-            return (-1,)
         milliseconds = float(line[3]) if line[3] else float("inf")
-        return case_names.index(line[0]), OPERATIONS.index(line[1]), milliseconds
+        operation = OPERATIONS.index(line[1]) if line[1] else 0
+        return case_names.index(line[0]), operation, milliseconds
 
     return key
