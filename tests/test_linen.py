@@ -1,0 +1,357 @@
+"""The Flax Linen layer: parameters, axes, state, and what Linen's transforms make of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from dense_moe import BATCH, SEQUENCE, E, F, H, K, S, assert_close, dense, make_params, make_x
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import RANK_COUNTS, expert_mesh, mesh
+
+from jax_ep import moe
+from jax_ep.linen import MoE
+
+RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
+layer: Any = functools.partial(MoE, num_experts=E, num_experts_per_token=K, mlp_dim=F)
+LAYER = layer(num_shared_experts=S)
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def variables_of(params: moe.MoEParams) -> dict:
+    weights = {name: w for name in moe.WEIGHTS if (w := getattr(params, name)) is not None}
+    variables: dict = {"params": {"gate": {"kernel": params.gate}, **weights}}
+    if params.bias is not None:
+        variables["router_state"] = {"gate": {"bias": params.bias}}
+    return variables
+
+
+def apply(module, *args, **kwargs) -> Any:
+    return module.apply(*args, **kwargs)
+
+
+def loss_and_grads(module, variables, x):
+    """What training sees: the loss, output and metrics, and the gradients of the parameters."""
+
+    def loss(params):
+        out, metrics = apply(module, variables | {"params": params}, x)
+        return jnp.mean(out**2) + 0.1 * metrics.load_balance_loss, (out, metrics)
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+
+
+def test_parameters_and_logical_axes():
+    module = layer(num_shared_experts=S, selection_bias=True, param_dtype=jnp.bfloat16)
+    variables = module.init(jax.random.key(0), make_x())
+    specs = nn.get_partition_spec(variables)
+    assert specs["params"] == {
+        "gate": {"kernel": P("embed", None)},
+        "wi_0": P("exp", "embed", "mlp"),
+        "wi_1": P("exp", "embed", "mlp"),
+        "wo": P("exp", "mlp", "embed"),
+        "shared_wi_0": P("embed", "mlp"),
+        "shared_wi_1": P("embed", "mlp"),
+        "shared_wo": P("mlp", "embed"),
+    }
+    params = nn.unbox(variables)["params"]
+    assert {a.dtype for a in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    assert jax.tree.map(jnp.shape, params) == {
+        "gate": {"kernel": (H, E)},
+        "wi_0": (E, H, F),
+        "wi_1": (E, H, F),
+        "wo": (E, F, H),
+        "shared_wi_0": (H, S * F),
+        "shared_wi_1": (H, S * F),
+        "shared_wo": (S * F, H),
+    }
+    bias = variables["router_state"]["gate"]["bias"]
+    assert bias.shape == (E,) and bias.dtype == jnp.float32
+    plain = layer().init(jax.random.key(0), make_x())
+    assert set(plain) == {"params"}
+    assert set(plain["params"]) == {"gate", "wi_0", "wi_1", "wo"}
+
+
+@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+def test_matches_dense_numpy(num_ranks):
+    params, x = make_params(bias=True), make_x()
+    module = layer(num_shared_experts=S, selection_bias=True, score="sigmoid", scale=2.0)
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        out, metrics = jax.jit(module.apply)(variables_of(params), x)
+    want, counts = dense(params, x, score="sigmoid", scale=2.0)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
+    assert isinstance(metrics, moe.MoEMetrics) and metrics.num_dropped == 0
+
+
+def test_gradients_equal_on_one_and_eight_ranks():
+    variables = variables_of(make_params())
+    want = loss_and_grads(LAYER, variables, make_x())
+    with jax.set_mesh(expert_mesh(8)):
+        assert_close(loss_and_grads(LAYER, variables, make_x()), want)
+
+
+def test_attributes_reach_the_core():
+    changed: dict = {
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "score": "sigmoid",
+        "num_groups": 3,
+        "groups_kept": 2,
+        "normalize": False,
+        "scale": 2.5,
+        "capacity_factor": 1.25,
+        "expert_alignment": 8,
+        "activation": jax.nn.gelu,
+        "dtype": jnp.bfloat16,
+        "expert_axis": ("a", "b"),
+        "batch_axes": ("a", "b"),
+        "mesh": expert_mesh(1, "a"),
+        "implementation": "xla",
+        "matmul_implementation": "xla",
+    }
+    config = moe.MoEConfig.of(MoE(mlp_dim=F, **changed))
+    assert {f.name: getattr(config, f.name) for f in dataclasses.fields(config)} == changed
+    defaults = moe.MoEConfig(num_experts=E, num_experts_per_token=K)
+    assert moe.MoEConfig.of(layer()) == defaults
+
+
+def test_logical_rules_shard_experts_over_the_expert_axis():
+    devices = mesh((2, 4), ("data", "expert"))
+
+    def init(key):
+        return LAYER.init(key, make_x())
+
+    specs = nn.get_partition_spec(jax.eval_shape(init, jax.random.key(0)))
+    shardings = nn.logical_to_mesh_sharding(specs, devices, rules=RULES)
+    variables = jax.jit(lambda key: nn.unbox(init(key)), out_shardings=shardings)(jax.random.key(0))
+    wi_0 = variables["params"]["wi_0"]
+    assert wi_0.sharding.spec == P("expert", None, None)
+    assert {shard.data.shape for shard in wi_0.addressable_shards} == {(E // 4, H, F)}
+    assert variables["params"]["gate"]["kernel"].sharding.is_fully_replicated
+    with jax.set_mesh(devices):
+        out, _ = jax.jit(LAYER.apply)(variables, make_x())
+        with nn.logical_axis_rules(RULES):  # the boxes constrain, and mean the same
+            boxed = jax.jit(init)(jax.random.key(0))
+            again, _ = jax.jit(LAYER.apply)(boxed, make_x())
+            assert nn.unbox(boxed)["params"]["wi_0"].sharding.spec[0] == "expert"
+    want, _ = LAYER.apply(jax.device_get(variables), make_x())
+    assert_close((out, again), (want, want))
+
+
+def test_checkpoint_of_one_mesh_loads_on_another(tmp_path):
+    shards = {"wi_0": P("expert"), "wi_1": P("expert"), "wo": P("expert")}
+
+    def place(tree, num_ranks):
+        devices = expert_mesh(num_ranks)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, a: jax.ShapeDtypeStruct(
+                a.shape, a.dtype, sharding=NamedSharding(devices, shards.get(path[-1].key, P()))
+            ),
+            tree,
+        )
+
+    variables = variables_of(make_params(bias=True))
+    module = layer(num_shared_experts=S, selection_bias=True)
+    eight = place(variables, 8)
+    saved = jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), variables, eight)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "moe", saved)
+        checkpointer.wait_until_finished()
+        loaded = checkpointer.restore(tmp_path / "moe", place(variables, 2))
+    assert loaded["params"]["wi_0"].addressable_shards[0].data.shape == (E // 2, H, F)
+    with jax.set_mesh(expert_mesh(8)):
+        want = jax.jit(module.apply)(saved, make_x())
+    with jax.set_mesh(expert_mesh(2)):
+        got = jax.jit(module.apply)(loaded, make_x())
+    assert_close(jax.device_get(got), jax.device_get(want))
+
+
+def test_bfloat16_compute_with_float32_parameters():
+    module = layer(num_shared_experts=S, dtype=jnp.bfloat16)
+    variables = variables_of(make_params())
+    (_, (out, _)), grads = loss_and_grads(module, variables, make_x())
+    assert out.dtype == jnp.bfloat16
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    want, _ = dense(make_params(), make_x())
+    np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
+
+
+def test_drops_are_reported():
+    variables = variables_of(make_params(shared=False))
+    with jax.set_mesh(expert_mesh(4)):
+        _, tight = jax.jit(layer(capacity_factor=0.25).apply)(variables, make_x())
+        _, ample = jax.jit(layer(capacity_factor=4.0).apply)(variables, make_x())
+    # Each of the 4 ranks keeps at most a quarter of its 8 * K rows.
+    assert tight.num_dropped >= BATCH * SEQUENCE * K - 4 * (8 * K // 4)
+    assert ample.num_dropped == 0
+
+
+def test_masked_tokens_are_not_routed():
+    mask = jnp.arange(SEQUENCE) < jnp.arange(BATCH)[:, None]
+    variables = variables_of(make_params(shared=False))
+    out, metrics = apply(layer(), variables, make_x(), mask)
+    np.testing.assert_array_equal(out[~mask], 0.0)
+    assert metrics.expert_counts.sum() == mask.sum() * K
+
+
+class Stack(nn.Module):
+    """Four MoE blocks: a scan of a rematerialized residual block."""
+
+    @nn.compact
+    def __call__(self, x):
+        def body(block, x, _):
+            out, metrics = block(x)
+            return x + out, metrics
+
+        scan = nn.scan(
+            nn.remat(body, prevent_cse=False),
+            variable_axes={"params": 0, "router_state": 0},
+            split_rngs={"params": True},
+            length=4,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        x, metrics = scan(layer(selection_bias=True, name="moe"), x, None)
+        return x, jax.tree.map(lambda m: m.sum(0), metrics)
+
+
+def test_scan_and_remat():
+    boxed = Stack().init(jax.random.key(0), make_x())
+    specs = nn.get_partition_spec(boxed)
+    assert specs["params"]["moe"]["wi_0"] == P("layers", "exp", "embed", "mlp")
+    variables = nn.unbox(boxed)
+    assert variables["router_state"]["moe"]["gate"]["bias"].shape == (4, E)
+
+    def looped(params):
+        x, losses = make_x(), 0.0
+        for i in range(4):
+            own = jax.tree.map(lambda a, i=i: a[i], variables | {"params": params})
+            own = {name: tree["moe"] for name, tree in own.items()}
+            out, metrics = apply(layer(selection_bias=True), own, x)
+            x, losses = x + out, losses + metrics.load_balance_loss
+        return jnp.mean(x**2) + 0.1 * losses
+
+    want = jax.jit(jax.value_and_grad(looped))(variables["params"])
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+        (value, _), grads = loss_and_grads(Stack(), variables, make_x())
+    assert_close((value, grads), want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_a_shard_map_with_this_ranks_experts(check_vma):
+    variables = variables_of(make_params())["params"]
+    want, _ = dense(make_params(), make_x())
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: P("expert") if path[-1].key in ("wi_0", "wi_1", "wo") else P(), variables
+    )
+    apply = jax.shard_map(
+        lambda params, x: LAYER.apply({"params": params}, x),
+        mesh=expert_mesh(4),
+        in_specs=(specs, P("expert")),
+        out_specs=(P("expert"), P()),
+        check_vma=check_vma,
+    )
+    out, metrics = jax.jit(apply)(variables, make_x())
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    assert metrics.expert_counts.sum() == BATCH * SEQUENCE * K
+
+
+class Owner(nn.Module):
+    """Updates the bias of the layer it owns, in the step that counts."""
+
+    @nn.compact
+    def __call__(self, x, rate):
+        moe_layer = layer(selection_bias=True, name="moe")
+        out, metrics = moe_layer(x)
+        if not self.is_initializing():
+            moe_layer.update_bias(metrics.expert_counts, rate)
+        return out, metrics
+
+
+def test_selection_bias_changes_when_told_and_only_then():
+    module = layer(selection_bias=True)
+    variables = nn.unbox(module.init(jax.random.key(0), make_x()))
+    (_, metrics), state = apply(module, variables, make_x(), mutable=["router_state"])
+    np.testing.assert_array_equal(state["router_state"]["gate"]["bias"], 0.0)
+
+    update = functools.partial(module.apply, method="update_bias", mutable=["router_state"])
+    _, state = update(variables, metrics.expert_counts, 0.5)
+    counts = np.asarray(metrics.expert_counts)
+    want = 0.5 * np.sign(counts.mean() - counts)
+    np.testing.assert_allclose(state["router_state"]["gate"]["bias"], want)
+    _, moved = apply(module, variables | state, make_x())
+    assert np.std(moved.expert_counts) != np.std(counts)
+
+    owned = {name: {"moe": tree} for name, tree in variables.items()}
+    with jax.set_mesh(expert_mesh(8)):
+        _, state = jax.jit(functools.partial(Owner().apply, mutable=["router_state"]))(
+            owned, make_x(), 0.5
+        )
+    np.testing.assert_allclose(state["router_state"]["moe"]["gate"]["bias"], want)
+
+
+def test_training_learns_and_leaves_the_bias_alone():
+    module = layer(selection_bias=True, dtype=jnp.bfloat16)
+    x, target = make_x(), jnp.roll(make_x(), 1, axis=-1)
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, state, opt_state):
+        def loss(params):
+            out, metrics = apply(module, {"params": params, **state}, x)
+            return jnp.mean((out - target) ** 2) + 0.01 * metrics.load_balance_loss
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+        state = nn.unbox(module.init(jax.random.key(0), x))
+        params = state.pop("params")
+        opt_state, losses = optimizer.init(params), []
+        for _ in range(30):
+            params, opt_state, value = step(params, state, opt_state)
+            losses.append(float(value))
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "module, message",
+    [
+        (layer(num_experts_per_token=E + 1), "k must be between 1 and the 8 experts .* got 9"),
+        (layer(num_groups=3), "num_groups must divide the 8 experts .* got 3"),
+        (layer(score="tanh"), "score must be one of .* got 'tanh'"),
+        (layer(capacity_factor=-1.0), "capacity_factor must be above 0.* got -1.0"),
+        (layer(expert_axis="ep", mesh=expert_mesh(1)), r"expert_axis \('ep',\) must name axes"),
+    ],
+)
+def test_errors_name_the_attribute(module, message):
+    with pytest.raises(ValueError, match=message):
+        module.init(jax.random.key(0), make_x())
+
+
+def test_update_bias_without_a_bias():
+    with pytest.raises(ValueError, match="update_bias needs selection_bias=True"):
+        LAYER.apply(variables_of(make_params()), jnp.zeros(E), 0.1, method="update_bias")
+
+
+def test_num_experts_must_be_a_multiple_of_the_ranks():
+    with (
+        jax.set_mesh(expert_mesh(8)),
+        pytest.raises(ValueError, match="num_experts must be a multiple of the 8 ranks .* got 12"),
+    ):
+        layer(num_experts=12).init(jax.random.key(0), make_x())

@@ -1,0 +1,299 @@
+"""The Flax NNX layer: parameters, axes, state, and what NNX's transforms make of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from dense_moe import BATCH, SEQUENCE, E, F, H, K, S, assert_close, dense, make_params, make_x
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from meshes import RANK_COUNTS, expert_mesh, mesh
+
+from jax_ep import moe
+from jax_ep.nnx import MoE, RouterState
+
+RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def layer(seed: int = 0, **changes) -> Any:
+    sizes: dict = dict(num_experts=E, num_experts_per_token=K)
+    return MoE(H, F, **(sizes | changes), rngs=nnx.Rngs(seed))
+
+
+def layer_of(params: moe.MoEParams, **changes) -> Any:
+    shared = 0 if params.shared_wo is None else S
+    module = layer(num_shared_experts=shared, selection_bias=params.bias is not None, **changes)
+    module.gate.kernel.set_value(params.gate)
+    if params.bias is not None:
+        module.gate.bias.set_value(params.bias)
+    for name in moe.WEIGHTS:
+        if (value := getattr(params, name)) is not None:
+            getattr(module, name).set_value(value)
+    return module
+
+
+@nnx.jit
+def loss_and_grads(module, x):
+    def loss(module, x):
+        out, metrics = module(x)
+        return jnp.mean(out**2) + 0.1 * metrics.load_balance_loss, (out, metrics)
+
+    value, grads = nnx.value_and_grad(loss, has_aux=True)(module, x)
+    return value, nnx.to_pure_dict(grads)
+
+
+def test_parameters_and_logical_axes():
+    module = layer(num_shared_experts=S, selection_bias=True, param_dtype=jnp.bfloat16)
+    params = nnx.state(module, nnx.Param)
+    assert nnx.to_pure_dict(nnx.get_partition_spec(params)) == {
+        "gate": {"kernel": P("embed", None)},
+        "wi_0": P("exp", "embed", "mlp"),
+        "wi_1": P("exp", "embed", "mlp"),
+        "wo": P("exp", "mlp", "embed"),
+        "shared_wi_0": P("embed", "mlp"),
+        "shared_wi_1": P("embed", "mlp"),
+        "shared_wo": P("mlp", "embed"),
+    }
+    arrays = nnx.to_pure_dict(params)
+    assert {a.dtype for a in jax.tree.leaves(arrays)} == {jnp.dtype(jnp.bfloat16)}
+    assert jax.tree.map(jnp.shape, arrays) == {
+        "gate": {"kernel": (H, E)},
+        "wi_0": (E, H, F),
+        "wi_1": (E, H, F),
+        "wo": (E, F, H),
+        "shared_wi_0": (H, S * F),
+        "shared_wi_1": (H, S * F),
+        "shared_wo": (S * F, H),
+    }
+    state = nnx.to_pure_dict(nnx.state(module, RouterState))
+    assert state["gate"]["bias"].shape == (E,) and state["gate"]["bias"].dtype == jnp.float32
+    assert set(nnx.to_pure_dict(nnx.state(layer()))) == {"gate", "wi_0", "wi_1", "wo"}
+    assert not jax.tree.leaves(nnx.state(layer(), RouterState))
+
+
+@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+def test_matches_dense_numpy(num_ranks):
+    module = layer_of(make_params(bias=True), score="sigmoid", scale=2.0)
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        out, metrics = nnx.jit(lambda module, x: module(x))(module, make_x())
+    want, counts = dense(make_params(bias=True), make_x(), score="sigmoid", scale=2.0)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
+    assert isinstance(metrics, moe.MoEMetrics) and metrics.num_dropped == 0
+
+
+def test_gradients_equal_on_one_and_eight_ranks():
+    want = loss_and_grads(layer_of(make_params()), make_x())
+    with jax.set_mesh(expert_mesh(8)):
+        assert_close(loss_and_grads(layer_of(make_params()), make_x()), want)
+
+
+def test_attributes_reach_the_core():
+    changed: dict = {
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "score": "sigmoid",
+        "num_groups": 3,
+        "groups_kept": 2,
+        "normalize": False,
+        "scale": 2.5,
+        "capacity_factor": 1.25,
+        "expert_alignment": 8,
+        "activation": jax.nn.gelu,
+        "dtype": jnp.bfloat16,
+        "expert_axis": ("a", "b"),
+        "batch_axes": ("a", "b"),
+        "mesh": expert_mesh(1, "a"),
+        "implementation": "xla",
+        "matmul_implementation": "xla",
+    }
+    assert layer(**changed).config == moe.MoEConfig(**changed)
+    assert layer().config == moe.MoEConfig(num_experts=E, num_experts_per_token=K)
+
+
+def test_parameters_are_born_sharded_under_rules_and_whole_without():
+    devices = mesh((2, 4), ("data", "expert"))
+    with jax.set_mesh(devices):
+        whole = layer(num_shared_experts=S)  # "exp" names no axis here, and no rule resolves it
+        with nnx.logical_axis_rules(RULES):
+            split = layer(num_shared_experts=S)
+            jitted = nnx.jit(functools.partial(layer, num_shared_experts=S))()
+            specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(split)))
+        got = nnx.jit(lambda module, x: module(x))(split, make_x())
+    assert specs["wi_0"] == P("expert", None, None)
+    for module in (split, jitted):
+        wi_0 = module.wi_0.get_value()
+        assert {shard.data.shape for shard in wi_0.addressable_shards} == {(E // 4, H, F)}
+        assert module.gate.kernel.get_value().sharding.is_fully_replicated
+    assert whole.wi_0.get_value().addressable_shards[0].data.shape == (E, H, F)
+    want = layer(num_shared_experts=S)(make_x())
+    assert_close(jax.device_get(got), want)
+
+
+def test_checkpoint_of_one_mesh_loads_on_another(tmp_path):
+    def make(num_ranks):
+        with jax.set_mesh(expert_mesh(num_ranks)), nnx.logical_axis_rules(RULES):
+            module = layer(seed=num_ranks, selection_bias=True)
+            got = jax.device_get(nnx.jit(lambda module, x: module(x))(module, make_x()))
+        return module, got
+
+    module, want = make(8)
+    other, _ = make(2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "moe", nnx.to_pure_dict(nnx.state(module)))
+        checkpointer.wait_until_finished()
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+            nnx.to_pure_dict(nnx.state(other)),
+        )
+        loaded = checkpointer.restore(tmp_path / "moe", abstract)
+    nnx.update(other, loaded)
+    assert other.wi_0.get_value().addressable_shards[0].data.shape == (E // 2, H, F)
+    with jax.set_mesh(expert_mesh(2)):
+        got = nnx.jit(lambda module, x: module(x))(other, make_x())
+    assert_close(jax.device_get(got), want)
+
+
+def test_bfloat16_compute_with_float32_parameters():
+    module = layer_of(make_params(), dtype=jnp.bfloat16)
+    (_, (out, _)), grads = loss_and_grads(module, make_x())
+    assert out.dtype == jnp.bfloat16
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    want, _ = dense(make_params(), make_x())
+    np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
+
+
+def test_drops_are_reported():
+    params = make_params(shared=False)
+    with jax.set_mesh(expert_mesh(4)):
+        _, tight = layer_of(params, capacity_factor=0.25)(make_x())
+        _, ample = layer_of(params, capacity_factor=4.0)(make_x())
+    # Each of the 4 ranks keeps at most a quarter of its 8 * K rows.
+    assert tight.num_dropped >= BATCH * SEQUENCE * K - 4 * (8 * K // 4)
+    assert ample.num_dropped == 0
+
+
+def test_masked_tokens_are_not_routed():
+    mask = jnp.arange(SEQUENCE) < jnp.arange(BATCH)[:, None]
+    out, metrics = layer()(make_x(), mask)
+    np.testing.assert_array_equal(out[~mask], 0.0)
+    assert metrics.expert_counts.sum() == mask.sum() * K
+
+
+def test_scan_and_remat():
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs):
+        return MoE(H, F, num_experts=E, num_experts_per_token=K, selection_bias=True, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    @nnx.remat
+    def scan(x, module):
+        out, metrics = module(x)
+        return x + out, metrics
+
+    def loss(stack, x):
+        x, metrics = scan(x, stack)
+        return jnp.mean(x**2) + 0.1 * jnp.sum(metrics.load_balance_loss)
+
+    stack = make(nnx.Rngs(0).split(4))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(stack)))
+    assert specs["wi_0"] == P("layers", "exp", "embed", "mlp")
+    graph, state = nnx.split(stack)
+
+    def looped(state, x):
+        losses = 0.0
+        for i in range(4):
+            out, metrics = nnx.merge(graph, jax.tree.map(lambda a, i=i: a[i], state))(x)
+            x, losses = x + out, losses + metrics.load_balance_loss
+        return jnp.mean(x**2) + 0.1 * losses
+
+    want, want_grads = jax.jit(jax.value_and_grad(looped))(state, make_x())
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+        value, grads = nnx.jit(nnx.value_and_grad(loss))(stack, make_x())
+    want_grads = nnx.to_pure_dict(want_grads)
+    del want_grads["gate"]["bias"]
+    assert_close((value, nnx.to_pure_dict(grads)), (want, want_grads))
+
+
+def test_selection_bias_changes_when_told_and_only_then():
+    module = layer(selection_bias=True)
+    _, metrics = module(make_x())
+    np.testing.assert_array_equal(module.gate.bias.get_value(), 0.0)
+
+    @nnx.jit
+    def step(module, x):
+        _, metrics = module(x)
+        module.update_bias(metrics.expert_counts, 0.5)
+        return metrics
+
+    with jax.set_mesh(expert_mesh(8)):
+        step(module, make_x())
+    counts = np.asarray(metrics.expert_counts)
+    want = 0.5 * np.sign(counts.mean() - counts)
+    np.testing.assert_allclose(module.gate.bias.get_value(), want)
+    with jax.set_mesh(expert_mesh(8)):
+        _, moved = module(make_x())
+    assert np.std(moved.expert_counts) != np.std(counts)
+
+
+def test_training_learns_and_leaves_the_bias_alone():
+    x, target = make_x(), jnp.roll(make_x(), 1, axis=-1)
+
+    @nnx.jit
+    def step(module, optimizer, x):
+        def loss(module):
+            out, metrics = module(x)
+            return jnp.mean((out - target) ** 2) + 0.01 * metrics.load_balance_loss
+
+        value, grads = nnx.value_and_grad(loss)(module)
+        optimizer.update(module, grads)
+        return value
+
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))), nnx.logical_axis_rules(RULES):
+        module = layer(selection_bias=True, dtype=jnp.bfloat16)
+        optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
+        losses = [float(step(module, optimizer, x)) for _ in range(30)]
+    assert losses[-1] < 0.6 * losses[0]
+    np.testing.assert_array_equal(module.gate.bias.get_value(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(num_experts_per_token=9), "k must be between 1 and the 8 experts .* got 9"),
+        (dict(num_groups=3), "num_groups must divide the 8 experts .* got 3"),
+        (dict(score="tanh"), "score must be one of .* got 'tanh'"),
+        (dict(capacity_factor=-1.0), "capacity_factor must be above 0.* got -1.0"),
+        (dict(expert_axis="ep", mesh=expert_mesh(1)), r"expert_axis \('ep',\) must name axes"),
+    ],
+)
+def test_errors_name_the_attribute(changes, message):
+    with pytest.raises(ValueError, match=message):
+        layer(**changes)(make_x())
+
+
+def test_update_bias_without_a_bias():
+    with pytest.raises(ValueError, match="update_bias needs selection_bias=True"):
+        layer().update_bias(jnp.zeros(E), 0.1)
+
+
+def test_num_experts_must_be_a_multiple_of_the_ranks():
+    with (
+        jax.set_mesh(expert_mesh(8)),
+        pytest.raises(ValueError, match="num_experts must be a multiple of the 8 ranks .* got 12"),
+    ):
+        layer(num_experts=12)(make_x())
