@@ -101,7 +101,8 @@ class MoEConfig:
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh.
         mesh: the mesh to run on where no ambient mesh is set.
-        implementation: of dispatch and combine; see `expert_parallel.dispatch`.
+        implementation: of dispatch and combine; see `expert_parallel.dispatch`. "pallas" needs a
+            mesh with `expert_axis`.
         matmul_implementation: of the expert matmuls; see `expert_mlp.expert_mlp`.
     """
 
@@ -213,6 +214,15 @@ def moe_layer(
                 f"{f', or the {here[0]} of this rank' if num_ranks > 1 and here else ''}, "
                 f"got shape {getattr(params, name).shape}"
             )
+    if not placement.expert_axes:
+        if config.implementation == "pallas":
+            raise ValueError(
+                'implementation="pallas" exchanges rows between the ranks of expert_axis '
+                f"{config.expert_axis!r}, and there is no mesh with that axis here; set one with "
+                "jax.set_mesh, or leave implementation at None"
+            )
+        # There is nothing to exchange, and the kernels need a mesh to find their ranks on.
+        config = dataclasses.replace(config, implementation="xla")
     if config.dtype is None:
         config = dataclasses.replace(config, dtype=jnp.result_type(x, params.wi_0))
     return _moe_layer(params, x, mask, config, placement)
@@ -425,11 +435,11 @@ def _num_ranks(placement: _Placement) -> int:
 
 
 def _check(params: MoEParams, x: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
-    hidden, num_experts = params.gate.shape
-    if num_experts != config.num_experts:
+    if params.gate.ndim != 2 or params.gate.shape[1] != config.num_experts:
         raise ValueError(
             f"gate must be [H, num_experts={config.num_experts}], got shape {params.gate.shape}"
         )
+    hidden = params.gate.shape[0]
     if x.ndim < 1 or x.shape[-1] != hidden:
         raise ValueError(f"x must be [..., H={hidden}], got shape {x.shape}")
     if not jnp.issubdtype(x.dtype, jnp.floating):

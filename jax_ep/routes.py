@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-_CHUNK = 64
+_CHUNK = 128
 
 
 class Routes(NamedTuple):
