@@ -199,28 +199,8 @@ def moe_layer(
     """
     _check(params, x, config, mask)
     placement = _place(config)
-    num_ranks = _num_ranks(placement)
-    if config.num_experts % num_ranks:
-        raise ValueError(
-            f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis "
-            f"{placement.expert_axes}, got {config.num_experts}"
-        )
-    for name in ("wi_0", "wi_1", "wo"):
-        experts = getattr(params, name).shape[0]
-        here = () if placement.mesh is not None else (config.num_experts // num_ranks,)
-        if experts not in (config.num_experts, *here):
-            raise ValueError(
-                f"{name} must hold num_experts={config.num_experts} experts"
-                f"{f', or the {here[0]} of this rank' if num_ranks > 1 and here else ''}, "
-                f"got shape {getattr(params, name).shape}"
-            )
-    if not placement.expert_axes:
-        if config.implementation == "pallas":
-            raise ValueError(
-                'implementation="pallas" exchanges rows between the ranks of expert_axis '
-                f"{config.expert_axis!r}, and there is no mesh with that axis here; set one with "
-                "jax.set_mesh, or leave implementation at None"
-            )
+    _check_experts(params, config, placement)
+    if not placement.expert_axes and config.implementation is None:
         # There is nothing to exchange, and the kernels need a mesh to find their ranks on.
         config = dataclasses.replace(config, implementation="xla")
     if config.dtype is None:
@@ -459,3 +439,28 @@ def _check(params: MoEParams, x: jax.Array, config: MoEConfig, mask: jax.Array |
         )
     if config.expert_alignment < 1:
         raise ValueError(f"expert_alignment must be at least 1, got {config.expert_alignment}")
+
+
+def _check_experts(params: MoEParams, config: MoEConfig, placement: _Placement) -> None:
+    num_ranks = _num_ranks(placement)
+    if config.num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis "
+            f"{placement.expert_axes}, got {config.num_experts}"
+        )
+    allowed = {config.num_experts}
+    if placement.mesh is None:  # inside the caller's shard_map: they may be this rank's own
+        allowed.add(config.num_experts // num_ranks)
+    for name in ("wi_0", "wi_1", "wo"):
+        shape = getattr(params, name).shape
+        if len(shape) != 3 or shape[0] not in allowed:
+            raise ValueError(
+                f"{name} must hold {' or '.join(map(str, sorted(allowed)))} experts "
+                f"(num_experts={config.num_experts}), got shape {shape}"
+            )
+    if not placement.expert_axes and config.implementation == "pallas":
+        raise ValueError(
+            'implementation="pallas" exchanges rows between the ranks of expert_axis '
+            f"{config.expert_axis!r}, and there is no mesh with that axis here; set one with "
+            "jax.set_mesh, or leave implementation at None"
+        )
