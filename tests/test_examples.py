@@ -24,13 +24,12 @@ ONE_DEVICE = {
 }
 
 
-def start_training(*flags: object, **env: str) -> subprocess.Popen:
+def start(program: str, *flags: object, **env: str) -> subprocess.Popen:
     # Without the flags of this process; and a GPU's memory is shared with it.
     env = os.environ | {"XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
     env["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, str(ROOT / "examples" / "train_moe_lm.py"), *TINY]
     return subprocess.Popen(
-        [*command, "--plot=", *map(str, flags)],
+        [sys.executable, str(ROOT / "examples" / program), *map(str, flags)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -38,9 +37,16 @@ def start_training(*flags: object, **env: str) -> subprocess.Popen:
     )
 
 
+def start_training(*flags: object, **env: str) -> subprocess.Popen:
+    return start("train_moe_lm.py", *TINY, "--plot=", *flags, **env)
+
+
 def train(*flags: object, **env: str) -> str:
-    """Runs the example to its end and returns what it printed."""
-    process = start_training(*flags, **env)
+    return finish(start_training(*flags, **env))
+
+
+def finish(process: subprocess.Popen) -> str:
+    """Waits for the end and returns what was printed."""
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
@@ -124,3 +130,16 @@ def test_first_loss_does_not_depend_on_the_mesh(uninterrupted, tmp_path, mesh):
     assert record["loss"] == pytest.approx(first["loss"], rel=1e-2 if on_gpu else 1e-5)
     if not on_gpu:
         assert record["expert_counts"] == first["expert_counts"]
+
+
+def test_decoding_does_not_depend_on_the_mesh():
+    def decode(**env: str) -> list[str]:
+        flags = "--steps=12", "--hidden=64", "--mlp_dim=64", "--context=8", "--vocab=128"
+        output = finish(start("decode_moe.py", *flags, **env))
+        assert re.search(r"median step [\d.]+ ms: [\d,]+ tokens/s", output)
+        return re.search(r"first tokens of the first sequence: \[(.*)\]", output)[1].split(", ")
+
+    tokens = decode()
+    assert len(tokens) == 12 and len(set(tokens)) > 2
+    if jax.default_backend() == "cpu":  # bfloat16 has ties
+        assert decode(**ONE_DEVICE) == tokens
