@@ -91,9 +91,10 @@ class Decoder(nnx.Module):
     """The newest token of each sequence to the next one."""
 
     def __init__(self, dtype: Any, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(
-            _VOCAB.value, _HIDDEN.value, dtype=dtype, param_dtype=dtype, rngs=rngs
-        )
+        kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        self.embed = nnx.Embed(_VOCAB.value, _HIDDEN.value, **kinds)
+        self.norm = nnx.RMSNorm(_HIDDEN.value, **kinds)
+        self.logits = nnx.Linear(_HIDDEN.value, _VOCAB.value, use_bias=False, **kinds)
         self.blocks = nnx.List([Block(dtype, rngs) for _ in range(_NUM_LAYERS.value)])
 
     def __call__(self, state: Decoding) -> Decoding:
@@ -103,7 +104,7 @@ class Decoder(nnx.Module):
             x, k, v = block(x, k, v, state.length)
             keys.append(k)
             values.append(v)
-        tokens = jnp.argmax(self.embed.attend(x), axis=-1).astype(jnp.int32)
+        tokens = jnp.argmax(self.logits(self.norm(x)), axis=-1).astype(jnp.int32)
         return Decoding(tokens, state.length + 1, keys, values)
 
 

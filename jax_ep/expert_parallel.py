@@ -149,7 +149,8 @@ def dispatch(
     )
     (x,) = primitives.vary_alike((x,), axis_name)
     tokens, route = _dispatch(config, x, topk_idx.astype(jnp.int32))
-    layout = routes.layout(route.recv_counts, config.capacity, config.expert_alignment)
+    recv_counts = routes.counts_here(route.counts, lax.axis_index(axis_name))
+    layout = routes.layout(recv_counts, config.capacity, config.expert_alignment)
     handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
     return Dispatched(tokens, *layout, handle)
 

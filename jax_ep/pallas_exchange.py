@@ -48,11 +48,11 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, L]."""
+    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, E]."""
     hidden = x.shape[1]
     counts, places = routes.count_choices(topk_idx, num_experts)
     x = _pad_hidden(x)
-    tokens, rows, recv_counts = dispatch_kernel.dispatch(
+    tokens, rows, all_counts = dispatch_kernel.dispatch(
         x,
         topk_idx,
         places,
@@ -62,7 +62,7 @@ def dispatch(
         capacity=capacity,
         expert_alignment=expert_alignment,
     )
-    return tokens[:, :hidden], rows, recv_counts
+    return tokens[:, :hidden], rows, all_counts
 
 
 def dispatch_like(
@@ -74,7 +74,7 @@ def dispatch_like(
     tokens = dispatch_kernel.dispatch_like(
         x,
         route.rows,
-        route.recv_counts,
+        route.counts,
         fabric=_mesh(axis_name),
         plan=_dispatch_plan(x),
         capacity=capacity,
@@ -100,7 +100,7 @@ def combine(
         route.rows,
         fabric=_mesh(axis_name),
         plan=_combine_plan(y, route.topk_idx.shape[0]),
-        num_experts=route.recv_counts.size,
+        num_experts=route.counts.shape[1],
     )
     return out[:, :hidden]
 
@@ -136,9 +136,18 @@ def _pad_hidden(x: jax.Array) -> jax.Array:
 
 
 def _dispatch_plan(x: jax.Array) -> Plan:
-    row = x.shape[1] * x.dtype.itemsize
-    slots = min(_MAX_SLOTS, (SHARED_MEMORY_BYTES - _RESERVED_BYTES) // row - 1)
-    return Plan(num_blocks=min(128, x.shape[0]), num_slots=slots, store_lag=max(1, slots // 4))
+    num_tokens, row_bytes = x.shape[0], x.shape[1] * x.dtype.itemsize
+    rows = (SHARED_MEMORY_BYTES - _RESERVED_BYTES) // row_bytes - 1  # one is zeros
+    num_blocks = min(128, num_tokens)
+    num_copy_slots = max(1, min(4, rows // 3))
+    num_slots = min(_MAX_SLOTS, rows - num_copy_slots)
+    return Plan(
+        num_blocks=num_blocks,
+        num_slots=num_slots,
+        store_lag=max(1, num_slots // 2),
+        num_copy_slots=num_copy_slots,
+        step_tokens=8,
+    )
 
 
 def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike) -> int:

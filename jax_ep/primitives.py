@@ -2,7 +2,7 @@
 
 Four primitives, all without effects, all called inside `shard_map` over `axis_name`:
 
-  ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, L]
+  ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, E]
   ep_dispatch_like  x [T, H], *routes              -> tokens [R, H]
   ep_combine        y [R, H], *routes, weights?    -> out [T, H]
   ep_combine_grad   g [T, H], *routes, weights, y  -> dy [R, H], dweights [T, K]
@@ -71,8 +71,8 @@ def check_implementation(implementation: Implementation, payload: jax.Array) -> 
 def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[jax.Array, Routes]:
     """Binds `ep_dispatch`: this rank's choices become routes, and its tokens follow them."""
     x, topk_idx = vary_alike((x, topk_idx), params["axis_name"])
-    tokens, rows, recv_counts = ep_dispatch_p.bind(x, topk_idx, **params)
-    return tokens, Routes(topk_idx, rows, recv_counts)
+    tokens, rows, counts = ep_dispatch_p.bind(x, topk_idx, **params)
+    return tokens, Routes(topk_idx, rows, counts)
 
 
 def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> jax.Array:
@@ -144,7 +144,7 @@ def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, **_):
     return [
         ((capacity, x.shape[1]), x.dtype),
         ((num_ranks, *topk_idx.shape), jnp.int32),
-        ((num_ranks, num_experts // num_ranks), jnp.int32),
+        ((num_ranks, num_experts), jnp.int32),
     ]
 
 

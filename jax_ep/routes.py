@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 _CHUNK = 128
 
@@ -23,7 +24,7 @@ class Routes(NamedTuple):
 
     topk_idx: jax.Array  # [T, K] int32: this rank's choices
     rows: jax.Array  # [N, T, K] int32
-    recv_counts: jax.Array  # [N, L] int32: rows that each source sends to each local expert
+    counts: jax.Array  # [N, E] int32: how often each rank chose each expert
 
 
 class Layout(NamedTuple):
@@ -70,6 +71,12 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
         before_chunk, jnp.clip(chunks, 0, num_experts - 1), axis=1
     )
     return upto_chunk[-1], places.reshape(-1)[: flat.size].reshape(topk_idx.shape)
+
+
+def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
+    """[N, E] choices by (rank, expert) -> [N, L]: rows that each rank sends to experts of `rank`."""
+    num_local_experts = counts.shape[1] // counts.shape[0]
+    return lax.dynamic_slice_in_dim(counts, rank * num_local_experts, num_local_experts, axis=1)
 
 
 def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Array, jax.Array]:

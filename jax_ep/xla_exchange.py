@@ -31,8 +31,7 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, L]."""
-    num_local_experts = num_experts // lax.axis_size(axis_name)
+    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, E]."""
     rank = lax.axis_index(axis_name)
     counts, places = routes.count_choices(topk_idx, num_experts)
     message = jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
@@ -40,19 +39,16 @@ def dispatch(
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
-    recv_counts = lax.dynamic_slice_in_dim(
-        all_counts, rank * num_local_experts, num_local_experts, axis=1
-    )
     rows = routes.receive_rows(
         all_topk_idx.reshape(-1, *topk_idx.shape),
         all_places.reshape(-1, *topk_idx.shape),
-        recv_counts,
+        routes.counts_here(all_counts, rank),
         rank,
         expert_alignment,
     )
-    route = Routes(topk_idx, rows, recv_counts)
+    route = Routes(topk_idx, rows, all_counts)
     params = dict(axis_name=axis_name, capacity=capacity, expert_alignment=expert_alignment)
-    return dispatch_like(x, route, **params), rows, recv_counts
+    return dispatch_like(x, route, **params), rows, all_counts
 
 
 def dispatch_like(

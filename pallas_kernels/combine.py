@@ -64,7 +64,7 @@ def combine(
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead = rows.shape[:-3]
-    window = Window.of(plan, num_tokens, top_k)
+    window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
     call = _Combine(
         num_ranks=num_ranks,
         num_tokens=num_tokens,

@@ -1,16 +1,16 @@
-"""Dispatch: every rank pulls the rows that its experts chose straight into their final places.
+"""Dispatch: every rank puts its rows straight into their final places at the peers.
 
-Each block serves a range of tokens of every source rank with three warpgroups:
+Each block serves a range of tokens, the same on every rank, with three warpgroups:
 
-  scout   reads the peers' choices and fetches each row that any expert here is to get from its
-          source's input into a slot of a ring in shared memory;
-  layer   reads the peers' counts, lays the experts' blocks out, and writes zeros to the rows that
-          receive nothing;
-  writer  writes each slot to all its places in this rank's receive buffer.
+  sender    reads the peers' counts, works out where its tokens' rows go, and puts each row into
+            the first of its places at every rank that is to get it, with the list of all of them;
+  receiver  once every rank has put a step of tokens, copies the rows that more than one expert
+            here is to get from their first place to the others;
+  filler    writes zeros to the rows of this rank's receive buffer that receive nothing.
 
-So a row crosses the link once per (token, rank), is fanned out from shared memory, and no staging
-buffer exists. Rows are under way before their places are known. The one rendezvous is at the end:
-no rank leaves while a peer may still read its inputs.
+So a row crosses the link once per (token, rank) and is fanned out in local memory; there is no
+staging buffer. No rank leaves early: its last wait is for the last rows meant for it, and what a
+peer reads of its inputs is read before that peer's last signal.
 """
 
 from __future__ import annotations
@@ -27,24 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fabric as fb
 from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
-_END = -1  # for a slot's token: no more slots follow
 _NOWHERE = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shapes:
-    num_ranks: int
-    num_tokens: int
-    hidden: int
-    top_k: int
-    num_local_experts: int
-    capacity: int
-    alignment: int
-
-    @property
-    def count_width(self) -> int:
-        """Local experts, padded to whole vectors; one is always left over for the tail."""
-        return align_up(self.num_local_experts + 1, LANES)
+_PUT = 0  # channel: the rows of a step have been put
 
 
 def dispatch(
@@ -57,6 +41,7 @@ def dispatch(
     plan: Plan,
     capacity: int,
     expert_alignment: int,
+    stage: str = "all",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Routes and moves the rows. With a stacked fabric every array has a leading rank axis.
 
@@ -66,342 +51,464 @@ def dispatch(
       places: [T, K] int32: how many earlier choices of this rank picked the same expert.
       counts: [E] int32: this rank's choices of each expert.
       fabric: how ranks reach each other.
-      plan: number of blocks and depth of the ring.
+      plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
       expert_alignment: each expert's block starts at a multiple of this.
+      stage: "all"; or, where ranks are stacked, "put", which leaves out the copies of `fan_out`.
 
     Returns:
-      tokens [R, H], rows [N, T, K] int32, recv_counts [N, L] int32.
+      tokens [R, H], rows [N, T, K] int32, counts [N, E] int32 of all ranks.
     """
-    num_ranks = fabric.num_ranks
-    (num_tokens, hidden), top_k = x.shape[-2:], topk_idx.shape[-1]
-    num_local_experts = counts.shape[-1] // num_ranks
-    shapes = _Shapes(
-        num_ranks, num_tokens, hidden, top_k, num_local_experts, capacity, expert_alignment
-    )
-    lead = x.shape[:-2]
+    (num_tokens, top_k), num_experts = topk_idx.shape[-2:], counts.shape[-1]
+    lead, num_ranks = x.shape[:-2], fabric.num_ranks
+    kernel = _Dispatch.of(
+        x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
+        routes_known=False, stage=stage,
+    )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
-    window = Window.of(plan, num_tokens, top_k)
-    by_rank = pad_last(
-        counts.reshape(*lead, num_ranks, num_local_experts),
-        shapes.count_width - num_local_experts,
-        0,
-    )
-    tokens, rows, recv_counts = _call(
-        _Pull(shapes, plan, window, fabric, routes_known=False),
-        x.dtype,
+    tokens, rows, all_counts = kernel.call(
         x,
-        window.pad(topk_idx.reshape(flat), _NOWHERE),
-        window.pad(places.reshape(flat), 0),
-        by_rank,
+        kernel.window.pad(topk_idx.reshape(flat), _NOWHERE),
+        kernel.window.pad(places.reshape(flat), 0),
+        pad_last(counts, kernel.count_width - num_experts),
     )
-    return (
-        tokens,
-        rows.reshape(*lead, num_ranks, num_tokens, top_k),
-        recv_counts[..., :num_local_experts],
-    )
+    rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
+    return tokens, rows, all_counts[..., :num_experts]
 
 
 def dispatch_like(
     x: jax.Array,
     rows: jax.Array,
-    recv_counts: jax.Array,
+    counts: jax.Array,
     *,
     fabric: fb.Fabric,
     plan: Plan,
     capacity: int,
     expert_alignment: int,
+    stage: str = "all",
 ) -> jax.Array:
-    """Moves [T, H] along known routes (rows [N, T, K], recv_counts [N, L]) to tokens [R, H]."""
-    num_ranks, num_tokens, top_k = rows.shape[-3:]
-    num_local_experts = recv_counts.shape[-1]
-    shapes = _Shapes(
-        num_ranks, num_tokens, x.shape[-1], top_k, num_local_experts, capacity, expert_alignment
-    )
-    window = Window.of(plan, num_tokens, top_k)
-    (tokens,) = _call(
-        _Pull(shapes, plan, window, fabric, routes_known=True),
-        x.dtype,
+    """Moves [T, H] along known routes (rows [N, T, K], counts [N, E]) to tokens [R, H]."""
+    kernel = _Dispatch.of(
+        x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
+        routes_known=True, stage=stage,
+    )  # fmt: skip
+    (tokens,) = kernel.call(
         x,
-        window.pad(rows.reshape(*rows.shape[:-2], num_tokens * top_k), _NOWHERE),
-        pad_last(recv_counts, shapes.count_width - num_local_experts, 0),
+        kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE),
+        pad_last(counts, kernel.count_width - counts.shape[-1]),
     )
     return tokens
 
 
+def fan_out(
+    tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Plan
+) -> jax.Array:
+    """The receiver's stage alone, where ranks are stacked: only the rows it copies are written."""
+    kernel = _Dispatch.of(
+        tokens, rows.shape[-3:], fabric.num_ranks, tokens.shape[-2], 1, fabric, plan,
+        routes_known=True, stage="fan_out",
+    )  # fmt: skip
+    (out,) = kernel.call(
+        tokens, kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE)
+    )
+    return out
+
+
 @dataclasses.dataclass(frozen=True)
-class _Pull:
+class _Dispatch:
     """The kernel: its static arguments, and its body warpgroup by warpgroup."""
 
-    shapes: _Shapes
-    plan: Plan
-    window: Window
-    fabric: fb.Fabric
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    capacity: int
+    alignment: int
+    dtype: Any
     routes_known: bool
+    stage: str
+    fabric: fb.Fabric
+    plan: Plan
+    window: Window  # the sender's
+    step_window: Window  # the receiver's
 
-    def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
-        if self.routes_known:
-            x, rows, counts, tokens = refs
-            routes, recv_counts = (rows,), None
-        else:
-            x, topk_idx, places, counts, tokens, rows, recv_counts = refs
-            routes = (topk_idx, places)
-        warpgroup = lax.axis_index("warpgroup")
+    @classmethod
+    def of(
+        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, routes_known, stage
+    ):
+        num_ranks, num_tokens, top_k = rows_shape
+        window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
+        step_window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
+        return cls(
+            num_ranks, num_tokens, x.shape[-1], top_k, num_experts, capacity, alignment, x.dtype,
+            routes_known, stage, fabric, plan,
+            window=dataclasses.replace(window, total=max(window.total, step_window.total)),
+            step_window=dataclasses.replace(step_window, total=max(window.total, step_window.total)),
+        )  # fmt: skip
 
-        @pl.when(warpgroup == 0)
-        def _scout():
-            self._scout(x, routes, rows, **scratch)
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.num_ranks
 
-        @pl.when(warpgroup == 1)
-        def _layer():
-            self._lay_out_blocks(counts, recv_counts, **scratch)
-            plgpu.barrier_arrive(laid_out)
-            self._fill(tokens, **scratch)
+    @property
+    def count_width(self) -> int:
+        return align_up(self.num_experts, LANES)
 
-        @pl.when(warpgroup == 2)
-        def _writer():
-            plgpu.barrier_wait(laid_out)
-            self._write(tokens, rows, **scratch)
-            if self.shapes.num_ranks > 1:  # no rank leaves while a peer may read its inputs
-                self.fabric.signal(semaphores, 0)
-                self.fabric.wait(semaphores, 0, 1, "dispatch")
+    @property
+    def tokens_per_block(self) -> int:
+        return self.plan.tokens_per_block(self.num_tokens)
 
-    def scratch_types(self, dtype: Any) -> dict[str, Any]:
-        shapes, slots = self.shapes, self.plan.num_slots
-        width = shapes.count_width
-        kinds = 1 if self.routes_known else 2
+    def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        out_type = [jax.ShapeDtypeStruct((self.capacity, self.hidden), self.dtype)]
+        if not self.routes_known:
+            out_type += [
+                jax.ShapeDtypeStruct((self.num_ranks, self.window.total), jnp.int32),
+                jax.ShapeDtypeStruct((self.num_ranks, self.count_width), jnp.int32),
+            ]
+        return fb.kernel(
+            self.fabric,
+            self,
+            name="ep_dispatch_like" if self.routes_known else "ep_dispatch",
+            num_blocks=self.plan.num_blocks,
+            num_warpgroups=3,
+            out_type=out_type,
+            scratch_types=self._scratch_types(),
+            num_channels=1,
+        )(*operands)
+
+    def _scratch_types(self) -> dict[str, Any]:
+        slots, copies, width = self.plan.num_slots, self.plan.num_copy_slots, self.count_width
+        ranks, top_k = self.num_ranks, self.top_k
         return dict(
             scan=plgpu.SMEM((2 * width,), jnp.int32),
-            first_rows=plgpu.SMEM((shapes.num_ranks, width), jnp.int32),
-            gaps=plgpu.SMEM((2, width), jnp.int32),
-            routes=plgpu.SMEM((kinds, shapes.num_ranks, self.window.width), jnp.int32),
-            slots=plgpu.SMEM((slots, shapes.hidden), dtype),
-            slot_pairs=plgpu.SMEM((slots, 2), jnp.int32),  # source, token
-            slot_routes=plgpu.SMEM((slots, kinds, shapes.top_k), jnp.int32),
-            zeros=plgpu.SMEM((Tiling.of(shapes.hidden, dtype).padded,), dtype),
+            first_rows=plgpu.SMEM((width,), jnp.int32),  # of this rank's choices of each expert
+            block_ends=plgpu.SMEM((2, width), jnp.int32),  # of each expert's rows, and padded
+            choices=plgpu.SMEM(
+                (ranks if self.routes_known else 2, self.window.width), jnp.int32
+            ),  # rows at each peer, or experts and places
+            slots=plgpu.SMEM((slots, self.hidden), self.dtype),
+            slot_rows=plgpu.SMEM((slots, ranks, top_k), jnp.int32),
+            step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
+            copies=plgpu.SMEM((copies, self.hidden), self.dtype),
+            copy_rows=plgpu.SMEM((copies, top_k), jnp.int32),
+            zeros=plgpu.SMEM((Tiling.of(self.hidden, self.dtype).padded,), self.dtype),
             laid_out=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=(slots, 2)),  # the row, and the notes on it
-            empty=plgpu.Barrier(num_barriers=(slots,)),
+            full=plgpu.Barrier(num_barriers=(slots,)),
+            copy_full=plgpu.Barrier(num_barriers=(copies,)),
         )
 
-    def _lay_out_blocks(self, counts, recv_counts, *, scan, first_rows, gaps, **_):
-        """first_rows[s, l]: where source s's rows of expert l start; gaps[:, l]: rows to zero."""
-        shapes, fabric = self.shapes, self.fabric
-        rank, width = fabric.rank(), shapes.count_width
+    def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        if self.stage == "fan_out":
+            put_tokens, rows, tokens = refs
+        elif self.routes_known:
+            x, rows, counts, tokens = refs
+            choices, all_counts, put_tokens = (rows,), None, tokens
+        else:
+            x, topk_idx, places, counts, tokens, rows, all_counts = refs
+            choices, put_tokens = (topk_idx, places), tokens
+
+        if self.stage != "fan_out":
+
+            @pl.when(warpgroup == 0)
+            def _sender():
+                self._fetch_first(x, **scratch)
+                self._lay_out(counts, all_counts, **scratch)
+                plgpu.barrier_arrive(laid_out)
+                self._send(x, choices, tokens, rows, semaphores, **scratch)
+
+            @pl.when(warpgroup == 2)
+            def _filler():
+                plgpu.barrier_wait(laid_out)
+                self._fill(tokens, **scratch)
+
+        if self.stage != "put":
+
+            @pl.when(warpgroup == 1)
+            def _receiver():
+                self._receive(put_tokens, rows, tokens, semaphores, **scratch)
+
+    def _range(self) -> tuple[jax.Array, jax.Array]:
+        """This block's tokens, the same on every rank: first, and how many."""
+        first = lax.axis_index("block") * self.tokens_per_block
+        return first, jnp.clip(self.num_tokens - first, 0, self.tokens_per_block)
+
+    def _fetch(self, x, token, i, *, slots, full):
+        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
+        plgpu.copy_gmem_to_smem(
+            self.fabric.mine(x).at[token], slots.at[slot], full.at[slot], oob_mode=fb.IN_BOUNDS
+        )
+
+    def _fetch_first(self, x, *, slots, full, **_):
+        first, count = self._range()
+
+        def fetch(i, _):
+            self._fetch(x, first + i, i, slots=slots, full=full)
+
+        lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
+
+    def _lay_out(self, counts, all_counts, *, scan, first_rows, block_ends, **_):
+        """Where each expert's block starts at its rank, and this rank's rows in it."""
+        fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
+        rank = fabric.rank()
         per_source = [
-            fabric.mine(counts).at[source][...]
-            if self.routes_known
-            else fabric.peer(counts, source).at[rank][...]
-            for source in range(shapes.num_ranks)
+            fb.load(
+                fabric,
+                fabric.mine(counts).at[source] if self.routes_known else fabric.peer(counts, source),
+                1,
+            )
+            for source in range(self.num_ranks)
         ]
-        sizes = sum(per_source[1:], per_source[0])
-        if shapes.alignment > 1:
-            alignment = jnp.int32(shapes.alignment)
-            sizes = lax.div(sizes + (alignment - 1), alignment) * alignment
-        # An inclusive scan over the experts: `scan` holds zeros, then the sums so far.
+        total = sum(per_source[1:], per_source[0])
+        sizes = total
+        if self.alignment > 1:
+            alignment = jnp.int32(self.alignment)
+            sizes = lax.div(total + (alignment - 1), alignment) * alignment
+        # An inclusive scan over each rank's experts: `scan` holds zeros, then the sums so far.
+        local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
         scan[pl.ds(0, width)] = jnp.zeros((width,), jnp.int32)
         ends, shift = sizes, 1
-        while shift < width:
+        while shift < per_rank:
             scan[pl.ds(width, width)] = ends
             fabric.barrier()
-            ends = ends + fb.load(fabric, scan.at[pl.ds(width - shift, width)], 1)
+            before = fb.load(fabric, scan.at[pl.ds(width - shift, width)], 1)
             fabric.barrier()
+            ends = ends + jnp.where(local_expert >= shift, before, jnp.zeros_like(before))
             shift *= 2
-        row = ends - sizes
-        for source in range(shapes.num_ranks):
-            first_rows[source] = row
-            row = row + per_source[source]
-        gaps[0] = row
-        gaps[1] = ends
+        starts = ends - sizes
+        first = starts
+        for source in range(self.num_ranks):
+            counted = per_source[source]
+            first = first + jnp.where(source < rank, counted, jnp.zeros_like(counted))
+        first_rows[...] = first
+        block_ends[0] = starts + total
+        block_ends[1] = ends
         fabric.barrier()
-        gaps[1, width - 1] = jnp.int32(shapes.capacity)  # the last gap is the tail
-        if recv_counts is not None:
+        if all_counts is not None:
 
             @pl.when(lax.axis_index("block") == 0)
             def _():
-                for source in range(shapes.num_ranks):
-                    fabric.mine(recv_counts)[source] = per_source[source]
+                for source in range(self.num_ranks):
+                    fabric.mine(all_counts)[source] = per_source[source]
 
-    def _scout(
-        self, x, route_refs, rows, *, routes, slots, slot_pairs, slot_routes, full, empty, **_
-    ):
-        shapes, plan, fabric, window = self.shapes, self.plan, self.fabric, self.window
-        num_ranks, top_k, num_slots = shapes.num_ranks, shapes.top_k, plan.num_slots
+    def _send(
+        self, x, choice_refs, tokens, rows, semaphores, *, choices, first_rows, slots, slot_rows,
+        full, **_,
+    ):  # fmt: skip
+        fabric, plan, window = self.fabric, self.plan, self.window
+        num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
+        num_slots, step_tokens = plan.num_slots, plan.step_tokens
         rank, block = fabric.rank(), lax.axis_index("block")
-        tokens_per_block = plan.tokens_per_block(shapes.num_tokens)
-        first_token = block * tokens_per_block
-        end_token = jnp.minimum(first_token + tokens_per_block, shapes.num_tokens)
+        first_token, num_tokens = self._range()
+        rows_are_lines = top_k % 4 == 0  # 16 bytes, which bulk copies need
 
-        def open_slot(used):
-            slot = lax.rem(used, num_slots)
-
-            @pl.when(used >= num_slots)
-            def _():
-                plgpu.barrier_wait(empty.at[slot])
-
-            return slot
-
-        def scout_window(index, used):
-            window_token = first_token + index * window.tokens
-            start = window.start(window_token * top_k)
-            values = [
-                (fabric.mine(ref).at[source] if self.routes_known else fabric.peer(ref, source))
-                .at[pl.ds(start, window.width)][...]
-                for ref in route_refs
-                for source in range(num_ranks)
-            ]
+        def open_window(start):
+            if self.routes_known:
+                sources = [fabric.peer(choice_refs[0], r).at[rank] for r in range(num_ranks)]
+            else:
+                sources = [fabric.mine(ref) for ref in choice_refs]
+            values = [ref.at[pl.ds(start, window.width)][...] for ref in sources]
             fabric.barrier()  # the window before this one has been read
             for i, value in enumerate(values):
-                routes[i // num_ranks, i % num_ranks] = value
+                choices[i] = value
             fabric.barrier()
 
-            num_tokens = jnp.clip(end_token - window_token, 0, window.tokens)
+        def rows_at_peers(entry):
+            """[N][K]: the row of each choice at each rank, in the order of `peers`."""
+            peers = [lax.rem(i + plan.peer_offset(rank, block), num_ranks) for i in range(num_ranks)]
+            if self.routes_known:
+                return peers, [
+                    [choices[peer, entry + choice] for choice in range(top_k)] for peer in peers
+                ]
+            owners, found = [], []
+            for choice in range(top_k):
+                expert = choices[0, entry + choice]
+                valid = (expert >= 0) & (expert < self.num_experts)
+                expert = jnp.where(valid, expert, 0)
+                owner = lax.div(expert, jnp.int32(self.num_local_experts))
+                owners.append(jnp.where(valid, owner, _NOWHERE))
+                found.append(first_rows[expert] + choices[1, entry + choice])
+            return peers, [
+                [
+                    jnp.where(owner == peer, row, _NOWHERE)
+                    for owner, row in zip(owners, found, strict=True)
+                ]
+                for peer in peers
+            ]
 
-            def scout_pair(pair, used):
-                turn, i = plan.turn(pair, num_tokens, num_ranks)
-                source = lax.rem(turn + plan.peer_offset(rank, block), num_ranks)
-                token = window_token + i
-                entry = token * top_k - start
-                notes = [routes[0, source, entry + choice] for choice in range(top_k)]
-                if self.routes_known:
-                    here = [(row >= 0) & (row < shapes.capacity) for row in notes]
-                else:
-                    notes = [expert - rank * shapes.num_local_experts for expert in notes]
-                    here = [(e >= 0) & (e < shapes.num_local_experts) for e in notes]
-                wanted = here[0]
-                for h in here[1:]:
-                    wanted = wanted | h
+        def send_token(i, window_start):
+            token = first_token + i
+            in_window = lax.rem(i, jnp.int32(window.tokens))
 
-                def fetch(used):
-                    slot = open_slot(used)
+            def new_window():
+                start = window.start(token * top_k)
+                open_window(start)
+                return start
+
+            window_start = lax.cond(in_window == 0, new_window, lambda: window_start)
+            peers, found = rows_at_peers(token * top_k - window_start)
+            slot = lax.rem(i, jnp.int32(num_slots))
+            if not self.routes_known:
+                for peer, peer_rows in zip(peers, found, strict=True):
+                    for choice, row in enumerate(peer_rows):
+                        if rows_are_lines:
+                            slot_rows[slot, peer, choice] = row
+                        else:
+                            fabric.peer(rows, peer)[rank, token * top_k + choice] = row
+                plgpu.commit_smem()
+            plgpu.barrier_wait(full.at[slot])
+            for peer, peer_rows in zip(peers, found, strict=True):
+                place = jnp.int32(_NOWHERE)
+                for row in reversed(peer_rows):
+                    place = jnp.where((row >= 0) & (row < self.capacity), row, place)
+
+                @pl.when(place >= 0)
+                def _():
+                    plgpu.copy_smem_to_gmem(
+                        slots.at[slot], fabric.peer(tokens, peer).at[place], commit_group=False
+                    )
+
+                if rows_are_lines and not self.routes_known:
+                    plgpu.copy_smem_to_gmem(
+                        slot_rows.at[slot, peer],
+                        fabric.peer(rows, peer).at[rank, pl.ds(token * top_k, top_k)],
+                        commit_group=False,
+                    )
+            plgpu.commit_smem_to_gmem_group()
+
+            # Once a slot's puts have read it, it takes the next token.
+            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+            ahead = i - lag + num_slots
+
+            @pl.when((i >= lag) & (ahead < num_tokens))
+            def _():
+                self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
+
+            # The puts of the step before have arrived once only this step's are under way.
+            @pl.when((lax.rem(i + 1, jnp.int32(step_tokens)) == 0) & (i >= step_tokens))
+            def _():
+                plgpu.wait_smem_to_gmem(step_tokens)
+                fabric.signal(semaphores, _PUT)
+
+            return window_start
+
+        lax.fori_loop(0, num_tokens, send_token, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+        signalled = jnp.maximum(lax.div(num_tokens, jnp.int32(step_tokens)) - 1, 0)
+
+        def signal_rest(_, carry):
+            fabric.signal(semaphores, _PUT)
+            return carry
+
+        lax.fori_loop(signalled, pl.cdiv(num_tokens, step_tokens), signal_rest, None)
+
+    def _receive(
+        self, put_tokens, rows, tokens, semaphores, *, step_rows, copies, copy_rows, copy_full, **_
+    ):
+        fabric, plan, window = self.fabric, self.plan, self.step_window
+        num_ranks, top_k, num_copies = self.num_ranks, self.top_k, plan.num_copy_slots
+        rank, block = fabric.rank(), lax.axis_index("block")
+        first_token, num_tokens = self._range()
+
+        def finish(copy):
+            slot = lax.rem(copy, jnp.int32(num_copies))
+            plgpu.barrier_wait(copy_full.at[slot])
+            for choice in range(top_k):
+                place = copy_rows[slot, choice]
+
+                @pl.when(place >= 0)
+                def _():
+                    plgpu.copy_smem_to_gmem(
+                        copies.at[slot], fabric.mine(tokens).at[place], commit_group=False
+                    )
+
+            plgpu.commit_smem_to_gmem_group()
+
+        def receive_step(step, begun):
+            fabric.wait(semaphores, _PUT, step + 1, "dispatch")
+            step_token = first_token + step * plan.step_tokens
+            start = window.start(step_token * top_k)
+            values = [
+                fabric.mine(rows).at[source, pl.ds(start, window.width)][...]
+                for source in range(num_ranks)
+            ]
+            fabric.barrier()  # the step before this one has been read
+            for source, value in enumerate(values):
+                step_rows[source] = value
+            fabric.barrier()
+
+            def receive_pair(pair, begun):
+                source = lax.rem(pair, num_ranks)
+                entry = (step_token + lax.div(pair, num_ranks)) * top_k - start
+                first, others = jnp.int32(_NOWHERE), []
+                for choice in range(top_k):
+                    row = step_rows[source, entry + choice]
+                    row = jnp.where(row < self.capacity, row, _NOWHERE)
+                    others.append(jnp.where(first >= 0, row, _NOWHERE))
+                    first = jnp.where(first >= 0, first, row)
+                more = others[0] >= 0
+                for other in others[1:]:
+                    more = more | (other >= 0)
+
+                def begin(begun):
+                    slot = lax.rem(begun, jnp.int32(num_copies))
+
+                    @pl.when(begun >= num_copies)
+                    def _():
+                        finish(begun)
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
                     plgpu.copy_gmem_to_smem(
-                        fabric.peer(x, source).at[token],
-                        slots.at[slot],
-                        full.at[slot, 0],
+                        fabric.mine(put_tokens).at[first],
+                        copies.at[slot],
+                        copy_full.at[slot],
                         oob_mode=fb.IN_BOUNDS,
                     )
-                    slot_pairs[slot, 0] = source
-                    slot_pairs[slot, 1] = token
-                    for choice in range(top_k):
-                        slot_routes[slot, 0, choice] = jnp.where(
-                            here[choice], notes[choice], _NOWHERE
-                        )
-                        if not self.routes_known:
-                            slot_routes[slot, 1, choice] = routes[1, source, entry + choice]
-                    plgpu.barrier_arrive(full.at[slot, 1])
-                    return used + 1
+                    for choice, other in enumerate(others):
+                        copy_rows[slot, choice] = other
+                    return begun + 1
 
-                def skip(used):
-                    if not self.routes_known:
-                        for choice in range(top_k):
-                            fabric.mine(rows)[source, token * top_k + choice] = jnp.int32(_NOWHERE)
-                    return used
+                return lax.cond(more, begin, lambda begun: begun, begun)
 
-                return lax.cond(wanted, fetch, skip, used)
+            pairs = jnp.minimum(first_token + num_tokens - step_token, plan.step_tokens) * num_ranks
+            return lax.fori_loop(0, pairs, receive_pair, begun)
 
-            return lax.fori_loop(0, num_tokens * num_ranks, scout_pair, used)
+        begun = lax.fori_loop(0, pl.cdiv(num_tokens, plan.step_tokens), receive_step, jnp.int32(0))
 
-        num_windows = pl.cdiv(tokens_per_block, window.tokens)
-        used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
-        slot = open_slot(used)
-        slot_pairs[slot, 1] = jnp.int32(_END)
-        plgpu.barrier_arrive(full.at[slot, 1])
-        fb.drain(empty, used + 1, num_slots)
+        def finish_rest(copy, carry):
+            finish(copy)
+            return carry
 
-    def _write(
-        self, tokens, rows, *, first_rows, slots, slot_pairs, slot_routes, full, empty, **_
-    ):
-        shapes, plan, fabric = self.shapes, self.plan, self.fabric
-        top_k, num_slots, lag = shapes.top_k, plan.num_slots, plan.store_lag
-
-        def write_slot(state):
-            used, _ = state
-            slot = lax.rem(used, num_slots)
-            plgpu.barrier_wait(full.at[slot, 1])
-            source, token = slot_pairs[slot, 0], slot_pairs[slot, 1]
-            more = token != _END
-
-            @pl.when(more)
-            def _():
-                places = []
-                for choice in range(top_k):
-                    row = slot_routes[slot, 0, choice]
-                    if not self.routes_known:
-                        expert = row
-                        row = first_rows[source, jnp.maximum(expert, 0)]
-                        row = row + slot_routes[slot, 1, choice]
-                        row = jnp.where(expert >= 0, row, _NOWHERE)
-                        fabric.mine(rows)[source, token * top_k + choice] = row
-                    places.append(jnp.where(row < shapes.capacity, row, _NOWHERE))
-                plgpu.barrier_wait(full.at[slot, 0])
-                for place in places:
-
-                    @pl.when(place >= 0)
-                    def _():
-                        plgpu.copy_smem_to_gmem(
-                            slots.at[slot], fabric.mine(tokens).at[place], commit_group=False
-                        )
-
-                plgpu.commit_smem_to_gmem_group()
-                # A slot is free once the writes from it have read it.
-                plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-
-                @pl.when(used >= lag)
-                def _():
-                    plgpu.barrier_arrive(empty.at[lax.rem(used - lag, num_slots)])
-
-            return used + 1, more
-
-        used, _ = lax.while_loop(
-            lambda state: state[1], write_slot, (jnp.int32(0), jnp.bool_(True))
-        )
+        lax.fori_loop(jnp.maximum(begun - num_copies, 0), begun, finish_rest, None)
         plgpu.wait_smem_to_gmem(0)
 
-        def free_slot(i, _):
-            plgpu.barrier_arrive(empty.at[lax.rem(i, num_slots)])
-
-        lax.fori_loop(jnp.maximum(used - 1 - lag, 0), used, free_slot, None)
-
-    def _fill(self, tokens, *, zeros, gaps, **_):
-        shapes, plan = self.shapes, self.plan
+    def _fill(self, tokens, *, zeros, block_ends, **_):
+        plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
         zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
         plgpu.commit_smem()
 
-        def fill_gap(expert, _):
-            first, end = gaps[0, expert], jnp.minimum(gaps[1, expert], shapes.capacity)
-            count = lax.div(end - first - block + (plan.num_blocks - 1), jnp.int32(plan.num_blocks))
+        def fill_gap(begin, end):
+            end = jnp.minimum(end, self.capacity)
+            num_blocks = jnp.int32(plan.num_blocks)
+            count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
 
-            def fill_row(i, _):
+            def fill_row(i, carry):
                 plgpu.copy_smem_to_gmem(
-                    zeros.at[pl.ds(0, shapes.hidden)],
-                    self.fabric.mine(tokens).at[first + block + i * plan.num_blocks],
+                    zeros.at[pl.ds(0, self.hidden)],
+                    self.fabric.mine(tokens).at[begin + block + i * num_blocks],
                 )
-                return _
+                return carry
 
-            return lax.fori_loop(0, jnp.maximum(count, 0), fill_row, _)
+            lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)
 
-        # Only real experts have gaps, and the last entry, the tail.
-        lax.fori_loop(0, shapes.num_local_experts, fill_gap, None)
-        fill_gap(shapes.count_width - 1, None)
+        if self.alignment > 1:
+
+            def fill_padding(expert, carry):
+                fill_gap(block_ends[0, expert], block_ends[1, expert])
+                return carry
+
+            lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, fill_padding, None)
+        fill_gap(block_ends[1, (rank + 1) * per_rank - 1], self.capacity)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _call(pull: _Pull, dtype: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    shapes = pull.shapes
-    out_type = [jax.ShapeDtypeStruct((shapes.capacity, shapes.hidden), dtype)]
-    if not pull.routes_known:
-        out_type += [
-            jax.ShapeDtypeStruct((shapes.num_ranks, shapes.num_tokens * shapes.top_k), jnp.int32),
-            jax.ShapeDtypeStruct((shapes.num_ranks, shapes.count_width), jnp.int32),
-        ]
-    return fb.kernel(
-        pull.fabric,
-        pull,
-        name="ep_dispatch_like" if pull.routes_known else "ep_dispatch",
-        num_blocks=pull.plan.num_blocks,
-        num_warpgroups=3,
-        out_type=out_type,
-        scratch_types=pull.scratch_types(dtype),
-        num_channels=1,
-    )(*operands)

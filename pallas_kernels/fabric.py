@@ -189,6 +189,14 @@ def load(fabric: Fabric, ref: Any, vector: int) -> jax.Array:
     return plgpu.load(ref, layout=layout)
 
 
+def iota(fabric: Fabric, size: int) -> jax.Array:
+    """[size] int32 in registers, neighbouring threads holding neighbouring numbers."""
+    if fabric.interpret:
+        return jnp.arange(size, dtype=jnp.int32)
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
+    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
 def drain(empty: Any, used: jax.Array, num_slots: int) -> None:
     """Waits until every slot of a ring that was ever filled is empty again."""
 

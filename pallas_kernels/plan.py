@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
 SHARED_MEMORY_BYTES = 227 * 1024
@@ -27,8 +26,8 @@ class Plan:
       store_lag: how many slots may wait for their outgoing writes to be read.
       window_tokens: tokens whose routes a block holds in shared memory at a time.
       stagger_blocks: whether the blocks of a rank start at different peers, or at the same.
-      peer_major: whether a block serves all its tokens of one peer, then the next peer's.
-      step_tokens: tokens of each owner between two signals (combine).
+      step_tokens: tokens between two signals.
+      num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
       mailbox_steps: steps that an owner's mailbox holds (combine).
     """
 
@@ -37,8 +36,8 @@ class Plan:
     store_lag: int = 1
     window_tokens: int = 16
     stagger_blocks: bool = True
-    peer_major: bool = False
     step_tokens: int = 1
+    num_copy_slots: int = 2
     mailbox_steps: int = 2
 
     def __post_init__(self) -> None:
@@ -50,14 +49,6 @@ class Plan:
     def peer_offset(self, rank: jax.Array, block: jax.Array) -> jax.Array:
         """Where a block starts on its round over the peers, so that no link is crowded."""
         return rank + block if self.stagger_blocks else rank
-
-    def turn(
-        self, pair: jax.Array, num_tokens: jax.Array, num_ranks: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """The order of a block's (token, peer) pairs: which peer's turn it is, and which token."""
-        if self.peer_major:
-            return lax.div(pair, num_tokens), lax.rem(pair, num_tokens)
-        return lax.rem(pair, num_ranks), lax.div(pair, num_ranks)
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)
@@ -72,8 +63,8 @@ class Window:
     total: int  # entries of the (padded) flat array
 
     @classmethod
-    def of(cls, plan: Plan, num_tokens: int, top_k: int) -> Window:
-        tokens = min(plan.window_tokens, plan.tokens_per_block(num_tokens))
+    def of(cls, tokens: int, plan: Plan, num_tokens: int, top_k: int) -> Window:
+        tokens = min(tokens, plan.tokens_per_block(num_tokens))
         width = align_up(tokens * top_k, LANES)
         return cls(tokens, width, max(width, num_tokens * top_k))
 

@@ -84,7 +84,9 @@ def wait(semaphores: Sequence[Any], count: Any, *, timeout_s: float, what: str) 
             )
             llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
             scf.yield_([])
-        llvm.inline_asm(None, [], "fence.acquire.sys;", "", has_side_effects=True)
+        # What a peer put may be read by plain loads and by bulk copies alike.
+        fences = "fence.acquire.sys; fence.proxy.async;"
+        llvm.inline_asm(None, [], fences, "", has_side_effects=True)
         mgpu.utils.warpgroup_barrier()
 
     splat = plgpu.Layout.WG_SPLAT(())

@@ -230,23 +230,26 @@ def loss(lhs, rhs, sizes, implementation=None):
 
 
 @pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
-def test_mosaic_lowers_for_cuda(shape):
-    for dtype in (jnp.bfloat16, jnp.float16):
-        text = lower_for_cuda(jax.grad(loss, (0, 1)), *gradient_shapes(*shape, dtype))
-        assert text.count("@mosaic_gpu") >= 3, "product, dlhs and drhs"
-        assert "ragged_dot" not in text
+@pytest.mark.parametrize("implementation", ["pallas", "mosaic"])
+def test_lowers_for_cuda(implementation, shape):
+    dtype = jnp.float16 if shape[0] % 16 else jnp.bfloat16
+    gradients = jax.grad(functools.partial(loss, implementation=implementation), (0, 1))
+    text = lower_for_cuda(gradients, *gradient_shapes(*shape, dtype))
+    assert text.count("@mosaic_gpu") >= 3, "product, dlhs and drhs"
+    assert "ragged_dot_general" not in text
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((64, 100, 64, 2), "bfloat16"), ((64, 128, 64, 2), "float32")], ids=str
 )
-def test_what_mosaic_cannot_multiply_lowers_without_it(shape, dtype):
+def test_what_no_kernel_multiplies_lowers_without_one(shape, dtype):
     text = lower_for_cuda(jax.grad(loss, (0, 1)), *gradient_shapes(*shape, jnp.dtype(dtype)))
     assert "mosaic_gpu" not in text
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_lowers_for_cuda_inside_shard_map(check_vma):
+@pytest.mark.parametrize("implementation", [None, "pallas", "mosaic"])
+def test_lowers_for_cuda_inside_shard_map(implementation, check_vma):
     mesh = AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
 
     @functools.partial(
@@ -257,7 +260,7 @@ def test_lowers_for_cuda_inside_shard_map(check_vma):
         check_vma=check_vma,
     )
     def total_loss(lhs, rhs, sizes):
-        return jax.lax.psum(loss(lhs, rhs, sizes), ("data", "expert"))
+        return jax.lax.psum(loss(lhs, rhs, sizes, implementation), ("data", "expert"))
 
     shapes = (
         jax.ShapeDtypeStruct((8 * 500, 256), jnp.bfloat16),
@@ -300,6 +303,7 @@ def call(lhs=((8, H), "float32"), rhs=((2, H, F), "float32"), sizes=((2,), "int3
         ({"sizes": ((2,), "float32")}, TypeError, r"group_sizes must be a integer|an integer"),
         ({"implementation": "cutlass"}, ValueError, r"must be one of .*mosaic.*'cutlass'"),
         ({"implementation": "mosaic"}, ValueError, r'"mosaic" cannot serve.*not float32'),
+        ({"implementation": "pallas"}, ValueError, r'"pallas" cannot serve.*not float32'),
     ],
 )
 def test_errors(arguments, error, message):
@@ -311,10 +315,14 @@ def test_a_name_that_cannot_serve_says_why():
     half = ((8, 100), "bfloat16"), ((2, 100, F), "bfloat16")
     with pytest.raises(ValueError, match=r"multiples of 64, not \[100, 128\]"):
         call(*half, implementation="mosaic")
+    odd = ((8, 64), "bfloat16"), ((2, 64, 192), "bfloat16")
+    with pytest.raises(ValueError, match=r"one side .* multiples of 128, not \[64, 192\]"):
+        call(*odd, implementation="pallas")
     if jax.default_backend() == "cpu":
         half = ((8, H), "bfloat16"), ((2, H, F), "bfloat16")
-        with pytest.raises(ValueError, match="Hopper GPUs, and this program is for cpu"):
-            call(*half, implementation="mosaic")
+        for name in ("pallas", "mosaic"):
+            with pytest.raises(ValueError, match="Hopper GPUs, and this program is for cpu"):
+                call(*half, implementation=name)
     if "tokamax" not in serving_implementations((H, F), "bfloat16", "cuda"):
         with pytest.raises(ValueError, match="tokamax is not installed"):
             call(implementation="tokamax")
