@@ -24,7 +24,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.envir
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
@@ -136,6 +136,7 @@ def init_decoding(mesh: Mesh, dtype: Any) -> Decoding:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)
     devices = jax.devices()
     if _BATCH_SIZE.value % len(devices):
         raise SystemExit(

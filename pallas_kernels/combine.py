@@ -171,6 +171,7 @@ class _Combine:
 
             @pl.when(warpgroup == 0)
             def _scout():
+                self.fabric.stage(0)
                 self._scout(y, rows, weights, **scratch)
 
             @pl.when(warpgroup == 1)
@@ -379,6 +380,7 @@ class _Combine:
                     lambda: plgpu.wait_smem_to_gmem(lag),
                     lambda: plgpu.wait_smem_to_gmem(0),
                 )
+                fabric.stage(1)
                 fabric.signal(semaphores, _PUT)
 
             return used_after
@@ -388,6 +390,7 @@ class _Combine:
 
         @pl.when(num_steps > 0)
         def _():
+            fabric.stage(1)
             fabric.signal(semaphores, _PUT)
 
         def free_slot(i, _):
@@ -403,6 +406,7 @@ class _Combine:
 
         def receive_step(step, _):
             fabric.wait(semaphores, _PUT, step + 1, "combine")
+            fabric.stage(2)
             slot = lax.rem(step, self.mailbox_steps)
 
             def receive_token(i, _):

@@ -213,7 +213,9 @@ class _Dispatch:
 
             @pl.when(warpgroup == 0)
             def _sender():
+                self.fabric.stage(0)
                 self._fetch_first(x, **scratch)
+                self._open_window(choices, 0, **scratch)
                 self._lay_out(counts, all_counts, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
@@ -221,6 +223,7 @@ class _Dispatch:
             @pl.when(warpgroup == 2)
             def _filler():
                 plgpu.barrier_wait(laid_out)
+                self.fabric.stage(3)
                 self._fill(tokens, **scratch)
 
         if self.stage != "put":
@@ -247,6 +250,22 @@ class _Dispatch:
             self._fetch(x, first + i, i, slots=slots, full=full)
 
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
+
+    def _open_window(self, choice_refs, i, *, choices, **_):
+        """Loads the choices of this block's tokens from the i-th on."""
+        fabric, window = self.fabric, self.window
+        first_token, _ = self._range()
+        if self.routes_known:
+            peers = range(self.num_ranks)
+            sources = [fabric.peer(choice_refs[0], r).at[fabric.rank()] for r in peers]
+        else:
+            sources = [fabric.mine(ref) for ref in choice_refs]
+        entries = pl.ds(window.start((first_token + i) * self.top_k), window.width)
+        values = [source.at[entries][...] for source in sources]
+        fabric.barrier()  # the window before this one has been read
+        for i, value in enumerate(values):
+            choices[i] = value
+        fabric.barrier()
 
     def _lay_out(self, counts, all_counts, *, scan, first_rows, block_ends, **_):
         """Where each expert's block starts at its rank, and this rank's rows in it."""
@@ -301,19 +320,6 @@ class _Dispatch:
         num_slots, step_tokens = plan.num_slots, plan.step_tokens
         rank, block = fabric.rank(), lax.axis_index("block")
         first_token, num_tokens = self._range()
-        rows_are_lines = top_k % 4 == 0  # 16 bytes, which bulk copies need
-
-        def open_window(start):
-            if self.routes_known:
-                sources = [fabric.peer(choice_refs[0], r).at[rank] for r in range(num_ranks)]
-            else:
-                sources = [fabric.mine(ref) for ref in choice_refs]
-            values = [ref.at[pl.ds(start, window.width)][...] for ref in sources]
-            fabric.barrier()  # the window before this one has been read
-            for i, value in enumerate(values):
-                choices[i] = value
-            fabric.barrier()
-
         def rows_at_peers(entry):
             """[N][K]: the row of each choice at each rank, in the order of `peers`."""
             peers = [lax.rem(i + plan.peer_offset(rank, block), num_ranks) for i in range(num_ranks)]
@@ -337,26 +343,36 @@ class _Dispatch:
                 for peer in peers
             ]
 
-        def send_token(i, window_start):
+        def put_rows(token, slot, peers, found):
+            """Tells every rank the rows that it gets of this token: K of them, or -1."""
+            entry = token * top_k
+            if top_k % 4:  # bulk copies are of whole 16 bytes
+                for peer, peer_rows in zip(peers, found, strict=True):
+                    for choice, row in enumerate(peer_rows):
+                        fabric.peer(rows, peer)[rank, entry + choice] = row
+                return
+            for peer, peer_rows in zip(peers, found, strict=True):
+                for choice, row in enumerate(peer_rows):
+                    slot_rows[slot, peer, choice] = row
+            plgpu.commit_smem()
+            for peer in peers:
+                plgpu.copy_smem_to_gmem(
+                    slot_rows.at[slot, peer],
+                    fabric.peer(rows, peer).at[rank, pl.ds(entry, top_k)],
+                    commit_group=False,
+                )
+
+        def send_token(i, carry):
             token = first_token + i
             in_window = lax.rem(i, jnp.int32(window.tokens))
 
-            def new_window():
-                start = window.start(token * top_k)
-                open_window(start)
-                return start
+            @pl.when((in_window == 0) & (i > 0))
+            def _():
+                self._open_window(choice_refs, i, choices=choices)
 
-            window_start = lax.cond(in_window == 0, new_window, lambda: window_start)
+            window_start = window.start((token - in_window) * top_k)
             peers, found = rows_at_peers(token * top_k - window_start)
             slot = lax.rem(i, jnp.int32(num_slots))
-            if not self.routes_known:
-                for peer, peer_rows in zip(peers, found, strict=True):
-                    for choice, row in enumerate(peer_rows):
-                        if rows_are_lines:
-                            slot_rows[slot, peer, choice] = row
-                        else:
-                            fabric.peer(rows, peer)[rank, token * top_k + choice] = row
-                plgpu.commit_smem()
             plgpu.barrier_wait(full.at[slot])
             for peer, peer_rows in zip(peers, found, strict=True):
                 place = jnp.int32(_NOWHERE)
@@ -369,12 +385,8 @@ class _Dispatch:
                         slots.at[slot], fabric.peer(tokens, peer).at[place], commit_group=False
                     )
 
-                if rows_are_lines and not self.routes_known:
-                    plgpu.copy_smem_to_gmem(
-                        slot_rows.at[slot, peer],
-                        fabric.peer(rows, peer).at[rank, pl.ds(token * top_k, top_k)],
-                        commit_group=False,
-                    )
+            if not self.routes_known:
+                put_rows(token, slot, peers, found)
             plgpu.commit_smem_to_gmem_group()
 
             # Once a slot's puts have read it, it takes the next token.
@@ -389,15 +401,17 @@ class _Dispatch:
             @pl.when((lax.rem(i + 1, jnp.int32(step_tokens)) == 0) & (i >= step_tokens))
             def _():
                 plgpu.wait_smem_to_gmem(step_tokens)
+                fabric.stage(1)
                 fabric.signal(semaphores, _PUT)
 
-            return window_start
+            return carry
 
-        lax.fori_loop(0, num_tokens, send_token, jnp.int32(0))
+        lax.fori_loop(0, num_tokens, send_token, None)
         plgpu.wait_smem_to_gmem(0)
         signalled = jnp.maximum(lax.div(num_tokens, jnp.int32(step_tokens)) - 1, 0)
 
         def signal_rest(_, carry):
+            fabric.stage(1)
             fabric.signal(semaphores, _PUT)
             return carry
 
@@ -427,6 +441,8 @@ class _Dispatch:
 
         def receive_step(step, begun):
             fabric.wait(semaphores, _PUT, step + 1, "dispatch")
+            fabric.async_fence()
+            fabric.stage(2)
             step_token = first_token + step * plan.step_tokens
             start = window.start(step_token * top_k)
             values = [

@@ -41,6 +41,7 @@ class Mesh:
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     timeout_s: float = 100.0
+    delays_ns: tuple[tuple[int, ...], ...] = ()  # for tests: [stage][rank]
 
     stacked = False
     interpret = None
@@ -90,6 +91,18 @@ class Mesh:
         """All threads of this warpgroup come here before any goes on."""
         ptx.barrier()
 
+    def async_fence(self) -> None:
+        """What this warpgroup has waited for, its bulk copies see too."""
+        ptx.async_fence()
+
+    def stage(self, number: int) -> None:
+        """Names a point of a kernel at which a test may hold ranks back by different times."""
+        if number < len(self.delays_ns):
+            delay, rank = jnp.int32(0), self.rank()
+            for r, nanoseconds in enumerate(self.delays_ns[number]):
+                delay = jnp.where(rank == r, nanoseconds, delay)
+            ptx.pause(delay)
+
     def _device_id(self, rank: Any) -> dict[str, jax.Array]:
         device_id = {}
         rank = jnp.asarray(rank, jnp.int32)
@@ -129,6 +142,12 @@ class Stacked:
     def barrier(self) -> None:
         if not self.interpret:  # the interpreter runs a warpgroup as one thread
             ptx.barrier()
+
+    def async_fence(self) -> None:
+        pass
+
+    def stage(self, number: int) -> None:
+        pass
 
 
 Fabric = Mesh | Stacked

@@ -84,15 +84,42 @@ def wait(semaphores: Sequence[Any], count: Any, *, timeout_s: float, what: str) 
             )
             llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
             scf.yield_([])
-        # What a peer put may be read by plain loads and by bulk copies alike.
-        fences = "fence.acquire.sys; fence.proxy.async;"
-        llvm.inline_asm(None, [], fences, "", has_side_effects=True)
+        llvm.inline_asm(None, [], "fence.acquire.sys;", "", has_side_effects=True)
         mgpu.utils.warpgroup_barrier()
 
     splat = plgpu.Layout.WG_SPLAT(())
     plgpu.inline_mgpu(arg_types=(splat, *(plgpu.RefType(),) * len(semaphores)))(emit)(
         jnp.asarray(count, jnp.int32), *semaphores
     )
+
+
+def pause(nanoseconds: Any) -> None:
+    """Makes the warpgroup sleep: for tests of what happens when ranks are out of step."""
+
+    def emit(ctx: Any, duration: Any) -> None:
+        del ctx
+        i64 = ir.IntegerType.get_signless(64)
+        end = arith.addi(_global_timer(), arith.extui(i64, duration.registers.item()))
+        loop = scf.WhileOp([], [])
+        with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
+            scf.condition(arith.cmpi(arith.CmpIPredicate.ult, _global_timer(), end), [])
+        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
+            scf.yield_([])
+        mgpu.utils.warpgroup_barrier()
+
+    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))(emit)(
+        jnp.asarray(nanoseconds, jnp.int32)
+    )
+
+
+def async_fence() -> None:
+    """What this thread has seen written, its bulk copies see too."""
+
+    def emit(ctx: Any) -> None:
+        del ctx
+        llvm.inline_asm(None, [], "fence.proxy.async;", "", has_side_effects=True)
+
+    plgpu.inline_mgpu()(emit)()
 
 
 def _lane() -> ir.Value:
