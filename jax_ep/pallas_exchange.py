@@ -50,15 +50,18 @@ def dispatch(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, E]."""
     hidden = x.shape[1]
-    counts, places = routes.count_choices(topk_idx, num_experts)
     x = _pad_hidden(x)
+    plan = _dispatch_plan(x)
+    counts, counts_before = routes.count_by_block(
+        topk_idx, num_experts, plan.tokens_per_block(x.shape[0]), plan.num_blocks
+    )
     tokens, rows, all_counts = dispatch_kernel.dispatch(
         x,
         topk_idx,
-        places,
         counts,
+        counts_before,
         fabric=_mesh(axis_name),
-        plan=_dispatch_plan(x),
+        plan=plan,
         capacity=capacity,
         expert_alignment=expert_alignment,
     )
@@ -138,15 +141,14 @@ def _pad_hidden(x: jax.Array) -> jax.Array:
 def _dispatch_plan(x: jax.Array) -> Plan:
     num_tokens, row_bytes = x.shape[0], x.shape[1] * x.dtype.itemsize
     rows = (SHARED_MEMORY_BYTES - _RESERVED_BYTES) // row_bytes - 1  # one is zeros
-    num_blocks = min(128, num_tokens)
     num_copy_slots = max(1, min(4, rows // 3))
     num_slots = min(_MAX_SLOTS, rows - num_copy_slots)
     return Plan(
-        num_blocks=num_blocks,
+        num_blocks=min(64 if num_tokens <= 256 else 128, num_tokens),
         num_slots=num_slots,
-        store_lag=max(1, num_slots // 2),
+        store_lag=num_slots // 2,
         num_copy_slots=num_copy_slots,
-        step_tokens=8,
+        step_tokens=1 if num_tokens <= 256 else 2,
     )
 
 

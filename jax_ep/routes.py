@@ -73,6 +73,19 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     return upto_chunk[-1], places.reshape(-1)[: flat.size].reshape(topk_idx.shape)
 
 
+def count_by_block(
+    topk_idx: jax.Array, num_experts: int, tokens_per_block: int, num_blocks: int
+) -> tuple[jax.Array, jax.Array]:
+    """Choices of each expert: all [E], and those of the tokens before each block [B, E]."""
+    flat = topk_idx.reshape(-1)
+    entries = tokens_per_block * topk_idx.shape[1]
+    padding = num_blocks * entries - flat.size
+    blocks = jnp.pad(flat, (0, padding), constant_values=-1).reshape(num_blocks, entries)
+    histogram = jnp.sum(blocks[:, :, None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
+    upto_block = jnp.cumsum(histogram, axis=0, dtype=jnp.int32)
+    return upto_block[-1], upto_block - histogram
+
+
 def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
     """[N, E] choices by (rank, expert) -> [N, L]: rows that each rank sends to experts of `rank`."""
     num_local_experts = counts.shape[1] // counts.shape[0]

@@ -34,8 +34,8 @@ _PUT = 0  # channel: the rows of a step have been put
 def dispatch(
     x: jax.Array,
     topk_idx: jax.Array,
-    places: jax.Array,
     counts: jax.Array,
+    counts_before: jax.Array,
     *,
     fabric: fb.Fabric,
     plan: Plan,
@@ -48,8 +48,8 @@ def dispatch(
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
-      places: [T, K] int32: how many earlier choices of this rank picked the same expert.
       counts: [E] int32: this rank's choices of each expert.
+      counts_before: [B, E] int32: those of the tokens before each block's.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
@@ -69,8 +69,8 @@ def dispatch(
     tokens, rows, all_counts = kernel.call(
         x,
         kernel.window.pad(topk_idx.reshape(flat), _NOWHERE),
-        kernel.window.pad(places.reshape(flat), 0),
         pad_last(counts, kernel.count_width - num_experts),
+        pad_last(counts_before, kernel.count_width - num_experts),
     )
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
     return tokens, rows, all_counts[..., :num_experts]
@@ -182,11 +182,11 @@ class _Dispatch:
         ranks, top_k = self.num_ranks, self.top_k
         return dict(
             scan=plgpu.SMEM((2 * width,), jnp.int32),
-            first_rows=plgpu.SMEM((width,), jnp.int32),  # of this rank's choices of each expert
+            next_rows=plgpu.SMEM((width,), jnp.int32),  # where each expert's next row goes
             block_ends=plgpu.SMEM((2, width), jnp.int32),  # of each expert's rows, and padded
             choices=plgpu.SMEM(
-                (ranks if self.routes_known else 2, self.window.width), jnp.int32
-            ),  # rows at each peer, or experts and places
+                (ranks if self.routes_known else 1, self.window.width), jnp.int32
+            ),  # rows at each peer, or experts
             slots=plgpu.SMEM((slots, self.hidden), self.dtype),
             slot_rows=plgpu.SMEM((slots, ranks, top_k), jnp.int32),
             step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
@@ -204,10 +204,10 @@ class _Dispatch:
             put_tokens, rows, tokens = refs
         elif self.routes_known:
             x, rows, counts, tokens = refs
-            choices, all_counts, put_tokens = (rows,), None, tokens
+            choices, counts_before, all_counts, put_tokens = rows, None, None, tokens
         else:
-            x, topk_idx, places, counts, tokens, rows, all_counts = refs
-            choices, put_tokens = (topk_idx, places), tokens
+            x, choices, counts, counts_before, tokens, rows, all_counts = refs
+            put_tokens = tokens
 
         if self.stage != "fan_out":
 
@@ -216,7 +216,7 @@ class _Dispatch:
                 self.fabric.stage(0)
                 self._fetch_first(x, **scratch)
                 self._open_window(choices, 0, **scratch)
-                self._lay_out(counts, all_counts, **scratch)
+                self._lay_out(counts, counts_before, all_counts, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
 
@@ -251,15 +251,15 @@ class _Dispatch:
 
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
 
-    def _open_window(self, choice_refs, i, *, choices, **_):
+    def _open_window(self, choices_ref, i, *, choices, **_):
         """Loads the choices of this block's tokens from the i-th on."""
         fabric, window = self.fabric, self.window
         first_token, _ = self._range()
         if self.routes_known:
             peers = range(self.num_ranks)
-            sources = [fabric.peer(choice_refs[0], r).at[fabric.rank()] for r in peers]
+            sources = [fabric.peer(choices_ref, r).at[fabric.rank()] for r in peers]
         else:
-            sources = [fabric.mine(ref) for ref in choice_refs]
+            sources = [fabric.mine(choices_ref)]
         entries = pl.ds(window.start((first_token + i) * self.top_k), window.width)
         values = [source.at[entries][...] for source in sources]
         fabric.barrier()  # the window before this one has been read
@@ -267,8 +267,8 @@ class _Dispatch:
             choices[i] = value
         fabric.barrier()
 
-    def _lay_out(self, counts, all_counts, *, scan, first_rows, block_ends, **_):
-        """Where each expert's block starts at its rank, and this rank's rows in it."""
+    def _lay_out(self, counts, counts_before, all_counts, *, scan, next_rows, block_ends, **_):
+        """Where each expert's block starts and ends at its rank, and this block's rows in it."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         rank = fabric.rank()
         per_source = [
@@ -296,11 +296,14 @@ class _Dispatch:
             ends = ends + jnp.where(local_expert >= shift, before, jnp.zeros_like(before))
             shift *= 2
         starts = ends - sizes
-        first = starts
-        for source in range(self.num_ranks):
-            counted = per_source[source]
-            first = first + jnp.where(source < rank, counted, jnp.zeros_like(counted))
-        first_rows[...] = first
+        if not self.routes_known:
+            row = starts + fb.load(
+                fabric, fabric.mine(counts_before).at[lax.axis_index("block")], 1
+            )
+            for source in range(self.num_ranks):
+                counted = per_source[source]
+                row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
+            next_rows[...] = row
         block_ends[0] = starts + total
         block_ends[1] = ends
         fabric.barrier()
@@ -312,7 +315,7 @@ class _Dispatch:
                     fabric.mine(all_counts)[source] = per_source[source]
 
     def _send(
-        self, x, choice_refs, tokens, rows, semaphores, *, choices, first_rows, slots, slot_rows,
+        self, x, choices_ref, tokens, rows, semaphores, *, choices, next_rows, slots, slot_rows,
         full, **_,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
@@ -327,14 +330,26 @@ class _Dispatch:
                 return peers, [
                     [choices[peer, entry + choice] for choice in range(top_k)] for peer in peers
                 ]
-            owners, found = [], []
+            # Read where each expert's next row goes, all threads, then count this token's choices.
+            experts = [choices[0, entry + choice] for choice in range(top_k)]
+            valid = [(e >= 0) & (e < self.num_experts) for e in experts]
+            experts = [jnp.where(v, e, 0) for e, v in zip(experts, valid, strict=True)]
+            found = [next_rows[expert] for expert in experts]
             for choice in range(top_k):
-                expert = choices[0, entry + choice]
-                valid = (expert >= 0) & (expert < self.num_experts)
-                expert = jnp.where(valid, expert, 0)
-                owner = lax.div(expert, jnp.int32(self.num_local_experts))
-                owners.append(jnp.where(valid, owner, _NOWHERE))
-                found.append(first_rows[expert] + choices[1, entry + choice])
+                for earlier in range(choice):
+                    again = valid[earlier] & (experts[earlier] == experts[choice])
+                    found[choice] = found[choice] + again.astype(jnp.int32)
+            fabric.barrier()
+            for choice, expert in enumerate(experts):
+
+                @pl.when(valid[choice])
+                def _():
+                    next_rows[expert] = found[choice] + 1
+
+            owners = [
+                jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
+                for e, v in zip(experts, valid, strict=True)
+            ]
             return peers, [
                 [
                     jnp.where(owner == peer, row, _NOWHERE)
@@ -368,7 +383,7 @@ class _Dispatch:
 
             @pl.when((in_window == 0) & (i > 0))
             def _():
-                self._open_window(choice_refs, i, choices=choices)
+                self._open_window(choices_ref, i, choices=choices)
 
             window_start = window.start((token - in_window) * top_k)
             peers, found = rows_at_peers(token * top_k - window_start)
@@ -379,12 +394,9 @@ class _Dispatch:
                 for row in reversed(peer_rows):
                     place = jnp.where((row >= 0) & (row < self.capacity), row, place)
 
-                @pl.when(place >= 0)
-                def _():
-                    plgpu.copy_smem_to_gmem(
-                        slots.at[slot], fabric.peer(tokens, peer).at[place], commit_group=False
-                    )
-
+                fb.put_if(
+                    fabric, place >= 0, slots.at[slot], fabric.peer(tokens, peer).at[place]
+                )
             if not self.routes_known:
                 put_rows(token, slot, peers, found)
             plgpu.commit_smem_to_gmem_group()
@@ -430,12 +442,7 @@ class _Dispatch:
             plgpu.barrier_wait(copy_full.at[slot])
             for choice in range(top_k):
                 place = copy_rows[slot, choice]
-
-                @pl.when(place >= 0)
-                def _():
-                    plgpu.copy_smem_to_gmem(
-                        copies.at[slot], fabric.mine(tokens).at[place], commit_group=False
-                    )
+                fb.put_if(fabric, place >= 0, copies.at[slot], fabric.mine(tokens).at[place])
 
             plgpu.commit_smem_to_gmem_group()
 

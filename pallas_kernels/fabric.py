@@ -208,6 +208,17 @@ def load(fabric: Fabric, ref: Any, vector: int) -> jax.Array:
     return plgpu.load(ref, layout=layout)
 
 
+def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) -> None:
+    """Starts a copy from shared memory, in the open group; without a branch on a GPU."""
+    if not fabric.interpret:
+        plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
+        return
+
+    @pl.when(predicate)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
+
+
 def iota(fabric: Fabric, size: int) -> jax.Array:
     """[size] int32 in registers, neighbouring threads holding neighbouring numbers."""
     if fabric.interpret:

@@ -44,14 +44,14 @@ def exact_matmuls():
 
 
 ROUTERS = [
-    dict(),
-    dict(score="sigmoid", scale=2.5),
-    dict(score="sigmoid", num_groups=4, groups_kept=2, normalize=False),
+    (dict(), False),
+    (dict(scale=0.5), True),
+    (dict(score="sigmoid", scale=2.5), True),
+    (dict(score="sigmoid", num_groups=4, groups_kept=2, normalize=False), True),
 ]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("router", ROUTERS, ids=str)
+@pytest.mark.parametrize("router, bias", ROUTERS, ids=str)
 def test_matches_dense_numpy(router, bias):
     params, x = make_params(bias=bias), make_x()
     config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, expert_alignment=8, **router)
@@ -81,7 +81,6 @@ def test_every_rank_count_gives_the_same(num_ranks):
 
 MESHES = [
     ((2, 4), ("data", "expert")),
-    ((4, 2), ("expert", "data")),
     ((8,), ("data",)),
     ((2, 2, 2), ("data", "expert", "tensor")),
 ]
@@ -189,10 +188,9 @@ def test_any_number_of_tokens_on_eight_ranks(shape):
     params, x = make_params(), make_x(shape=shape)
     want, counts = dense(params, x)
     with jax.set_mesh(expert_mesh(8)):
-        _, (out, metrics) = jax.jit(loss)(params, x)
+        out, metrics = moe.moe_layer(params, x, CONFIG)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(metrics.expert_counts, counts)
-    assert_close((out, metrics), jax.jit(loss)(params, x)[1])
 
 
 def test_masked_tokens_go_nowhere_and_count_nowhere():
@@ -231,8 +229,7 @@ def test_ample_capacity_factor_drops_nothing():
     assert_close(got, unsharded())
 
 
-@pytest.mark.parametrize("alignment", [1, 8])
-@pytest.mark.parametrize("k", [1, 3, E])
+@pytest.mark.parametrize("k, alignment", [(1, 1), (3, 8), (E, 1)])
 def test_dropless_holds_the_worst_routing(k, alignment):
     """All tokens choose the experts of one rank, as far as they fit there."""
     params = make_params()._replace(gate=jnp.zeros((H, E)))
@@ -243,12 +240,11 @@ def test_dropless_holds_the_worst_routing(k, alignment):
     assert metrics.num_dropped == 0
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_low_precision_compute_with_float32_parameters(dtype):
-    config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, dtype=dtype)
+def test_bfloat16_compute_with_float32_parameters():
+    config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, dtype=jnp.bfloat16)
     with jax.set_mesh(expert_mesh(4)):
         (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
-    assert out.dtype == dtype
+    assert out.dtype == jnp.bfloat16
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
     # The router sees float32 tokens, so the choices are those of the float32 layer.
     (_, (want, want_metrics)), want_grads = unsharded()

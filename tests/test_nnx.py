@@ -36,7 +36,9 @@ def layer(seed: int = 0, **changes) -> Any:
 
 def layer_of(params: moe.MoEParams, **changes) -> Any:
     shared = 0 if params.shared_wo is None else S
-    module = layer(num_shared_experts=shared, selection_bias=params.bias is not None, **changes)
+    zeros = jax.nn.initializers.zeros
+    changes |= dict(num_shared_experts=shared, kernel_init=zeros, gate_init=zeros)
+    module = layer(selection_bias=params.bias is not None, **changes)
     module.gate.kernel.set_value(params.gate)
     if params.bias is not None:
         module.gate.bias.set_value(params.bias)
@@ -57,7 +59,8 @@ def loss_and_grads(module, x):
 
 
 def test_parameters_and_logical_axes():
-    module = layer(num_shared_experts=S, selection_bias=True, param_dtype=jnp.bfloat16)
+    make = functools.partial(layer, num_shared_experts=S, param_dtype=jnp.bfloat16)
+    module = nnx.eval_shape(lambda: make(selection_bias=True))
     params = nnx.state(module, nnx.Param)
     assert nnx.to_pure_dict(nnx.get_partition_spec(params)) == {
         "gate": {"kernel": P("embed", None)},
@@ -81,8 +84,9 @@ def test_parameters_and_logical_axes():
     }
     state = nnx.to_pure_dict(nnx.state(module, RouterState))
     assert state["gate"]["bias"].shape == (E,) and state["gate"]["bias"].dtype == jnp.float32
-    assert set(nnx.to_pure_dict(nnx.state(layer()))) == {"gate", "wi_0", "wi_1", "wo"}
-    assert not jax.tree.leaves(nnx.state(layer(), RouterState))
+    plain = nnx.eval_shape(layer)
+    assert set(nnx.to_pure_dict(nnx.state(plain))) == {"gate", "wi_0", "wi_1", "wo"}
+    assert not jax.tree.leaves(nnx.state(plain, RouterState))
 
 
 @pytest.mark.parametrize("num_ranks", RANK_COUNTS)
@@ -121,33 +125,34 @@ def test_attributes_reach_the_core():
         "implementation": "xla",
         "matmul_implementation": "xla",
     }
-    assert layer(**changed).config == moe.MoEConfig(**changed)
-    assert layer().config == moe.MoEConfig(num_experts=E, num_experts_per_token=K)
+    assert nnx.eval_shape(lambda: layer(**changed)).config == moe.MoEConfig(**changed)
+    assert nnx.eval_shape(layer).config == moe.MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
 def test_parameters_are_born_sharded_under_rules_and_whole_without():
     devices = mesh((2, 4), ("data", "expert"))
     with jax.set_mesh(devices):
-        whole = layer(num_shared_experts=S)  # "exp" names no axis here, and no rule resolves it
+        whole = layer(
+            kernel_init=jax.nn.initializers.ones
+        )  # "exp" names no axis here, and no rule resolves it
         with nnx.logical_axis_rules(RULES):
-            split = layer(num_shared_experts=S)
-            jitted = nnx.jit(functools.partial(layer, num_shared_experts=S))()
+            split = layer(kernel_init=jax.nn.initializers.ones)
+            jitted = nnx.jit(layer)()
             specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(split)))
-        got = nnx.jit(lambda module, x: module(x))(split, make_x())
+        got, want = jitted(make_x()), layer()(make_x())
     assert specs["wi_0"] == P("expert", None, None)
     for module in (split, jitted):
         wi_0 = module.wi_0.get_value()
         assert {shard.data.shape for shard in wi_0.addressable_shards} == {(E // 4, H, F)}
         assert module.gate.kernel.get_value().sharding.is_fully_replicated
     assert whole.wi_0.get_value().addressable_shards[0].data.shape == (E, H, F)
-    want = layer(num_shared_experts=S)(make_x())
-    assert_close(jax.device_get(got), want)
+    assert_close(got, want)
 
 
 def test_checkpoint_of_one_mesh_loads_on_another(tmp_path):
     def make(num_ranks):
         with jax.set_mesh(expert_mesh(num_ranks)), nnx.logical_axis_rules(RULES):
-            module = layer(seed=num_ranks, selection_bias=True)
+            module = nnx.jit(functools.partial(layer, num_ranks, selection_bias=True))()
             got = jax.device_get(nnx.jit(lambda module, x: module(x))(module, make_x()))
         return module, got
 
@@ -189,7 +194,7 @@ def test_drops_are_reported():
 
 def test_masked_tokens_are_not_routed():
     mask = jnp.arange(SEQUENCE) < jnp.arange(BATCH)[:, None]
-    out, metrics = layer()(make_x(), mask)
+    out, metrics = layer_of(make_params(shared=False))(make_x(), mask)
     np.testing.assert_array_equal(out[~mask], 0.0)
     assert metrics.expert_counts.sum() == mask.sum() * K
 
@@ -230,7 +235,7 @@ def test_scan_and_remat():
 
 
 def test_selection_bias_changes_when_told_and_only_then():
-    module = layer(selection_bias=True)
+    module = layer_of(make_params()._replace(bias=jnp.zeros(E)))
     _, metrics = module(make_x())
     np.testing.assert_array_equal(module.gate.bias.get_value(), 0.0)
 
@@ -264,7 +269,7 @@ def test_training_learns_and_leaves_the_bias_alone():
         return value
 
     with jax.set_mesh(mesh((2, 4), ("data", "expert"))), nnx.logical_axis_rules(RULES):
-        module = layer(selection_bias=True, dtype=jnp.bfloat16)
+        module = nnx.jit(lambda: layer(selection_bias=True, dtype=jnp.bfloat16))()
         optimizer = nnx.Optimizer(module, optax.adam(1e-2), wrt=nnx.Param)
         losses = [float(step(module, optimizer, x)) for _ in range(30)]
     assert losses[-1] < 0.6 * losses[0]
@@ -283,7 +288,7 @@ def test_training_learns_and_leaves_the_bias_alone():
 )
 def test_errors_name_the_attribute(changes, message):
     with pytest.raises(ValueError, match=message):
-        layer(**changes)(make_x())
+        layer_of(make_params(shared=False), **changes)(make_x())
 
 
 def test_update_bias_without_a_bias():
