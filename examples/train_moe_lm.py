@@ -258,6 +258,7 @@ def plot(records: list[dict], valid_loss: float, entropy: float, path: str) -> N
     )
     right.set(xlabel="step", ylabel="expert", title="Expert load, last block")
     figure.colorbar(image, label="share of the choices")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
