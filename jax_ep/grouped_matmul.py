@@ -59,9 +59,8 @@ def grouped_matmul(
       group_sizes: [L] integer: rows of each group, none negative; their sum is at most R.
       implementation: what computes it:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
-                  of 64 and one of them of 128.
-        "mosaic"  JAX's own Pallas kernels for Hopper GPUs; bfloat16 and float16, H and F
-                  multiples of 64.
+                  of 64.
+        "mosaic"  JAX's own Pallas kernels, likewise.
         "tokamax" the `ragged_dot` of the package tokamax, on the GPUs and TPUs it serves.
         "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
         "loop"    a loop over groups and tiles of their rows; any platform, made for CPUs.
@@ -186,10 +185,8 @@ drhs.defvjp(_drhs_fwd, _drhs_bwd)
 
 
 def _operands_reason(name: str, matrix_shape: tuple[int, ...], dtype: Any) -> str | None:
-    if name == "pallas":
-        return kernels.pallas_unavailable_reason(matrix_shape, dtype)
-    if name == "mosaic":
-        return kernels.mosaic_unavailable_reason(matrix_shape, dtype)
+    if name in ("pallas", "mosaic"):
+        return kernels.hopper_unavailable_reason(matrix_shape, dtype)
     if name == "tokamax":
         return kernels.tokamax_unavailable_reason()
     return None

@@ -160,8 +160,8 @@ def drhs_blocks(num_rows: int, num_cols: int) -> Blocks:
     return Blocks(block_m, block_n, 64, 4, 1)
 
 
-def mosaic_unavailable_reason(dims: tuple[int, ...], dtype: Any) -> str | None:
-    """Why the Mosaic kernels cannot multiply matrices of these sizes and dtype, or None."""
+def hopper_unavailable_reason(dims: tuple[int, ...], dtype: Any) -> str | None:
+    """Why the Hopper kernels cannot multiply matrices of these sizes and dtype, or None."""
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"it multiplies bfloat16 and float16, not {jnp.dtype(dtype)}"
     if any(dim % 64 for dim in dims):
@@ -266,12 +266,10 @@ def pallas_tiles(num_rows: int, num_groups: int, num_cols: int) -> pallas.Tiles:
     return pallas.Tiles.fitting(block_m, block_n, _band(num_cols // block_n))
 
 
-def pallas_drhs_tiles(num_rows: int, num_cols: int) -> pallas.Tiles:
-    """Tiles for gradients [num_rows, num_cols] of the groups' matrices."""
-    block_m, block_n = 128, _widest(num_cols)
-    if num_rows % 128:
-        block_m, block_n = 64, 256 if num_cols % 256 == 0 else 128
-    return pallas.Tiles.fitting(block_m, block_n, _band(num_cols // block_n))
+def pallas_drhs_tiles(num_cols: int) -> pallas.Tiles:
+    """Tiles for gradients of the groups' matrices, which have num_cols columns."""
+    block_n = _widest(num_cols)
+    return pallas.Tiles.fitting(128, block_n, _band(num_cols // block_n))
 
 
 def _widest(num_cols: int) -> int:
@@ -281,14 +279,6 @@ def _widest(num_cols: int) -> int:
 def _band(columns: int) -> int:
     """The blocks of one sweep together read a rectangle, about as high as it is wide."""
     return max(band for band in range(1, 17) if columns % band == 0)
-
-
-def pallas_unavailable_reason(dims: tuple[int, ...], dtype: Any) -> str | None:
-    """Why our kernels cannot multiply matrices of these sizes and dtype, or None."""
-    reason = mosaic_unavailable_reason(dims, dtype)
-    if reason is None and all(dim % 128 for dim in dims):
-        return f"it needs one side of each group's matrix in multiples of 128, not {list(dims)}"
-    return reason
 
 
 def pallas_product(
@@ -325,7 +315,7 @@ def pallas_drhs(
             _pad_rows(lhs, 8),
             _pad_rows(grad, 8),
             group_sizes,
-            tiles=tiles or pallas_drhs_tiles(lhs.shape[1], grad.shape[1]),
+            tiles=tiles or pallas_drhs_tiles(grad.shape[1]),
             num_blocks=_core_count(),
         )
 
@@ -358,13 +348,13 @@ def tokamax_product(
     import tokamax
 
     out = tokamax.ragged_dot_general(
-        lhs,
+        _pad_rows(lhs, 8),
         rhs,
         group_sizes,
         _transposed_rhs_dims() if transpose_rhs else _product_dims(),
         preferred_element_type=lhs.dtype,
     )
-    return _zero_tail(out, group_sizes)
+    return _zero_tail(out[: lhs.shape[0]], group_sizes)
 
 
 def tokamax_drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -372,8 +362,10 @@ def tokamax_drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax
     import tokamax
 
     return tokamax.ragged_dot_general(
-        _zero_rows_after_end(lhs, group_sizes, _TOKAMAX_LARGEST_BLOCK_K),
-        _zero_rows_after_end(grad, group_sizes, _TOKAMAX_LARGEST_BLOCK_K),
+        *(
+            _pad_rows(_zero_rows_after_end(rows, group_sizes, _TOKAMAX_LARGEST_BLOCK_K), 64)
+            for rows in (lhs, grad)
+        ),
         group_sizes,
         _drhs_dims(),
         preferred_element_type=lhs.dtype,

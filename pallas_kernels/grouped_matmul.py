@@ -131,8 +131,8 @@ def drhs(
 ) -> jax.Array:
     """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
 
-    bfloat16 or float16; R a multiple of 8, K of tiles.block_m, N of tiles.block_n. Sums are
-    float32. Zero for an empty group.
+    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.block_n. Sums are float32. Zero for
+    an empty group.
     """
     num_groups = group_sizes.shape[0]
     shape = num_groups, lhs.shape[1], grad.shape[1]
@@ -441,7 +441,8 @@ class _Drhs(_Kernel):
     def __call__(self, lhs: Any, grad: Any, table: Any, out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         tiles = self.tiles
-        rows, columns = self.height // tiles.block_m, self.width // tiles.block_n
+        # The last tile may be half a tile: what it reads past K is zero, and is not stored.
+        rows, columns = -(-self.height // tiles.block_m), self.width // tiles.block_n
         total_tiles = jnp.int32(self.num_groups * rows * columns)
 
         def where(index):
@@ -500,8 +501,13 @@ class _Drhs(_Kernel):
                     top += warpgroup * _CHUNK
                 else:
                     left_edge += warpgroup * tiles.computer_width
-                part = out.at[group, pl.ds(top, _CHUNK), pl.ds(left_edge, tiles.computer_width)]
-                self.store_part(scratch["staged"].at[warpgroup], total, part)
+
+                @pl.when(top < self.height)
+                def _():
+                    cols = pl.ds(left_edge, tiles.computer_width)
+                    part = out.at[group, pl.ds(top, _CHUNK), cols]
+                    self.store_part(scratch["staged"].at[warpgroup], total, part)
+
                 return used + steps
 
             self.each_of(total_tiles, one_tile, jnp.int32(0))

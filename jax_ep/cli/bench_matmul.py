@@ -222,8 +222,7 @@ def other_blocks(case: Case, names: Sequence[str]) -> Iterator[tuple[str, Candid
             )
             for operation in OPERATIONS:
                 count, rest = divmod(columns[operation], tiles.block_n)
-                fits = operation != "drhs" or case.hidden % tiles.block_m == 0
-                if not rest and count % tiles.band == 0 and fits:
+                if not rest and count % tiles.band == 0:
                     yield operation, candidate
     if "mosaic" in names:
         for blocks in (Blocks(*sizes) for sizes in MOSAIC_PRODUCT_BLOCKS):

@@ -1,0 +1,122 @@
+"""The grouped matmul kernels in Pallas' GPU interpreter, with race detection, on any machine."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ep import grouped_matmul_kernels as kernels
+from pallas_kernels import grouped_matmul as pallas
+from pallas_kernels.grouped_matmul import Tiles
+
+interpreted = pytest.mark.skipif(
+    not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no GPU interpreter"
+)
+NUM_BLOCKS = 2
+
+
+def operands(num_rows, sizes, depth, width):
+    """lhs, rhs and grad in bfloat16, NaN past the last group, and the sizes."""
+    rng = np.random.default_rng(0)
+    shapes = (num_rows, depth), (len(sizes), depth, width), (num_rows, width)
+    lhs, rhs, grad = (rng.standard_normal(shape) for shape in shapes)
+    lhs[sum(sizes) :] = np.nan
+    grad[sum(sizes) :] = np.nan
+    arrays = [jnp.asarray(array, jnp.bfloat16) for array in (lhs, rhs, grad)]
+    return (*arrays, jnp.asarray(sizes, jnp.int32))
+
+
+def assert_close(got, want):
+    got = np.asarray(got).astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * max(1, abs(want).max()))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("num_rows", "sizes", "depth", "tiles"),
+    [
+        # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
+        (136, [3, 0, 70, 21], 128, Tiles(128, 128, 2, 2)),
+        (80, [0, 37, 30], 128, Tiles(64, 128, 2, 1)),
+        # A gradient of a tile and a half; two bands of columns.
+        (80, [0, 73, 0], 192, Tiles(128, 64, 3, 1)),
+    ],
+    ids=str,
+)
+def test_data_movement(num_rows, sizes, depth, tiles):
+    with jax.default_device(jax.devices("cpu")[0]):
+        check_data_movement(num_rows, sizes, depth, tiles)
+
+
+def check_data_movement(num_rows, sizes, depth, tiles):
+    lhs, rhs, grad, group_sizes = operands(num_rows, sizes, depth, 128)
+    options = dict(
+        tiles=tiles,
+        num_blocks=NUM_BLOCKS,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    out = pallas.product(lhs, rhs, group_sizes, transpose_rhs=False, **options)
+    dlhs = pallas.product(grad, rhs, group_sizes, transpose_rhs=True, **options)
+    drhs = pallas.drhs(lhs, grad, group_sizes, **options)
+
+    x, w, g = (np.asarray(array).astype(np.float64) for array in (lhs, rhs, grad))
+    ends = np.cumsum(sizes)
+    want_out, want_dlhs = np.zeros(g.shape), np.zeros(x.shape)
+    want_drhs = np.zeros(w.shape)
+    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        want_out[start:end] = x[start:end] @ w[group]
+        want_dlhs[start:end] = g[start:end] @ w[group].T
+        want_drhs[group] = x[start:end].T @ g[start:end]
+    assert_close(out, want_out)
+    assert_close(dlhs, want_dlhs)
+    assert_close(drhs, want_drhs)
+    assert not np.any(np.asarray(out)[ends[-1] :])
+    assert not np.any(np.asarray(dlhs)[ends[-1] :])
+
+
+@pytest.mark.parametrize("height", [64, 128])
+def test_tiles_cover_every_group_once(height):
+    rng = np.random.default_rng(0)
+    for num_groups in (1, 2, 9):
+        sizes = rng.integers(0, 300, num_groups) * rng.integers(0, 2, num_groups)
+        num_rows = (int(sizes.sum()) + 31) // 8 * 8
+        table = np.asarray(pallas._row_tiles(jnp.asarray(sizes, jnp.int32), height, num_rows))
+        count, live = table[-1, :2]
+        assert count < len(table) and live == sizes.sum()
+        owner = np.full(num_rows, -1)
+        for group, first, begin, end in table[:count]:
+            assert first % 8 == 0 and first <= begin < end <= first + height
+            assert np.all(owner[begin:end] == -1)
+            owner[begin:end] = group
+        np.testing.assert_array_equal(owner[:live], np.repeat(np.arange(num_groups), sizes))
+        assert np.all(owner[live:] == -1)
+
+
+def test_tiles_chosen_for_many_shapes_fit_the_kernels():
+    """The choice divides the output, and the kernel fits shared memory: lowering checks it."""
+    for num_rows in (8, 1000, 32768):
+        for num_groups in (1, 32):
+            for num_cols in (64, 128, 192, 320, 768, 2880, 7168):
+                tiles = kernels.pallas_tiles(num_rows, num_groups, num_cols)
+                assert num_cols % tiles.block_n == 0 and tiles.num_slots >= 3
+                assert (num_cols // tiles.block_n) % tiles.band == 0
+    for shape in ((7168, 2048), (64, 192), (192, 320), (128, 64)):
+        tiles = kernels.pallas_drhs_tiles(shape[1])
+        assert shape[1] % tiles.block_n == 0
+        args = [
+            jax.ShapeDtypeStruct((1000, shape[0]), jnp.bfloat16),
+            jax.ShapeDtypeStruct((1000, shape[1]), jnp.bfloat16),
+            jax.ShapeDtypeStruct((4,), jnp.int32),
+        ]
+        text = jax.jit(kernels.pallas_drhs).trace(*args).lower(lowering_platforms=("cuda",))
+        assert "@mosaic_gpu" in text.as_text()
+
+
+def test_tiles_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="64 or 128 by a multiple of 64"):
+        Tiles(96, 128, 2, 1)
+    with pytest.raises(ValueError, match="64 or 128 by a multiple of 64"):
+        Tiles(64, 64, 2, 1)
