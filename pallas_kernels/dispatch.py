@@ -2,10 +2,10 @@
 
 Each block serves a range of tokens, the same on every rank, with three warpgroups:
 
-  sender    reads the peers' counts, works out where its tokens' rows go, and puts each row into
-            the first of its places at every rank that is to get it, with the list of all of them;
-  receiver  once every rank has put a step of tokens, copies the rows that more than one expert
-            here is to get from their first place to the others;
+  sender    reads the peers' counts, works out where the rows of a step of tokens go, puts the
+            lists of these places, then each row into its first place at every rank that gets it;
+  receiver  lists, while the rows are under way, those that several experts here are to get, and
+            copies them, once they have arrived, from their first place to the others;
   filler    writes zeros to the rows of this rank's receive buffer that receive nothing.
 
 So a row crosses the link once per (token, rank) and is fanned out in local memory; there is no
@@ -28,7 +28,7 @@ from pallas_kernels import fabric as fb
 from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
 _NOWHERE = -1
-_PUT = 0  # channel: the rows of a step have been put
+_PUT = 0  # channel, signalled after each step and at the end: see _Dispatch._send
 
 
 def dispatch(
@@ -159,6 +159,10 @@ class _Dispatch:
     def tokens_per_block(self) -> int:
         return self.plan.tokens_per_block(self.num_tokens)
 
+    @property
+    def step_tokens(self) -> int:
+        return min(self.plan.step_tokens, self.tokens_per_block)
+
     def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         out_type = [jax.ShapeDtypeStruct((self.capacity, self.hidden), self.dtype)]
         if not self.routes_known:
@@ -188,10 +192,11 @@ class _Dispatch:
                 (ranks if self.routes_known else 1, self.window.width), jnp.int32
             ),  # rows at each peer, or experts
             slots=plgpu.SMEM((slots, self.hidden), self.dtype),
-            slot_rows=plgpu.SMEM((slots, ranks, top_k), jnp.int32),
+            step_lists=plgpu.SMEM((self.step_tokens, ranks, top_k), jnp.int32),
+            step_places=plgpu.SMEM((self.step_tokens, ranks), jnp.int32),
             step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
+            step_copies=plgpu.SMEM((self.step_tokens * ranks, top_k), jnp.int32),
             copies=plgpu.SMEM((copies, self.hidden), self.dtype),
-            copy_rows=plgpu.SMEM((copies, top_k), jnp.int32),
             zeros=plgpu.SMEM((Tiling.of(self.hidden, self.dtype).padded,), self.dtype),
             laid_out=plgpu.Barrier(),
             full=plgpu.Barrier(num_barriers=(slots,)),
@@ -237,6 +242,10 @@ class _Dispatch:
         first = lax.axis_index("block") * self.tokens_per_block
         return first, jnp.clip(self.num_tokens - first, 0, self.tokens_per_block)
 
+    def _num_steps(self) -> jax.Array:
+        _, num_tokens = self._range()
+        return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
+
     def _fetch(self, x, token, i, *, slots, full):
         slot = lax.rem(i, jnp.int32(self.plan.num_slots))
         plgpu.copy_gmem_to_smem(
@@ -279,6 +288,8 @@ class _Dispatch:
             )
             for source in range(self.num_ranks)
         ]
+        if not self.routes_known:
+            earlier = fb.load(fabric, fabric.mine(counts_before).at[lax.axis_index("block")], 1)
         total = sum(per_source[1:], per_source[0])
         sizes = total
         if self.alignment > 1:
@@ -297,9 +308,7 @@ class _Dispatch:
             shift *= 2
         starts = ends - sizes
         if not self.routes_known:
-            row = starts + fb.load(
-                fabric, fabric.mine(counts_before).at[lax.axis_index("block")], 1
-            )
+            row = starts + earlier
             for source in range(self.num_ranks):
                 counted = per_source[source]
                 row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
@@ -315,21 +324,20 @@ class _Dispatch:
                     fabric.mine(all_counts)[source] = per_source[source]
 
     def _send(
-        self, x, choices_ref, tokens, rows, semaphores, *, choices, next_rows, slots, slot_rows,
-        full, **_,
+        self, x, choices_ref, tokens, rows, semaphores, *, choices, next_rows, slots, step_lists,
+        step_places, full, **_,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
         num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
-        num_slots, step_tokens = plan.num_slots, plan.step_tokens
+        num_slots, step_tokens = plan.num_slots, self.step_tokens
         rank, block = fabric.rank(), lax.axis_index("block")
         first_token, num_tokens = self._range()
+        peers = [lax.rem(i + plan.peer_offset(rank, block), num_ranks) for i in range(num_ranks)]
+
         def rows_at_peers(entry):
             """[N][K]: the row of each choice at each rank, in the order of `peers`."""
-            peers = [lax.rem(i + plan.peer_offset(rank, block), num_ranks) for i in range(num_ranks)]
             if self.routes_known:
-                return peers, [
-                    [choices[peer, entry + choice] for choice in range(top_k)] for peer in peers
-                ]
+                return [[choices[peer, entry + choice] for choice in range(top_k)] for peer in peers]
             # Read where each expert's next row goes, all threads, then count this token's choices.
             experts = [choices[0, entry + choice] for choice in range(top_k)]
             valid = [(e >= 0) & (e < self.num_experts) for e in experts]
@@ -350,7 +358,7 @@ class _Dispatch:
                 jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
                 for e, v in zip(experts, valid, strict=True)
             ]
-            return peers, [
+            return [
                 [
                     jnp.where(owner == peer, row, _NOWHERE)
                     for owner, row in zip(owners, found, strict=True)
@@ -358,47 +366,45 @@ class _Dispatch:
                 for peer in peers
             ]
 
-        def put_rows(token, slot, peers, found):
-            """Tells every rank the rows that it gets of this token: K of them, or -1."""
-            entry = token * top_k
-            if top_k % 4:  # bulk copies are of whole 16 bytes
-                for peer, peer_rows in zip(peers, found, strict=True):
-                    for choice, row in enumerate(peer_rows):
-                        fabric.peer(rows, peer)[rank, entry + choice] = row
-                return
-            for peer, peer_rows in zip(peers, found, strict=True):
-                for choice, row in enumerate(peer_rows):
-                    slot_rows[slot, peer, choice] = row
-            plgpu.commit_smem()
-            for peer in peers:
-                plgpu.copy_smem_to_gmem(
-                    slot_rows.at[slot, peer],
-                    fabric.peer(rows, peer).at[rank, pl.ds(entry, top_k)],
-                    commit_group=False,
-                )
-
-        def send_token(i, carry):
-            token = first_token + i
+        def list_token(i, carry):
+            """Notes the first place of a token at each peer, and tells the peer all of them."""
             in_window = lax.rem(i, jnp.int32(window.tokens))
 
             @pl.when((in_window == 0) & (i > 0))
             def _():
                 self._open_window(choices_ref, i, choices=choices)
 
-            window_start = window.start((token - in_window) * top_k)
-            peers, found = rows_at_peers(token * top_k - window_start)
-            slot = lax.rem(i, jnp.int32(num_slots))
-            plgpu.barrier_wait(full.at[slot])
+            entry = (first_token + i) * top_k
+            found = rows_at_peers(entry - window.start(entry - in_window * top_k))
+            in_step = lax.rem(i, jnp.int32(step_tokens))
             for peer, peer_rows in zip(peers, found, strict=True):
                 place = jnp.int32(_NOWHERE)
                 for row in reversed(peer_rows):
                     place = jnp.where((row >= 0) & (row < self.capacity), row, place)
+                step_places[in_step, peer] = place
+                if self.routes_known:
+                    continue
+                for choice, row in enumerate(peer_rows):
+                    if top_k % 4:  # bulk copies are of whole 16 bytes
+                        fabric.peer(rows, peer)[rank, entry + choice] = row
+                    else:
+                        step_lists[in_step, peer, choice] = row
+            if not self.routes_known and top_k % 4 == 0:
+                plgpu.commit_smem()
+                for peer in peers:
+                    plgpu.copy_smem_to_gmem(
+                        step_lists.at[in_step, peer],
+                        fabric.peer(rows, peer).at[rank, pl.ds(entry, top_k)],
+                        commit_group=False,
+                    )
+            return carry
 
-                fb.put_if(
-                    fabric, place >= 0, slots.at[slot], fabric.peer(tokens, peer).at[place]
-                )
-            if not self.routes_known:
-                put_rows(token, slot, peers, found)
+        def send_token(i, carry):
+            slot, in_step = lax.rem(i, jnp.int32(num_slots)), lax.rem(i, jnp.int32(step_tokens))
+            plgpu.barrier_wait(full.at[slot])
+            for peer in peers:
+                place = step_places[in_step, peer]
+                fb.put_if(fabric, place >= 0, slots.at[slot], fabric.peer(tokens, peer).at[place])
             plgpu.commit_smem_to_gmem_group()
 
             # Once a slot's puts have read it, it takes the next token.
@@ -409,48 +415,42 @@ class _Dispatch:
             def _():
                 self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
 
-            # The puts of the step before have arrived once only this step's are under way.
-            @pl.when((lax.rem(i + 1, jnp.int32(step_tokens)) == 0) & (i >= step_tokens))
-            def _():
-                plgpu.wait_smem_to_gmem(step_tokens)
-                fabric.stage(1)
-                fabric.signal(semaphores, _PUT)
-
             return carry
 
-        lax.fori_loop(0, num_tokens, send_token, None)
-        plgpu.wait_smem_to_gmem(0)
-        signalled = jnp.maximum(lax.div(num_tokens, jnp.int32(step_tokens)) - 1, 0)
-
-        def signal_rest(_, carry):
+        def send_step(step, carry):
+            begin = step * step_tokens
+            end = jnp.minimum(begin + step_tokens, num_tokens)
+            lax.fori_loop(begin, end, list_token, None)
+            plgpu.commit_smem_to_gmem_group()
+            lax.fori_loop(begin, end, send_token, None)
+            # With only this step's rows under way, its lists and the rows before have arrived.
+            lax.cond(
+                end - begin == step_tokens,
+                lambda: plgpu.wait_smem_to_gmem(step_tokens),
+                lambda: plgpu.wait_smem_to_gmem(0),
+            )
             fabric.stage(1)
             fabric.signal(semaphores, _PUT)
             return carry
 
-        lax.fori_loop(signalled, pl.cdiv(num_tokens, step_tokens), signal_rest, None)
+        lax.fori_loop(0, self._num_steps(), send_step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(num_tokens > 0)
+        def _():
+            fabric.stage(1)
+            fabric.signal(semaphores, _PUT)
 
     def _receive(
-        self, put_tokens, rows, tokens, semaphores, *, step_rows, copies, copy_rows, copy_full, **_
+        self, put_tokens, rows, tokens, semaphores, *, step_rows, step_copies, copies, copy_full, **_
     ):
         fabric, plan, window = self.fabric, self.plan, self.step_window
         num_ranks, top_k, num_copies = self.num_ranks, self.top_k, plan.num_copy_slots
-        rank, block = fabric.rank(), lax.axis_index("block")
         first_token, num_tokens = self._range()
 
-        def finish(copy):
-            slot = lax.rem(copy, jnp.int32(num_copies))
-            plgpu.barrier_wait(copy_full.at[slot])
-            for choice in range(top_k):
-                place = copy_rows[slot, choice]
-                fb.put_if(fabric, place >= 0, copies.at[slot], fabric.mine(tokens).at[place])
-
-            plgpu.commit_smem_to_gmem_group()
-
-        def receive_step(step, begun):
-            fabric.wait(semaphores, _PUT, step + 1, "dispatch")
-            fabric.async_fence()
-            fabric.stage(2)
-            step_token = first_token + step * plan.step_tokens
+        def list_copies(step):
+            """step_copies[:count]: the rows of this step that go to several places, and which."""
+            step_token = first_token + step * self.step_tokens
             start = window.start(step_token * top_k)
             values = [
                 fabric.mine(rows).at[source, pl.ds(start, window.width)][...]
@@ -461,49 +461,82 @@ class _Dispatch:
                 step_rows[source] = value
             fabric.barrier()
 
-            def receive_pair(pair, begun):
+            def list_pair(pair, count):
                 source = lax.rem(pair, num_ranks)
                 entry = (step_token + lax.div(pair, num_ranks)) * top_k - start
-                first, others = jnp.int32(_NOWHERE), []
+                places, held = [], jnp.int32(0)
                 for choice in range(top_k):
                     row = step_rows[source, entry + choice]
-                    row = jnp.where(row < self.capacity, row, _NOWHERE)
-                    others.append(jnp.where(first >= 0, row, _NOWHERE))
-                    first = jnp.where(first >= 0, first, row)
-                more = others[0] >= 0
-                for other in others[1:]:
-                    more = more | (other >= 0)
+                    here = (row >= 0) & (row < self.capacity)
+                    places.append(jnp.where(here, row, _NOWHERE))
+                    held = held + here.astype(jnp.int32)
 
-                def begin(begun):
-                    slot = lax.rem(begun, jnp.int32(num_copies))
+                @pl.when(held > 1)
+                def _():
+                    for choice, place in enumerate(places):
+                        step_copies[count, choice] = place
 
-                    @pl.when(begun >= num_copies)
-                    def _():
-                        finish(begun)
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                return count + (held > 1).astype(jnp.int32)
 
-                    plgpu.copy_gmem_to_smem(
-                        fabric.mine(put_tokens).at[first],
-                        copies.at[slot],
-                        copy_full.at[slot],
-                        oob_mode=fb.IN_BOUNDS,
-                    )
-                    for choice, other in enumerate(others):
-                        copy_rows[slot, choice] = other
-                    return begun + 1
+            pairs = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens) * num_ranks
+            return lax.fori_loop(0, pairs, list_pair, jnp.int32(0))
 
-                return lax.cond(more, begin, lambda begun: begun, begun)
+        def begin(i, begun):
+            first = jnp.int32(_NOWHERE)
+            for choice in reversed(range(top_k)):
+                place = step_copies[i, choice]
+                first = jnp.where(place >= 0, place, first)
+            slot = lax.rem(begun + i, jnp.int32(num_copies))
+            plgpu.copy_gmem_to_smem(
+                fabric.mine(put_tokens).at[first],
+                copies.at[slot],
+                copy_full.at[slot],
+                oob_mode=fb.IN_BOUNDS,
+            )
 
-            pairs = jnp.minimum(first_token + num_tokens - step_token, plan.step_tokens) * num_ranks
-            return lax.fori_loop(0, pairs, receive_pair, begun)
+        def finish(i, begun):
+            slot = lax.rem(begun + i, jnp.int32(num_copies))
+            plgpu.barrier_wait(copy_full.at[slot])
+            copied_from = step_copies[i, 0] >= 0
+            for choice in range(1, top_k):
+                place = step_copies[i, choice]
+                fb.put_if(
+                    fabric,
+                    copied_from & (place >= 0),
+                    copies.at[slot],
+                    fabric.mine(tokens).at[place],
+                )
+                copied_from = copied_from | (place >= 0)
+            plgpu.commit_smem_to_gmem_group()
 
-        begun = lax.fori_loop(0, pl.cdiv(num_tokens, plan.step_tokens), receive_step, jnp.int32(0))
+        def receive_step(step, begun):
+            """`begun` copies have gone through the ring before this step's."""
+            fabric.wait(semaphores, _PUT, step + 1, "dispatch")
+            fabric.stage(2)
+            count = list_copies(step)
+            fabric.wait(semaphores, _PUT, step + 2, "dispatch")
+            fabric.async_fence()
 
-        def finish_rest(copy, carry):
-            finish(copy)
-            return carry
+            def begin_next(i, carry):
+                begin(i, begun)
+                return carry
 
-        lax.fori_loop(jnp.maximum(begun - num_copies, 0), begun, finish_rest, None)
+            def copy_row(i, carry):
+                finish(i, begun)
+
+                @pl.when(i + num_copies < count)
+                def _():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    begin(i + num_copies, begun)
+
+                return carry
+
+            lax.fori_loop(0, jnp.minimum(count, num_copies), begin_next, None)
+            lax.fori_loop(0, count, copy_row, None)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return begun + count
+
+        lax.fori_loop(0, self._num_steps(), receive_step, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def _fill(self, tokens, *, zeros, block_ends, **_):
