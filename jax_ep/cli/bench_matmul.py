@@ -1,6 +1,6 @@
 """Grouped matmul on this machine: is it right, and how fast is it beside a dense matmul.
 
-    python -c "import sys; from jax_ep.cli.bench_matmul import main; sys.exit(main(sys.argv[1:]))"
+    python -m jax_ep.cli.bench_matmul
 
 Checks every implementation that serves here on fresh random operands (empty and huge groups, NaN
 past the last group), then times the product, its gradient of the rows (dlhs) and of the matrices
@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,9 +111,13 @@ def main(argv: Sequence[str] = ()) -> int:
         if time.monotonic() > deadline:
             lines.append((case.name, "", "", "", "", "", "out of time"))
             continue
-        for line in case_lines(case, dtype, args, deadline):
+        operands = random_operands(case, dtype)
+        if case.slow and not args.no_check:
+            wrong += check_large(case, operands, args.candidate)
+        for line in case_lines(case, operands, args, deadline):
             print("  ".join(filter(None, line)), flush=True)
             lines.append(line)
+        del operands
 
     header = ("case", "operation", "candidate", "ms", "TFLOP/s", "of dense", "")
     widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
@@ -126,17 +131,16 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def case_lines(
-    case: Case, dtype: Any, args: argparse.Namespace, deadline: float
+    case: Case, operands: Operands, args: argparse.Namespace, deadline: float
 ) -> Iterator[tuple[str, ...]]:
     """(case, operation, candidate, ms, TFLOP/s, share of dense, error) for each measurement."""
-    operands = random_operands(case, dtype)
     dense: dict[str, float] = {}
     for operation in OPERATIONS:
         result = _timed(_compiled(dense_operation(operation), operands, args), operands, args)
         if isinstance(result, float):
             dense[operation] = 2 * case.num_rows * case.hidden * case.mlp / result
         yield _line(case, operation, "dense", result, case.num_rows, dense)
-    found = candidates(case, dtype, args.candidate, not args.no_sweep)
+    found = candidates(case, operands[0].dtype, args.candidate, not args.no_sweep)
     with ThreadPoolExecutor(max_workers=8) as pool:
         programs: list[tuple[str, str, Future[Any]]] = []
         for operation, candidate in found:
@@ -284,6 +288,37 @@ def check(dtype: Any, only: str = "") -> list[str]:
     return wrong
 
 
+def check_large(case: Case, operands: Operands, only: str) -> list[str]:
+    """What is wrong at full size, for the first, a middle and the last group, in float32."""
+    wrong = []
+    lhs, rhs, grad, sizes = operands
+    ends = np.cumsum(np.asarray(sizes))
+    dot = functools.partial(jnp.dot, precision=lax.Precision.HIGHEST)
+    for candidate in implementations((case.hidden, case.mlp), lhs.dtype, slow=False):
+        if only not in candidate.name:
+            continue
+        for operation in OPERATIONS:
+            function = candidate.operation(operation)
+            assert function is not None
+            try:
+                out = jax.jit(function)(*operands)
+                for group in {0, len(ends) // 2, len(ends) - 1}:
+                    rows = slice(ends[group] - int(sizes[group]), ends[group])
+                    x, w, g = (a.astype(jnp.float32) for a in (lhs[rows], rhs[group], grad[rows]))
+                    want, got = {
+                        "product": lambda x, w, g, r=rows, o=out: (dot(x, w), o[r]),
+                        "dlhs": lambda x, w, g, r=rows, o=out: (dot(g, w.T), o[r]),
+                        "drhs": lambda x, w, g, i=group, o=out: (dot(x.T, g), o[i]),
+                    }[operation](x, w, g)
+                    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+                    if not error < 1e-2:
+                        wrong.append(f"{case.name} {candidate.name} {operation}: {error:.1e}")
+            except Exception as error:  # as above
+                wrong.append(f"{case.name} {candidate.name} {operation}: {_first_line(error)}")
+    print(f"checked {case.name}: {len(wrong)} wrong", *wrong, sep="\n  ", flush=True)
+    return wrong
+
+
 def reference(
     lhs: jax.Array, rhs: jax.Array, grad: jax.Array, sizes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -396,3 +431,7 @@ def _order(case_names: list[str]) -> Callable[[tuple[str, ...]], tuple[Any, ...]
         return case_names.index(line[0]), operation, milliseconds
 
     return key
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
