@@ -1,0 +1,265 @@
+"""The JAX primitives of the collectives: shapes, varying-axes types, and which algorithm serves.
+
+Five primitives, all without effects, all called inside `shard_map` over `axis_name`, N ranks:
+
+  ep_all_reduce           x [...]                               -> [...]
+  ep_all_gather           x [n, ...]                            -> [N * n, ...]
+  ep_reduce_scatter       x [N * n, ...]                        -> [n, ...]
+  ep_all_to_all           x [N * n, ...]                        -> [N * n, ...]
+  ep_all_reduce_rms_norm  x [..., H], residual [..., H], scale  -> normalized, new_residual
+
+The first four are linear and know their transposes. Each primitive lowers to the Pallas kernels
+where they serve and, if no algorithm is named, where the table says that they are faster; and to
+XLA's collectives everywhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_ep import collectives_table, multicast, pallas_collectives
+from jax_ep.primitives import pallas_unavailable_reason
+
+AxisName = tuple[str, ...]
+Algorithm = str | None
+
+# "xla" and None are served everywhere, "multimem" by JAX's own kernels, the others by ours.
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("one_shot", "two_shot", "xla", "multimem"),
+    "all_gather": ("direct", "xla"),
+    "reduce_scatter": ("direct", "xla"),
+    "all_to_all": ("direct", "xla"),
+    "all_reduce_rms_norm": ("fused", "fused_one_shot", "fused_two_shot", "xla"),
+}
+
+
+def xla(op: str, x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The collective as XLA offers it."""
+    if op == "all_reduce":
+        return lax.psum(x, axis_name)
+    if op == "all_gather":
+        return lax.all_gather(x, axis_name, axis=0, tiled=True)
+    if op == "reduce_scatter":
+        return lax.psum_scatter(x, axis_name, scatter_dimension=0, tiled=True)
+    return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
+    """Normalizes the last axis by its root mean square, in float32, and scales it."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    x = x.astype(wide)
+    factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (x * factor * scale.astype(wide)).astype(dtype)
+
+
+def add(total: jax.Array, residual: jax.Array) -> jax.Array:
+    """The sum in float32, in residual's dtype."""
+    wide = jnp.promote_types(residual.dtype, jnp.float32)
+    return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
+
+
+def unavailable_reason(op: str, algorithm: str, x: Any, on_gpu: bool) -> str | None:
+    """Why the algorithm cannot serve x, or None if it can; "xla" always can."""
+    if algorithm == "xla":
+        return None
+    if not on_gpu:
+        return "it needs NVIDIA GPUs, and this program is for another platform"
+    if reason := pallas_collectives.payload_unavailable_reason(op, x.shape, x.dtype):
+        return reason
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.auto_axes and any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
+        return f"it needs shard_map over all mesh axes, and {mesh.auto_axes} are left out of it"
+    if jax.default_backend() != "gpu":  # this lowers for a machine that is not here
+        return None
+    if algorithm == "multimem":
+        return multicast.unavailable_reason()
+    return pallas_unavailable_reason()
+
+
+def choose(op: str, algorithm: Algorithm, x: Any, num_ranks: int, on_cuda: bool) -> str:
+    """The algorithm that serves x; ValueError, with the reason, if it was named and cannot."""
+    if algorithm is not None:
+        if reason := unavailable_reason(op, algorithm, x, on_cuda):
+            raise ValueError(f'{op}: algorithm="{algorithm}" cannot serve here: {reason}.')
+        return algorithm
+    if jax.default_backend() != "gpu":
+        return "xla"  # what is fast on a machine that is not here was not measured
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    num_bytes = x.size * x.dtype.itemsize * (num_ranks if op == "all_gather" else 1)
+    best = collectives_table.lookup(op, num_ranks, num_bytes, capability)
+    return "xla" if unavailable_reason(op, best, x, on_cuda) else best
+
+
+# What each primitive computes.
+
+
+def _run(op: str, algorithm: str, x: jax.Array, *, axis_name: AxisName) -> list[jax.Array]:
+    if algorithm == "xla":
+        return [xla(op, x, axis_name)]
+    if algorithm == "multimem":
+        return [_multimem(x, axis_name)]
+    if op == "all_reduce":
+        out = pallas_collectives.all_reduce(x, axis_name=axis_name, algorithm=algorithm)
+        return [out]
+    return [getattr(pallas_collectives, op)(x, axis_name=axis_name)]
+
+
+def _run_rms_norm(
+    op: str,
+    algorithm: str,
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    axis_name: AxisName,
+    eps: float,
+) -> list[jax.Array]:
+    del op
+    if algorithm == "xla":
+        new_residual = add(lax.psum(x, axis_name), residual)
+        return [rms_norm(new_residual, scale, eps, x.dtype), new_residual]
+    return list(
+        pallas_collectives.all_reduce_rms_norm(
+            x, residual, scale, axis_name=axis_name, eps=eps, algorithm=algorithm
+        )
+    )
+
+
+def _multimem(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """JAX's own kernels: the switch sums float32 shards, and broadcasts them rounded."""
+    from jax.experimental.pallas.ops.gpu import all_gather_mgpu, reduce_scatter_mgpu
+
+    num_ranks, num_blocks = lax.axis_size(axis_name), 32
+    multiple = num_ranks * 128 * 8
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
+    shard = reduce_scatter_mgpu.reduce_scatter(
+        flat.astype(jnp.float32), axis_name=axis_name, num_blocks=num_blocks
+    )
+    out = all_gather_mgpu.all_gather(
+        shard.astype(x.dtype), axis_name=axis_name, num_blocks=num_blocks
+    )
+    return out[: x.size].reshape(x.shape)
+
+
+# What each primitive returns: shape and varying-axes type, from those of x.
+
+
+def _like_x(x: Any, num_ranks: int, axis_name: AxisName) -> tuple[tuple[int, ...], Any]:
+    return x.shape, x.mat
+
+
+def _reduced(x: Any, num_ranks: int, axis_name: AxisName) -> tuple[tuple[int, ...], Any]:
+    return x.shape, x.mat.update(varying=x.mat.varying - frozenset(axis_name))
+
+
+def _gathered(x: Any, num_ranks: int, axis_name: AxisName) -> tuple[tuple[int, ...], Any]:
+    return (num_ranks * x.shape[0], *x.shape[1:]), x.mat
+
+
+def _scattered(x: Any, num_ranks: int, axis_name: AxisName) -> tuple[tuple[int, ...], Any]:
+    return (x.shape[0] // num_ranks, *x.shape[1:]), x.mat
+
+
+def _primitive(op: str, run: Callable[..., list[jax.Array]]) -> Primitive:
+    primitive = Primitive(f"ep_{op}")
+    primitive.multiple_results = True
+
+    def lower(ctx, x, *operands, algorithm, num_ranks, **params):
+        on_cuda = "cuda" in (ctx.platforms or ctx.module_context.platforms)
+        serving = choose(op, algorithm, ctx.avals_in[0], num_ranks, on_cuda)
+        function = functools.partial(run, op, serving)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, x, *operands, **params)
+
+    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, lower, platform="cuda")
+    return primitive
+
+
+def _linear_primitive(
+    op: str, result: Callable[..., Any], transpose: Callable[..., jax.Array]
+) -> Primitive:
+    primitive = _primitive(op, _run)
+
+    def abstract_eval(x, *, axis_name, algorithm, num_ranks):
+        shape, mat = result(x, num_ranks, axis_name)
+        return [x.update(shape=shape, weak_type=False, manual_axis_type=mat)]
+
+    def transpose_rule(cotangents, x, **params):
+        return [transpose(cotangents[0], x.aval, **params)]
+
+    def batch(operands, axes, **params):
+        # The leading axis is the one that is gathered and scattered: a batch goes last.
+        (x,), (axis,) = operands, axes
+        return primitive.bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
+
+    primitive.def_abstract_eval(abstract_eval)
+    ad.deflinear2(primitive, transpose_rule)
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _transpose_all_reduce(g, x, *, axis_name, **params):
+    """lax.psum's: where types vary, one cotangent serves all ranks; else each rank has its own."""
+    if x.mat.varying:
+        axes = tuple(sorted(x.mat.varying - jax.typeof(g).mat.varying))
+        return lax.pcast(g, axes, to="varying") if axes else g
+    return ep_all_reduce_p.bind(g, axis_name=axis_name, **params)[0]
+
+
+def _transpose_to(name: str) -> Callable[..., jax.Array]:
+    def transpose(g, x, **params):
+        del x
+        return globals()[name].bind(g, **params)[0]
+
+    return transpose
+
+
+ep_all_reduce_p = _linear_primitive("all_reduce", _reduced, _transpose_all_reduce)
+ep_all_gather_p = _linear_primitive("all_gather", _gathered, _transpose_to("ep_reduce_scatter_p"))
+ep_reduce_scatter_p = _linear_primitive(
+    "reduce_scatter", _scattered, _transpose_to("ep_all_gather_p")
+)
+ep_all_to_all_p = _linear_primitive("all_to_all", _like_x, _transpose_to("ep_all_to_all_p"))
+PRIMITIVES = {
+    "all_reduce": ep_all_reduce_p,
+    "all_gather": ep_all_gather_p,
+    "reduce_scatter": ep_reduce_scatter_p,
+    "all_to_all": ep_all_to_all_p,
+}
+
+ep_all_reduce_rms_norm_p = _primitive("all_reduce_rms_norm", _run_rms_norm)
+
+
+@ep_all_reduce_rms_norm_p.def_abstract_eval
+def _rms_norm_shapes(x, residual, scale, **_):
+    return [x.update(weak_type=False, manual_axis_type=residual.mat), residual]
+
+
+def _batch_rms_norm(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "ep_all_reduce_rms_norm cannot be batched by jax.vmap: fold the batch axis into the rows "
+        '(x [B, T, H] is as good as [T, H]), or take algorithm="xla".'
+    )
+
+
+batching.primitive_batchers[ep_all_reduce_rms_norm_p] = _batch_rms_norm
+
+
+def num_ranks_along(axis_name: AxisName) -> int:
+    """N; ValueError where the axes are not bound."""
+    try:
+        return int(np.prod([lax.axis_size(name) for name in axis_name], initial=1))
+    except NameError as error:
+        raise ValueError(
+            f"axis_name {axis_name} is not bound here: call this inside jax.shard_map over "
+            f"{axis_name}."
+        ) from error

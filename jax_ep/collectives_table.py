@@ -1,0 +1,101 @@
+"""Which algorithm of a collective is the fastest: a table of what was measured.
+
+`python -m jax_ep bench collectives --write_table FILE` writes entries into a table of this form,
+a JSON object; the one that is shipped with the library is `collectives_table.json`:
+
+    {"9.0":                                  compute capability: a GPU generation
+      {"all_reduce":                         operation
+        {"8":                                ranks
+          {"choices": [[65536, "one_shot"],  up to 65536 bytes
+                       [2097152, "two_shot"],
+                       [null, "xla"]],       beyond
+           "machine": ..., "date": ..., "jax": ..., "us": {...}}}}}   where it comes from
+
+Bytes are those of the whole array: x of all_reduce, reduce_scatter, all_to_all and
+all_reduce_rms_norm, and the result of all_gather.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FILE_NAME = "collectives_table.json"
+Choices = list[tuple[int | None, str]]
+
+_CLEARLY_FASTER = 0.97  # of lax's own time, to be chosen instead of it
+
+
+@functools.cache
+def shipped() -> dict[str, Any]:
+    """The table that the library comes with."""
+    file = importlib.resources.files("jax_ep") / FILE_NAME
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def lookup(
+    op: str,
+    num_ranks: int,
+    num_bytes: int,
+    compute_capability: str | None,
+    table: Mapping[str, Any] | None = None,
+) -> str:
+    """The fastest algorithm; "xla" where nothing was measured on such a GPU.
+
+    A number of ranks that was not measured is taken for the next larger one that was, and for the
+    largest one if there is none.
+    """
+    table = shipped() if table is None else table
+    measured = table.get(compute_capability or "", {}).get(op, {})
+    if not measured:
+        return "xla"
+    counts = sorted(int(count) for count in measured)
+    nearest = next((count for count in counts if count >= num_ranks), counts[-1])
+    for limit, algorithm in measured[str(nearest)]["choices"]:
+        if limit is None or num_bytes <= limit:
+            return algorithm
+    return "xla"
+
+
+def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choices:
+    """The ranges of bytes in which each algorithm is the fastest.
+
+    Args:
+      sizes: bytes, increasing.
+      times: for each size, every algorithm's time; "xla" is one of them.
+
+    Returns:
+      (limit, algorithm): up to so many bytes this one; the last limit is None. Between two sizes
+      with different winners the limit is where their times, straight lines between the two sizes
+      on logarithmic scales, cross.
+    """
+    winners = [fastest(at_size) for at_size in times]
+    ranges: Choices = []
+    for i in range(len(sizes) - 1):
+        if winners[i] != winners[i + 1]:
+            ranges.append((_crossing(sizes, times, i, winners[i], winners[i + 1]), winners[i]))
+    return [*ranges, (None, winners[-1])]
+
+
+def fastest(times: Mapping[str, float]) -> str:
+    """The algorithm with the least time; "xla" unless another one is clearly faster."""
+    best = min(times, key=lambda name: times[name])
+    if "xla" in times and times[best] > _CLEARLY_FASTER * times["xla"]:
+        return "xla"
+    return best
+
+
+def _crossing(
+    sizes: Sequence[int], times: Sequence[Mapping[str, float]], i: int, first: str, second: str
+) -> int:
+    """Bytes between sizes i and i + 1 from where on `second` is faster than `first`."""
+    try:
+        here, there = (math.log(times[j][second]) - math.log(times[j][first]) for j in (i, i + 1))
+    except KeyError:  # one of the two was not measured at both sizes
+        return sizes[i]
+    part = min(max(here / (here - there), 0.0), 1.0) if here != there else 0.0
+    return int(sizes[i] * (sizes[i + 1] / sizes[i]) ** part)

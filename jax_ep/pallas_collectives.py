@@ -1,0 +1,164 @@
+"""The collectives on the Pallas kernels: how payloads are padded and kernels are spread.
+
+What is here is policy; the kernels themselves are in `pallas_kernels`. The functions run inside
+`shard_map` over `axis_name`, on two ranks or more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import pallas_exchange
+from pallas_kernels import all_gather as all_gather_kernel
+from pallas_kernels import all_reduce as all_reduce_kernel
+from pallas_kernels import all_reduce_rms_norm as all_reduce_rms_norm_kernel
+from pallas_kernels import all_to_all as all_to_all_kernel
+from pallas_kernels import reduce_scatter as reduce_scatter_kernel
+from pallas_kernels.plan import align_up
+from pallas_kernels.tiles import Plan, tile_length
+from pallas_kernels.vectors import length as vector_length
+
+AxisName = tuple[str, ...]
+
+_SUMMED_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_MAX_BLOCKS = 132  # one for each multiprocessor of a Hopper GPU
+_MAX_WARPGROUPS = 4
+_FEW_TILES = 64  # a small payload is spread over this many blocks before one gets a second tile
+_MAX_HIDDEN = 16384  # of all_reduce_rms_norm: 32 elements of a row to a thread
+
+forced_plan: Plan | None = None  # a benchmark of plans sets it
+
+# A second trip costs about this many bytes' worth of time on the link: 2.5 us of NVLink.
+_BYTES_OF_A_TRIP = 2**20
+
+
+def payload_unavailable_reason(op: str, shape: tuple[int, ...], dtype: Any) -> str | None:
+    """Why the kernel of `op` cannot serve such an x, or None if it can."""
+    if (
+        op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm")
+        and dtype not in _SUMMED_DTYPES
+    ):
+        names = ", ".join(jnp.dtype(d).name for d in _SUMMED_DTYPES)
+        return f"x is {jnp.dtype(dtype).name}, not one of {names}"
+    if 0 in shape:
+        return f"x is empty, its shape is {shape}"
+    if math.prod(shape) >= 2**31:
+        return f"x has {math.prod(shape)} elements, and the kernels count in 32 bits"
+    if op == "all_reduce_rms_norm" and shape[-1] > _MAX_HIDDEN:
+        return f"a row of {shape[-1]} elements is longer than {_MAX_HIDDEN}"
+    return None
+
+
+def all_reduce(x: jax.Array, *, axis_name: AxisName, algorithm: str) -> jax.Array:
+    """Sums any shape over ranks: "one_shot" or "two_shot"."""
+    fabric = pallas_exchange._mesh(axis_name)
+    if algorithm == "one_shot":
+        flat = _pad(x.reshape(-1))
+        plan = _plan(flat.size, x.dtype)
+        out = all_reduce_kernel.one_shot(flat, fabric=fabric, plan=plan)
+    else:
+        shard = _padded_size(-(-x.size // fabric.num_ranks), x.dtype)
+        padding = shard * fabric.num_ranks - x.size
+        shards = jnp.pad(x.reshape(-1), (0, padding)) if padding else x
+        plan = _plan(shard, x.dtype)
+        shards = shards.reshape(fabric.num_ranks, shard)
+        out = all_reduce_kernel.two_shot(shards, fabric=fabric, plan=plan).reshape(-1)
+    return out[: x.size].reshape(x.shape)
+
+
+def all_gather(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
+    """[n, ...] -> [N * n, ...]."""
+    flat = _pad(_bits(x).reshape(-1))
+    out = all_gather_kernel.all_gather(
+        flat, fabric=pallas_exchange._mesh(axis_name), plan=_plan(flat.size, flat.dtype)
+    )
+    out = out[:, : x.size].reshape(-1, *x.shape[1:])
+    return lax.bitcast_convert_type(out, x.dtype)
+
+
+def reduce_scatter(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
+    """[N * n, ...] -> [n, ...]."""
+    fabric = pallas_exchange._mesh(axis_name)
+    shards = x.reshape(fabric.num_ranks, -1)
+    padded = _pad(shards)
+    out = reduce_scatter_kernel.reduce_scatter(
+        padded, fabric=fabric, plan=_plan(padded.shape[1], x.dtype)
+    )
+    return out[: shards.shape[1]].reshape(-1, *x.shape[1:])
+
+
+def all_to_all(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
+    """[N * n, ...] by destination -> [N * n, ...] by source."""
+    fabric = pallas_exchange._mesh(axis_name)
+    shards = _bits(x).reshape(fabric.num_ranks, -1)
+    padded = _pad(shards)
+    plan = _plan(padded.size, padded.dtype)
+    out = all_to_all_kernel.all_to_all(padded, fabric=fabric, plan=plan)
+    return lax.bitcast_convert_type(out[:, : shards.shape[1]].reshape(x.shape), x.dtype)
+
+
+def all_reduce_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    axis_name: AxisName,
+    eps: float,
+    algorithm: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums [..., H] over ranks, adds the residual and normalizes; see `collectives`."""
+    fabric, hidden = pallas_exchange._mesh(axis_name), x.shape[-1]
+    if algorithm == "fused":
+        algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
+    rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
+    num_rows, padded = rows.shape
+    num_tiles = -(-padded // tile_length(x.dtype))
+    normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
+        rows,
+        old,
+        weights[0],
+        eps=eps,
+        hidden=hidden,
+        two_shot=algorithm == "fused_two_shot",
+        fabric=fabric,
+        plan=forced_plan or Plan(min(num_rows, 8 * _MAX_BLOCKS), min(num_tiles, _MAX_WARPGROUPS)),
+    )
+    normalized, new_residual = (out[:, :hidden] for out in (normalized, new_residual))
+    return normalized.reshape(x.shape), new_residual.reshape(x.shape)
+
+
+def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
+    """Two shots are worth their second trip once one shot's reads take longer."""
+    saved = (num_ranks - 1) * (1 - 2 / num_ranks) * num_bytes
+    return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
+
+
+def _plan(num_elements: int, dtype: Any) -> Plan:
+    """For so many elements that each rank's blocks have to go over."""
+    if forced_plan:
+        return forced_plan
+    num_tiles = -(-num_elements // tile_length(dtype))
+    num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
+    return Plan(min(-(-num_tiles // num_warpgroups), _MAX_BLOCKS), num_warpgroups)
+
+
+def _padded_size(size: int, dtype: Any) -> int:
+    """Whole vectors, and at least one tile."""
+    num_vectors = forced_plan.num_vectors if forced_plan else 1
+    return max(align_up(size, vector_length(dtype)), tile_length(dtype, num_vectors))
+
+
+def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:
+    """Pads the last axis with zeros, as needed for elements of `dtype` (default: x's)."""
+    padding = _padded_size(x.shape[-1], dtype or x.dtype) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """x as unsigned integers: what is only moved is not converted, whatever its dtype."""
+    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

@@ -1,0 +1,247 @@
+"""All-reduce, residual add and RMSNorm in one pass over the data.
+
+Each block owns some rows of [T, H], the same on every rank; its warpgroups share each row.
+
+  one_shot  a rank reads each of its rows from all ranks, and goes on from registers;
+  two_shot  of a block's rows every rank sums a share and writes it to all ranks, into what becomes
+            their output; once all shares are there, each goes on from its own memory.
+
+What follows the sum is every rank's own, so the residual need not be the same on all of them. The
+fusion is TokenWeave's (Gond et al., 2025); theirs splits the normalization over ranks as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import fabric as fb
+from pallas_kernels import tiles, vectors
+from pallas_kernels.tiles import Plan
+
+_SUMMED = 0  # channel: this block has summed its share (two_shot), or read all it needs (one_shot)
+
+
+def all_reduce_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    hidden: int,
+    two_shot: bool,
+    fabric: fb.Fabric,
+    plan: Plan,
+    stage: str = "all",
+    sums: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums x over ranks, adds the residual, normalizes. With a stacked fabric all but scale lead N.
+
+    Args:
+      x: [T, H] floating; H is whole vectors of 16 bytes of it, and at least one tile.
+      residual: [T, H] floating.
+      scale: [H] floating: multiplies the normalized rows.
+      eps: added to the mean square.
+      hidden: how many columns are real; the others are zeros, and not counted by the mean.
+      two_shot: which of the two ways.
+      fabric: how ranks reach each other.
+      plan: number of blocks and of warpgroups per row; one vector to a thread at a time.
+      stage: "all"; or, where ranks are stacked, a half of `two_shot`: "sum", whose first result is
+        the sums, or "norm", which takes them as `sums`.
+
+    Returns:
+      normalized [T, H], x's dtype, and new_residual [T, H], residual's dtype. Both the sum and
+      the new residual are rounded to their dtypes before they are used.
+    """
+    num_rows, padded = x.shape[-2:]
+    body = _Body(
+        num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, stage, fabric, plan
+    )
+    operands = [x, residual, scale] if stage != "norm" else [sums, residual, scale]
+    normalized, new_residual = fb.kernel(
+        fabric,
+        body,
+        name="ep_all_reduce_rms_norm",
+        num_blocks=plan.num_blocks,
+        num_warpgroups=plan.num_warpgroups,
+        out_type=[jax.ShapeDtypeStruct((num_rows, padded), a.dtype) for a in (x, residual)],
+        scratch_types=dict(
+            squares=plgpu.SMEM((2, plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP), jnp.float32),
+            together=plgpu.Barrier(num_arrivals=plan.num_warpgroups),
+        ),
+        num_channels=1,
+    )(*operands)
+    return normalized, new_residual
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """The kernel: its static arguments, and its body."""
+
+    num_rows: int
+    padded: int
+    dtype: Any
+    residual_dtype: Any
+    hidden: int
+    eps: float
+    two_shot: bool
+    stage: str
+    fabric: fb.Fabric
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        if self.padded % self.vector or self.padded < self.tile:
+            raise ValueError(
+                f"a row must be whole vectors of {self.vector} elements and at least a tile of "
+                f"{self.tile}, but has {self.padded}."
+            )
+
+    @property
+    def vector(self) -> int:
+        return vectors.length(self.dtype)
+
+    @property
+    def tile(self) -> int:
+        return tiles.tile_length(self.dtype)
+
+    @property
+    def tiles_per_row(self) -> int:
+        return pl.cdiv(self.padded, self.tile)
+
+    def __call__(
+        self, x, residual, scale, normalized, new_residual, *, semaphores, squares, together
+    ):
+        fabric = self.fabric
+        rows_per_block = pl.cdiv(self.num_rows, self.plan.num_blocks)
+        first = lax.axis_index("block") * rows_per_block
+        num_rows = jnp.clip(self.num_rows - first, 0, rows_per_block)
+
+        def norm_row(i, _):
+            sums = self._row_of_sums(x, normalized, first + i)
+            self._norm(
+                sums,
+                first + i,
+                residual,
+                scale,
+                normalized,
+                new_residual,
+                squares.at[lax.rem(i, jnp.int32(2))],
+                together,
+            )
+            return _
+
+        fabric.stage(0)
+        if self.two_shot and self.stage != "norm":
+            self._sum_share(x, normalized, first, num_rows)
+            fabric.stage(1)
+            self._rendezvous(semaphores, together)
+            fabric.stage(2)
+        if self.stage != "sum":
+            lax.fori_loop(0, num_rows, norm_row, None)
+        if not self.two_shot:
+            fabric.stage(1)
+            self._rendezvous(semaphores, together)
+
+    def _sum_share(self, x, out, first, num_rows):
+        """Sums every N-th tile of the block's rows into all ranks' `out`."""
+        fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
+        rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
+        share = fabric.num_ranks * self.plan.num_warpgroups
+        start = rank + fabric.num_ranks * warpgroup
+
+        def sum_tile(i, _):
+            index = start + i * share
+            row = first + lax.div(index, per_row)
+            where = (row, self._slice(lax.rem(index, per_row)))
+            total = tiles.sum_of_ranks(fabric, x, *where)
+            tiles.put(fabric, out, where, total.astype(self.dtype))
+            return _
+
+        count = lax.div(num_rows * per_row - start + (share - 1), jnp.int32(share))
+        lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
+
+    def _row_of_sums(self, x, normalized, row):
+        """This warpgroup's tiles of a row of sums."""
+        if not self.two_shot:
+            return [
+                tiles.sum_of_ranks(self.fabric, x, row, where).astype(self.dtype)
+                for where in self._my_tiles()
+            ]
+        sums = x if self.stage == "norm" else normalized
+        return [
+            tiles.load(self.fabric, self.fabric.mine(sums).at[row, where])
+            for where in self._my_tiles()
+        ]
+
+    def _norm(self, sums, row, residual, scale, normalized, new_residual, squares, together):
+        fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
+
+        def load(ref, *where):
+            return vectors.load(fabric, ref.at[where], vector).astype(jnp.float32)
+
+        residuals = [load(fabric.mine(residual), row, where) for where in self._my_tiles()]
+        scales = [load(scale, where) for where in self._my_tiles()]
+        totals = [
+            (total.astype(jnp.float32) + old).astype(self.residual_dtype)
+            for total, old in zip(sums, residuals, strict=True)
+        ]
+        for total, where in zip(totals, self._my_tiles(), strict=True):
+            vectors.store(fabric, [fabric.mine(new_residual).at[row, where]], total, vector)
+
+        values = [total.astype(jnp.float32) for total in totals]
+        squares_of_tiles = [self._own(i, value * value) for i, value in enumerate(values)]
+        square = functools.reduce(jnp.add, squares_of_tiles)
+        parts = pl.ds(warpgroup * vectors.SUMS_OF_WARPGROUP, vectors.SUMS_OF_WARPGROUP)
+        vectors.partial_sums(fabric, square, squares.at[parts], vector)
+        self._meet(together)
+        total_square = squares[0]
+        for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
+            total_square = total_square + squares[i]
+        factor = lax.rsqrt(total_square * (1 / self.hidden) + self.eps)
+        for value, weight, where in zip(values, scales, self._my_tiles(), strict=True):
+            row_ref = fabric.mine(normalized).at[row, where]
+            tiles.store(fabric, row_ref, (value * factor * weight).astype(self.dtype))
+
+    def _my_tiles(self):
+        """The parts of a row that this warpgroup serves; the last tile is moved back to end it."""
+        return [self._slice(index) for index in self._my_indices()]
+
+    def _my_indices(self):
+        num_warpgroups = self.plan.num_warpgroups
+        rounds = pl.cdiv(self.tiles_per_row, num_warpgroups)
+        return [lax.axis_index("warpgroup") + i * num_warpgroups for i in range(rounds)]
+
+    def _slice(self, index):
+        return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
+
+    def _own(self, i, value):
+        """Zero where another tile of the row counts an element."""
+        index = self._my_indices()[i]
+        exact = self.tiles_per_row * self.tile == self.padded
+        if exact and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
+            return value
+        counted = index * self.tile - jnp.minimum(index * self.tile, self.padded - self.tile)
+        position = vectors.iota(self.fabric, self.tile, self.vector)
+        return jnp.where(position >= counted, value, jnp.zeros_like(value))
+
+    def _meet(self, together):
+        """All warpgroups of the block come here before any goes on."""
+        plgpu.barrier_arrive(together)
+        plgpu.barrier_wait(together)
+
+    def _rendezvous(self, semaphores, together):
+        """This block of every rank comes here before this rank's goes on."""
+        self._meet(together)
+
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _():
+            self.fabric.signal(semaphores, _SUMMED)
+
+        self.fabric.wait(semaphores, _SUMMED, 1, "all_reduce_rms_norm")
