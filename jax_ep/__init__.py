@@ -1,7 +1,54 @@
-"""jax_ep: expert parallelism for JAX. Dispatch, combine, and what a Mixture-of-Experts needs."""
+"""jax_ep: expert parallelism for JAX. Dispatch, combine, and what a Mixture-of-Experts needs.
 
+`jax_ep.linen` and `jax_ep.nnx` hold the Flax layers, `jax_ep.reference` the whole contract in plain
+NumPy; they are imported when they are first used.
+"""
+
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+from jax_ep.expert_mlp import expert_mlp
 from jax_ep.expert_parallel import Dispatched, Handle, combine, dispatch, dispatch_like
+from jax_ep.grouped_matmul import grouped_matmul
+from jax_ep.moe import MoEConfig, MoEMetrics, MoEParams, moe_layer
+from jax_ep.routing import (
+    Routing,
+    load_balance_loss,
+    router_z_loss,
+    top_k_routing,
+    update_expert_bias,
+)
+
+if _TYPE_CHECKING:
+    from jax_ep import linen, nnx, reference
 
 __version__ = "0.1.0"
 
-__all__ = ["Dispatched", "Handle", "combine", "dispatch", "dispatch_like"]
+__all__ = [
+    "Dispatched",
+    "Handle",
+    "MoEConfig",
+    "MoEMetrics",
+    "MoEParams",
+    "Routing",
+    "combine",
+    "dispatch",
+    "dispatch_like",
+    "expert_mlp",
+    "grouped_matmul",
+    "linen",
+    "load_balance_loss",
+    "moe_layer",
+    "nnx",
+    "reference",
+    "router_z_loss",
+    "top_k_routing",
+    "update_expert_bias",
+]
+
+
+def __getattr__(name: str) -> _Any:
+    if name in ("linen", "nnx", "reference"):
+        return _importlib.import_module(f"jax_ep.{name}")
+    raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")

@@ -136,8 +136,9 @@ def dispatch(
     if expert_alignment < 1:
         raise ValueError(f"expert_alignment must be at least 1, but is {expert_alignment}.")
     if capacity is None:
+        num_tokens, top_k = topk_idx.shape
         capacity = routes.dropless_capacity(
-            num_ranks, *topk_idx.shape, num_experts // num_ranks, expert_alignment
+            num_ranks, num_tokens, top_k, num_experts // num_ranks, expert_alignment
         )
     if capacity < 1:
         raise ValueError(
@@ -278,17 +279,15 @@ def _dispatch_like(config: _Config, x: jax.Array, route: Routes) -> jax.Array:
     return primitives.dispatch_like(x, route, **dataclasses.asdict(config))
 
 
-_dispatch_like.defvjp(
-    lambda config, x, route: (_dispatch_like(config, x, route), route),
-    lambda config, route, g: (_combine(config, g, route), None),
-)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _combine(config: _Config, y: jax.Array, route: Routes) -> jax.Array:
     return primitives.combine(y, None, route, **dataclasses.asdict(config))
 
 
+_dispatch_like.defvjp(
+    lambda config, x, route: (_dispatch_like(config, x, route), route),
+    lambda config, route, g: (_combine(config, g, route), None),
+)
 _combine.defvjp(
     lambda config, y, route: (_combine(config, y, route), route),
     lambda config, route, g: (_dispatch_like(config, g, route), None),

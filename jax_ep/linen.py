@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_ep import grouped_matmul, moe, routing
+from jax_ep import moe, routing
 from jax_ep.expert_parallel import Implementation
+from jax_ep.grouped_matmul import Implementation as MatmulImplementation
 
 ROUTER_STATE = "router_state"
 
@@ -95,7 +96,7 @@ class MoE(nn.Module):
     batch_axes: str | tuple[str, ...] | None = None
     mesh: Mesh | None = None
     implementation: Implementation = None
-    matmul_implementation: grouped_matmul.Implementation = None
+    matmul_implementation: MatmulImplementation = None
     kernel_init: nn.initializers.Initializer = moe.default_kernel_init
     gate_init: nn.initializers.Initializer = moe.default_kernel_init
 

@@ -20,9 +20,10 @@ from jax import lax
 from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import grouped_matmul, routing
+from jax_ep import routing
 from jax_ep.expert_mlp import expert_mlp
 from jax_ep.expert_parallel import Implementation, combine, dispatch
+from jax_ep.grouped_matmul import Implementation as MatmulImplementation
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -121,7 +122,7 @@ class MoEConfig:
     batch_axes: str | tuple[str, ...] | None = None
     mesh: Mesh | None = None
     implementation: Implementation = None
-    matmul_implementation: grouped_matmul.Implementation = None
+    matmul_implementation: MatmulImplementation = None
 
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:

@@ -11,8 +11,9 @@ from flax import nnx
 from flax.core import spmd
 from jax.sharding import Mesh
 
-from jax_ep import grouped_matmul, moe, routing
+from jax_ep import moe, routing
 from jax_ep.expert_parallel import Implementation
+from jax_ep.grouped_matmul import Implementation as MatmulImplementation
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -105,7 +106,7 @@ class MoE(nnx.Module):
         batch_axes: str | tuple[str, ...] | None = None,
         mesh: Mesh | None = None,
         implementation: Implementation = None,
-        matmul_implementation: grouped_matmul.Implementation = None,
+        matmul_implementation: MatmulImplementation = None,
         kernel_init: Initializer = moe.default_kernel_init,
         gate_init: Initializer = moe.default_kernel_init,
         rngs: nnx.Rngs,

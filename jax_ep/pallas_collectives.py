@@ -6,7 +6,10 @@ What is here is policy; the kernels themselves are in `pallas_kernels`. The func
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,13 +31,24 @@ AxisName = tuple[str, ...]
 _SUMMED_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _MAX_BLOCKS = 132  # one for each multiprocessor of a Hopper GPU
 _MAX_WARPGROUPS = 4
+_MAX_ROW_BLOCKS = 1056  # of all_reduce_rms_norm: blocks in several waves overlap their halves
 _FEW_TILES = 64  # a small payload is spread over this many blocks before one gets a second tile
 _MAX_HIDDEN = 16384  # of all_reduce_rms_norm: 32 elements of a row to a thread
 
-forced_plan: Plan | None = None  # a benchmark of plans sets it
+_forced_plan: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("plan", default=None)
 
 # A second trip costs about this many bytes' worth of time on the link: 2.5 us of NVLink.
 _BYTES_OF_A_TRIP = 2**20
+
+
+@contextlib.contextmanager
+def forced_plan(plan: Plan | None) -> Iterator[None]:
+    """For benchmarks and tests: what is lowered within takes this plan instead of its own."""
+    token = _forced_plan.set(plan)
+    try:
+        yield
+    finally:
+        _forced_plan.reset(token)
 
 
 def payload_unavailable_reason(op: str, shape: tuple[int, ...], dtype: Any) -> str | None:
@@ -117,7 +131,7 @@ def all_reduce_rms_norm(
         algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
     rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
     num_rows, padded = rows.shape
-    num_tiles = -(-padded // tile_length(x.dtype))
+    num_warpgroups = min(-(-padded // tile_length(x.dtype)), _MAX_WARPGROUPS)
     normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
         rows,
         old,
@@ -126,7 +140,7 @@ def all_reduce_rms_norm(
         hidden=hidden,
         two_shot=algorithm == "fused_two_shot",
         fabric=fabric,
-        plan=forced_plan or Plan(min(num_rows, 8 * _MAX_BLOCKS), min(num_tiles, _MAX_WARPGROUPS)),
+        plan=_forced_plan.get() or Plan(min(num_rows, _MAX_ROW_BLOCKS), num_warpgroups),
     )
     normalized, new_residual = (out[:, :hidden] for out in (normalized, new_residual))
     return normalized.reshape(x.shape), new_residual.reshape(x.shape)
@@ -140,8 +154,8 @@ def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
 
 def _plan(num_elements: int, dtype: Any) -> Plan:
     """For so many elements that each rank's blocks have to go over."""
-    if forced_plan:
-        return forced_plan
+    if forced := _forced_plan.get():
+        return forced
     num_tiles = -(-num_elements // tile_length(dtype))
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
     return Plan(min(-(-num_tiles // num_warpgroups), _MAX_BLOCKS), num_warpgroups)
@@ -149,7 +163,8 @@ def _plan(num_elements: int, dtype: Any) -> Plan:
 
 def _padded_size(size: int, dtype: Any) -> int:
     """Whole vectors, and at least one tile."""
-    num_vectors = forced_plan.num_vectors if forced_plan else 1
+    forced = _forced_plan.get()
+    num_vectors = forced.num_vectors if forced else 1
     return max(align_up(size, vector_length(dtype)), tile_length(dtype, num_vectors))
 
 

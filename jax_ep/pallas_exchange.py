@@ -118,8 +118,9 @@ def combine_grad(
     expert_alignment: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32."""
-    params = dict(axis_name=axis_name, capacity=y.shape[0], expert_alignment=expert_alignment)
-    g_rows = dispatch_like(g, route, **params)
+    g_rows = dispatch_like(
+        g, route, axis_name=axis_name, capacity=y.shape[0], expert_alignment=expert_alignment
+    )
     return xla_exchange.combine_grad_of_rows(g_rows, topk_weights, y, route, axis_name=axis_name)
 
 

@@ -64,7 +64,7 @@ def check_implementation(implementation: Implementation, payload: jax.Array) -> 
         if reason is not None:
             raise ValueError(
                 f'implementation="pallas" cannot serve here: {reason}. '
-                'implementation=None picks one that does.'
+                "implementation=None picks one that does."
             )
 
 

@@ -82,12 +82,14 @@ def count_by_block(
     padding = num_blocks * entries - flat.size
     blocks = jnp.pad(flat, (0, padding), constant_values=-1).reshape(num_blocks, entries)
     histogram = jnp.sum(blocks[:, :, None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
-    upto_block = jnp.cumsum(histogram, axis=0, dtype=jnp.int32)
-    return upto_block[-1], upto_block - histogram
+    histogram = lax.optimization_barrier(histogram)  # else XLA compares again to sum it
+    # Not a slice of the cumulative sums: XLA would fuse it with the kernel that reads the counts.
+    counts = jnp.sum(histogram, axis=0, dtype=jnp.int32)
+    return counts, jnp.cumsum(histogram, axis=0, dtype=jnp.int32) - histogram
 
 
 def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
-    """[N, E] choices by (rank, expert) -> [N, L]: rows that each rank sends to experts of `rank`."""
+    """[N, E] choices by (rank, expert) -> [N, L]: rows that each rank sends to `rank`."""
     num_local_experts = counts.shape[1] // counts.shape[0]
     return lax.dynamic_slice_in_dim(counts, rank * num_local_experts, num_local_experts, axis=1)
 

@@ -47,8 +47,10 @@ def dispatch(
         expert_alignment,
     )
     route = Routes(topk_idx, rows, all_counts)
-    params = dict(axis_name=axis_name, capacity=capacity, expert_alignment=expert_alignment)
-    return dispatch_like(x, route, **params), rows, all_counts
+    tokens = dispatch_like(
+        x, route, axis_name=axis_name, capacity=capacity, expert_alignment=expert_alignment
+    )
+    return tokens, rows, all_counts
 
 
 def dispatch_like(
@@ -90,8 +92,9 @@ def combine_grad(
     expert_alignment: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32."""
-    params = dict(axis_name=axis_name, capacity=y.shape[0], expert_alignment=expert_alignment)
-    g_rows = dispatch_like(g, route, **params)
+    g_rows = dispatch_like(
+        g, route, axis_name=axis_name, capacity=y.shape[0], expert_alignment=expert_alignment
+    )
     return combine_grad_of_rows(g_rows, topk_weights, y, route, axis_name=axis_name)
 
 

@@ -87,7 +87,7 @@ def combine(
     ]
     if topk_weights is not None:
         operands.append(window.pad(topk_weights.reshape(*lead, num_tokens * top_k), 0))
-    if stage == "sum":
+    if mailbox is not None:
         operands.append(mailbox)
     out_type = [jax.ShapeDtypeStruct(call.mailbox_shape, y.dtype)]
     if stage != "put":
@@ -162,9 +162,9 @@ class _Combine:
         )
 
     def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
-        y, topk_idx, rows, *refs = refs
-        weights = refs.pop(0) if self.weighted else None
-        mailbox = refs.pop(0 if self.stage == "sum" else -1)
+        y, topk_idx, rows, *rest = refs
+        weights = rest.pop(0) if self.weighted else None
+        mailbox = rest.pop(0 if self.stage == "sum" else -1)
         warpgroup = lax.axis_index("warpgroup")
 
         if self.stage != "sum":
@@ -179,7 +179,7 @@ class _Combine:
                 self._sum_and_put(mailbox, semaphores, **scratch)
 
         if self.stage != "put":
-            (out,) = refs
+            (out,) = rest
 
             @pl.when(warpgroup == 2)
             def _owner():
@@ -199,7 +199,7 @@ class _Combine:
         fabric, window, top_k, num_ranks = self.fabric, self.window, self.top_k, self.num_ranks
         num_slots, step_tokens = self.plan.num_slots, self.plan.step_tokens
         rank, block = fabric.rank(), lax.axis_index("block")
-        first_token, end_token, _ = self._range()
+        first_token, end_token = self._range()[:2]
 
         def open_slot(used, kind, owner, token):
             slot = lax.rem(used, num_slots)
@@ -264,9 +264,7 @@ class _Combine:
                         plgpu.barrier_arrive(full.at[slot])
                         return used + 1
 
-                    return lax.cond(
-                        sent & (num_held == 0), put_zeros, lambda used: used, used
-                    )
+                    return lax.cond(sent & (num_held == 0), put_zeros, lambda used: used, used)
 
                 used = lax.fori_loop(0, num_ranks, scout_pair, used)
 
@@ -291,7 +289,7 @@ class _Combine:
         fabric, tiling = self.fabric, self.tiling
         num_slots, lag = self.plan.num_slots, self.plan.store_lag
         rank, block = fabric.rank(), lax.axis_index("block")
-        _, _, num_steps = self._range()
+        num_steps = self._range()[2]
 
         def add(slot, kind, weight):
             """sums (+)= weight * slots[slot]; the last one leaves the sum in the slot."""
@@ -411,9 +409,7 @@ class _Combine:
 
             def receive_token(i, _):
                 token = first_token + step * step_tokens + i
-                experts = [
-                    fabric.mine(topk_idx)[token * top_k + choice] for choice in range(top_k)
-                ]
+                experts = [fabric.mine(topk_idx)[token * top_k + choice] for choice in range(top_k)]
                 sent = []
                 for source in range(self.num_ranks):
                     low = source * self.num_local_experts

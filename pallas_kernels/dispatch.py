@@ -100,17 +100,13 @@ def dispatch_like(
     return tokens
 
 
-def fan_out(
-    tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Plan
-) -> jax.Array:
+def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Plan) -> jax.Array:
     """The receiver's stage alone, where ranks are stacked: only the rows it copies are written."""
     kernel = _Dispatch.of(
         tokens, rows.shape[-3:], fabric.num_ranks, tokens.shape[-2], 1, fabric, plan,
         routes_known=True, stage="fan_out",
     )  # fmt: skip
-    (out,) = kernel.call(
-        tokens, kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE)
-    )
+    (out,) = kernel.call(tokens, kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE))
     return out
 
 
@@ -140,11 +136,12 @@ class _Dispatch:
         num_ranks, num_tokens, top_k = rows_shape
         window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
         step_window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
+        total = max(window.total, step_window.total)
         return cls(
             num_ranks, num_tokens, x.shape[-1], top_k, num_experts, capacity, alignment, x.dtype,
             routes_known, stage, fabric, plan,
-            window=dataclasses.replace(window, total=max(window.total, step_window.total)),
-            step_window=dataclasses.replace(step_window, total=max(window.total, step_window.total)),
+            window=dataclasses.replace(window, total=total),
+            step_window=dataclasses.replace(step_window, total=total),
         )  # fmt: skip
 
     @property
@@ -263,7 +260,7 @@ class _Dispatch:
     def _open_window(self, choices_ref, i, *, choices, **_):
         """Loads the choices of this block's tokens from the i-th on."""
         fabric, window = self.fabric, self.window
-        first_token, _ = self._range()
+        first_token = self._range()[0]
         if self.routes_known:
             peers = range(self.num_ranks)
             sources = [fabric.peer(choices_ref, r).at[fabric.rank()] for r in peers]
@@ -280,14 +277,12 @@ class _Dispatch:
         """Where each expert's block starts and ends at its rank, and this block's rows in it."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         rank = fabric.rank()
-        per_source = [
-            fb.load(
-                fabric,
-                fabric.mine(counts).at[source] if self.routes_known else fabric.peer(counts, source),
-                1,
-            )
-            for source in range(self.num_ranks)
-        ]
+        ranks = range(self.num_ranks)
+        if self.routes_known:
+            sources = [fabric.mine(counts).at[source] for source in ranks]
+        else:
+            sources = [fabric.peer(counts, source) for source in ranks]
+        per_source = [fb.load(fabric, source, 1) for source in sources]
         if not self.routes_known:
             earlier = fb.load(fabric, fabric.mine(counts_before).at[lax.axis_index("block")], 1)
         total = sum(per_source[1:], per_source[0])
@@ -337,7 +332,8 @@ class _Dispatch:
         def rows_at_peers(entry):
             """[N][K]: the row of each choice at each rank, in the order of `peers`."""
             if self.routes_known:
-                return [[choices[peer, entry + choice] for choice in range(top_k)] for peer in peers]
+                entries = [entry + choice for choice in range(top_k)]
+                return [[choices[peer, e] for e in entries] for peer in peers]
             # Read where each expert's next row goes, all threads, then count this token's choices.
             experts = [choices[0, entry + choice] for choice in range(top_k)]
             valid = [(e >= 0) & (e < self.num_experts) for e in experts]
@@ -442,7 +438,17 @@ class _Dispatch:
             fabric.signal(semaphores, _PUT)
 
     def _receive(
-        self, put_tokens, rows, tokens, semaphores, *, step_rows, step_copies, copies, copy_full, **_
+        self,
+        put_tokens,
+        rows,
+        tokens,
+        semaphores,
+        *,
+        step_rows,
+        step_copies,
+        copies,
+        copy_full,
+        **_,
     ):
         fabric, plan, window = self.fabric, self.plan, self.step_window
         num_ranks, top_k, num_copies = self.num_ranks, self.top_k, plan.num_copy_slots

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -61,15 +60,11 @@ def wait(semaphores: Sequence[Any], count: Any, *, timeout_s: float, what: str) 
             seen = llvm.inline_asm(
                 i32, [pointer], "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", has_side_effects=True
             )
-            return arith.andi(
-                waiting_lane, arith.cmpi(arith.CmpIPredicate.slt, seen, target)
-            )
+            return arith.andi(waiting_lane, arith.cmpi(arith.CmpIPredicate.slt, seen, target))
 
         loop = scf.WhileOp([], [])
         with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
-            in_time = arith.cmpi(
-                arith.CmpIPredicate.ult, arith.subi(_global_timer(), start), limit
-            )
+            in_time = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(_global_timer(), start), limit)
             scf.condition(arith.andi(behind(), in_time), [])
         with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
             scf.yield_([])

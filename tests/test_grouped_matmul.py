@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import grouped_matmul as gmm
-from jax_ep.grouped_matmul import grouped_matmul, serving_implementations
+from jax_ep.grouped_matmul import IMPLEMENTATIONS, grouped_matmul, serving_implementations
 
 H, F = 64, 128
 DTYPES = ("float32", "bfloat16", "float16")
@@ -337,7 +336,7 @@ def test_a_name_that_cannot_serve_says_why():
 
 
 def test_serving_implementations_names_what_can_be_called():
-    assert set(serving_implementations((H, F), "float32")) <= set(gmm.IMPLEMENTATIONS)
+    assert set(serving_implementations((H, F), "float32")) <= set(IMPLEMENTATIONS)
     assert {"xla", "loop"} <= set(serving_implementations((H, F), "float32"))
     assert "mosaic" in serving_implementations((H, F), "bfloat16", "cuda") or (
         jax.default_backend() != "cpu"

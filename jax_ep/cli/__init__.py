@@ -9,16 +9,19 @@ from collections.abc import Sequence
 
 from absl import flags
 
-# The name of a command is the name of its module here, imported only when it is asked for.
+# The name of a command is the name of its module here, imported only when it is asked for; the
+# module of "bench collectives" is bench_collectives.
 COMMANDS = {
     "info": "versions, devices, peer access, and which implementation serves here",
     "bench": "times of dispatch, combine and their gradients beside what plain JAX offers",
+    "bench collectives": "times of every algorithm of all_reduce & co., and the best of them",
 }
 
 
 def usage() -> str:
     lines = ["usage: python -m jax_ep <command> [flags]", "", "commands:"]
-    lines += [f"  {name:<8}{summary}" for name, summary in COMMANDS.items()]
+    width = max(map(len, COMMANDS)) + 2
+    lines += [f"  {name:<{width}}{summary}" for name, summary in COMMANDS.items()]
     lines += ["", "python -m jax_ep <command> --help lists a command's flags."]
     return "\n".join(lines)
 
@@ -33,13 +36,14 @@ def main(argv: Sequence[str]) -> int:
             print(f"unknown command {argv[1]!r}\n", file=sys.stderr)
         print(usage(), file=sys.stderr)
         return 2
-    name = argv[1]
-    command = importlib.import_module(f"jax_ep.cli.{name}")
+    words = 2 if " ".join(argv[1:3]) in COMMANDS else 1
+    name = " ".join(argv[1 : 1 + words])
+    command = importlib.import_module(f"jax_ep.cli.{name.replace(' ', '_')}")
     values: flags.FlagValues = command.FLAGS
     for flag in values:  # a second call in one process starts from the defaults again
         values[flag].unparse()
     try:
-        extra = values([f"python -m jax_ep {name}", *argv[2:]])[1:]
+        extra = values([f"python -m jax_ep {name}", *argv[1 + words :]])[1:]
         if extra:
             raise flags.Error(f"unexpected arguments: {' '.join(extra)}")
         if values.help:
