@@ -279,7 +279,8 @@ class _Combine:
             num_tokens = jnp.clip(end_token - window_token, 0, window.tokens)
             return lax.fori_loop(0, num_tokens, scout_token, used)
 
-        num_windows = pl.cdiv(self.tokens_per_block, window.tokens)
+        num_tokens = jnp.maximum(end_token - first_token, 0)
+        num_windows = lax.div(num_tokens + (window.tokens - 1), jnp.int32(window.tokens))
         used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
         fb.drain(empty, used, num_slots)
 

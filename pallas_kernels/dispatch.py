@@ -431,11 +431,8 @@ class _Dispatch:
 
         lax.fori_loop(0, self._num_steps(), send_step, None)
         plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(num_tokens > 0)
-        def _():
-            fabric.stage(1)
-            fabric.signal(semaphores, _PUT)
+        fabric.stage(1)
+        fabric.signal(semaphores, _PUT)
 
     def _receive(
         self,
@@ -543,6 +540,11 @@ class _Dispatch:
             return begun + count
 
         lax.fori_loop(0, self._num_steps(), receive_step, jnp.int32(0))
+
+        @pl.when(num_tokens == 0)
+        def _():  # nothing comes, but peers may still be reading this rank's counts
+            fabric.wait(semaphores, _PUT, 1, "dispatch")
+
         plgpu.wait_smem_to_gmem(0)
 
     def _fill(self, tokens, *, zeros, block_ends, **_):

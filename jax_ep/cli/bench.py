@@ -90,7 +90,7 @@ _PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_
 def run() -> int:
     if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
         raise flags.Error("--plot needs matplotlib: pip install 'jax_ep[examples]'")
-    wanted_ranks = _integers("ranks", _RANKS.value or [])
+    wanted_ranks = integers("ranks", _RANKS.value or [])
     offer_cpu_devices(max(wanted_ranks, default=8))
     devices = jax.devices()
     ranks = wanted_ranks or [len(devices)]
@@ -103,12 +103,12 @@ def run() -> int:
     measured: dict[str, dict[str, Any]] = {}
     for number, case in enumerate(cases, 1):
         text = "{op}, {tokens} tokens, {ranks} ranks, {dtype}, {implementation}".format(**case)
-        _progress(f"[{number}/{len(cases)}] {text}")
+        progress(f"[{number}/{len(cases)}] {text}")
         program = _program(case)
         if program not in measured:
             measured[program] = measure(case, bandwidth)
         rows.append(case | measured[program])
-    _progress("")
+    progress("")
     _compare_with_ragged(rows)
 
     kind = f"{len(devices)} x {devices[0].device_kind}"
@@ -241,7 +241,7 @@ def offer_cpu_devices(count: int) -> None:
 
 def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
     on_gpu = platform == "gpu"
-    tokens = _integers("tokens", _TOKENS.value or (["128", "4096"] if on_gpu else ["32", "128"]))
+    tokens = integers("tokens", _TOKENS.value or (["128", "4096"] if on_gpu else ["32", "128"]))
     implementations = _IMPLEMENTATIONS.value
     if implementations is None:
         devices = jax.devices()[: max(ranks)]
@@ -319,7 +319,7 @@ def _compare_with_ragged(rows: list[report.Row]) -> None:
             row["speedup_over_ragged"] = ragged[work(row)] / row["wall"]["median_us"]
 
 
-def _integers(flag: str, values: list[str]) -> list[int]:
+def integers(flag: str, values: list[str]) -> list[int]:
     if not all(value.isdecimal() and int(value) > 0 for value in values):
         raise flags.Error(f"--{flag}: {','.join(values)!r} is not a list of positive integers")
     return [int(value) for value in values]
@@ -328,7 +328,7 @@ def _integers(flag: str, values: list[str]) -> list[int]:
 _started = time.monotonic()
 
 
-def _progress(text: str) -> None:
+def progress(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
     elif text:

@@ -30,8 +30,16 @@ def table(rows: Sequence[Row]) -> str:
     cells = [[_cell(row, key) for _, key in _COLUMNS] for row in rows]
     kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
     lines = [[_COLUMNS[i][0] for i in kept], *([line[i] for i in kept] for line in cells)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(kept))]
-    text_columns = [_COLUMNS[i][1] in ("op", "dtype", "implementation") for i in kept]
+    out = aligned(lines, [_COLUMNS[i][1] in ("op", "dtype", "implementation") for i in kept])
+    failures = [f"{_name(row)}: {row['error']}" for row in rows if row.get("error")]
+    blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
+    failures += [f"no device time: {error}" for error in blind]
+    return "\n".join(out + ([""] + failures if failures else []))
+
+
+def aligned(lines: Sequence[Sequence[str]], text_columns: Sequence[bool]) -> list[str]:
+    """Lines of cells as lines of text: text to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     out = []
     for line in lines:
         padded = [
@@ -39,10 +47,7 @@ def table(rows: Sequence[Row]) -> str:
             for cell, width, is_text in zip(line, widths, text_columns, strict=True)
         ]
         out.append("  ".join(padded).rstrip())
-    failures = [f"{_name(row)}: {row['error']}" for row in rows if row.get("error")]
-    blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
-    failures += [f"no device time: {error}" for error in blind]
-    return "\n".join(out + ([""] + failures if failures else []))
+    return out
 
 
 def plot(rows: Sequence[Row], path: str) -> None:

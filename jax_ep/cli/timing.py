@@ -52,7 +52,7 @@ class Loop:
 
     Args:
       prepare: called per rank on its blocks of `arrays`; its result, a pytree of arrays, is made
-        once and is not timed.
+        once and is not timed. None: `arrays` is that result, the ranks stacked; loops may share it.
       step: called per rank on what `prepare` returned; its result, a pytree of arrays, is wholly
         computed in every iteration.
       arrays: [N * B, ...] each; rank r gets rows r * B ... (r + 1) * B - 1.
@@ -62,17 +62,18 @@ class Loop:
 
     def __init__(
         self,
-        prepare: Callable[..., Any],
+        prepare: Callable[..., Any] | None,
         step: Callable[[Any], Any],
-        arrays: Sequence[Any],
+        arrays: Any,
         mesh: Mesh,
         iterations: int,
     ):
         self.mesh, self.iterations = mesh, iterations
         self._step = self._per_rank(step)
-        self.state = jax.jit(self._per_rank(lambda args: prepare(*args), unstack=False))(
-            tuple(arrays)
-        )
+        self.state = arrays
+        if prepare is not None:
+            make_state = self._per_rank(lambda args: prepare(*args), unstack=False)
+            self.state = jax.jit(make_state)(tuple(arrays))
 
         # XLA for GPUs keeps barriers until everything is scheduled, so outputs behind one are
         # whole. XLA for CPUs drops them early: there the loop has to carry the outputs.
