@@ -176,6 +176,7 @@ class _Combine:
 
             @pl.when(warpgroup == 1)
             def _summer():
+                self.fabric.touch(mailbox)
                 self._sum_and_put(mailbox, semaphores, **scratch)
 
         if self.stage != "put":

@@ -217,8 +217,10 @@ class _Dispatch:
             def _sender():
                 self.fabric.stage(0)
                 self._fetch_first(x, **scratch)
+                counted = self._read_counts(counts, counts_before)
+                self.fabric.touch(tokens, *(() if self.routes_known else (rows,)))
                 self._open_window(choices, 0, **scratch)
-                self._lay_out(counts, counts_before, all_counts, **scratch)
+                self._lay_out(*counted, all_counts, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
 
@@ -273,18 +275,19 @@ class _Dispatch:
             choices[i] = value
         fabric.barrier()
 
-    def _lay_out(self, counts, counts_before, all_counts, *, scan, next_rows, block_ends, **_):
+    def _read_counts(self, counts, counts_before):
+        """Every rank's choices of each expert, and this rank's before this block."""
+        fabric, ranks = self.fabric, range(self.num_ranks)
+        if self.routes_known:
+            return [fb.load(fabric, fabric.mine(counts).at[rank], 1) for rank in ranks], None
+        per_source = [fb.load(fabric, fabric.peer(counts, rank), 1) for rank in ranks]
+        block = lax.axis_index("block")
+        return per_source, fb.load(fabric, fabric.mine(counts_before).at[block], 1)
+
+    def _lay_out(self, per_source, earlier, all_counts, *, scan, next_rows, block_ends, **_):
         """Where each expert's block starts and ends at its rank, and this block's rows in it."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         rank = fabric.rank()
-        ranks = range(self.num_ranks)
-        if self.routes_known:
-            sources = [fabric.mine(counts).at[source] for source in ranks]
-        else:
-            sources = [fabric.peer(counts, source) for source in ranks]
-        per_source = [fb.load(fabric, source, 1) for source in sources]
-        if not self.routes_known:
-            earlier = fb.load(fabric, fabric.mine(counts_before).at[lax.axis_index("block")], 1)
         total = sum(per_source[1:], per_source[0])
         sizes = total
         if self.alignment > 1:

@@ -67,6 +67,11 @@ class Mesh:
             return ref
         return plgpu.remote_ref(ref, self._device_id(rank))
 
+    def touch(self, *refs: Any) -> None:
+        """Finds the peers' buffers ahead of their first use."""
+        if _INLINE_TAKES_PEERS and self.num_ranks > 1:
+            ptx.touch([self.peer(ref, rank) for ref in refs for rank in range(self.num_ranks)])
+
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
 
@@ -129,6 +134,9 @@ class Stacked:
 
     def peer(self, ref: Any, rank: Any) -> Any:
         return ref.at[rank]
+
+    def touch(self, *refs: Any) -> None:
+        pass
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (self.num_ranks, *shape)

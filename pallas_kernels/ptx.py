@@ -107,6 +107,17 @@ def pause(nanoseconds: Any) -> None:
     )
 
 
+def touch(refs: Sequence[Any]) -> None:
+    """Works out the refs' addresses now: a peer's is read from memory, and then in the cache."""
+
+    def emit(ctx: Any, *refs: ir.Value) -> None:
+        del ctx
+        for ref in refs:
+            llvm.inline_asm(None, [mgpu.utils.memref_ptr(ref)], "", "l", has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
+
+
 def async_fence() -> None:
     """What this thread has seen written, its bulk copies see too."""
 
