@@ -1,0 +1,440 @@
+"""Runs kernels in Pallas' GPU interpreter on a CPU, with race detection, in one of two ways.
+
+`interpret` runs one stage of a kernel where ranks are stacked (`fabric.Stacked`), one rank after
+the other: the interpreter has no semaphores.
+
+`simulate` runs whole kernels, all ranks at once, rendezvous included (`Simulated`). There, the
+ranks are the blocks of a cluster, which the interpreter runs concurrently. Added to it are:
+
+  signals and waits between ranks; they carry vector clocks, so races between ranks are found too;
+  groups of copies out of shared memory, counted as the hardware counts them;
+  bounds of every access, where the interpreter would pad, clip or wrap;
+  errors of its own: two blocks of the grid that touch the same memory, a rank that leaves while a
+  peer may still use its memory, a wait that nobody ends.
+
+A warpgroup is one thread here, so what its 128 threads do to each other is not seen. All of this
+rests on private parts of JAX; where they are missing, the tests that need them are skipped.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import fabric as fb
+
+WAIT_SECONDS = 30.0  # for a signal; these tiny problems take a few seconds altogether
+DEADLOCK_SECONDS = 90.0  # for a whole kernel
+
+_no_interpreter = _no_simulator = ""
+try:
+    from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    _Memory = shared_memory.GPUSharedMemory
+    _Interpreter = jaxpr_interpret.JaxprInterpreter
+    _run_jaxpr_of_jax = thread_map._run_jaxpr
+    _used: tuple[Any, ...] = (gpu_callbacks.get_races, gpu_callbacks.reset_gpu_interpret_mode_state)
+except (ImportError, AttributeError) as error:
+    _no_interpreter = f"this JAX's GPU interpreter is not the one known here: {error}"
+try:
+    from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
+
+    _used += (
+        _Memory.access,
+        _Memory.set_failed,
+        _Memory.add_copy_smem_to_gmem_clocks,
+        _Memory.wait_smem_to_gmem,
+        _Memory.kernel_thread_finished,
+        _Interpreter._interpret_inline_mgpu_p,
+        gpu_callbacks.fail_on_exception,
+        gpu_callbacks.cluster_finished,
+        gpu_callbacks.copy_smem_to_gmem,
+    )
+except (ImportError, AttributeError, NameError) as error:  # JAX 0.10: no clocks of copies
+    _no_simulator = _no_interpreter or f"this JAX's GPU interpreter lacks what this needs: {error}"
+
+interpreted = pytest.mark.skipif(bool(_no_interpreter), reason=_no_interpreter)
+simulated = pytest.mark.skipif(bool(_no_simulator), reason=_no_simulator)
+
+
+class KernelError(AssertionError):
+    """A kernel did what it must not do."""
+
+
+def stacked(num_ranks: int) -> fb.Stacked:
+    """Ranks one after the other, for `interpret`."""
+    return fb.Stacked(num_ranks, InterpretGPUParams(detect_races=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated(fb.Stacked):
+    """Ranks all at once, for `simulate`, out of step at the kernel's stages."""
+
+    def signal(self, semaphores: Any, channel: int) -> None:
+        _on_host(_Signal(channel, self.num_ranks))
+
+    def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
+        _on_host(_Wait(channel, self.num_ranks, what), count)
+
+    def stage(self, number: int) -> None:
+        _on_host(_Pause(number))
+
+
+def simulated_ranks(num_ranks: int) -> Simulated:
+    # Copies share the last entries of the vector clocks in turn; with many, few races hide there.
+    options = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=251)
+    return Simulated(num_ranks, options)
+
+
+def interpret(function: Callable[[], Any]) -> Any:
+    """Runs `function`, which calls one kernel with ranks `stacked`; returns NumPy arrays."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    try:
+        with mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr), _watchdog(None):
+            results = jax.tree.map(np.asarray, function())
+        if gpu_callbacks.get_races().races_found:
+            raise KernelError("a race: its two sides are printed above")
+        return results
+    finally:
+        _compiled.clear()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def simulate(function: Callable[[], Any]) -> Any:
+    """Runs `function`, which calls kernels on `simulated_ranks`; returns NumPy arrays.
+
+    Raises what a kernel did wrong: a race, an access out of bounds, a deadlock, an early exit.
+    """
+    simulation = _Simulation()
+    try:
+        with _changed_interpreter(simulation), _watchdog(simulation):
+            try:
+                results = jax.tree.map(np.asarray, function())
+            except Exception as error:  # of JAX's runtime, with ours as text
+                raise simulation.failure or error from None
+    finally:
+        _compiled.clear()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+    if simulation.failure is not None:
+        raise simulation.failure
+    return results
+
+
+# ----------------------------------------------------------------------------- what kernels ask for
+
+
+def _on_host(operation: Any, *scalars: Any) -> None:
+    """Has the simulation run this operation, in order with what this thread does to memory."""
+    scalars = tuple(jnp.asarray(scalar, jnp.int32) for scalar in scalars)
+    layouts = (plgpu.Layout.WG_SPLAT(()),) * len(scalars)
+    plgpu.inline_mgpu(arg_types=layouts)(operation)(*scalars)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signal:
+    channel: int
+    num_ranks: int
+
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        clock = simulation.memory.incr_clock(thread)
+        with simulation.changed:
+            for rank in range(self.num_ranks):
+                simulation.signals[self.channel, rank, thread.block_id].append(clock)
+            simulation.changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wait:
+    channel: int
+    num_ranks: int
+    what: str
+
+    def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
+        memory, deadline = simulation.memory, time.monotonic() + WAIT_SECONDS
+        for rank in range(self.num_ranks):
+            signals = simulation.signals[self.channel, thread.block_id, rank]
+            while len(signals) < int(count):
+                with simulation.changed:
+                    simulation.changed.wait(0.1)
+                memory.check_failed()
+                if time.monotonic() > deadline:
+                    raise KernelError(
+                        f"{self.what}: rank {thread.block_id} waits for signal {int(count)} of "
+                        f"rank {rank} on channel {self.channel}, which has sent {len(signals)}"
+                    )
+            if count > 0:
+                with memory.lock:
+                    memory.clocks[thread].update(signals[int(count) - 1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pause:
+    stage: int
+
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        del simulation, thread
+        time.sleep(random.choice((0.0, 0.0, 0.001, 0.01)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommitGroup:
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        simulation.copies[thread].commit()
+
+
+# ---------------------------------------------------------------------------- what is kept track of
+
+
+class _Copies:
+    """One thread's copies out of shared memory: the clocks of their reads and of their writes."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Any, Any]] = []
+        self.reading: collections.deque[list[Any]] = collections.deque()
+        self.writing: collections.deque[list[Any]] = collections.deque()
+
+    def commit(self) -> None:
+        self.reading.append([read for read, _ in self.open])
+        self.writing.append([write for _, write in self.open])
+        self.open = []
+
+    def wait(self, clock: Any, allowed: int, read_only: bool) -> None:
+        for groups in (self.reading,) if read_only else (self.reading, self.writing):
+            while len(groups) > allowed:
+                for done in groups.popleft():
+                    clock.update(done)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.open) or any(self.reading) or any(self.writing)
+
+
+class _Simulation:
+    """The state of one run, and of the current block of the grid."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.changed = threading.Condition()
+        # By buffer: which block of the grid wrote, and read, each element.
+        self.writers: dict[Any, np.ndarray] = {}
+        self.readers: dict[Any, np.ndarray] = {}
+        self.block = 0
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        # (channel, to rank, from rank) -> the clocks of the signals sent
+        self.signals: dict[Any, list[Any]] = collections.defaultdict(list)
+        self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
+        self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
+        self.exit_clocks: dict[int, Any] = {}
+
+    @property
+    def memory(self) -> Any:
+        return gpu_callbacks._get_shared_memory()
+
+    def remembers(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Errors come back through the runtime as text: this keeps the first one."""
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                self.failure = self.failure or error
+                raise
+
+        return wrapped
+
+    def note_access(self, thread: Any, clock: Any, key: Any, access: Any, write: bool) -> None:
+        """Notes an access to global memory, where every buffer is stacked by rank."""
+        shape, owner = self.memory.buffer_shape_and_dtype(key).shape, access.range[0]
+        what = f"{'write to' if write else 'read of'} {shape}{access.range} by {thread}"
+        if not isinstance(owner, int):
+            raise KernelError(f"several ranks' memory at once: {what}")
+        with self.changed:
+            if owner != thread.block_id:
+                self.remote_accesses.append((owner, clock, what))
+            if self.reads_ahead(key, access, write):
+                return
+            for table in (self.writers, self.readers):
+                table.setdefault(key, np.full(shape, -1, np.int32))
+            touched = [self.writers[key][access.range]]
+            if write:
+                touched.append(self.readers[key][access.range])
+            if any(np.any((block >= 0) & (block != self.block)) for block in touched):
+                raise KernelError(f"block {self.block} of the grid touches another's: {what}")
+            (self.writers if write else self.readers)[key][access.range] = self.block
+
+    def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
+        """Whether this loads a vector of routes: of entries that may come later, and go unused."""
+        is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
+        return not write and is_integer and access.shape != ()
+
+    def finish_block(self) -> None:
+        """Nobody may use a rank's memory, semaphores included, once all of its threads left."""
+        accesses = list(self.remote_accesses)
+        for (channel, owner, source), clocks in self.signals.items():
+            what = f"signal on channel {channel} of rank {source}"
+            accesses += [(owner, clock.generic_clock, what) for clock in clocks]
+        for owner, clock, what in accesses:
+            if np.any(clock.clock > self.exit_clocks[owner].generic_clock.clock):
+                raise KernelError(f"rank {owner} may leave before this has ended: {what}")
+        self.block += 1
+        self._begin_block()
+
+
+def _check_bounds(where: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    for index, size in zip(where, shape, strict=True):
+        low, high = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+        if low < 0 or high > size:
+            raise KernelError(f"an access to {where} of a buffer of shape {shape}")
+
+
+# ------------------------------------------------------------------------- the interpreter, changed
+
+
+@contextlib.contextmanager
+def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
+    """The interpreter as a simulation needs it."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        """A grid over (rank, block) becomes a grid over blocks, each a cluster of ranks."""
+        ranks, blocks = kwargs.pop("grid")
+        assert kwargs.pop("grid_names") == ("rank", "block")
+        kwargs |= dict(grid=(blocks,), grid_names=("block",))
+        return original["kernel"](*args, cluster=(ranks,), cluster_names=("rank",), **kwargs)
+
+    @gpu_callbacks.fail_on_exception
+    @simulation.remembers
+    def run_on_host(operation: Any, token: Any, thread: Any, *args: Any) -> Any:
+        operation.run(simulation, thread, *args)
+        return token
+
+    def inline(self: Any, eqn: Any, token: Any, get_operands: Any) -> Any:
+        args = get_operands()[: eqn.params["pytree_args"].num_leaves]
+        function = functools.partial(run_on_host, eqn.params["mgpu_fn"])
+        return io_callback(function, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, self.thread, *args), []
+
+    @simulation.remembers
+    def access(self: Any, key: Any, transforms: Any) -> Any:
+        found = original["access"](self, key, transforms)
+        _check_bounds(found.range, self.buffer_shape_and_dtype(key).shape)
+        return found
+
+    def checking(name: str, write: bool) -> Callable[..., None]:
+        @simulation.remembers
+        def check(self: Any, thread: Any, clock: Any, key: Any, access: Any, **info: Any) -> None:
+            if key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.GMEM):
+                simulation.note_access(thread, clock, key, access, write)
+                if simulation.reads_ahead(key, access, write):
+                    return
+            try:
+                original[name](self, thread, clock, key, access, **info)
+            except RuntimeError as error:  # newer than 0.11
+                raise KernelError(f"a race: {error}") from None
+            if self.races_found:
+                raise KernelError("a race: its two sides are printed above")
+
+        return check
+
+    def copy_smem_to_gmem(*, thread: Any, commit_group: bool, **kwargs: Any) -> Any:
+        token = original["copy"](thread=thread, commit_group=commit_group, **kwargs)
+        if commit_group:
+            simulation.copies[thread].commit()
+        return token
+
+    def add_copy(self: Any, thread: Any, read_clock: Any, write_clock: Any) -> None:
+        simulation.copies[thread].open.append((read_clock, write_clock))
+
+    def wait_copies(self: Any, thread: Any, n: int, wait_read_only: bool) -> None:
+        with self.lock:
+            self.incr_clock(thread, take_lock=False)
+            simulation.copies[thread].wait(self.clocks[thread], n, wait_read_only)
+
+    @simulation.remembers
+    def thread_finished(self: Any, thread: Any) -> None:
+        if simulation.copies[thread].pending:
+            raise KernelError(f"{thread} leaves while copies of it are under way")
+        with simulation.changed:
+            clock = simulation.exit_clocks.setdefault(thread.block_id, self.get_clock(thread))
+            clock.update(self.get_clock(thread))
+
+    @gpu_callbacks.fail_on_exception
+    @simulation.remembers
+    def cluster_finished(*, token: Any) -> Any:
+        simulation.finish_block()
+        return original["cluster_finished"](token=token)
+
+    changes = (
+        ("kernel", plgpu, "kernel", kernel),
+        ("commit", plgpu, "commit_smem_to_gmem_group", lambda: _on_host(_CommitGroup())),
+        ("run", thread_map, "_run_jaxpr", _run_jaxpr),
+        ("inline", _Interpreter, "_interpret_inline_mgpu_p", inline),
+        ("access", _Memory, "access", access),
+        ("read", GPURaceDetectionState, "check_read", checking("read", write=False)),
+        ("write", GPURaceDetectionState, "check_write", checking("write", write=True)),
+        ("copy", gpu_callbacks, "copy_smem_to_gmem", copy_smem_to_gmem),
+        ("add_copy", _Memory, "add_copy_smem_to_gmem_clocks", add_copy),
+        ("wait_copies", _Memory, "wait_smem_to_gmem", wait_copies),
+        ("thread_finished", _Memory, "kernel_thread_finished", thread_finished),
+        ("cluster_finished", gpu_callbacks, "cluster_finished", cluster_finished),
+    )
+    original = {key: getattr(where, name) for key, where, name, _ in changes}
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    with contextlib.ExitStack() as stack:
+        for _, where, name, replacement in changes:
+            stack.enter_context(mock.patch.object(where, name, replacement))
+        yield
+
+
+_compiled: dict[int, tuple[Any, Any]] = {}
+_compiling = threading.Lock()
+
+
+def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
+    """As JAX's own, but compiled once for all threads and blocks, and without optimizations."""
+    with _compiling:
+        if id(jaxpr) not in _compiled:
+            function = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args))
+            options = {"xla_backend_optimization_level": 0}
+            _compiled[id(jaxpr)] = jaxpr, function.lower(consts, *args).compile(options)
+    _compiled[id(jaxpr)][1](consts, *args)
+
+
+@contextlib.contextmanager
+def _watchdog(simulation: _Simulation | None) -> Iterator[None]:
+    """Ends a deadlock: of a simulation with an error, else, or if that fails, the process."""
+
+    def give_up() -> None:
+        assert simulation is not None
+        simulation.failure = KernelError(f"a deadlock: no end after {DEADLOCK_SECONDS:g} s")
+        simulation.memory.set_failed(simulation.failure, None, top_level=False)
+
+    timer = threading.Timer(DEADLOCK_SECONDS, give_up)
+    if simulation is not None:
+        timer.daemon = True
+        timer.start()
+    faulthandler.dump_traceback_later(DEADLOCK_SECONDS + 2 * WAIT_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()

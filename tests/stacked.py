@@ -1,0 +1,171 @@
+"""Problems for the kernels, all ranks' arrays stacked, with what must come out of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from contract import Case, owned_rows, routing, small_integers, small_weights, with_nan_elsewhere
+
+from jax_ep import reference, routes
+from pallas_kernels import combine as combine_kernel
+from pallas_kernels import dispatch as dispatch_kernel
+from pallas_kernels.fabric import Fabric
+from pallas_kernels.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One dispatch, or one combine of its rows."""
+
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    kind: str = "uniform"  # of routing: see `contract.routing`
+    dtype: str = "float32"
+    capacity: int | None = None
+    alignment: int = 1
+    weighted: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"N{self.num_ranks}-T{self.num_tokens}-H{self.hidden}-K{self.top_k}"
+            f"-E{self.num_experts}-{self.kind}-{self.dtype}-R{self.capacity}-A{self.alignment}"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.capacity if self.capacity is not None else self._rows_of_any_routing
+
+    @property
+    def _rows_of_any_routing(self) -> int:
+        local_experts = self.num_experts // self.num_ranks
+        sizes = (self.num_ranks, self.num_tokens, self.top_k, local_experts, self.alignment)
+        return reference.default_capacity(*sizes)
+
+    def _generator(self) -> np.random.Generator:
+        return np.random.default_rng(len(str(self)))
+
+    @functools.cached_property
+    def topk_idx(self) -> np.ndarray:
+        """[N, T, K]."""
+        sizes = (self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts)
+        return routing(self.kind, Case(*sizes), self._generator())
+
+    @functools.cached_property
+    def x(self) -> np.ndarray:
+        """[N, T, H]; no two elements alike."""
+        shape = (self.num_ranks, self.num_tokens, self.hidden)
+        return self._generator().standard_normal(shape).astype(jnp.dtype(self.dtype))
+
+    def dispatched(self, num_rows: int) -> list[reference.Dispatched]:
+        return reference.dispatch(
+            list(self.x),
+            list(self.topk_idx),
+            num_experts=self.num_experts,
+            capacity=num_rows,
+            expert_alignment=self.alignment,
+        )
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """[N, R, H]: what a dispatch of `x` gives."""
+        return np.stack([d.tokens for d in self.dispatched(self.num_rows)])
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """[N, N, T, K]: the row at each rank of each (rank, token, choice), dropped or not."""
+        sent = [d.routes for d in self.dispatched(self._rows_of_any_routing)]
+        ranks, rows = np.stack([s.ranks for s in sent]), np.stack([s.rows for s in sent])
+        return np.stack([np.where(ranks == r, rows, -1) for r in range(self.num_ranks)])
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """[N, N, E]: at each rank, how often each rank chose each expert."""
+        experts = np.arange(self.num_experts)
+        counts = (self.topk_idx[..., None] == experts).sum(axis=(1, 2), dtype=np.int32)
+        return np.broadcast_to(counts, (self.num_ranks, *counts.shape))
+
+    @functools.cached_property
+    def y(self) -> np.ndarray:
+        """[N, R, H] with sums that are exact in any order, and NaN where nothing may be read."""
+        shape = (self.num_ranks, self.num_rows, self.hidden)
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        y = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
+        return with_nan_elsewhere(y, owned_rows(sent, self.num_rows))
+
+    @functools.cached_property
+    def weights(self) -> np.ndarray | None:
+        """[N, T, K], or None."""
+        if not self.weighted:
+            return None
+        return small_weights(self._generator(), self.topk_idx.shape, np.float32)
+
+    @functools.cached_property
+    def combined(self) -> np.ndarray:
+        """[N, T, H]: what a combine of `y` gives."""
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        weights = None if self.weights is None else list(self.weights)
+        return np.stack(reference.combine(list(self.y), sent, weights))
+
+
+# The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
+
+
+def dispatch(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "all") -> Any:
+    """A call of the dispatch kernel: -> tokens, rows, counts."""
+    tokens_per_block = plan.tokens_per_block(problem.num_tokens)
+    counts, counts_before = jax.vmap(
+        lambda idx: routes.count_by_block(
+            idx, problem.num_experts, tokens_per_block, plan.num_blocks
+        )
+    )(jnp.asarray(problem.topk_idx))
+    return functools.partial(
+        dispatch_kernel.dispatch,
+        jnp.asarray(problem.x),
+        jnp.asarray(problem.topk_idx),
+        counts,
+        counts_before,
+        fabric=fabric,
+        plan=plan,
+        capacity=problem.num_rows,
+        expert_alignment=problem.alignment,
+        stage=stage,
+    )
+
+
+def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "all") -> Any:
+    """A call of the dispatch kernel along known routes: -> tokens."""
+    return functools.partial(
+        dispatch_kernel.dispatch_like,
+        jnp.asarray(problem.x),
+        jnp.asarray(problem.rows),
+        jnp.asarray(problem.counts),
+        fabric=fabric,
+        plan=plan,
+        capacity=problem.num_rows,
+        expert_alignment=problem.alignment,
+        stage=stage,
+    )
+
+
+def combine(problem: Problem, plan: Plan, fabric: Fabric, **stage: Any) -> Any:
+    """A call of the combine kernel: -> out."""
+    return functools.partial(
+        combine_kernel.combine,
+        jnp.asarray(problem.y),
+        None if problem.weights is None else jnp.asarray(problem.weights),
+        jnp.asarray(problem.topk_idx),
+        jnp.asarray(problem.rows),
+        fabric=fabric,
+        plan=plan,
+        num_experts=problem.num_experts,
+        **stage,
+    )

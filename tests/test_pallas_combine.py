@@ -1,0 +1,60 @@
+"""The combine kernel in Pallas' GPU interpreter, against the plain reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from contract import assert_equal
+from simulator import interpret, interpreted, simulate, simulated, simulated_ranks
+from simulator import stacked as stacked_ranks
+from stacked import Problem, combine
+
+from pallas_kernels.plan import Plan
+
+CASES = {
+    "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),
+    "two_ranks": (Problem(2, 5, 128, 4, 4, "masked"), Plan(2, 3, 2)),
+    "four_ranks": (Problem(4, 3, 32, 2, 8, "skewed", weighted=False), Plan(1, 4)),
+    "one_choice": (Problem(2, 3, 32, 1, 2, weighted=False), Plan(3, 2)),
+    "mailbox_reused": (Problem(2, 7, 32, 2, 4), Plan(1, 3, 2)),
+    "mailbox_of_three": (Problem(2, 9, 32, 2, 4), Plan(1, 4, 1, step_tokens=2, mailbox_steps=3)),
+    "mailbox_for_all": (Problem(2, 5, 32, 2, 4), Plan(1, 3, step_tokens=3, mailbox_steps=8)),
+    "windows": (Problem(2, 6, 32, 3, 8), Plan(1, 3, window_tokens=2, step_tokens=3)),
+    "two_slots": (Problem(2, 4, 32, 3, 4, "skewed", weighted=False), Plan(1, 2, 1)),
+    "one_slot": (Problem(2, 3, 32, 2, 4), Plan(1, 1, 0)),
+    "one_expert": (Problem(2, 3, 32, 6, 4, "one_expert"), Plan(1, 2)),
+    "one_expert_plain": (Problem(2, 3, 32, 6, 4, "one_expert", weighted=False), Plan(1, 3, 2)),
+    "repeated": (Problem(2, 3, 32, 4, 4, "repeated", alignment=4), Plan(1, 3, step_tokens=2)),
+    "dropped": (Problem(2, 5, 32, 3, 4, "skewed", capacity=5), Plan(1, 3, 2, step_tokens=2)),
+    "all_dropped": (Problem(2, 4, 32, 2, 4, "one_rank", capacity=1), Plan(1, 3, 2)),
+    "half": (Problem(2, 4, 192, 3, 4, dtype="bfloat16"), Plan(2, 3, 2, step_tokens=3)),
+    "half_plain": (Problem(2, 3, 64, 4, 4, "skewed", "float16", weighted=False), Plan(1, 3)),
+    "long_rows": (Problem(2, 2, 8224, 2, 4), Plan(1, 2)),
+    "empty": (Problem(2, 3, 32, 2, 4, "empty", capacity=4), Plan(1, 3)),
+    "idle_sources": (Problem(2, 3, 32, 2, 4, "idle_sources", capacity=9), Plan(1, 3, 2)),
+    "empty_steps": (Problem(2, 8, 32, 1, 4, "masked"), Plan(1, 5, 4)),
+    "fewer_tokens_than_blocks": (Problem(2, 5, 32, 2, 4), Plan(4, 3)),
+    "last_block_short": (Problem(2, 5, 32, 2, 4), Plan(2, 3, window_tokens=2)),
+}
+
+
+@simulated
+@pytest.mark.parametrize(("problem", "plan"), CASES.values(), ids=CASES)
+def test_combine(problem, plan):
+    out = simulate(combine(problem, plan, simulated_ranks(problem.num_ranks)))
+    assert_equal(out, problem.combined)
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["two_ranks", "all_dropped"])
+def test_stage_by_stage(case):
+    """The scout and the summer alone, then the owner alone: no simulated signals needed."""
+    problem, plan = CASES[case]
+    # Here copies count, not groups; and every step needs a place in the mailbox.
+    plan = dataclasses.replace(plan, store_lag=0, mailbox_steps=problem.num_tokens + 1)
+    fabric = stacked_ranks(problem.num_ranks)
+    mailbox = jnp.asarray(interpret(combine(problem, plan, fabric, stage="put")))
+    out = interpret(combine(problem, plan, fabric, stage="sum", mailbox=mailbox))
+    assert_equal(out, problem.combined)
