@@ -1,7 +1,8 @@
 """Which algorithm of a collective is the fastest: a table of what was measured.
 
 `python -m jax_ep bench collectives --write_table FILE` writes entries into a table of this form,
-a JSON object; the one that is shipped with the library is `collectives_table.json`:
+a JSON object. The one that is shipped with the library is `collectives_table.json`; a program
+takes another one from the file that the environment's JAX_EP_COLLECTIVES_TABLE names:
 
     {"9.0":                                  compute capability: a GPU generation
       {"all_reduce":                         operation
@@ -21,6 +22,8 @@ import functools
 import importlib.resources
 import json
 import math
+import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,9 +34,10 @@ _CLEARLY_FASTER = 0.97  # of lax's own time, to be chosen instead of it
 
 
 @functools.cache
-def shipped() -> dict[str, Any]:
-    """The table that the library comes with."""
-    file = importlib.resources.files("jax_ep") / FILE_NAME
+def current() -> dict[str, Any]:
+    """The table of the file that JAX_EP_COLLECTIVES_TABLE names, or the shipped one."""
+    path = os.environ.get("JAX_EP_COLLECTIVES_TABLE")
+    file = pathlib.Path(path) if path else importlib.resources.files("jax_ep") / FILE_NAME
     return json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -49,7 +53,7 @@ def lookup(
     A number of ranks that was not measured is taken for the next larger one that was, and for the
     largest one if there is none.
     """
-    table = shipped() if table is None else table
+    table = current() if table is None else table
     measured = table.get(compute_capability or "", {}).get(op, {})
     if not measured:
         return "xla"

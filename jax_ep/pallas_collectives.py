@@ -131,6 +131,7 @@ def all_reduce_rms_norm(
         algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
     rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
     num_rows, padded = rows.shape
+    rows_per_block = -(-num_rows // _MAX_ROW_BLOCKS)
     num_warpgroups = min(-(-padded // tile_length(x.dtype)), _MAX_WARPGROUPS)
     normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
         rows,
@@ -140,7 +141,7 @@ def all_reduce_rms_norm(
         hidden=hidden,
         two_shot=algorithm == "fused_two_shot",
         fabric=fabric,
-        plan=_forced_plan.get() or Plan(min(num_rows, _MAX_ROW_BLOCKS), num_warpgroups),
+        plan=_forced_plan.get() or Plan(-(-num_rows // rows_per_block), num_warpgroups),
     )
     normalized, new_residual = (out[:, :hidden] for out in (normalized, new_residual))
     return normalized.reshape(x.shape), new_residual.reshape(x.shape)

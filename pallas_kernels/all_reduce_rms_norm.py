@@ -40,9 +40,8 @@ def all_reduce_rms_norm(
     fabric: fb.Fabric,
     plan: Plan,
     stage: str = "all",
-    sums: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums x over ranks, adds the residual, normalizes. With a stacked fabric all but scale lead N.
+    """Sums x over ranks, adds the residual, normalizes. Stacked: every array has a leading N.
 
     Args:
       x: [T, H] floating; H is whole vectors of 16 bytes of it, and at least one tile.
@@ -54,7 +53,7 @@ def all_reduce_rms_norm(
       fabric: how ranks reach each other.
       plan: number of blocks and of warpgroups per row; one vector to a thread at a time.
       stage: "all"; or, where ranks are stacked, a half of `two_shot`: "sum", whose first result is
-        the sums, or "norm", which takes them as `sums`.
+        the sums, or "norm", which takes them as x.
 
     Returns:
       normalized [T, H], x's dtype, and new_residual [T, H], residual's dtype. Both the sum and
@@ -64,7 +63,6 @@ def all_reduce_rms_norm(
     body = _Body(
         num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, stage, fabric, plan
     )
-    operands = [x, residual, scale] if stage != "norm" else [sums, residual, scale]
     normalized, new_residual = fb.kernel(
         fabric,
         body,
@@ -77,7 +75,7 @@ def all_reduce_rms_norm(
             together=plgpu.Barrier(num_arrivals=plan.num_warpgroups),
         ),
         num_channels=1,
-    )(*operands)
+    )(x, residual, scale)
     return normalized, new_residual
 
 
@@ -187,7 +185,7 @@ class _Body:
             return vectors.load(fabric, ref.at[where], vector).astype(jnp.float32)
 
         residuals = [load(fabric.mine(residual), row, where) for where in self._my_tiles()]
-        scales = [load(scale, where) for where in self._my_tiles()]
+        scales = [load(fabric.mine(scale), where) for where in self._my_tiles()]
         totals = [
             (total.astype(jnp.float32) + old).astype(self.residual_dtype)
             for total, old in zip(sums, residuals, strict=True)

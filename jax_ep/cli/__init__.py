@@ -15,6 +15,8 @@ COMMANDS = {
     "info": "versions, devices, peer access, and which implementation serves here",
     "bench": "times of dispatch, combine and their gradients beside what plain JAX offers",
     "bench collectives": "times of every algorithm of all_reduce & co., and the best of them",
+    "bench layer": "time, throughput and memory of the MoE layer beside what plain JAX makes of it",
+    "bench matmul": "results and times of the grouped matmuls beside a dense matmul",
 }
 
 
@@ -39,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     words = 2 if " ".join(argv[1:3]) in COMMANDS else 1
     name = " ".join(argv[1 : 1 + words])
     command = importlib.import_module(f"jax_ep.cli.{name.replace(' ', '_')}")
+    if hasattr(command, "main"):  # it reads its arguments itself
+        return command.main(argv[1 + words :])
     values: flags.FlagValues = command.FLAGS
     for flag in values:  # a second call in one process starts from the defaults again
         values[flag].unparse()
