@@ -75,14 +75,22 @@ def unavailable_reason(op: str, algorithm: str, x: Any, on_gpu: bool) -> str | N
         return "it needs NVIDIA GPUs, and this program is for another platform"
     if reason := pallas_collectives.payload_unavailable_reason(op, x.shape, x.dtype):
         return reason
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.auto_axes and any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
-        return f"it needs shard_map over all mesh axes, and {mesh.auto_axes} are left out of it"
+    if reason := mesh_unavailable_reason():
+        return reason
     if jax.default_backend() != "gpu":  # this lowers for a machine that is not here
         return None
     if algorithm == "multimem":
         return multicast.unavailable_reason()
     return pallas_unavailable_reason()
+
+
+def mesh_unavailable_reason() -> str | None:
+    """Why no kernel can serve within the shard_map that is being traced, or None if one may."""
+    mesh = jax.sharding.get_abstract_mesh()
+    left_out = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+    if left_out:
+        return f"it needs shard_map over all axes of the mesh, and {left_out} are left out of it"
+    return None
 
 
 def choose(op: str, algorithm: Algorithm, x: Any, num_ranks: int, on_cuda: bool) -> str:

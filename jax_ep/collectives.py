@@ -147,8 +147,7 @@ def all_reduce_rms_norm(
             "x and residual must have one shape [..., H], and scale the shape [H], but x has shape "
             f"{x.shape}, residual {residual.shape} and scale {scale.shape}."
         )
-    _check_algorithm("all_reduce_rms_norm", algorithm, x)
-    if algorithm == "xla" or num_ranks == 1:
+    if _is_for_xla("all_reduce_rms_norm", algorithm, x, num_ranks):
         new_residual = primitives.add(_collective("all_reduce", x, axes, "xla"), residual)
         return primitives.rms_norm(new_residual, scale, eps, x.dtype), new_residual
 
@@ -202,9 +201,9 @@ def _collective(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm
             f"{op} needs as many rows of x for each of the {num_ranks} ranks along {axes}, but x "
             f"has shape {x.shape}; pad its first axis to a multiple of {num_ranks}."
         )
-    _check_algorithm(op, algorithm, x)
+    is_for_xla = _is_for_xla(op, algorithm, x, num_ranks)
     (x,) = vary_alike((x,), axes)
-    if num_ranks == 1 or algorithm == "xla":
+    if is_for_xla:
         return primitives.xla(op, x, axes) if axes else x
     (out,) = primitives.PRIMITIVES[op].bind(
         x, axis_name=axes, num_ranks=num_ranks, algorithm=algorithm
@@ -226,10 +225,10 @@ def _check_floating(name: str, array: Any) -> None:
         )
 
 
-def _check_algorithm(op: str, algorithm: Algorithm, x: jax.Array) -> None:
-    """Raises ValueError, with the reason, if the named algorithm is sure not to serve."""
+def _is_for_xla(op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int) -> bool:
+    """Whether it is sure that XLA serves; ValueError if a named algorithm is sure not to."""
     if algorithm is None:
-        return
+        return num_ranks == 1 or primitives.mesh_unavailable_reason() is not None
     if algorithm not in ALGORITHMS[op]:
         raise ValueError(
             f"algorithm of {op} must be one of {ALGORITHMS[op]} or None, but is {algorithm!r}."
@@ -241,3 +240,4 @@ def _check_algorithm(op: str, algorithm: Algorithm, x: jax.Array) -> None:
             f'{op}: algorithm="{algorithm}" cannot serve here: {reason}. algorithm=None picks one '
             "that does."
         )
+    return num_ranks == 1 or algorithm == "xla"

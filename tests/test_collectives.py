@@ -389,6 +389,27 @@ def test_payloads_that_the_kernels_cannot_sum_are_refused():
         )
 
 
+def test_kernels_are_refused_where_shard_map_leaves_axes_out():
+    small = AbstractMesh((2, 2), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+
+    def lower(algorithm):
+        mapped = jax.shard_map(
+            function("all_gather", algorithm),
+            mesh=small,
+            axis_names={AXIS},
+            in_specs=SHARDED,
+            out_specs=SHARDED,
+        )
+        x = jax.ShapeDtypeStruct((4, 8192), jnp.float32)
+        return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    with pytest.raises(
+        ValueError, match=r"over all axes of the mesh, and \('data',\) are left out"
+    ):
+        lower("direct")
+    assert "all_gather" in lower(None)
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="something was measured here")
 def test_nothing_is_chosen_for_a_machine_that_is_not_here():
     for op in LINEAR:
