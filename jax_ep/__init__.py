@@ -8,6 +8,13 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from jax_ep.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_rms_norm,
+    all_to_all,
+    reduce_scatter,
+)
 from jax_ep.expert_mlp import expert_mlp
 from jax_ep.expert_parallel import Dispatched, Handle, combine, dispatch, dispatch_like
 from jax_ep.grouped_matmul import grouped_matmul
@@ -32,6 +39,10 @@ __all__ = [
     "MoEMetrics",
     "MoEParams",
     "Routing",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_rms_norm",
+    "all_to_all",
     "combine",
     "dispatch",
     "dispatch_like",
@@ -41,6 +52,7 @@ __all__ = [
     "load_balance_loss",
     "moe_layer",
     "nnx",
+    "reduce_scatter",
     "reference",
     "router_z_loss",
     "top_k_routing",

@@ -70,7 +70,7 @@ def payload_unavailable_reason(op: str, shape: tuple[int, ...], dtype: Any) -> s
 
 def all_reduce(x: jax.Array, *, axis_name: AxisName, algorithm: str) -> jax.Array:
     """Sums any shape over ranks: "one_shot" or "two_shot"."""
-    fabric = pallas_exchange._mesh(axis_name)
+    fabric = pallas_exchange.mesh_fabric(axis_name)
     if algorithm == "one_shot":
         flat = _pad(x.reshape(-1))
         plan = _plan(flat.size, x.dtype)
@@ -89,7 +89,7 @@ def all_gather(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
     """[n, ...] -> [N * n, ...]."""
     flat = _pad(_bits(x).reshape(-1))
     out = all_gather_kernel.all_gather(
-        flat, fabric=pallas_exchange._mesh(axis_name), plan=_plan(flat.size, flat.dtype)
+        flat, fabric=pallas_exchange.mesh_fabric(axis_name), plan=_plan(flat.size, flat.dtype)
     )
     out = out[:, : x.size].reshape(-1, *x.shape[1:])
     return lax.bitcast_convert_type(out, x.dtype)
@@ -97,7 +97,7 @@ def all_gather(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
 
 def reduce_scatter(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
     """[N * n, ...] -> [n, ...]."""
-    fabric = pallas_exchange._mesh(axis_name)
+    fabric = pallas_exchange.mesh_fabric(axis_name)
     shards = x.reshape(fabric.num_ranks, -1)
     padded = _pad(shards)
     out = reduce_scatter_kernel.reduce_scatter(
@@ -108,7 +108,7 @@ def reduce_scatter(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
 
 def all_to_all(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
     """[N * n, ...] by destination -> [N * n, ...] by source."""
-    fabric = pallas_exchange._mesh(axis_name)
+    fabric = pallas_exchange.mesh_fabric(axis_name)
     shards = _bits(x).reshape(fabric.num_ranks, -1)
     padded = _pad(shards)
     plan = _plan(padded.size, padded.dtype)
@@ -126,7 +126,7 @@ def all_reduce_rms_norm(
     algorithm: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums [..., H] over ranks, adds the residual and normalizes; see `collectives`."""
-    fabric, hidden = pallas_exchange._mesh(axis_name), x.shape[-1]
+    fabric, hidden = pallas_exchange.mesh_fabric(axis_name), x.shape[-1]
     if algorithm == "fused":
         algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
     rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))

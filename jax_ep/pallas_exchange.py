@@ -60,7 +60,7 @@ def dispatch(
         topk_idx,
         counts,
         counts_before,
-        fabric=_mesh(axis_name),
+        fabric=mesh_fabric(axis_name),
         plan=plan,
         capacity=capacity,
         expert_alignment=expert_alignment,
@@ -78,7 +78,7 @@ def dispatch_like(
         x,
         route.rows,
         route.counts,
-        fabric=_mesh(axis_name),
+        fabric=mesh_fabric(axis_name),
         plan=_dispatch_plan(x),
         capacity=capacity,
         expert_alignment=expert_alignment,
@@ -101,7 +101,7 @@ def combine(
         topk_weights,
         route.topk_idx,
         route.rows,
-        fabric=_mesh(axis_name),
+        fabric=mesh_fabric(axis_name),
         plan=_combine_plan(y, route.topk_idx.shape[0]),
         num_experts=route.counts.shape[1],
     )
@@ -124,7 +124,8 @@ def combine_grad(
     return xla_exchange.combine_grad_of_rows(g_rows, topk_weights, y, route, axis_name=axis_name)
 
 
-def _mesh(axis_name: AxisName) -> Mesh:
+def mesh_fabric(axis_name: AxisName) -> Mesh:
+    """The ranks of the enclosing `shard_map`, as the kernels see them."""
     timeout_s = float(os.environ.get("JAX_EP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS))
     return Mesh(axis_name, tuple(lax.axis_size(name) for name in axis_name), timeout_s)
 

@@ -30,7 +30,7 @@ from pallas_kernels import ptx
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
-_INLINE_TAKES_PEERS = jax.__version_info__ >= (0, 11)  # else signal one by one: correct, slower
+INLINE_TAKES_PEERS = jax.__version_info__ >= (0, 11)  # else signal one by one: correct, slower
 _LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
 
 
@@ -69,7 +69,7 @@ class Mesh:
 
     def touch(self, *refs: Any) -> None:
         """Finds the peers' buffers ahead of their first use."""
-        if _INLINE_TAKES_PEERS and self.num_ranks > 1:
+        if INLINE_TAKES_PEERS and self.num_ranks > 1:
             ptx.touch([self.peer(ref, rank) for ref in refs for rank in range(self.num_ranks)])
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class Mesh:
     def signal(self, semaphores: Any, channel: int) -> None:
         """Tells every rank, on this channel; what this warpgroup wrote before is visible to it."""
         mine = semaphores.at[channel, self.rank()]
-        if _INLINE_TAKES_PEERS:
+        if INLINE_TAKES_PEERS:
             ptx.signal([self.peer(mine, rank) for rank in range(self.num_ranks)])
             return
         ptx.barrier()

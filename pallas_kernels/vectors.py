@@ -34,7 +34,7 @@ def length(dtype: jax.typing.DTypeLike) -> int:
 
 def load(fabric: fb.Fabric, ref: Any, elements: int) -> jax.Array:
     """A contiguous 1D part of global memory, `elements` neighbours to a thread."""
-    if fabric.interpret or not fb._INLINE_TAKES_PEERS:
+    if fabric.interpret or not fb.INLINE_TAKES_PEERS:
         return fb.load(fabric, ref, elements)
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=elements)
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
@@ -59,7 +59,7 @@ def load(fabric: fb.Fabric, ref: Any, elements: int) -> jax.Array:
 
 def store(fabric: fb.Fabric, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
     """The same way back, into each of the parts; all are located before the first is written."""
-    if fabric.interpret or not fb._INLINE_TAKES_PEERS:
+    if fabric.interpret or not fb.INLINE_TAKES_PEERS:
         for ref in refs:
             ref[...] = value
         return
