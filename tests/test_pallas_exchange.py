@@ -1,0 +1,251 @@
+"""Every kernel of the exchange lowers for CUDA on a machine without a GPU, or says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import pallas_exchange, xla_exchange
+from jax_ep.routes import Routes
+
+DISPATCH, LIKE, COMBINE = "ep_dispatch", "ep_dispatch_like", "ep_combine"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    num_tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    dtype: Any = "bfloat16"
+    mesh: tuple[tuple[str, int], ...] = (("expert", 8),)
+    axis_name: str | tuple[str, ...] = "expert"
+    capacity: int | None = None
+    alignment: int = 1
+
+    def __str__(self) -> str:
+        mesh = "x".join(str(size) for _, size in self.mesh)
+        return (
+            f"{mesh}-T{self.num_tokens}-H{self.hidden}-K{self.top_k}-E{self.num_experts}"
+            f"-{jnp.dtype(self.dtype)}"
+        )
+
+
+def ranks(num_ranks: int) -> dict[str, Any]:
+    return dict(mesh=(("expert", num_ranks),))
+
+
+def lowered(shapes: Shapes, implementation: str | None, function: Any) -> str:
+    """The program of `function(shapes, implementation, x, topk_idx, weights)`, for CUDA."""
+    names, sizes = zip(*shapes.mesh, strict=True)
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def on_one_rank(*arrays: jax.Array) -> Any:
+        return function(shapes, implementation, *arrays)
+
+    sharded = jax.shard_map(on_one_rank, mesh=mesh, in_specs=P(names), out_specs=P(names))
+    rows = shapes.num_tokens * mesh.size
+    arrays = (
+        jax.ShapeDtypeStruct((rows, shapes.hidden), shapes.dtype),
+        jax.ShapeDtypeStruct((rows, shapes.top_k), jnp.int32),
+        jax.ShapeDtypeStruct((rows, shapes.top_k), jnp.float32),
+    )
+    return jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text: str) -> list[str]:
+    """The names of the exchange's kernels in a lowered program, sorted."""
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+    names = [re.search(r"ep_dispatch_like|ep_dispatch|ep_combine", call) for call in calls]
+    assert all(names), "a kernel without a name of ours"
+    return sorted(name.group() for name in names if name)
+
+
+def send(shapes: Shapes, implementation: Any, x: jax.Array, topk_idx: jax.Array) -> Any:
+    return jax_ep.dispatch(
+        x,
+        topk_idx,
+        num_experts=shapes.num_experts,
+        axis_name=shapes.axis_name,
+        capacity=shapes.capacity,
+        expert_alignment=shapes.alignment,
+        implementation=implementation,
+    )
+
+
+def forward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
+    sent = send(shapes, implementation, x, topk_idx)
+    again = jax_ep.dispatch_like(x, sent.handle, implementation=implementation)
+    y = sent.tokens + again
+    return (
+        jax_ep.combine(y, sent.handle, weights, implementation=implementation),
+        jax_ep.combine(y, sent.handle, implementation=implementation),
+    )
+
+
+def backward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
+    """Gradients of dispatch, dispatch_like, and both kinds of combine, from a forward pass."""
+
+    def outputs(x: jax.Array, weights: jax.Array) -> Any:
+        return forward(shapes, implementation, x, topk_idx, weights)
+
+    out, pull = jax.vjp(outputs, x, weights)
+    return pull(out)
+
+
+SHAPES = [
+    Shapes(128, 7168, 8, 256),
+    Shapes(4096, 7168, 8, 256, capacity=40000, alignment=128),
+    Shapes(1, 7168, 16, 512),
+    Shapes(4096, 2880, 4, 128, **ranks(4)),
+    Shapes(300, 4096, 6, 64, "float16", **ranks(2)),
+    Shapes(17, 40, 3, 4, "float32", **ranks(2), capacity=1),
+    Shapes(63, 131, 5, 12, "float16", **ranks(4), alignment=3),
+    Shapes(1, 1, 1, 1, "float32", **ranks(1)),
+    Shapes(33, 64, 2, 6, **ranks(1)),
+    Shapes(2, 8192, 13, 16, "float32", mesh=(("data", 2), ("expert", 4))),
+    Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("a", "b")),
+    Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("b", "a")),
+    Shapes(5, 256, 7, 8, mesh=(("expert", 2), ("data", 4)), axis_name="expert"),
+]
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_lowers_to_the_kernels(shapes):
+    best, named = lowered(shapes, None, forward), lowered(shapes, "pallas", backward)
+    assert kernels(best) == [COMBINE, COMBINE, DISPATCH, LIKE]
+    # Backward: two more plain combines, and a dispatch of the cotangents of each combine.
+    assert kernels(named) == [COMBINE] * 4 + [DISPATCH] + [LIKE] * 3
+    for symbol in ("multimem", "nvshmem", "multicast"):
+        assert symbol not in best and symbol not in named
+
+
+def test_none_lowers_its_gradients_to_the_kernels():
+    shapes = Shapes(17, 200, 3, 8, "float32", **ranks(4))
+    assert kernels(lowered(shapes, None, backward)) == [COMBINE] * 4 + [DISPATCH] + [LIKE] * 3
+
+
+@pytest.mark.parametrize("shapes", [SHAPES[0], SHAPES[7]], ids=str)
+def test_xla_lowers_without_a_kernel(shapes):
+    for function in (forward, backward):
+        text = lowered(shapes, "xla", function)
+        assert "mosaic" not in text
+    if shapes.num_experts > 1:
+        assert "all_gather" in text and "all_to_all" in text
+
+
+def test_routing_is_not_exchanged_by_small_collectives():
+    text = lowered(SHAPES[0], "pallas", forward)
+    for collective in ("all_gather", "all_reduce", "all_to_all", "collective_permute"):
+        assert f"stablehlo.{collective}" not in text
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (Shapes(4, 128, 2, 8, "float8_e4m3fn"), "dtype is float8_e4m3fn"),
+        (Shapes(4, 65536, 2, 8), "too long for shared memory"),
+        (Shapes(4, 32768, 2, 8, "float32"), "too long for shared memory"),
+    ],
+    ids=str,
+)
+def test_a_payload_that_cannot_be_served(shapes, reason):
+    def tokens(shapes, implementation, x, topk_idx, weights):
+        del weights
+        return send(shapes, implementation, x, topk_idx).tokens
+
+    assert "mosaic" not in lowered(shapes, None, tokens)
+    with pytest.raises(ValueError, match=f'implementation="pallas" cannot serve here.*{reason}'):
+        lowered(shapes, "pallas", tokens)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(
+            None,
+            marks=pytest.mark.xfail(strict=True, reason="a kernel is chosen, and has no such axis"),
+        ),
+        "xla",
+    ],
+)
+def test_a_mesh_axis_may_be_left_out_of_shard_map(implementation):
+    """There is no kernel for that yet: None is XLA's."""
+
+    def on_one_rank(x: jax.Array, topk_idx: jax.Array) -> jax.Array:
+        options = dict(num_experts=8, axis_name="expert", implementation=implementation)
+        sent = jax_ep.dispatch(x, topk_idx, **options)
+        return jax_ep.combine(sent.tokens, sent.handle, implementation=implementation)
+
+    sharded = jax.shard_map(
+        on_one_rank,
+        mesh=AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2),
+        in_specs=P("expert"),
+        out_specs=P("expert"),
+        axis_names={"expert"},
+    )
+    arrays = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.int32)
+    text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic" not in text
+
+
+@pytest.mark.xfail(strict=True, reason="some integers become 64 bits wide")
+@pytest.mark.parametrize("top_k", [3, 4])
+@pytest.mark.parametrize("exchange", [xla_exchange, pallas_exchange], ids=["xla", "pallas"])
+def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
+    """What an exchange returns has the types that the primitives promise."""
+
+    def types(x, topk_idx, weights):
+        params = dict(axis_name=("expert",), expert_alignment=2)
+        options = dict(params, capacity=20)
+        tokens, rows, counts = exchange.dispatch(x, topk_idx, num_experts=4, **options)
+        assert rows.dtype == counts.dtype == jnp.int32
+        route = Routes(topk_idx, rows, counts)
+        again = exchange.dispatch_like(x, route, **options)
+        out = exchange.combine(tokens, weights, route, axis_name=("expert",))
+        dy, dweights = exchange.combine_grad(x, weights, tokens, route, **params)
+        assert all(a.dtype == jnp.float32 for a in (tokens, again, out, dy, dweights))
+        return x
+
+    with jax.enable_x64(True):
+        jax.eval_shape(
+            jax.shard_map(
+                types,
+                mesh=AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,)),
+                in_specs=P("expert"),
+                out_specs=P("expert"),
+                check_vma=False,
+            ),
+            jax.ShapeDtypeStruct((10, 64), jnp.float32),
+            jax.ShapeDtypeStruct((10, top_k), jnp.int32),
+            jax.ShapeDtypeStruct((10, top_k), jnp.float32),
+        )
+
+
+@pytest.mark.xfail(strict=True, reason="the plan leaves no room for many experts and choices")
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        Shapes(4096, 7360, 16, 512),
+        Shapes(4096, 10368, 8, 512),
+        Shapes(4096, 2880, 16, 512, "float32"),
+        Shapes(128, 7168, 8, 1024),
+        Shapes(128, 7168, 8, 4096),
+    ],
+    ids=str,
+)
+def test_none_always_lowers(shapes):
+    """Many experts or choices fill the shared memory that rows leave."""
+    lowered(shapes, None, forward)
+    try:
+        lowered(shapes, "pallas", forward)
+    except ValueError as error:
+        assert "cannot serve here" in str(error)
