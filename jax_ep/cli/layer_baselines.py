@@ -249,4 +249,4 @@ CONTENDERS = {
     "ragged_all_to_all+grouped_matmul": Contender(ragged, plain_exchange=True),
     "ragged_all_to_all+ragged_dot": Contender(ragged, ragged_dot=True),
 }
-OWN, RAGGED_DOT = "jax_ep", "ragged_all_to_all+ragged_dot"
+RAGGED_DOT = "ragged_all_to_all+ragged_dot"
