@@ -48,7 +48,7 @@ def test_combine(problem, plan):
 
 
 @interpreted
-@pytest.mark.parametrize("case", ["two_ranks", "all_dropped"])
+@pytest.mark.parametrize("case", ["two_ranks", "windows", "all_dropped", "half"])
 def test_stage_by_stage(case):
     """The scout and the summer alone, then the owner alone: no simulated signals needed."""
     problem, plan = CASES[case]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,11 +68,11 @@ def test_dispatch_like(case):
 
 
 @interpreted
-@pytest.mark.parametrize("case", ["bulk_lists", "overflow_of_blocks"])
+@pytest.mark.parametrize("case", ["bulk_lists", "windows", "repeated", "overflow_of_blocks"])
 def test_stage_by_stage(case):
     """The sender and the filler alone, then the receiver alone: no simulated signals needed."""
     problem, plan = CASES[case]
-    plan = Plan(plan.num_blocks, plan.num_slots, store_lag=0)  # here copies count, not groups
+    plan = dataclasses.replace(plan, store_lag=0)  # here copies count, not groups
     fabric = stacked_ranks(problem.num_ranks)
     put, rows, _ = interpret(dispatch(problem, plan, fabric, stage="put"))
     np.testing.assert_array_equal(rows, problem.rows, "rows")
