@@ -27,7 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_ep import collectives_table, multicast, pallas_collectives
-from jax_ep.primitives import pallas_unavailable_reason
+from jax_ep.primitives import mesh_unavailable_reason, pallas_unavailable_reason
 
 AxisName = tuple[str, ...]
 Algorithm = str | None
@@ -82,15 +82,6 @@ def unavailable_reason(op: str, algorithm: str, x: Any, on_gpu: bool) -> str | N
     if algorithm == "multimem":
         return multicast.unavailable_reason()
     return pallas_unavailable_reason()
-
-
-def mesh_unavailable_reason() -> str | None:
-    """Why no kernel can serve within the shard_map that is being traced, or None if one may."""
-    mesh = jax.sharding.get_abstract_mesh()
-    left_out = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
-    if left_out:
-        return f"it needs shard_map over all axes of the mesh, and {left_out} are left out of it"
-    return None
 
 
 def choose(op: str, algorithm: Algorithm, x: Any, num_ranks: int, on_cuda: bool) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax import lax
 from jax_ep import primitives, routes
 from jax_ep.routes import Routes
 
-Implementation = Literal["pallas", "xla"] | None
+Implementation = primitives.Implementation
 AxisName = str | tuple[str, ...]
 
 
@@ -144,7 +143,13 @@ def dispatch(
         raise ValueError(
             f"capacity must be at least 1 row, but is {capacity}; None holds any routing."
         )
-    primitives.check_implementation(implementation, x)
+    implementation = primitives.choose_implementation(
+        implementation,
+        x,
+        num_ranks=num_ranks,
+        top_k=topk_idx.shape[1],
+        num_experts=num_experts,
+    )
     config = _Config(
         axis_name, int(capacity), int(num_experts), int(expert_alignment), implementation
     )
@@ -189,8 +194,7 @@ def combine(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
             f"{handle.capacity}, but y has shape {y.shape}."
         )
-    primitives.check_implementation(implementation, y)
-    config = _Config.of(handle, implementation)
+    config = _Config.of(handle, implementation, y)
     if topk_weights is None:
         (y,) = primitives.vary_alike((y,), axis_name)
         return _combine(config, y, handle.routes)
@@ -227,9 +231,9 @@ def dispatch_like(
             f"x must have one row for each of the {handle.rows.shape[1]} tokens of the handle's "
             f"dispatch and at least one column, but has shape {x.shape}."
         )
-    primitives.check_implementation(implementation, x)
+    config = _Config.of(handle, implementation, x)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
-    return _dispatch_like(_Config.of(handle, implementation), x, handle.routes)
+    return _dispatch_like(config, x, handle.routes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +247,15 @@ class _Config:
     implementation: Implementation
 
     @classmethod
-    def of(cls, handle: Handle, implementation: Implementation) -> _Config:
+    def of(cls, handle: Handle, implementation: Implementation, payload: jax.Array) -> _Config:
+        num_ranks, _, top_k = handle.rows.shape
+        implementation = primitives.choose_implementation(
+            implementation,
+            payload,
+            num_ranks=num_ranks,
+            top_k=top_k,
+            num_experts=handle.num_experts,
+        )
         return cls(
             handle.axis_name,
             handle.capacity,

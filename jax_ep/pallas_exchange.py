@@ -12,30 +12,41 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import routes, xla_exchange
+from jax_ep import routes
 from jax_ep.routes import Routes
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels.fabric import Mesh
-from pallas_kernels.plan import SHARED_MEMORY_BYTES, Plan, Tiling
+from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
 
 AxisName = tuple[str, ...]
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
-_RESERVED_BYTES = 24 * 1024  # of shared memory, for routes and bookkeeping
+_PADDING_BYTES = 16 * 1024  # of shared memory: what its pieces are aligned to, and barriers
+_WINDOW_TOKENS = 16
 _TIMEOUT_SECONDS = 100.0  # of a wait for a peer; JAX_EP_TIMEOUT_SECONDS overrides it
-_MIN_SLOTS = 3
 _MAX_SLOTS = 16
 
 
-def payload_unavailable_reason(hidden: int, dtype: jax.typing.DTypeLike) -> str | None:
-    """Why rows of this kind cannot go through the kernels, or None if they can."""
+def unavailable_reason(
+    hidden: int,
+    dtype: jax.typing.DTypeLike,
+    num_ranks: int,
+    top_k: int,
+    num_experts: int,
+) -> str | None:
+    """Why such an exchange cannot go through the kernels, or None if it can."""
     if dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
-    if _combine_slots(_padded_hidden(hidden, dtype), dtype) < _MIN_SLOTS:
-        return f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory"
+    hidden = _padded_hidden(hidden, dtype)
+    rows = _dispatch_rows(hidden, dtype, num_ranks, top_k, num_experts)
+    if rows < 3 or _combine_slots(hidden, dtype, num_ranks, top_k) < 3:
+        return (
+            f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
+            f"holds the routes of {num_experts} experts and {top_k} choices"
+        )
     return None
 
 
@@ -51,7 +62,8 @@ def dispatch(
     """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, E]."""
     hidden = x.shape[1]
     x = _pad_hidden(x)
-    plan = _dispatch_plan(x)
+    fabric = mesh_fabric(axis_name)
+    plan = _dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts)
     counts, counts_before = routes.count_by_block(
         topk_idx, num_experts, plan.tokens_per_block(x.shape[0]), plan.num_blocks
     )
@@ -60,7 +72,7 @@ def dispatch(
         topk_idx,
         counts,
         counts_before,
-        fabric=mesh_fabric(axis_name),
+        fabric=fabric,
         plan=plan,
         capacity=capacity,
         expert_alignment=expert_alignment,
@@ -79,7 +91,7 @@ def dispatch_like(
         route.rows,
         route.counts,
         fabric=mesh_fabric(axis_name),
-        plan=_dispatch_plan(x),
+        plan=_dispatch_plan(x, route.rows.shape[0], route.rows.shape[2], route.counts.shape[1]),
         capacity=capacity,
         expert_alignment=expert_alignment,
     )
@@ -102,26 +114,10 @@ def combine(
         route.topk_idx,
         route.rows,
         fabric=mesh_fabric(axis_name),
-        plan=_combine_plan(y, route.topk_idx.shape[0]),
+        plan=_combine_plan(y, *route.rows.shape),
         num_experts=route.counts.shape[1],
     )
     return out[:, :hidden]
-
-
-def combine_grad(
-    g: jax.Array,
-    topk_weights: jax.Array,
-    y: jax.Array,
-    route: Routes,
-    *,
-    axis_name: AxisName,
-    expert_alignment: int,
-) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32."""
-    g_rows = dispatch_like(
-        g, route, axis_name=axis_name, capacity=y.shape[0], expert_alignment=expert_alignment
-    )
-    return xla_exchange.combine_grad_of_rows(g_rows, topk_weights, y, route, axis_name=axis_name)
 
 
 def mesh_fabric(axis_name: AxisName) -> Mesh:
@@ -140,33 +136,49 @@ def _pad_hidden(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _dispatch_plan(x: jax.Array) -> Plan:
-    num_tokens, row_bytes = x.shape[0], x.shape[1] * x.dtype.itemsize
-    rows = (SHARED_MEMORY_BYTES - _RESERVED_BYTES) // row_bytes - 1  # one is zeros
+def _dispatch_rows(
+    hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int, num_experts: int
+) -> int:
+    """Rows that shared memory has room for in a dispatch, beside a row of zeros."""
+    choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
+    lists = 4 * num_ranks * (top_k + 1)
+    reserved = 4 * (5 * align_up(num_experts, LANES) + choices + lists) + _PADDING_BYTES
+    zeros = Tiling.of(hidden, dtype).padded * jnp.dtype(dtype).itemsize
+    return (SHARED_MEMORY_BYTES - reserved - zeros) // (hidden * jnp.dtype(dtype).itemsize)
+
+
+def _dispatch_plan(x: jax.Array, num_ranks: int, top_k: int, num_experts: int) -> Plan:
+    num_tokens, hidden = x.shape
+    rows = _dispatch_rows(hidden, x.dtype, num_ranks, top_k, num_experts)
     num_copy_slots = max(1, min(4, rows // 3))
     num_slots = min(_MAX_SLOTS, rows - num_copy_slots)
+    few = num_tokens <= 256  # every microsecond counts; else the link does
     return Plan(
-        num_blocks=min(64 if num_tokens <= 256 else 128, num_tokens),
+        num_blocks=min(64 if few else 128, num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
+        window_tokens=_WINDOW_TOKENS,
         num_copy_slots=num_copy_slots,
-        step_tokens=1 if num_tokens <= 256 else 2,
+        step_tokens=1 if few else 2,
     )
 
 
-def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike) -> int:
+def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int) -> int:
+    """Rows that shared memory has room for in a combine, beside a sum and a result."""
     itemsize = jnp.dtype(dtype).itemsize
     columns = Tiling.of(hidden, dtype).padded
-    room = SHARED_MEMORY_BYTES - _RESERVED_BYTES - columns * (4 + itemsize)
+    reserved = 8 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES) + _PADDING_BYTES
+    room = SHARED_MEMORY_BYTES - reserved - columns * (4 + itemsize)
     return min(_MAX_SLOTS, room // (columns * itemsize))
 
 
-def _combine_plan(y: jax.Array, num_tokens: int) -> Plan:
-    slots = _combine_slots(y.shape[1], y.dtype)
+def _combine_plan(y: jax.Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
+    slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)
     return Plan(
         num_blocks=min(128, num_tokens),
         num_slots=slots,
-        store_lag=max(1, slots // 3),
+        store_lag=slots // 3,
+        window_tokens=_WINDOW_TOKENS,
         step_tokens=1,
         mailbox_steps=4,
     )

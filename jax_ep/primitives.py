@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jax.interpreters import batching, mlir
 from jax_ep import pallas_exchange, xla_exchange
 from jax_ep.routes import Routes
 
-Implementation = str | None
+Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
 
 
@@ -48,24 +48,50 @@ def pallas_unavailable_reason(devices: list[jax.Device] | None = None) -> str | 
     return None
 
 
-def check_implementation(implementation: Implementation, payload: jax.Array) -> None:
-    """Raises ValueError, with the reason, if the named implementation cannot serve here."""
+def mesh_unavailable_reason() -> str | None:
+    """Why no kernel can serve within the shard_map that is being traced, or None if one may."""
+    mesh = jax.sharding.get_abstract_mesh()
+    left_out = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+    if left_out:
+        return f"it needs shard_map over all axes of the mesh, and {left_out} are left out of it"
+    return None
+
+
+def choose_implementation(
+    implementation: Implementation,
+    payload: jax.Array,
+    *,
+    num_ranks: int,
+    top_k: int,
+    num_experts: int,
+) -> Implementation:
+    """What to bind: "xla" where only it is sure to serve, else None, or the name that was given.
+
+    Raises ValueError, with the reason, if a named implementation is sure not to serve. What this
+    cannot know yet is decided when the program is lowered.
+    """
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}."
         )
-    if implementation == "pallas":
-        reason = pallas_exchange.payload_unavailable_reason(payload.shape[1], payload.dtype)
-        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-        if device is not None and device.platform != "gpu":
-            reason = f"it needs NVIDIA GPUs, and the mesh here is of {device.platform} devices"
-        elif device is not None and jax.default_backend() == "gpu":
-            reason = reason or pallas_unavailable_reason()
-        if reason is not None:
-            raise ValueError(
-                f'implementation="pallas" cannot serve here: {reason}. '
-                "implementation=None picks one that does."
-            )
+    if implementation == "xla":
+        return "xla"
+    reason = mesh_unavailable_reason() or pallas_exchange.unavailable_reason(
+        payload.shape[1], payload.dtype, num_ranks, top_k, num_experts
+    )
+    if implementation is None:
+        return None if reason is None else "xla"
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is not None and device.platform != "gpu":
+        reason = f"it needs NVIDIA GPUs, and the mesh here is of {device.platform} devices"
+    elif device is not None and jax.default_backend() == "gpu":
+        reason = reason or pallas_unavailable_reason()
+    if reason is None:
+        return implementation
+    raise ValueError(
+        f'implementation="pallas" cannot serve here: {reason}. '
+        "implementation=None picks one that does."
+    )
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[jax.Array, Routes]:
@@ -129,11 +155,11 @@ def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name
     return (exchange.combine(y, weights, Routes(topk_idx, rows, counts), axis_name=axis_name),)
 
 
-def _run_combine_grad(
-    exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, expert_alignment, **_
-):
-    params = dict(axis_name=axis_name, expert_alignment=expert_alignment)
-    return exchange.combine_grad(g, weights, y, Routes(topk_idx, rows, counts), **params)
+def _run_combine_grad(exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, **params):
+    route = Routes(topk_idx, rows, counts)
+    params = dict(axis_name=axis_name, expert_alignment=params["expert_alignment"])
+    g_rows = exchange.dispatch_like(g, route, capacity=y.shape[0], **params)
+    return xla_exchange.combine_grad_of_rows(g_rows, weights, y, route, axis_name=axis_name)
 
 
 # What each primitive returns: (shape, dtype) of every result.
@@ -178,7 +204,7 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
 
     def lower(ctx, *operands, implementation, **params):
         on_cuda = "cuda" in (ctx.platforms or ctx.module_context.platforms)
-        exchange = _exchange_serving(implementation, on_cuda, ctx.avals_in[0])
+        exchange = _exchange_serving(implementation, on_cuda)
         function = functools.partial(run, exchange)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
@@ -196,15 +222,16 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
     return primitive
 
 
-def _exchange_serving(implementation: Implementation, on_cuda: bool, payload: Any) -> Any:
+def _exchange_serving(implementation: Implementation, on_cuda: bool) -> Any:
     if implementation == "xla":
         return xla_exchange
-    if on_cuda:
-        reason = pallas_exchange.payload_unavailable_reason(payload.shape[1], payload.dtype)
-        if jax.default_backend() == "gpu":  # else this lowers for a machine that is not here
-            reason = reason or pallas_unavailable_reason()
-    else:
+    reason: str | None
+    if not on_cuda:
         reason = "it needs NVIDIA GPUs, and this program is compiled for another platform"
+    elif jax.default_backend() == "gpu":
+        reason = pallas_unavailable_reason()
+    else:
+        reason = None  # this lowers for a machine that is not here
     if reason is None:
         return pallas_exchange
     if implementation == "pallas":

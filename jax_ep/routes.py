@@ -96,8 +96,9 @@ def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
 
 def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Array, jax.Array]:
     """[N, L] rows per (source, local expert) -> (starts [L], padded sizes [L]) of the blocks."""
-    sizes = -(-jnp.sum(recv_counts, axis=0) // expert_alignment) * expert_alignment
-    return jnp.cumsum(sizes) - sizes, sizes
+    counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
+    sizes = -(-counts // expert_alignment) * expert_alignment
+    return jnp.cumsum(sizes, dtype=jnp.int32) - sizes, sizes
 
 
 def receive_rows(
@@ -122,7 +123,7 @@ def receive_rows(
     """
     num_local_experts = recv_counts.shape[1]
     starts, _ = block_starts(recv_counts, expert_alignment)
-    first_rows = starts + jnp.cumsum(recv_counts, axis=0) - recv_counts
+    first_rows = starts + jnp.cumsum(recv_counts, axis=0, dtype=jnp.int32) - recv_counts
     local_expert = topk_idx - rank * num_local_experts
     mine = (local_expert >= 0) & (local_expert < num_local_experts)
     local_expert = jnp.clip(local_expert, 0, num_local_experts - 1)
@@ -132,13 +133,13 @@ def receive_rows(
 
 def layout(recv_counts: jax.Array, capacity: int, expert_alignment: int) -> Layout:
     """[N, L] rows per (source, local expert) -> the blocks as they lie in `capacity` rows."""
-    counts = jnp.sum(recv_counts, axis=0)
+    counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     starts, sizes = block_starts(recv_counts, expert_alignment)
     room = jnp.maximum(capacity - starts, 0)
     expert_counts = jnp.minimum(counts, room)
     return Layout(
         group_sizes=jnp.minimum(sizes, room),
         expert_counts=expert_counts,
-        num_dropped=jnp.sum(counts - expert_counts),
-        rows_needed=jnp.sum(sizes),
+        num_dropped=jnp.sum(counts - expert_counts, dtype=jnp.int32),
+        rows_needed=jnp.sum(sizes, dtype=jnp.int32),
     )

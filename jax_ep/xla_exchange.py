@@ -82,26 +82,13 @@ def combine(
     return functools.reduce(jnp.add, in_rank_order).astype(y.dtype)
 
 
-def combine_grad(
-    g: jax.Array,
-    topk_weights: jax.Array,
-    y: jax.Array,
-    route: Routes,
-    *,
-    axis_name: AxisName,
-    expert_alignment: int,
-) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32."""
-    g_rows = dispatch_like(
-        g, route, axis_name=axis_name, capacity=y.shape[0], expert_alignment=expert_alignment
-    )
-    return combine_grad_of_rows(g_rows, topk_weights, y, route, axis_name=axis_name)
-
-
 def combine_grad_of_rows(
     g_rows: jax.Array, topk_weights: jax.Array, y: jax.Array, route: Routes, *, axis_name: AxisName
 ) -> tuple[jax.Array, jax.Array]:
-    """`combine_grad`, once g [T, H] has been sent to the rows it belongs to, [R, H]."""
+    """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32.
+
+    `g_rows` [R, H] is the cotangent of the result, sent to the rows it belongs to.
+    """
     all_weights = _stack_ranks(topk_weights, axis_name)
     row_weights = _fill(all_weights.reshape(-1), _choice_of_row(route.rows, y.shape[0]))
     g_rows = g_rows.astype(jnp.float32)

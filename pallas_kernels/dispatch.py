@@ -217,10 +217,10 @@ class _Dispatch:
             def _sender():
                 self.fabric.stage(0)
                 self._fetch_first(x, **scratch)
-                counted = self._read_counts(counts, counts_before)
+                per_source, earlier = self._read_counts(counts, counts_before)
                 self.fabric.touch(tokens, *(() if self.routes_known else (rows,)))
                 self._open_window(choices, 0, **scratch)
-                self._lay_out(*counted, all_counts, **scratch)
+                self._lay_out(per_source, earlier, all_counts, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
 

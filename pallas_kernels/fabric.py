@@ -31,7 +31,10 @@ from pallas_kernels import ptx
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 INLINE_TAKES_PEERS = jax.__version_info__ >= (0, 11)  # else signal one by one: correct, slower
-_LOAD_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters
+_LOAD_PARAMETERS = inspect.signature(plgpu.load).parameters
+_LOAD_NEEDS_INDEX = "idx" in _LOAD_PARAMETERS and (
+    _LOAD_PARAMETERS["idx"].default is inspect.Parameter.empty
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +194,7 @@ def kernel(
         grid = dict(grid=(num_blocks,), grid_names=("block",))
         scratch_types["semaphores"] = plgpu.SemaphoreType.REGULAR((num_channels, fabric.num_ranks))
         run = body
-    return plgpu.kernel(
+    call = plgpu.kernel(
         run,
         out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
         scratch_types=scratch_types,
@@ -205,13 +208,19 @@ def kernel(
         **grid,
     )
 
+    def kernel_of_32_bits(*operands: jax.Array) -> Any:
+        with jax.enable_x64(False):  # whatever the caller's integers are, the body's are int32
+            return call(*operands)
+
+    return kernel_of_32_bits
+
 
 def load(fabric: Fabric, ref: Any, vector: int) -> jax.Array:
     """A contiguous 1D vector in registers, `vector` neighbours to a thread."""
     if fabric.interpret:
         return ref[...]
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
-    if _LOAD_TAKES_INDEX:
+    if _LOAD_NEEDS_INDEX:
         return plgpu.load(ref, (), layout=layout)
     return plgpu.load(ref, layout=layout)
 
