@@ -10,10 +10,11 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
   groups of copies out of shared memory, counted as the hardware counts them;
   bounds of every access, where the interpreter would pad, clip or wrap;
   errors of its own: two blocks of the grid that touch the same memory, a rank that leaves while a
-  peer may still use its memory, a wait that nobody ends.
+  peer may still use its memory, a wait that nobody ends, and threads of a warpgroup that need a
+  barrier between them. (The interpreter runs a warpgroup as one thread.)
 
-A warpgroup is one thread here, so what its 128 threads do to each other is not seen. All of this
-rests on private parts of JAX; where they are missing, the tests that need them are skipped.
+All of this rests on private parts of JAX; where they are missing, the tests that need them are
+skipped.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import random
 import threading
 import time
@@ -63,6 +65,9 @@ try:
         _Memory.add_copy_smem_to_gmem_clocks,
         _Memory.wait_smem_to_gmem,
         _Memory.kernel_thread_finished,
+        _Memory.commit_smem,
+        gpu_callbacks._get,
+        gpu_callbacks._swap,
         _Interpreter._interpret_inline_mgpu_p,
         gpu_callbacks.fail_on_exception,
         gpu_callbacks.cluster_finished,
@@ -87,6 +92,9 @@ def stacked(num_ranks: int) -> fb.Stacked:
 @dataclasses.dataclass(frozen=True)
 class Simulated(fb.Stacked):
     """Ranks all at once, for `simulate`, out of step at the kernel's stages."""
+
+    def barrier(self) -> None:
+        _on_host(_Barrier())
 
     def signal(self, semaphores: Any, channel: int) -> None:
         _on_host(_Signal(channel, self.num_ranks))
@@ -149,11 +157,18 @@ def _on_host(operation: Any, *scalars: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Barrier:
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        simulation.lanes.barrier(thread)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Signal:
     channel: int
     num_ranks: int
 
     def run(self, simulation: _Simulation, thread: Any) -> None:
+        simulation.lanes.barrier(thread)
         clock = simulation.memory.incr_clock(thread)
         with simulation.changed:
             for rank in range(self.num_ranks):
@@ -183,6 +198,7 @@ class _Wait:
             if count > 0:
                 with memory.lock:
                     memory.clocks[thread].update(signals[int(count) - 1])
+        simulation.lanes.barrier(thread)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +243,54 @@ class _Copies:
         return bool(self.open) or any(self.reading) or any(self.writing)
 
 
+class _Lanes:
+    """What the threads of a warpgroup do to each other in shared memory, between two barriers.
+
+    All of them read and write a single element; of a vector, each has elements of its own, the
+    same ones whenever the vector is the same. A thread that lags behind may still read what was
+    there at the last barrier, or write again what was overwritten since.
+    """
+
+    def __init__(self) -> None:
+        self._new_period = itertools.count(1)
+        self._periods: dict[Any, int] = collections.defaultdict(self._new_period.__next__)
+        self._tables: dict[Any, dict[str, np.ndarray]] = {}
+
+    def barrier(self, thread: Any) -> None:
+        self._periods[thread] = next(self._new_period)
+
+    def _here(self, key: Any, access: Any, shape: tuple[int, ...]) -> tuple[dict[str, Any], int]:
+        """The tables of a buffer at an access, and who has which of its elements: 0 is all."""
+        names = ("read in", "read by", "written in", "written by", "unsettled in")
+        if key not in self._tables:
+            self._tables[key] = {name: np.zeros(shape, np.int64) for name in names}
+        # Indexed so that even a single element is an array that can be written to.
+        where = tuple(slice(i, i + 1) if isinstance(i, int) else i for i in access.range)
+        who = hash(str(access.range)) if access.shape else 0
+        return {name: self._tables[key][name][where] for name in names}, who
+
+    def read(self, thread: Any, key: Any, access: Any, shape: tuple[int, ...]) -> None:
+        now, (here, who) = self._periods[thread], self._here(key, access, shape)
+        of_others = (here["written by"] != 0) & (here["written by"] != who)
+        if np.any((here["written in"] == now) & (of_others | (here["unsettled in"] == now))):
+            raise KernelError(f"a barrier is missing before {thread} reads {access} of {shape}")
+        mixed = (here["read in"] == now) & (here["read by"] != who)
+        here["read by"][...] = np.where(mixed, 0, who)
+        here["read in"][...] = now
+
+    def write(self, thread: Any, key: Any, access: Any, old: np.ndarray, new: Any) -> None:
+        now, (here, who) = self._periods[thread], self._here(key, access, old.shape)
+        changed = ~np.equal(old[access.range], new).reshape(here["read in"].shape)
+        read = (here["read in"] == now) & ((here["read by"] != who) | (who == 0))
+        again = here["written in"] == now
+        if np.any(changed & (read | again & (here["written by"] != who))):
+            raise KernelError(f"a barrier is missing before {thread} writes {access}")
+        if who == 0:
+            here["unsettled in"][changed & again] = now
+        here["written by"][...] = who
+        here["written in"][...] = now
+
+
 class _Simulation:
     """The state of one run, and of the current block of the grid."""
 
@@ -243,6 +307,7 @@ class _Simulation:
         # (channel, to rank, from rank) -> the clocks of the signals sent
         self.signals: dict[Any, list[Any]] = collections.defaultdict(list)
         self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
+        self.lanes = _Lanes()
         self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
         self.exit_clocks: dict[int, Any] = {}
 
@@ -361,6 +426,37 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
             simulation.copies[thread].commit()
         return token
 
+    def shared(keys: Any, transforms: Any) -> tuple[Any, Any, np.ndarray] | None:
+        """Of an element or a vector: its buffer's key, the access, and the buffer's contents."""
+        key = shared_memory.HostAllocationKey.from_array(keys)
+        if key.memory_space_id != shared_memory.get_memory_space_idx(plgpu.SMEM):
+            return None
+        transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+        memory = simulation.memory
+        return key, memory.access(key, transforms), memory.mem[key].content
+
+    @gpu_callbacks.fail_on_exception
+    @simulation.remembers
+    def get(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, *args, **kw) -> Any:
+        if found := shared(keys, transforms):
+            key, where, content = found
+            with simulation.changed:
+                simulation.lanes.read(thread, key, where, content.shape)
+        return original["get"](token, location, thread, keys, transforms, *args, **kw)
+
+    @gpu_callbacks.fail_on_exception
+    @simulation.remembers
+    def swap(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, val, *args, **kw):
+        if found := shared(keys, transforms):
+            key, where, content = found
+            with simulation.changed:
+                simulation.lanes.write(thread, key, where, content, np.asarray(val))
+        return original["swap"](token, location, thread, keys, transforms, val, *args, **kw)
+
+    def commit_smem(self: Any, thread: Any) -> None:
+        simulation.lanes.barrier(thread)
+        original["commit_smem"](self, thread)
+
     def add_copy(self: Any, thread: Any, read_clock: Any, write_clock: Any) -> None:
         simulation.copies[thread].open.append((read_clock, write_clock))
 
@@ -368,6 +464,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
         with self.lock:
             self.incr_clock(thread, take_lock=False)
             simulation.copies[thread].wait(self.clocks[thread], n, wait_read_only)
+        simulation.lanes.barrier(thread)
 
     @simulation.remembers
     def thread_finished(self: Any, thread: Any) -> None:
@@ -391,6 +488,9 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
         ("access", _Memory, "access", access),
         ("read", GPURaceDetectionState, "check_read", checking("read", write=False)),
         ("write", GPURaceDetectionState, "check_write", checking("write", write=True)),
+        ("get", gpu_callbacks, "_get", get),
+        ("swap", gpu_callbacks, "_swap", swap),
+        ("commit_smem", _Memory, "commit_smem", commit_smem),
         ("copy", gpu_callbacks, "copy_smem_to_gmem", copy_smem_to_gmem),
         ("add_copy", _Memory, "add_copy_smem_to_gmem_clocks", add_copy),
         ("wait_copies", _Memory, "wait_smem_to_gmem", wait_copies),

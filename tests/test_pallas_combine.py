@@ -22,6 +22,7 @@ CASES = {
     "mailbox_of_three": (Problem(2, 9, 32, 2, 4), Plan(1, 4, 1, step_tokens=2, mailbox_steps=3)),
     "mailbox_for_all": (Problem(2, 5, 32, 2, 4), Plan(1, 3, step_tokens=3, mailbox_steps=8)),
     "windows": (Problem(2, 6, 32, 3, 8), Plan(1, 3, window_tokens=2, step_tokens=3)),
+    "windows_apart": (Problem(2, 22, 32, 6, 8, "masked"), Plan(1, 4, window_tokens=7)),
     "two_slots": (Problem(2, 4, 32, 3, 4, "skewed", weighted=False), Plan(1, 2, 1)),
     "one_slot": (Problem(2, 3, 32, 2, 4), Plan(1, 1, 0)),
     "one_expert": (Problem(2, 3, 32, 6, 4, "one_expert"), Plan(1, 2)),

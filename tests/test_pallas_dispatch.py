@@ -21,12 +21,17 @@ CASES = {
     "four_ranks": (Problem(4, 3, 32, 2, 8, "skewed"), Plan(1, 3)),
     "one_choice": (Problem(2, 3, 32, 1, 2), Plan(3, 2)),
     "windows": (Problem(2, 7, 32, 3, 8), Plan(1, 3, 2, window_tokens=2, step_tokens=2)),
+    "windows_apart": (
+        Problem(2, 22, 32, 6, 8, "masked"),
+        Plan(1, 4, window_tokens=3, step_tokens=5),
+    ),
     "window_within_step": (Problem(2, 5, 32, 4, 8), Plan(1, 2, window_tokens=1, step_tokens=3)),
     "one_step": (Problem(2, 4, 32, 3, 4, "skewed"), Plan(1, 4, 3, step_tokens=8)),
     "two_slots": (Problem(2, 6, 32, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_slots=1)),
     "lag_of_none": (Problem(2, 5, 32, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_slots=1)),
     "one_expert": (Problem(2, 3, 32, 6, 4, "one_expert"), Plan(1, 2, num_copy_slots=2)),
     "repeated": (Problem(2, 4, 32, 4, 4, "repeated", alignment=4), Plan(1, 3, step_tokens=2)),
+    "repeated_by_neighbours": (Problem(2, 4, 32, 3, 2, "repeated"), Plan(1, 3, step_tokens=2)),
     "many_experts": (Problem(2, 3, 32, 3, 160, "skewed", alignment=2), Plan(1, 3)),
     "overflow": (Problem(2, 5, 32, 4, 4, "skewed", capacity=7), Plan(2, 3, step_tokens=2)),
     "overflow_of_blocks": (Problem(2, 5, 32, 2, 8, capacity=6, alignment=4), Plan(1, 3)),
@@ -37,10 +42,17 @@ CASES = {
     "fewer_tokens_than_blocks": (Problem(2, 5, 32, 2, 4), Plan(4, 3)),
 }
 
+# Tokens listed one after the other, with nothing between them, may both count an expert.
+NO_BARRIER = ("windows_apart", "one_step", "repeated_by_neighbours")
+
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), CASES.values(), ids=CASES)
-def test_dispatch(problem, plan):
+@pytest.mark.parametrize("case", CASES)
+def test_dispatch(case, request):
+    if case in NO_BARRIER:
+        reason = "no barrier between writing next_rows for a token and reading it for the next"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    problem, plan = CASES[case]
     tokens, rows, counts = simulate(dispatch(problem, plan, simulated_ranks(problem.num_ranks)))
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
     np.testing.assert_array_equal(rows, problem.rows, "rows")
@@ -50,7 +62,7 @@ def test_dispatch(problem, plan):
 LIKE_CASES = [
     "one_rank",
     "four_ranks",
-    "windows",
+    "windows_apart",
     "one_expert",
     "overflow_of_blocks",
     "half",
