@@ -209,7 +209,10 @@ def kernel(
     )
 
     def kernel_of_32_bits(*operands: jax.Array) -> Any:
-        with jax.enable_x64(False):  # whatever the caller's integers are, the body's are int32
+        # Whatever the caller's default integers are, the body's are int32: only 64-bit payloads,
+        # which such a body moves but does not count with, need the wider types.
+        wide = any(operand.dtype.itemsize == 8 for operand in operands)
+        with jax.enable_x64(wide):
             return call(*operands)
 
     return kernel_of_32_bits
