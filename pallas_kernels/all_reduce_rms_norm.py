@@ -199,6 +199,7 @@ class _Body:
         parts = pl.ds(warpgroup * vectors.SUMS_OF_WARPGROUP, vectors.SUMS_OF_WARPGROUP)
         vectors.partial_sums(fabric, square, squares.at[parts], vector)
         self._meet(together)
+        fabric.barrier()  # `together` orders the warpgroups, this the threads of each
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
             total_square = total_square + squares[i]
