@@ -18,6 +18,7 @@ from jax_ep.collectives import (
 from jax_ep.expert_mlp import expert_mlp
 from jax_ep.expert_parallel import Dispatched, Handle, combine, dispatch, dispatch_like
 from jax_ep.grouped_matmul import grouped_matmul
+from jax_ep.memory import workspace_bytes
 from jax_ep.moe import MoEConfig, MoEMetrics, MoEParams, moe_layer
 from jax_ep.routing import (
     Routing,
@@ -57,6 +58,7 @@ __all__ = [
     "router_z_loss",
     "top_k_routing",
     "update_expert_bias",
+    "workspace_bytes",
 ]
 
 

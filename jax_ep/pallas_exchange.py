@@ -20,6 +20,7 @@ from pallas_kernels.fabric import Mesh
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
 
 AxisName = tuple[str, ...]
+Array = jax.Array | jax.ShapeDtypeStruct
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
@@ -40,7 +41,7 @@ def unavailable_reason(
     if dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
-    hidden = _padded_hidden(hidden, dtype)
+    hidden = padded_hidden(hidden, dtype)
     rows = _dispatch_rows(hidden, dtype, num_ranks, top_k, num_experts)
     if rows < 3 or _combine_slots(hidden, dtype, num_ranks, top_k) < 3:
         return (
@@ -63,7 +64,7 @@ def dispatch(
     hidden = x.shape[1]
     x = _pad_hidden(x)
     fabric = mesh_fabric(axis_name)
-    plan = _dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts)
+    plan = dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts)
     counts, counts_before = routes.count_by_block(
         topk_idx, num_experts, plan.tokens_per_block(x.shape[0]), plan.num_blocks
     )
@@ -91,7 +92,7 @@ def dispatch_like(
         route.rows,
         route.counts,
         fabric=mesh_fabric(axis_name),
-        plan=_dispatch_plan(x, route.rows.shape[0], route.rows.shape[2], route.counts.shape[1]),
+        plan=dispatch_plan(x, route.rows.shape[0], route.rows.shape[2], route.counts.shape[1]),
         capacity=capacity,
         expert_alignment=expert_alignment,
     )
@@ -114,7 +115,7 @@ def combine(
         route.topk_idx,
         route.rows,
         fabric=mesh_fabric(axis_name),
-        plan=_combine_plan(y, *route.rows.shape),
+        plan=combine_plan(y, *route.rows.shape),
         num_experts=route.counts.shape[1],
     )
     return out[:, :hidden]
@@ -126,13 +127,14 @@ def mesh_fabric(axis_name: AxisName) -> Mesh:
     return Mesh(axis_name, tuple(lax.axis_size(name) for name in axis_name), timeout_s)
 
 
-def _padded_hidden(hidden: int, dtype: jax.typing.DTypeLike) -> int:
+def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike) -> int:
+    """H in whole 128-byte lines."""
     multiple = _ROW_BYTES // jnp.dtype(dtype).itemsize
     return -(-hidden // multiple) * multiple
 
 
 def _pad_hidden(x: jax.Array) -> jax.Array:
-    padding = _padded_hidden(x.shape[1], x.dtype) - x.shape[1]
+    padding = padded_hidden(x.shape[1], x.dtype) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
@@ -147,7 +149,8 @@ def _dispatch_rows(
     return (SHARED_MEMORY_BYTES - reserved - zeros) // (hidden * jnp.dtype(dtype).itemsize)
 
 
-def _dispatch_plan(x: jax.Array, num_ranks: int, top_k: int, num_experts: int) -> Plan:
+def dispatch_plan(x: Array, num_ranks: int, top_k: int, num_experts: int) -> Plan:
+    """How a dispatch of [T, H] is spread over the GPU; H is padded already."""
     num_tokens, hidden = x.shape
     rows = _dispatch_rows(hidden, x.dtype, num_ranks, top_k, num_experts)
     num_copy_slots = max(1, min(4, rows // 3))
@@ -172,7 +175,8 @@ def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top
     return min(_MAX_SLOTS, room // (columns * itemsize))
 
 
-def _combine_plan(y: jax.Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
+def combine_plan(y: Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
+    """How a combine of [R, H] into T tokens is spread over the GPU; H is padded already."""
     slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)
     return Plan(
         num_blocks=min(128, num_tokens),

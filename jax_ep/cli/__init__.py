@@ -14,6 +14,7 @@ from absl import flags
 COMMANDS = {
     "info": "versions, devices, peer access, and which implementation serves here",
     "bench": "times of dispatch, combine and their gradients beside what plain JAX offers",
+    "memory": "bytes that communication holds per rank, beside other libraries' formulas",
     "bench collectives": "times of every algorithm of all_reduce & co., and the best of them",
     "bench layer": "time, throughput and memory of the MoE layer beside what plain JAX makes of it",
     "bench matmul": "results and times of the grouped matmuls beside a dense matmul",

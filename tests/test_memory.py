@@ -1,0 +1,183 @@
+"""The accounting of memory, against what XLA says and what the kernels' calls are lowered with."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from contract import AXIS
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import expert_mesh
+
+import jax_ep
+import jax_ep.cli
+from jax_ep import memory
+from jax_ep.routes import Routes
+
+MIB = 2**20
+MODEL = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=8)
+
+# N, T, H, K, E, R
+SHAPES = [(8, 128, 256, 8, 256, 1152), (8, 16, 1024, 4, 32, 96), (2, 64, 512, 8, 32, 600)]
+
+
+def model_of(shape: tuple[int, ...]) -> dict[str, int]:
+    num_ranks, num_tokens, hidden, top_k, num_experts, capacity = shape
+    return dict(
+        num_ranks=num_ranks, num_tokens=num_tokens, hidden=hidden, top_k=top_k,
+        num_experts=num_experts, capacity=capacity,
+    )  # fmt: skip
+
+
+def operation(name: str, implementation: str, model: dict[str, int], dtype: str, mesh):
+    """A jitted dispatch or combine alone, and its arguments' shapes."""
+    ranks, tokens, rows = model["num_ranks"], model["num_tokens"], model["capacity"]
+
+    def dispatch(x, topk_idx):
+        options = {key: model[key] for key in ("num_experts", "capacity")}
+        return jax_ep.dispatch(
+            x, topk_idx, axis_name=AXIS, implementation=implementation, **options
+        )
+
+    def combine(y, topk_idx, rows_, counts, weights):
+        handle = jax_ep.Handle(
+            Routes(topk_idx, rows_, counts), (AXIS,), rows, model["num_experts"], 1
+        )
+        return jax_ep.combine(y, handle, weights, implementation=implementation)
+
+    choices = (ranks * tokens, model["top_k"])
+    arguments = {
+        "dispatch": [((ranks * tokens, model["hidden"]), dtype), (choices, "int32")],
+        "combine": [
+            ((ranks * rows, model["hidden"]), dtype),
+            (choices, "int32"),
+            ((ranks * ranks, tokens, model["top_k"]), "int32"),
+            ((ranks * ranks, model["num_experts"]), "int32"),
+            (choices, "float32"),
+        ],
+    }[name]
+    body = {"dispatch": lambda *args: dispatch(*args).tokens, "combine": combine}[name]
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    return run, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the bounds are of XLA for CPUs")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", memory.OPERATIONS)
+def test_the_portable_exchange_holds_what_xla_says(name, shape):
+    """Within a third: XLA names a few vectors of indices more, and reuses some."""
+    model = model_of(shape)
+    run, arguments = operation(name, "xla", model, "bfloat16", expert_mesh(model["num_ranks"]))
+    held = run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    counted = sum(memory.workspace_bytes(name, "xla", **model).values())
+    assert 0.75 * held <= counted <= 1.33 * held
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the bounds are of XLA for CPUs")
+def test_where_xla_does_not_fuse_a_sum_it_holds_its_terms():
+    """float32 on CPUs: no more than one [N, T, H] array for each choice is held besides."""
+    model = model_of((4, 64, 512, 8, 32, 600))
+    run, arguments = operation("combine", "xla", model, "float32", expert_mesh(4))
+    held = run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    counted = sum(memory.workspace_bytes("combine", "xla", dtype="float32", **model).values())
+    plane = 4 * 64 * 512 * 4
+    assert counted - plane <= held <= counted + model["top_k"] * plane
+
+
+_KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu_v2.* : \((.*)\) -> \(?(.*?)\)?$", re.M)
+
+
+def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and bytes of each tensor<...> type."""
+    found = []
+    for sizes, bits in re.findall(r"tensor<((?:\d+x)*)[a-z]+(\d+)>", text):
+        shape = tuple(int(size) for size in sizes.split("x")[:-1])
+        total = int(bits) // 8
+        for size in shape:
+            total *= size
+        found.append((shape, total))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("hidden", [7168, 200])
+@pytest.mark.parametrize("num_tokens", [128, 4096])
+@pytest.mark.parametrize("name", memory.OPERATIONS)
+def test_the_kernels_hold_what_their_calls_are_lowered_with(name, num_tokens, hidden, dtype):
+    model = MODEL | {"num_tokens": num_tokens, "hidden": hidden, "capacity": num_tokens * 9}
+    mesh = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    run, arguments = operation(name, "pallas", model, dtype, mesh)
+    text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    operands, results = map(tensors, _KERNEL.findall(text)[0])
+
+    row_bytes = hidden * jnp.dtype(dtype).itemsize
+    padded = -(-row_bytes // 128) * 128
+    sizes = [size for _, size in results]
+    if name == "dispatch":
+        rows, choices = sizes[0], num_tokens * model["top_k"] * 4
+        assert rows == model["capacity"] * padded
+        held = sum(sizes[1:]) + sum(size for _, size in operands[2:-1])
+        copies = rows + operands[0][1]
+        assert operands[1][1] == choices
+    else:
+        held = sum(sizes[1:])
+        copies = sizes[0] + operands[0][1]
+    if padded != row_bytes:
+        held += copies
+    assert held == sum(memory.workspace_bytes(name, "pallas", dtype=dtype, **model).values())
+
+
+def test_the_kernels_need_little():
+    """The target: 16 MiB for dispatch and combine together, and dispatch has no staging at all."""
+    dispatch = memory.workspace_bytes("dispatch", "pallas", **MODEL)
+    combine = memory.workspace_bytes("combine", "pallas", **MODEL)
+    assert sum(dispatch.values()) < 0.2 * MIB
+    assert sum(dispatch.values()) + sum(combine.values()) <= 16 * MIB
+
+
+def test_other_libraries_hold_what_they_say():
+    """Figures published for this model, in MiB."""
+    published = {
+        "DeepEP V1": 1820,
+        "NCCL EP, before": 1820,
+        "NCCL EP, expert-major": 938,
+        "NCCL EP, rank-major": 57,
+        "NCCL EP, NVLink alone": 28,
+    }
+    counted = memory.other_libraries(**MODEL)
+    assert {name: round(size / MIB) for name, size in counted.items()} == published
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(operation="gather"), "operation must be one of .* 'gather'"),
+        (dict(implementation="nccl"), "implementation must be one of .* 'nccl'"),
+        (dict(num_ranks=7), "num_experts must be a positive multiple of num_ranks.* 256 for 7"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    arguments = {"operation": "dispatch", "implementation": "xla", **MODEL, **change}
+    with pytest.raises(ValueError, match=message):
+        memory.workspace_bytes(**arguments)
+
+
+def test_the_command_prints_every_figure(capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
+    text = capsys.readouterr().out
+    assert "1820" in text and "mailbox" in text and "gathered tokens" in text
+    assert jax_ep.cli.main(["jax_ep", "memory", "--json", "--tokens=64"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"]["num_tokens"] == 64
+    for use in facts["here"]:
+        wanted = memory.workspace_bytes(use["operation"], use["implementation"], **facts["model"])
+        assert use["buffers"] == wanted
+
+
+def test_the_command_refuses_wrong_flags(capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory", "--ranks=7"]) == 2
+    assert "--num_experts: 256 over 7 ranks" in capsys.readouterr().err
