@@ -23,6 +23,7 @@ AxisName = tuple[str, ...]
 Array = jax.Array | jax.ShapeDtypeStruct
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_PACKED_DTYPE = jnp.int32  # of a dispatch's rows as `jax_ep.wire` packs them; copied as they are
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
 _PADDING_BYTES = 16 * 1024  # of shared memory: what its pieces are aligned to, and barriers
 _WINDOW_TOKENS = 16
@@ -38,7 +39,7 @@ def unavailable_reason(
     num_experts: int,
 ) -> str | None:
     """Why such an exchange cannot go through the kernels, or None if it can."""
-    if dtype not in _DTYPES:
+    if dtype not in (*_DTYPES, _PACKED_DTYPE):
         names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
     hidden = padded_hidden(hidden, dtype)
