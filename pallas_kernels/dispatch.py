@@ -353,6 +353,7 @@ class _Dispatch:
                 def _():
                     next_rows[expert] = found[choice] + 1
 
+            fabric.barrier()  # the next token reads what this one has counted
             owners = [
                 jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
                 for e, v in zip(experts, valid, strict=True)

@@ -42,16 +42,10 @@ CASES = {
     "fewer_tokens_than_blocks": (Problem(2, 5, 32, 2, 4), Plan(4, 3)),
 }
 
-# Tokens listed one after the other, with nothing between them, may both count an expert.
-NO_BARRIER = ("windows_apart", "one_step", "repeated_by_neighbours")
-
 
 @simulated
 @pytest.mark.parametrize("case", CASES)
-def test_dispatch(case, request):
-    if case in NO_BARRIER:
-        reason = "no barrier between writing next_rows for a token and reading it for the next"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_dispatch(case):
     problem, plan = CASES[case]
     tokens, rows, counts = simulate(dispatch(problem, plan, simulated_ranks(problem.num_ranks)))
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
