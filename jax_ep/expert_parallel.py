@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import primitives, routes
-from jax_ep.routes import Routes
+from jax_ep.routes import Layout, Routes
 
 Implementation = primitives.Implementation
 AxisName = str | tuple[str, ...]
@@ -154,9 +154,7 @@ def dispatch(
         axis_name, int(capacity), int(num_experts), int(expert_alignment), implementation
     )
     (x,) = primitives.vary_alike((x,), axis_name)
-    tokens, route = _dispatch(config, x, topk_idx.astype(jnp.int32))
-    recv_counts = routes.counts_here(route.counts, lax.axis_index(axis_name))
-    layout = routes.layout(recv_counts, config.capacity, config.expert_alignment)
+    tokens, route, layout = _dispatch(config, x, topk_idx.astype(jnp.int32))
     handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
     return Dispatched(tokens, *layout, handle)
 
@@ -270,13 +268,15 @@ class _Config:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(config: _Config, x: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, Routes]:
+def _dispatch(
+    config: _Config, x: jax.Array, topk_idx: jax.Array
+) -> tuple[jax.Array, Routes, Layout]:
     return primitives.dispatch(x, topk_idx, **dataclasses.asdict(config))
 
 
 def _dispatch_fwd(config, x, topk_idx):
-    tokens, route = _dispatch(config, x, topk_idx)
-    return (tokens, route), route
+    results = _dispatch(config, x, topk_idx)
+    return results, results[1]
 
 
 def _dispatch_bwd(config, route, cotangents):

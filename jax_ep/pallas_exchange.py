@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import routes
-from jax_ep.routes import Routes
+from jax_ep.routes import Layout, Routes
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels.fabric import Mesh
@@ -58,26 +58,26 @@ def dispatch(
     axis_name: AxisName,
     capacity: int,
     expert_alignment: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, E]."""
+) -> tuple[jax.Array, jax.Array, jax.Array, Layout]:
+    """Routes [T, K] and sends [T, H].
+
+    Returns tokens [R, H], rows [N, T, K], counts [N, E], and how tokens is laid out.
+    """
     hidden = x.shape[1]
     x = _pad_hidden(x)
     fabric = mesh_fabric(axis_name)
     plan = dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts)
-    counts, counts_before = routes.count_by_block(
-        topk_idx, num_experts, plan.tokens_per_block(x.shape[0]), plan.num_blocks
-    )
-    tokens, rows, all_counts = dispatch_kernel.dispatch(
+    tokens, rows, counts, group_sizes, expert_counts, *totals = dispatch_kernel.dispatch(
         x,
         topk_idx,
-        counts,
-        counts_before,
+        routes.count_experts(topk_idx, num_experts),
         fabric=fabric,
         plan=plan,
         capacity=capacity,
         expert_alignment=expert_alignment,
     )
-    return tokens[:, :hidden], rows, all_counts
+    layout = Layout(group_sizes, expert_counts, *(total.reshape(()) for total in totals))
+    return tokens[:, :hidden], rows, counts, layout
 
 
 def dispatch_like(

@@ -2,13 +2,15 @@
 
 Four primitives, all without effects, all called inside `shard_map` over `axis_name`:
 
-  ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, E]
+  ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, E],
+                                                     *layout
   ep_dispatch_like  x [T, H], *routes              -> tokens [R, H]
   ep_combine        y [R, H], *routes, weights?    -> out [T, H]
   ep_combine_grad   g [T, H], *routes, weights, y  -> dy [R, H], dweights [T, K]
 
-`routes` are the three arrays of `jax_ep.routes.Routes`; weights are float32. Each primitive lowers
-to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere else.
+`routes` and `layout` are the arrays of their namesakes in `jax_ep.routes`; weights are float32.
+Each primitive lowers to the Pallas kernels on the GPUs they serve, and to XLA's collectives
+everywhere else.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import pallas_exchange, xla_exchange
-from jax_ep.routes import Routes
+from jax_ep.routes import Layout, Routes
 
 Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -94,11 +96,11 @@ def choose_implementation(
     )
 
 
-def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[jax.Array, Routes]:
+def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[jax.Array, Routes, Layout]:
     """Binds `ep_dispatch`: this rank's choices become routes, and its tokens follow them."""
     x, topk_idx = vary_alike((x, topk_idx), params["axis_name"])
-    tokens, rows, counts = ep_dispatch_p.bind(x, topk_idx, **params)
-    return tokens, Routes(topk_idx, rows, counts)
+    tokens, rows, counts, *layout = ep_dispatch_p.bind(x, topk_idx, **params)
+    return tokens, Routes(topk_idx, rows, counts), Layout(*layout)
 
 
 def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> jax.Array:
@@ -143,7 +145,8 @@ def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> l
 
 
 def _run_dispatch(exchange, x, topk_idx, **params):
-    return exchange.dispatch(x, topk_idx, **params)
+    tokens, rows, counts, layout = exchange.dispatch(x, topk_idx, **params)
+    return tokens, rows, counts, *layout
 
 
 def _run_dispatch_like(exchange, x, *route, num_experts, **params):
@@ -171,6 +174,10 @@ def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, **_):
         ((capacity, x.shape[1]), x.dtype),
         ((num_ranks, *topk_idx.shape), jnp.int32),
         ((num_ranks, num_experts), jnp.int32),
+        ((num_experts // num_ranks,), jnp.int32),
+        ((num_experts // num_ranks,), jnp.int32),
+        ((), jnp.int32),
+        ((), jnp.int32),
     ]
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import routes
-from jax_ep.routes import Routes
+from jax_ep.routes import Layout, Routes
 
 AxisName = tuple[str, ...]
 
@@ -30,8 +30,11 @@ def dispatch(
     axis_name: AxisName,
     capacity: int,
     expert_alignment: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, E]."""
+) -> tuple[jax.Array, jax.Array, jax.Array, Layout]:
+    """Routes [T, K] and sends [T, H].
+
+    Returns tokens [R, H], rows [N, T, K], counts [N, E], and how tokens is laid out.
+    """
     rank = lax.axis_index(axis_name)
     counts, places = routes.count_choices(topk_idx, num_experts)
     message = jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
@@ -39,10 +42,11 @@ def dispatch(
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
+    recv_counts = routes.counts_here(all_counts, rank)
     rows = routes.receive_rows(
         all_topk_idx.reshape(-1, *topk_idx.shape),
         all_places.reshape(-1, *topk_idx.shape),
-        routes.counts_here(all_counts, rank),
+        recv_counts,
         rank,
         expert_alignment,
     )
@@ -50,7 +54,7 @@ def dispatch(
     tokens = dispatch_like(
         x, route, axis_name=axis_name, capacity=capacity, expert_alignment=expert_alignment
     )
-    return tokens, rows, all_counts
+    return tokens, rows, all_counts, routes.layout(recv_counts, capacity, expert_alignment)
 
 
 def dispatch_like(

@@ -2,10 +2,10 @@
 
 Each block serves a range of tokens, the same on every rank, with three warpgroups:
 
-  sender    reads the peers' counts, works out where the rows of a step of tokens go, puts the
-            lists of these places, then each row into its first place at every rank that gets it;
-  receiver  lists, while the rows are under way, those that several experts here are to get, and
-            copies them, once they have arrived, from their first place to the others;
+  sender    reads the peers' counts, works out where the rows of each token go, puts it into its
+            first place at every rank that gets it, and the list of all its places beside it;
+  receiver  copies the rows of a step of tokens that several experts here are to get, once they
+            have arrived, from their first place to the others;
   filler    writes zeros to the rows of this rank's receive buffer that receive nothing.
 
 So a row crosses the link once per (token, rank) and is fanned out in local memory; there is no
@@ -28,28 +28,27 @@ from pallas_kernels import fabric as fb
 from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
 _NOWHERE = -1
-_PUT = 0  # channel, signalled after each step and at the end: see _Dispatch._send
+_PUT = 0  # channel, signalled once for each step, and once where there is none
+_COUNTED = 1024  # choices that a block counts at a time
 
 
 def dispatch(
     x: jax.Array,
     topk_idx: jax.Array,
     counts: jax.Array,
-    counts_before: jax.Array,
     *,
     fabric: fb.Fabric,
     plan: Plan,
     capacity: int,
     expert_alignment: int,
     stage: str = "all",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Routes and moves the rows. With a stacked fabric every array has a leading rank axis.
 
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
       counts: [E] int32: this rank's choices of each expert.
-      counts_before: [B, E] int32: those of the tokens before each block's.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
@@ -57,7 +56,8 @@ def dispatch(
       stage: "all"; or, where ranks are stacked, "put", which leaves out the copies of `fan_out`.
 
     Returns:
-      tokens [R, H], rows [N, T, K] int32, counts [N, E] int32 of all ranks.
+      tokens [R, H], rows [N, T, K] int32, counts [N, E] int32 of all ranks, and the layout of
+      tokens, all int32: group_sizes [L], expert_counts [L], num_dropped [1], rows_needed [1].
     """
     (num_tokens, top_k), num_experts = topk_idx.shape[-2:], counts.shape[-1]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -66,14 +66,13 @@ def dispatch(
         routes_known=False, stage=stage,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
-    tokens, rows, all_counts = kernel.call(
+    tokens, rows, all_counts, *layout = kernel.call(
         x,
         kernel.window.pad(topk_idx.reshape(flat), _NOWHERE),
         pad_last(counts, kernel.count_width - num_experts),
-        pad_last(counts_before, kernel.count_width - num_experts),
     )
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
-    return tokens, rows, all_counts[..., :num_experts]
+    return tokens, rows, all_counts[..., :num_experts], *layout
 
 
 def dispatch_like(
@@ -166,6 +165,10 @@ class _Dispatch:
             out_type += [
                 jax.ShapeDtypeStruct((self.num_ranks, self.window.total), jnp.int32),
                 jax.ShapeDtypeStruct((self.num_ranks, self.count_width), jnp.int32),
+                *(
+                    jax.ShapeDtypeStruct((size,), jnp.int32)
+                    for size in (self.num_local_experts, self.num_local_experts, 1, 1)
+                ),
             ]
         return fb.kernel(
             self.fabric,
@@ -183,14 +186,14 @@ class _Dispatch:
         ranks, top_k = self.num_ranks, self.top_k
         return dict(
             scan=plgpu.SMEM((2 * width,), jnp.int32),
-            next_rows=plgpu.SMEM((width,), jnp.int32),  # where each expert's next row goes
+            # Where each expert's next row goes; one entry more, for choices of no expert.
+            next_rows=plgpu.SMEM((width + LANES,), jnp.int32),
             block_ends=plgpu.SMEM((2, width), jnp.int32),  # of each expert's rows, and padded
             choices=plgpu.SMEM(
                 (ranks if self.routes_known else 1, self.window.width), jnp.int32
             ),  # rows at each peer, or experts
             slots=plgpu.SMEM((slots, self.hidden), self.dtype),
-            step_lists=plgpu.SMEM((self.step_tokens, ranks, top_k), jnp.int32),
-            step_places=plgpu.SMEM((self.step_tokens, ranks), jnp.int32),
+            lists=plgpu.SMEM((slots, ranks, top_k), jnp.int32),
             step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
             step_copies=plgpu.SMEM((self.step_tokens * ranks, top_k), jnp.int32),
             copies=plgpu.SMEM((copies, self.hidden), self.dtype),
@@ -206,9 +209,9 @@ class _Dispatch:
             put_tokens, rows, tokens = refs
         elif self.routes_known:
             x, rows, counts, tokens = refs
-            choices, counts_before, all_counts, put_tokens = rows, None, None, tokens
+            choices, all_counts, layout, put_tokens = rows, None, (), tokens
         else:
-            x, choices, counts, counts_before, tokens, rows, all_counts = refs
+            x, choices, counts, tokens, rows, all_counts, *layout = refs
             put_tokens = tokens
 
         if self.stage != "fan_out":
@@ -217,10 +220,12 @@ class _Dispatch:
             def _sender():
                 self.fabric.stage(0)
                 self._fetch_first(x, **scratch)
-                per_source, earlier = self._read_counts(counts, counts_before)
+                per_source = self._read_counts(counts)
                 self.fabric.touch(tokens, *(() if self.routes_known else (rows,)))
                 self._open_window(choices, 0, **scratch)
-                self._lay_out(per_source, earlier, all_counts, **scratch)
+                if not self.routes_known:
+                    self._count_earlier(choices, **scratch)
+                self._lay_out(per_source, all_counts, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
 
@@ -228,6 +233,8 @@ class _Dispatch:
             def _filler():
                 plgpu.barrier_wait(laid_out)
                 self.fabric.stage(3)
+                if not self.routes_known:
+                    self._describe_layout(*layout, **scratch)
                 self._fill(tokens, **scratch)
 
         if self.stage != "put":
@@ -275,16 +282,32 @@ class _Dispatch:
             choices[i] = value
         fabric.barrier()
 
-    def _read_counts(self, counts, counts_before):
-        """Every rank's choices of each expert, and this rank's before this block."""
+    def _read_counts(self, counts):
+        """Every rank's choices of each expert."""
         fabric, ranks = self.fabric, range(self.num_ranks)
         if self.routes_known:
-            return [fb.load(fabric, fabric.mine(counts).at[rank], 1) for rank in ranks], None
-        per_source = [fb.load(fabric, fabric.peer(counts, rank), 1) for rank in ranks]
-        block = lax.axis_index("block")
-        return per_source, fb.load(fabric, fabric.mine(counts_before).at[block], 1)
+            return [fb.load(fabric, fabric.mine(counts).at[rank], 1) for rank in ranks]
+        return [fb.load(fabric, fabric.peer(counts, rank), 1) for rank in ranks]
 
-    def _lay_out(self, per_source, earlier, all_counts, *, scan, next_rows, block_ends, **_):
+    def _count_earlier(self, choices_ref, *, next_rows, **_):
+        """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
+        fabric = self.fabric
+        fb.clear(next_rows, self.count_width)
+        fabric.barrier()
+        end = jnp.minimum(self._range()[0], self.num_tokens) * self.top_k
+        width = min(_COUNTED, self.window.total // LANES * LANES)
+
+        def count(i, _):
+            start = jnp.minimum(i * width, self.window.total - width)
+            entries = start + fb.iota(fabric, width)
+            experts = fb.load(fabric, fabric.mine(choices_ref).at[pl.ds(start, width)], 1)
+            new = (entries >= i * width) & (entries < end)
+            fb.count(fabric, next_rows, jnp.where(new, experts, _NOWHERE), self.num_experts)
+
+        lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
+        fabric.barrier()
+
+    def _lay_out(self, per_source, all_counts, *, scan, next_rows, block_ends, **_):
         """Where each expert's block starts and ends at its rank, and this block's rows in it."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         rank = fabric.rank()
@@ -295,7 +318,7 @@ class _Dispatch:
             sizes = lax.div(total + (alignment - 1), alignment) * alignment
         # An inclusive scan over each rank's experts: `scan` holds zeros, then the sums so far.
         local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
-        scan[pl.ds(0, width)] = jnp.zeros((width,), jnp.int32)
+        fb.clear(scan, width)
         ends, shift = sizes, 1
         while shift < per_rank:
             scan[pl.ds(width, width)] = ends
@@ -306,11 +329,11 @@ class _Dispatch:
             shift *= 2
         starts = ends - sizes
         if not self.routes_known:
-            row = starts + earlier
+            row = starts + fb.load(fabric, next_rows.at[pl.ds(0, width)], 1)
             for source in range(self.num_ranks):
                 counted = per_source[source]
                 row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
-            next_rows[...] = row
+            next_rows[pl.ds(0, width)] = row
         block_ends[0] = starts + total
         block_ends[1] = ends
         fabric.barrier()
@@ -322,8 +345,8 @@ class _Dispatch:
                     fabric.mine(all_counts)[source] = per_source[source]
 
     def _send(
-        self, x, choices_ref, tokens, rows, semaphores, *, choices, next_rows, slots, step_lists,
-        step_places, full, **_,
+        self, x, choices_ref, tokens, rows, semaphores, *, choices, next_rows, slots, lists, full,
+        **_,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
         num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
@@ -340,19 +363,15 @@ class _Dispatch:
             # Read where each expert's next row goes, all threads, then count this token's choices.
             experts = [choices[0, entry + choice] for choice in range(top_k)]
             valid = [(e >= 0) & (e < self.num_experts) for e in experts]
-            experts = [jnp.where(v, e, 0) for e, v in zip(experts, valid, strict=True)]
+            experts = [jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)]
             found = [next_rows[expert] for expert in experts]
             for choice in range(top_k):
                 for earlier in range(choice):
-                    again = valid[earlier] & (experts[earlier] == experts[choice])
+                    again = experts[earlier] == experts[choice]
                     found[choice] = found[choice] + again.astype(jnp.int32)
             fabric.barrier()
-            for choice, expert in enumerate(experts):
-
-                @pl.when(valid[choice])
-                def _():
-                    next_rows[expert] = found[choice] + 1
-
+            for expert, row in zip(experts, found, strict=True):
+                next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
             fabric.barrier()  # the next token reads what this one has counted
             owners = [
                 jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
@@ -366,45 +385,41 @@ class _Dispatch:
                 for peer in peers
             ]
 
-        def list_token(i, carry):
-            """Notes the first place of a token at each peer, and tells the peer all of them."""
+        def put_lists(slot, entry, found):
+            """Tells every peer the places of a token's choices there."""
+            if top_k % 4:  # bulk copies are of whole 16 bytes
+                for peer, peer_rows in zip(peers, found, strict=True):
+                    for choice, row in enumerate(peer_rows):
+                        fabric.peer(rows, peer)[rank, entry + choice] = row
+                return
+            for peer, peer_rows in zip(peers, found, strict=True):
+                for choice, row in enumerate(peer_rows):
+                    lists[slot, peer, choice] = row
+            plgpu.commit_smem()
+            for peer in peers:
+                plgpu.copy_smem_to_gmem(
+                    lists.at[slot, peer],
+                    fabric.peer(rows, peer).at[rank, pl.ds(entry, top_k)],
+                    commit_group=False,
+                )
+
+        def send_token(i, carry):
             in_window = lax.rem(i, jnp.int32(window.tokens))
 
             @pl.when((in_window == 0) & (i > 0))
             def _():
                 self._open_window(choices_ref, i, choices=choices)
 
-            entry = (first_token + i) * top_k
+            slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * top_k
             found = rows_at_peers(entry - window.start(entry - in_window * top_k))
-            in_step = lax.rem(i, jnp.int32(step_tokens))
+            plgpu.barrier_wait(full.at[slot])
             for peer, peer_rows in zip(peers, found, strict=True):
                 place = jnp.int32(_NOWHERE)
                 for row in reversed(peer_rows):
                     place = jnp.where((row >= 0) & (row < self.capacity), row, place)
-                step_places[in_step, peer] = place
-                if self.routes_known:
-                    continue
-                for choice, row in enumerate(peer_rows):
-                    if top_k % 4:  # bulk copies are of whole 16 bytes
-                        fabric.peer(rows, peer)[rank, entry + choice] = row
-                    else:
-                        step_lists[in_step, peer, choice] = row
-            if not self.routes_known and top_k % 4 == 0:
-                plgpu.commit_smem()
-                for peer in peers:
-                    plgpu.copy_smem_to_gmem(
-                        step_lists.at[in_step, peer],
-                        fabric.peer(rows, peer).at[rank, pl.ds(entry, top_k)],
-                        commit_group=False,
-                    )
-            return carry
-
-        def send_token(i, carry):
-            slot, in_step = lax.rem(i, jnp.int32(num_slots)), lax.rem(i, jnp.int32(step_tokens))
-            plgpu.barrier_wait(full.at[slot])
-            for peer in peers:
-                place = step_places[in_step, peer]
                 fb.put_if(fabric, place >= 0, slots.at[slot], fabric.peer(tokens, peer).at[place])
+            if not self.routes_known:
+                put_lists(slot, entry, found)
             plgpu.commit_smem_to_gmem_group()
 
             # Once a slot's puts have read it, it takes the next token.
@@ -420,17 +435,18 @@ class _Dispatch:
         def send_step(step, carry):
             begin = step * step_tokens
             end = jnp.minimum(begin + step_tokens, num_tokens)
-            lax.fori_loop(begin, end, list_token, None)
-            plgpu.commit_smem_to_gmem_group()
             lax.fori_loop(begin, end, send_token, None)
-            # With only this step's rows under way, its lists and the rows before have arrived.
-            lax.cond(
-                end - begin == step_tokens,
-                lambda: plgpu.wait_smem_to_gmem(step_tokens),
-                lambda: plgpu.wait_smem_to_gmem(0),
-            )
-            fabric.stage(1)
-            fabric.signal(semaphores, _PUT)
+
+            @pl.when(step > 0)
+            def _():  # with only this step under way, the one before has arrived
+                lax.cond(
+                    end - begin == step_tokens,
+                    lambda: plgpu.wait_smem_to_gmem(step_tokens),
+                    lambda: plgpu.wait_smem_to_gmem(0),
+                )
+                fabric.stage(1)
+                fabric.signal(semaphores, _PUT)
+
             return carry
 
         lax.fori_loop(0, self._num_steps(), send_step, None)
@@ -468,25 +484,23 @@ class _Dispatch:
                 step_rows[source] = value
             fabric.barrier()
 
-            def list_pair(pair, count):
-                source = lax.rem(pair, num_ranks)
-                entry = (step_token + lax.div(pair, num_ranks)) * top_k - start
-                places, held = [], jnp.int32(0)
-                for choice in range(top_k):
-                    row = step_rows[source, entry + choice]
-                    here = (row >= 0) & (row < self.capacity)
-                    places.append(jnp.where(here, row, _NOWHERE))
-                    held = held + here.astype(jnp.int32)
-
-                @pl.when(held > 1)
-                def _():
+            def list_token(i, count):
+                for source in range(num_ranks):
+                    places, held = [], jnp.int32(0)
+                    for choice in range(top_k):
+                        row = step_rows[source, (step_token + i) * top_k - start + choice]
+                        here = (row >= 0) & (row < self.capacity)
+                        places.append(jnp.where(here, row, _NOWHERE))
+                        held = held + here.astype(jnp.int32)
                     for choice, place in enumerate(places):
-                        step_copies[count, choice] = place
+                        step_copies[count, choice] = place  # stays if the next one is counted on
+                    count = count + (held > 1).astype(jnp.int32)
+                return count
 
-                return count + (held > 1).astype(jnp.int32)
-
-            pairs = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens) * num_ranks
-            return lax.fori_loop(0, pairs, list_pair, jnp.int32(0))
+            step_end = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
+            count = lax.fori_loop(0, step_end, list_token, jnp.int32(0))
+            fabric.barrier()
+            return count
 
         def begin(i, begun):
             first = jnp.int32(_NOWHERE)
@@ -520,9 +534,8 @@ class _Dispatch:
             """`begun` copies have gone through the ring before this step's."""
             fabric.wait(semaphores, _PUT, step + 1, "dispatch")
             fabric.stage(2)
-            count = list_copies(step)
-            fabric.wait(semaphores, _PUT, step + 2, "dispatch")
             fabric.async_fence()
+            count = list_copies(step)
 
             def begin_next(i, carry):
                 begin(i, begun)
@@ -550,6 +563,29 @@ class _Dispatch:
             fabric.wait(semaphores, _PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
+
+    def _describe_layout(
+        self, group_sizes, expert_counts, num_dropped, rows_needed, *, block_ends, **_
+    ):
+        """Writes the layout of this rank's rows: see `dispatch`."""
+        fabric, per_rank = self.fabric, self.num_local_experts
+        first_expert = fabric.rank() * per_rank
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _():
+            def describe(i, carry):
+                start, dropped = carry
+                end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
+                room = jnp.maximum(self.capacity - start, 0)
+                kept = jnp.minimum(end_of_rows - start, room)
+                fabric.mine(group_sizes)[i] = jnp.minimum(end - start, room)
+                fabric.mine(expert_counts)[i] = kept
+                return end, dropped + (end_of_rows - start - kept)
+
+            zero = jnp.int32(0)
+            end, dropped = lax.fori_loop(0, per_rank, describe, (zero, zero))
+            fabric.mine(num_dropped)[0] = dropped
+            fabric.mine(rows_needed)[0] = end
 
     def _fill(self, tokens, *, zeros, block_ends, **_):
         plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
