@@ -163,7 +163,7 @@ def dispatch_plan(
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
         num_copy_slots=num_copy_slots,
-        step_tokens=1 if few else 2,
+        step_tokens=2,
     )
 
 
