@@ -105,9 +105,7 @@ def store(fabric: fb.Fabric, ref: Any, tile: jax.Array) -> None:
     vectors.store(fabric, [ref], tile, vectors.length(ref.dtype))
 
 
-def sum_of_ranks(
-    fabric: fb.Fabric, ref: Any, *indices: Any, stagger: bool = True
-) -> jax.Array:
+def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any, stagger: bool = True) -> jax.Array:
     """float32 sum over ranks of the tile at `indices` of each rank's `ref`, in rank order.
 
     Every rank that computes it gets the same bits. They begin to read at different peers, or all
