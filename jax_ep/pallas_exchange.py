@@ -142,8 +142,9 @@ def _dispatch_rows(
 ) -> int:
     """Rows that shared memory has room for in a dispatch, beside a row of zeros."""
     choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
-    lists = 4 * num_ranks * (top_k + 1)
-    reserved = 4 * (5 * align_up(num_experts, LANES) + choices + lists) + _PADDING_BYTES
+    lists = (_MAX_SLOTS + 2) * num_ranks * top_k
+    counts = (5 + num_ranks) * align_up(num_experts, LANES) + LANES
+    reserved = 4 * (counts + choices + lists) + _PADDING_BYTES
     zeros = Tiling.of(hidden, dtype).padded * jnp.dtype(dtype).itemsize
     return (SHARED_MEMORY_BYTES - reserved - zeros) // (hidden * jnp.dtype(dtype).itemsize)
 
@@ -154,9 +155,9 @@ def dispatch_plan(
     """How a dispatch of x [T, H], its rows padded, is spread over blocks and shared memory."""
     num_tokens, hidden = x.shape
     rows = _dispatch_rows(hidden, x.dtype, num_ranks, top_k, num_experts)
-    num_copy_slots = max(1, min(4, rows // 3))
-    num_slots = min(_MAX_SLOTS, rows - num_copy_slots)
     few = num_tokens <= 256  # every microsecond counts; else the link does
+    num_copy_slots = min(8, 2 * rows // 3) if few else max(1, min(4, rows // 3))
+    num_slots = min(_MAX_SLOTS, rows - num_copy_slots)
     return Plan(
         num_blocks=min(64 if few else 128, num_tokens),
         num_slots=num_slots,
