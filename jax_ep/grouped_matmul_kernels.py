@@ -293,8 +293,7 @@ def pallas_product(
     num_cols = rhs.shape[1 if transpose_rhs else 2]
     with jax.enable_x64(False):
         return pallas.product(
-            _pad_rows(lhs, 8),
-            rhs,
+            [(_pad_rows(lhs, 8), rhs)],
             group_sizes,
             transpose_rhs=transpose_rhs,
             tiles=tiles or pallas_tiles(lhs.shape[0], rhs.shape[0], num_cols),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,11 +45,13 @@ class Tiles:
     """How the work is cut.
 
     Attributes:
-      block_m: height of a block's output tile: 64, or 128 (the computers take 64 rows each).
+      block_m: height of a block's output tile: 64, or 128 or 256 (the computers take half each).
       block_n: its width, a multiple of 64 (of 128 where block_m is 64: they take half each).
       num_slots: depth of the ring, in pairs of operand tiles of 64 along the sum.
       num_staged: 64 x 64 chunks of its result that a computer may hold on their way out.
       band: tiles of columns that the blocks sweep together down all rows.
+      cluster: neighbouring tiles of a row that as many blocks compute in step, so that each loads
+        its share of the left operand for all of them: 1 or 2.
     """
 
     block_m: int
@@ -57,43 +59,55 @@ class Tiles:
     num_slots: int
     num_staged: int
     band: int = 1
+    cluster: int = 1
 
     @classmethod
-    def fitting(cls, block_m: int, block_n: int, band: int = 1) -> Tiles:
+    def fitting(
+        cls,
+        block_m: int,
+        block_n: int,
+        band: int = 1,
+        cluster: int = 1,
+        num_staged: int | None = None,
+    ) -> Tiles:
         """Staging for a whole tile, and as deep a ring as shared memory then holds."""
-        part_width = block_n if block_m == _COMPUTERS * _CHUNK else block_n // _COMPUTERS
+        chunks = block_m * block_n // (_CHUNK * _CHUNK * _COMPUTERS)
+        num_staged = num_staged or chunks
         chunk, operand = 2 * _CHUNK * _CHUNK, 2 * _CHUNK
-        staging = _COMPUTERS * chunk * (part_width // _CHUNK + 1)  # and one for partial chunks
+        staging = _COMPUTERS * chunk * (num_staged + 1)  # and one for partial chunks
         slots = (SHARED_MEMORY_BYTES - _OTHER_BYTES - staging) // (operand * (block_m + block_n))
-        return cls(block_m, block_n, min(slots, 6), part_width // _CHUNK, band)
+        return cls(block_m, block_n, min(slots, 6), num_staged, band, cluster)
 
     @property
     def split_rows(self) -> bool:
-        return self.block_m == _COMPUTERS * _CHUNK
+        return self.block_m > _CHUNK
 
     @property
-    def computer_width(self) -> int:
-        """Columns of a computer's part, which is always 64 rows high."""
-        return self.block_n if self.split_rows else self.block_n // _COMPUTERS
-
-    @property
-    def chunks(self) -> int:
-        """64 x 64 chunks of a computer's part."""
-        return self.computer_width // _CHUNK
+    def part(self) -> tuple[int, int]:
+        """Height and width of a computer's part of a tile."""
+        if self.split_rows:
+            return self.block_m // _COMPUTERS, self.block_n
+        return self.block_m, self.block_n // _COMPUTERS
 
     @property
     def staged(self) -> int:
         """Staging chunks, so many that each turn of them ends with a part's last chunk."""
-        return math.gcd(self.num_staged, self.chunks)
+        return math.gcd(self.num_staged, self.part[1] // _CHUNK)
+
+    @property
+    def wide(self) -> int:
+        """Columns of the tiles that a cluster computes together."""
+        return self.block_n * self.cluster
 
     def __post_init__(self) -> None:
-        if self.block_m not in (_CHUNK, 2 * _CHUNK) or self.computer_width % _CHUNK:
-            raise ValueError(f"block sizes must be 64 or 128 by a multiple of 64, not {self}.")
+        if self.block_m not in (_CHUNK, 2 * _CHUNK, 4 * _CHUNK) or self.part[1] % _CHUNK:
+            raise ValueError(f"block sizes must be 64, 128 or 256 by 64s, not {self}.")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, not {self}.")
 
 
 def product(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool,
@@ -101,23 +115,24 @@ def product(
     num_blocks: int,
     interpret: Any = None,
 ) -> jax.Array:
-    """lhs [R, K] by groups of rows times rhs [L, K, N] (or, transposed, [L, N, K]) -> [R, N].
+    """The sum over pairs of lhs [R, K] by groups of rows times rhs [L, K, N] -> [R, N].
 
-    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.block_n. Sums are float32. Rows
-    past the last group come out zero and are not read beyond the last tile.
+    rhs is [L, N, K] with `transpose_rhs`. bfloat16 or float16; R a multiple of 8, K of 64, N of
+    tiles.wide. Sums are float32, those of all pairs in the same accumulators. Rows past the last
+    group come out zero and are not read beyond the last tile.
     """
-    num_rows, depth = lhs.shape
-    width = rhs.shape[1 if transpose_rhs else 2]
+    lhs, rhs = pairs[0]
+    num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    depths = tuple(lhs.shape[1] for lhs, _ in pairs)
     table = _row_tiles(group_sizes, tiles.block_m, num_rows)
-    kernel = _Product(tiles, num_blocks, bool(interpret), depth, width, num_rows, transpose_rhs)
+    kernel = _Product(tiles, num_blocks, bool(interpret), width, depths, num_rows, transpose_rhs)
     return _call(
         kernel,
         kernel.scratch_types(lhs.dtype),
         jax.ShapeDtypeStruct((num_rows, width), lhs.dtype),
         "grouped_matmul",
-        num_blocks,
         interpret,
-    )(lhs, rhs, table)
+    )(*(operand for pair in pairs for operand in pair), table)
 
 
 def drhs(
@@ -131,18 +146,17 @@ def drhs(
 ) -> jax.Array:
     """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
 
-    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.block_n. Sums are float32. Zero for
+    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.wide. Sums are float32. Zero for
     an empty group.
     """
     num_groups = group_sizes.shape[0]
     shape = num_groups, lhs.shape[1], grad.shape[1]
-    kernel = _Drhs(tiles, num_blocks, bool(interpret), *shape)
+    kernel = _Drhs(tiles, num_blocks, bool(interpret), grad.shape[1], *shape[:2])
     return _call(
         kernel,
         kernel.scratch_types(lhs.dtype),
         jax.ShapeDtypeStruct(shape, lhs.dtype),
         "grouped_matmul_drhs",
-        num_blocks,
         interpret,
     )(lhs, grad, _group_steps(group_sizes, lhs.shape[0]))
 
@@ -189,9 +203,23 @@ class _Kernel:
     tiles: Tiles
     num_blocks: int
     interpreted: bool
+    width: int  # of the output
+
+    def __post_init__(self) -> None:
+        if self.width % self.tiles.wide:
+            raise ValueError(
+                f"the output's {self.width} columns are not whole tiles of {self.tiles.block_n} "
+                f"for a cluster of {self.tiles.cluster}."
+            )
 
     def ring(self, dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> dict[str, Any]:
         slots, operand = self.tiles.num_slots, _swizzled(dtype)
+        if self.tiles.cluster > 1:  # a slot is filled from the blocks of the whole cluster
+            empty: Any = plgpu.ClusterBarrier(
+                collective_axes=("peer",), num_arrivals=_COMPUTERS, num_barriers=slots
+            )
+        else:
+            empty = plgpu.Barrier(num_arrivals=_COMPUTERS, num_barriers=slots)
         return dict(
             left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
             right=plgpu.SMEM((slots, *right), dtype, transforms=operand),
@@ -199,23 +227,49 @@ class _Kernel:
                 (_COMPUTERS, self.tiles.staged, _CHUNK, _CHUNK), dtype, transforms=operand
             ),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-            empty=plgpu.Barrier(num_arrivals=_COMPUTERS, num_barriers=slots),
+            empty=empty,
         )
 
-    def each_of(self, total: jax.Array, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
-        """Runs `body` for this block's share of `total` tiles: every num_blocks-th one."""
-        block = lax.axis_index("block")
-        mine = lax.div(total - block + (self.num_blocks - 1), jnp.int32(self.num_blocks))
-        return lax.fori_loop(
-            0, mine, lambda i, carry: body(block + i * self.num_blocks, carry), carry
-        )
+    @property
+    def num_clusters(self) -> int:
+        return self.num_blocks // self.tiles.cluster
 
-    def place(self, index: jax.Array, rows: Any, columns: int) -> tuple[jax.Array, jax.Array]:
-        """The (row, column) of a tile in an output of rows × columns of them, band by band."""
-        band = self.tiles.band if columns % self.tiles.band == 0 else columns
+    def peer(self) -> Any:
+        """Which block of its cluster this is."""
+        return lax.axis_index("peer") if self.tiles.cluster > 1 else 0
+
+    def each_of(
+        self,
+        total: jax.Array,
+        look_up: Callable[[jax.Array], Any],
+        body: Callable[[Any, Any], Any],
+        carry: Any,
+    ) -> Any:
+        """Runs `body(look_up(tile), carry)` for this cluster's share of `total` wide tiles.
+
+        The next tile is looked up before a tile is worked on, since the look-up takes its time.
+        """
+        cluster, stride = lax.axis_index("block"), self.num_clusters
+        mine = lax.div(total - cluster + (stride - 1), jnp.int32(stride))
+
+        def looked_up(i):
+            return look_up(jnp.minimum(cluster + i * stride, jnp.maximum(total - 1, 0)))
+
+        def step(i, both):
+            tile, carry = both
+            following = looked_up(i + 1)
+            return following, body(tile, carry)
+
+        return lax.fori_loop(0, mine, step, (looked_up(0), carry))[1]
+
+    def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+        """A wide tile's row of tiles, and this block's first column in it, band by band."""
+        columns, band = self.width // self.tiles.wide, self.tiles.band
+        band = band if columns % band == 0 else columns
         whole, rest = _divmod(index, rows * band)
         row, column = _divmod(rest, jnp.int32(band))
-        return row, whole * band + column
+        column = (whole * band + column) * self.tiles.cluster + self.peer()
+        return row, column * self.tiles.block_n
 
     def fill(self, scratch: Any, used: jax.Array, left: Any, right: Any) -> jax.Array:
         """Copies a pair of operand tiles into the ring's next slot, once it is empty."""
@@ -225,8 +279,10 @@ class _Kernel:
         def _():
             plgpu.barrier_wait(scratch["empty"].at[slot])
 
-        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], scratch["full"].at[slot])
-        plgpu.copy_gmem_to_smem(right, scratch["right"].at[slot], scratch["full"].at[slot])
+        shared = dict(collective_axes="peer") if self.tiles.cluster > 1 else {}
+        full = scratch["full"].at[slot]
+        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], full, **shared)
+        plgpu.copy_gmem_to_smem(right, scratch["right"].at[slot], full)
         return used + 1
 
     def accumulate(
@@ -255,7 +311,7 @@ class _Kernel:
             plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + steps - 1, num_slots)])
             return total
 
-        return pl.run_scoped(scope, plgpu.ACC((_CHUNK, self.tiles.computer_width)))
+        return pl.run_scoped(scope, plgpu.ACC(self.tiles.part))
 
     def pass_by(self, scratch: Any, used: jax.Array, steps: Any) -> None:
         """Gives the ring's next `steps` slots back unused."""
@@ -267,9 +323,30 @@ class _Kernel:
 
         lax.fori_loop(0, steps, step, None)
 
-    def store_part(self, staged: Any, total: jax.Array, out: Any) -> None:
-        """Stores a computer's part to `out`, 64 rows high, as many chunks at a time as fit."""
-        for first in range(0, self.tiles.chunks, self.tiles.staged):
+    def part_of_left(self, left: Any, computer: jax.Array, axis: int) -> Any:
+        """The rows of the left operand that a computer multiplies; they lie along `axis`."""
+        if not self.tiles.split_rows:
+            return left
+        mine = pl.ds(computer * self.tiles.part[0], self.tiles.part[0])
+        return left.at[mine] if axis == 0 else left.at[:, mine]
+
+    def part_of_right(self, right: Any, computer: jax.Array, axis: int) -> Any:
+        """The columns of the right operand that a computer multiplies; they lie along `axis`."""
+        mine: Any = slice(None)
+        if not self.tiles.split_rows:
+            mine = pl.ds(computer * self.tiles.part[1], self.tiles.part[1])
+        return right.at[mine] if axis == 0 else right.at[:, mine]
+
+    def corner(self, top: Any, left_edge: Any, computer: jax.Array) -> tuple[Any, Any]:
+        """Where a computer's part of the tile at (top, left_edge) begins."""
+        height, width = self.tiles.part
+        if self.tiles.split_rows:
+            return top + computer * height, left_edge
+        return top, left_edge + computer * width
+
+    def store_rows(self, staged: Any, total: jax.Array, out: Any) -> None:
+        """Stores 64 whole rows of a part to `out`, as many chunks at a time as fit."""
+        for first in range(0, self.tiles.part[1] // _CHUNK, self.tiles.staged):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             columns = [
                 slice((first + i) * _CHUNK, (first + i + 1) * _CHUNK)
@@ -284,8 +361,7 @@ class _Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class _Product(_Kernel):
-    depth: int
-    width: int
+    depths: tuple[int, ...]
     num_rows: int
     transpose_rhs: bool
 
@@ -298,111 +374,121 @@ class _Product(_Kernel):
             plain=plgpu.SMEM((_COMPUTERS, _CHUNK, _CHUNK), dtype),
         )
 
-    def __call__(self, lhs: Any, rhs: Any, table: Any, out: Any, **scratch: Any) -> None:
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        *operands, table, out = refs
         warpgroup = lax.axis_index("warpgroup")
-        columns = self.width // self.tiles.block_n
         last = table.shape[0] - 1
         num_tiles, num_live_rows = table[last, 0], table[last, 1]
+        total = num_tiles * (self.width // self.tiles.wide)
 
         @pl.when(warpgroup == _LOADER)
         def _load():
             _set_registers(40, "decrease", self.interpreted)
-            steps = self.depth // _CHUNK
 
-            def one_tile(index, used):
-                tile, column = self.place(index, num_tiles, columns)
-                group = table[tile, _GROUP]
-                rows = pl.ds(_aligned(table[tile, _FIRST]), self.tiles.block_m)
-                cols = pl.ds(column * self.tiles.block_n, self.tiles.block_n)
+            def look_up(index):
+                tile, left_edge = self.place(index, num_tiles)
+                return table[tile, _GROUP], table[tile, _FIRST], left_edge
 
-                def step(i, used):
-                    inner = pl.ds(i * _CHUNK, _CHUNK)
-                    matrix = (
-                        rhs.at[group, cols, inner]
-                        if self.transpose_rhs
-                        else rhs.at[group, inner, cols]
-                    )
-                    return self.fill(scratch, used, lhs.at[rows, inner], matrix)
+            def one_tile(tile, used):
+                group, first, left_edge = tile
+                rows = pl.ds(_aligned(first), self.tiles.block_m)
+                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.block_n)
+                for lhs, rhs, depth in zip(
+                    operands[::2], operands[1::2], self.depths, strict=True
+                ):
 
-                return lax.fori_loop(0, steps, step, used)
+                    def step(i, used, lhs=lhs, rhs=rhs):
+                        inner = pl.ds(i * _CHUNK, _CHUNK)
+                        place = (cols, inner) if self.transpose_rhs else (inner, cols)
+                        return self.fill(
+                            scratch, used, lhs.at[rows, inner], rhs.at[group, *place]
+                        )
 
-            used = self.each_of(num_tiles * columns, one_tile, jnp.int32(0))
+                    used = lax.fori_loop(0, depth // _CHUNK, step, used)
+                return used
+
+            used = self.each_of(total, look_up, one_tile, jnp.int32(0))
             drain(scratch["empty"], used, self.tiles.num_slots)
 
         @pl.when(warpgroup != _LOADER)
         def _compute():
             _set_registers(232, "increase", self.interpreted)
 
-            def one_tile(index, used):
-                tile, column = self.place(index, num_tiles, columns)
-                self._one_tile(table, tile, column, out, warpgroup, used, scratch)
-                return used + self.depth // _CHUNK
+            def look_up(index):
+                tile, left_edge = self.place(index, num_tiles)
+                top, left_edge = self.corner(table[tile, _FIRST], left_edge, warpgroup)
+                begin, end = table[tile, _BEGIN] - top, table[tile, _END] - top
+                return top, left_edge, begin, end
 
-            self.each_of(num_tiles * columns, one_tile, jnp.int32(0))
+            def one_tile(tile, used):
+                self._one_tile(tile, out, warpgroup, used, scratch)
+                return used + sum(self.depths) // _CHUNK
+
+            self.each_of(total, look_up, one_tile, jnp.int32(0))
             self._zero_tail(out, num_live_rows, warpgroup, scratch["plain"].at[warpgroup])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _one_tile(
-        self,
-        table: Any,
-        tile: jax.Array,
-        column: jax.Array,
-        out: Any,
-        computer: jax.Array,
-        used: jax.Array,
-        scratch: Any,
+        self, tile: Any, out: Any, computer: jax.Array, used: jax.Array, scratch: Any
     ) -> None:
-        """This computer's part of a tile of the output."""
-        steps = self.depth // _CHUNK
-        first = table[tile, _FIRST]
-        left_edge = column * self.tiles.block_n
-        if self.tiles.split_rows:
-            first += computer * _CHUNK
-        else:
-            left_edge += computer * self.tiles.computer_width
-        begin = jnp.clip(table[tile, _BEGIN] - first, 0, _CHUNK)
-        end = jnp.clip(table[tile, _END] - first, 0, _CHUNK)
+        """This computer's part of a tile, whose rows [begin, end) are the group's."""
+        top, left_edge, begin, end = tile
+        steps = sum(self.depths) // _CHUNK
+        height, width = self.tiles.part
 
-        def total():
-            return self.accumulate(
-                scratch,
-                used,
-                steps,
-                lambda accumulator, slot, _: self._multiply(
-                    accumulator, scratch["left"].at[slot], scratch["right"].at[slot], computer
-                ),
-            )
+        def multiply(accumulator, slot, _):
+            left = self.part_of_left(scratch["left"].at[slot], computer, 0)
+            right = scratch["right"].at[slot]
+            if self.transpose_rhs:
+                right = _transposed(self.part_of_right(right, computer, 0))
+            else:
+                right = self.part_of_right(right, computer, 1)
+            plgpu.wgmma(accumulator, left, right)
 
-        @pl.when(end - begin == _CHUNK)
-        def _whole():
-            rows = pl.ds(_aligned(first), _CHUNK)
-            cols = pl.ds(left_edge, self.tiles.computer_width)
-            self.store_part(scratch["staged"].at[computer], total(), out.at[rows, cols])
+        @pl.when(end > jnp.maximum(begin, 0))
+        def _some():
+            total = self.accumulate(scratch, used, steps, multiply)
+            for row in range(0, height, _CHUNK):
+                self._store(
+                    total[row : row + _CHUNK],
+                    jnp.clip(begin - row, 0, _CHUNK),
+                    jnp.clip(end - row, 0, _CHUNK),
+                    out,
+                    (top + row, left_edge),
+                    (scratch["staged"].at[computer], scratch["plain"].at[computer]),
+                )
 
-        @pl.when((end > begin) & (end - begin < _CHUNK))
-        def _part():
-            values, plain = total(), scratch["plain"].at[computer]
-            for chunk in range(self.tiles.chunks):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                chunk_values = values[:, chunk * _CHUNK : (chunk + 1) * _CHUNK]
-                _store_unswizzled(plain, chunk_values.astype(out.dtype))
-                plgpu.commit_smem()
-                cols = pl.ds(left_edge + chunk * _CHUNK, _CHUNK)
-                _store_rows(plain, begin, end, out, first, cols)
-
-        @pl.when(end <= begin)
+        @pl.when(end <= jnp.maximum(begin, 0))
         def _none():
             self.pass_by(scratch, used, steps)
 
-    def _multiply(self, accumulator: Any, left: Any, right: Any, computer: jax.Array) -> None:
-        width = self.tiles.computer_width
-        if self.tiles.split_rows:
-            left = left.at[pl.ds(computer * _CHUNK, _CHUNK)]
-            mine: Any = slice(None)
-        else:
-            mine = pl.ds(computer * width, width)
-        right = _transposed(right.at[mine]) if self.transpose_rhs else right.at[:, mine]
-        plgpu.wgmma(accumulator, left, right)
+    def _store(
+        self,
+        values: jax.Array,
+        begin: jax.Array,
+        end: jax.Array,
+        out: Any,
+        corner: tuple[jax.Array, jax.Array],
+        buffers: tuple[Any, Any],
+    ) -> None:
+        """Stores rows [begin, end) of 64."""
+        (top, left_edge), (staged, plain) = corner, buffers
+        width = self.tiles.part[1]
+
+        @pl.when(end - begin == _CHUNK)
+        def _whole():
+            rows = pl.ds(_aligned(top), _CHUNK)
+            cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), width)
+            self.store_rows(staged, values, out.at[rows, cols])
+
+        @pl.when((end > begin) & (end - begin < _CHUNK))
+        def _part():
+            for chunk in range(0, width, _CHUNK):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                _store_unswizzled(plain, values[:, chunk : chunk + _CHUNK].astype(out.dtype))
+                plgpu.commit_smem()
+                cols = pl.ds(left_edge + chunk, _CHUNK)
+                _store_rows(plain, begin, end, out, top, cols)
 
     def _zero_tail(self, out: Any, start: jax.Array, computer: jax.Array, zeros: Any) -> None:
         """Writes zeros to the rows from `start` on, the computers of all blocks taking turns."""
@@ -412,8 +498,9 @@ class _Product(_Kernel):
         columns = jnp.int32(self.width // _CHUNK)
         first_chunk = lax.div(start, jnp.int32(_CHUNK))
         chunks = -(-self.num_rows // _CHUNK) - first_chunk
-        workers = jnp.int32(self.num_blocks * _COMPUTERS)
-        me = lax.axis_index("block") * _COMPUTERS + computer
+        workers = jnp.int32(self.num_clusters * self.tiles.cluster * _COMPUTERS)
+        block = lax.axis_index("block") * self.tiles.cluster + self.peer()
+        me = block * _COMPUTERS + computer
 
         def one_chunk(i, _):
             row, column = _divmod(me + i * workers, columns)
@@ -430,7 +517,6 @@ class _Product(_Kernel):
 class _Drhs(_Kernel):
     num_groups: int
     height: int
-    width: int
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
@@ -441,44 +527,43 @@ class _Drhs(_Kernel):
     def __call__(self, lhs: Any, grad: Any, table: Any, out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         tiles = self.tiles
-        # The last tile may be half a tile: what it reads past K is zero, and is not stored.
-        rows, columns = -(-self.height // tiles.block_m), self.width // tiles.block_n
-        total_tiles = jnp.int32(self.num_groups * rows * columns)
+        # The last tile may reach past K: what it reads there is zero, and is not stored.
+        rows, columns = -(-self.height // tiles.block_m), self.width // tiles.wide
+        total = jnp.int32(self.num_groups * rows * columns)
 
-        def where(index):
+        def look_up(index):
             group, rest = _divmod(index, jnp.int32(rows * columns))
-            row, column = self.place(rest, jnp.int32(rows), columns)
-            return group, row * tiles.block_m, column * tiles.block_n
+            row, left_edge = self.place(rest, jnp.int32(rows))
+            steps = tuple(table[group, i] for i in range(4))
+            return group, row * tiles.block_m, left_edge, *steps
 
         @pl.when(warpgroup == _LOADER)
         def _load():
             _set_registers(40, "decrease", self.interpreted)
 
-            def one_tile(index, used):
-                group, top, left_edge = where(index)
-                first = table[group, 1]
+            def one_tile(tile, used):
+                _, top, left_edge, steps, first, _, _ = tile
 
                 def step(i, used):
                     inner = pl.ds(_aligned(first + i * _CHUNK), _CHUNK)
                     return self.fill(
                         scratch,
                         used,
-                        lhs.at[inner, pl.ds(top, tiles.block_m)],
-                        grad.at[inner, pl.ds(left_edge, tiles.block_n)],
+                        lhs.at[inner, pl.ds(pl.multiple_of(top, _CHUNK), tiles.block_m)],
+                        grad.at[inner, pl.ds(pl.multiple_of(left_edge, _CHUNK), tiles.block_n)],
                     )
 
-                return lax.fori_loop(0, table[group, 0], step, used)
+                return lax.fori_loop(0, steps, step, used)
 
-            used = self.each_of(total_tiles, one_tile, jnp.int32(0))
+            used = self.each_of(total, look_up, one_tile, jnp.int32(0))
             drain(scratch["empty"], used, self.tiles.num_slots)
 
         @pl.when(warpgroup != _LOADER)
         def _compute():
             _set_registers(232, "increase", self.interpreted)
 
-            def one_tile(index, used):
-                group, top, left_edge = where(index)
-                first, begin, end = table[group, 1], table[group, 2], table[group, 3]
+            def one_tile(tile, used):
+                group, top, left_edge, steps, first, begin, end = tile
 
                 def multiply(accumulator, slot, i):
                     left, right = scratch["left"].at[slot], scratch["right"].at[slot]
@@ -493,33 +578,25 @@ class _Drhs(_Kernel):
                         plgpu.barrier_arrive(scratch["cleared"])
                         plgpu.barrier_wait(scratch["cleared"])
 
-                    self._multiply(accumulator, left, right, warpgroup)
+                    left = self.part_of_left(left, warpgroup, 1)
+                    right = self.part_of_right(right, warpgroup, 1)
+                    plgpu.wgmma(accumulator, _transposed(left), right)
 
-                steps = table[group, 0]
                 total = self.accumulate(scratch, used, steps, multiply)
-                if tiles.split_rows:
-                    top += warpgroup * _CHUNK
-                else:
-                    left_edge += warpgroup * tiles.computer_width
+                top, left_edge = self.corner(top, left_edge, warpgroup)
+                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), tiles.part[1])
+                for row in range(0, tiles.part[0], _CHUNK):
 
-                @pl.when(top < self.height)
-                def _():
-                    cols = pl.ds(left_edge, tiles.computer_width)
-                    part = out.at[group, pl.ds(top, _CHUNK), cols]
-                    self.store_part(scratch["staged"].at[warpgroup], total, part)
+                    @pl.when(top + row < self.height)
+                    def _(row=row):
+                        part = out.at[group, pl.ds(pl.multiple_of(top + row, _CHUNK), _CHUNK), cols]
+                        staged = scratch["staged"].at[warpgroup]
+                        self.store_rows(staged, total[row : row + _CHUNK], part)
 
                 return used + steps
 
-            self.each_of(total_tiles, one_tile, jnp.int32(0))
+            self.each_of(total, look_up, one_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def _multiply(self, accumulator: Any, left: Any, right: Any, computer: jax.Array) -> None:
-        width = self.tiles.computer_width
-        if self.tiles.split_rows:
-            left = left.at[:, pl.ds(computer * _CHUNK, _CHUNK)]
-        else:
-            right = right.at[:, pl.ds(computer * width, width)]
-        plgpu.wgmma(accumulator, _transposed(left), right)
 
     def _clear(self, operand: Any, begin: jax.Array, end: jax.Array, computer: jax.Array) -> None:
         """Zeros in the rows outside [begin, end), the computers taking turns at the columns."""
@@ -562,19 +639,20 @@ def _store_rows(
 
 
 def _call(
-    kernel: Callable[..., None],
+    kernel: _Kernel,
     scratch_types: dict[str, Any],
     out_type: jax.ShapeDtypeStruct,
     name: str,
-    num_blocks: int,
     interpret: Any,
 ) -> Callable[..., jax.Array]:
+    cluster = kernel.tiles.cluster
     return plgpu.kernel(
         kernel,
         out_type=out_type,
         scratch_types=scratch_types,
-        grid=(num_blocks,),
+        grid=(kernel.num_clusters,),
         grid_names=("block",),
+        **(dict(cluster=(cluster,), cluster_names=("peer",)) if cluster > 1 else {}),
         num_threads=_COMPUTERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

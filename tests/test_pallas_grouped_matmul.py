@@ -43,6 +43,11 @@ def assert_close(got, want):
         (80, [0, 37, 30], 128, Tiles(64, 128, 2, 1)),
         # A gradient of a tile and a half; two bands of columns.
         (80, [0, 73, 0], 192, Tiles(128, 64, 3, 1)),
+        # Parts of two chunks' height, of which a group may fill one; a tall gradient's last tile.
+        (320, [130, 3, 180], 192, Tiles(256, 64, 2, 1)),
+        # Two blocks that share the left operand.
+        (136, [3, 0, 70, 21], 128, Tiles(128, 64, 2, 1, cluster=2)),
+        (320, [130, 0, 190], 128, Tiles(256, 64, 3, 1, cluster=2)),
     ],
     ids=str,
 )
@@ -58,23 +63,28 @@ def check_data_movement(num_rows, sizes, depth, tiles):
         num_blocks=NUM_BLOCKS,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
-    out = pallas.product(lhs, rhs, group_sizes, transpose_rhs=False, **options)
-    dlhs = pallas.product(grad, rhs, group_sizes, transpose_rhs=True, **options)
+    out = pallas.product([(lhs, rhs)], group_sizes, transpose_rhs=False, **options)
+    dlhs = pallas.product([(grad, rhs)], group_sizes, transpose_rhs=True, **options)
+    both = pallas.product(
+        [(lhs, rhs), (grad, rhs[:, :128])], group_sizes, transpose_rhs=False, **options
+    )
     drhs = pallas.drhs(lhs, grad, group_sizes, **options)
 
     x, w, g = (np.asarray(array).astype(np.float64) for array in (lhs, rhs, grad))
     ends = np.cumsum(sizes)
-    want_out, want_dlhs = np.zeros(g.shape), np.zeros(x.shape)
+    want_out, want_dlhs, want_both = np.zeros(g.shape), np.zeros(x.shape), np.zeros(g.shape)
     want_drhs = np.zeros(w.shape)
     for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         want_out[start:end] = x[start:end] @ w[group]
         want_dlhs[start:end] = g[start:end] @ w[group].T
+        want_both[start:end] = want_out[start:end] + g[start:end] @ w[group, :128]
         want_drhs[group] = x[start:end].T @ g[start:end]
     assert_close(out, want_out)
     assert_close(dlhs, want_dlhs)
+    assert_close(both, want_both)
     assert_close(drhs, want_drhs)
-    assert not np.any(np.asarray(out)[ends[-1] :])
-    assert not np.any(np.asarray(dlhs)[ends[-1] :])
+    for rows in (out, dlhs, both):
+        assert not np.any(np.asarray(rows)[ends[-1] :])
 
 
 @pytest.mark.parametrize("height", [64, 128])
@@ -116,7 +126,13 @@ def test_tiles_chosen_for_many_shapes_fit_the_kernels():
 
 
 def test_tiles_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="64 or 128 by a multiple of 64"):
-        Tiles(96, 128, 2, 1)
-    with pytest.raises(ValueError, match="64 or 128 by a multiple of 64"):
-        Tiles(64, 64, 2, 1)
+    for sizes in ((96, 128), (64, 64), (256, 96)):
+        with pytest.raises(ValueError, match="64, 128 or 256 by 64s"):
+            Tiles(*sizes, 2, 1)
+    with pytest.raises(ValueError, match="cluster must be 1 or 2"):
+        Tiles(128, 64, 2, 1, cluster=3)
+    lhs, rhs, _, sizes = operands(64, [3, 0], 64, 128)
+    with pytest.raises(ValueError, match="192 columns .* of 64 for a cluster of 2"):
+        tiles = Tiles(128, 64, 2, 1, cluster=2)
+        three = jnp.tile(rhs[:, :, :64], 3)
+        pallas.product([(lhs, three)], sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
