@@ -214,7 +214,7 @@ class _Dispatch:
             put_tokens, rows, tokens = refs
         elif self.routes_known:
             x, rows, counts, tokens = refs
-            choices, all_counts_ref, layout, put_tokens = rows, None, (), tokens
+            choices, all_counts_ref, layout, put_tokens = rows, None, [], tokens
         else:
             x, choices, counts, tokens, rows, all_counts_ref, *layout = refs
             put_tokens = tokens
@@ -299,9 +299,7 @@ class _Dispatch:
                 source = self.fabric.mine(counts).at[peer]
             else:
                 source = self.fabric.peer(counts, peer)
-            plgpu.copy_gmem_to_smem(
-                source, all_counts.at[peer], counts_full, oob_mode=fb.IN_BOUNDS
-            )
+            plgpu.copy_gmem_to_smem(source, all_counts.at[peer], counts_full, oob_mode=fb.IN_BOUNDS)
 
     def _count_earlier(self, choices_ref, *, next_rows, **_):
         """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
@@ -370,7 +368,7 @@ class _Dispatch:
         **_,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
-        num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
+        top_k, lag = self.top_k, plan.store_lag
         num_slots, step_tokens = plan.num_slots, self.step_tokens
         rank, peers = fabric.rank(), self._peers()
         first_token, num_tokens = self._range()
@@ -383,7 +381,9 @@ class _Dispatch:
             # Read where each expert's next row goes, all threads, then count this token's choices.
             experts = [choices[0, entry + choice] for choice in range(top_k)]
             valid = [(e >= 0) & (e < self.num_experts) for e in experts]
-            experts = [jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)]
+            experts = [
+                jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)
+            ]
             found = [next_rows[expert] for expert in experts]
             for choice in range(top_k):
                 for earlier in range(choice):
