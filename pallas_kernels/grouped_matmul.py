@@ -45,13 +45,11 @@ class Tiles:
     """How the work is cut.
 
     Attributes:
-      block_m: height of a block's output tile: 64, or 128 or 256 (the computers take half each).
+      block_m: height of a block's output tile: 64, or 128 (the computers take half each).
       block_n: its width, a multiple of 64 (of 128 where block_m is 64: they take half each).
       num_slots: depth of the ring, in pairs of operand tiles of 64 along the sum.
       num_staged: 64 x 64 chunks of its result that a computer may hold on their way out.
       band: tiles of columns that the blocks sweep together down all rows.
-      cluster: neighbouring tiles of a row that as many blocks compute in step, so that each loads
-        its share of the left operand for all of them: 1 or 2.
     """
 
     block_m: int
@@ -59,51 +57,33 @@ class Tiles:
     num_slots: int
     num_staged: int
     band: int = 1
-    cluster: int = 1
 
     @classmethod
-    def fitting(
-        cls,
-        block_m: int,
-        block_n: int,
-        band: int = 1,
-        cluster: int = 1,
-        num_staged: int | None = None,
-    ) -> Tiles:
+    def fitting(cls, block_m: int, block_n: int, band: int = 1) -> Tiles:
         """Staging for a whole tile, and as deep a ring as shared memory then holds."""
         chunks = block_m * block_n // (_CHUNK * _CHUNK * _COMPUTERS)
-        num_staged = num_staged or chunks
         chunk, operand = 2 * _CHUNK * _CHUNK, 2 * _CHUNK
-        staging = _COMPUTERS * chunk * (num_staged + 1)  # and one for partial chunks
+        staging = _COMPUTERS * chunk * (chunks + 1)  # and one for partial chunks
         slots = (SHARED_MEMORY_BYTES - _OTHER_BYTES - staging) // (operand * (block_m + block_n))
-        return cls(block_m, block_n, min(slots, 6), num_staged, band, cluster)
+        return cls(block_m, block_n, min(slots, 6), chunks, band)
 
     @property
     def split_rows(self) -> bool:
         return self.block_m > _CHUNK
 
     @property
-    def part(self) -> tuple[int, int]:
-        """Height and width of a computer's part of a tile."""
-        if self.split_rows:
-            return self.block_m // _COMPUTERS, self.block_n
-        return self.block_m, self.block_n // _COMPUTERS
+    def part(self) -> int:
+        """Width of a computer's part of a tile, which is 64 rows high."""
+        return self.block_n if self.split_rows else self.block_n // _COMPUTERS
 
     @property
     def staged(self) -> int:
         """Staging chunks, so many that each turn of them ends with a part's last chunk."""
-        return math.gcd(self.num_staged, self.part[1] // _CHUNK)
-
-    @property
-    def wide(self) -> int:
-        """Columns of the tiles that a cluster computes together."""
-        return self.block_n * self.cluster
+        return math.gcd(self.num_staged, self.part // _CHUNK)
 
     def __post_init__(self) -> None:
-        if self.block_m not in (_CHUNK, 2 * _CHUNK, 4 * _CHUNK) or self.part[1] % _CHUNK:
-            raise ValueError(f"block sizes must be 64, 128 or 256 by 64s, not {self}.")
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster must be 1 or 2, not {self}.")
+        if self.block_m not in (_CHUNK, _COMPUTERS * _CHUNK) or self.part % _CHUNK:
+            raise ValueError(f"block sizes must be 64 or 128 by a multiple of 64, not {self}.")
 
 
 def product(
@@ -118,7 +98,7 @@ def product(
     """The sum over pairs of lhs [R, K] by groups of rows times rhs [L, K, N] -> [R, N].
 
     rhs is [L, N, K] with `transpose_rhs`. bfloat16 or float16; R a multiple of 8, K of 64, N of
-    tiles.wide. Sums are float32, those of all pairs in the same accumulators. Rows past the last
+    tiles.block_n. Sums are float32, those of all pairs in the same accumulators. Rows past the last
     group come out zero and are not read beyond the last tile.
     """
     lhs, rhs = pairs[0]
@@ -146,7 +126,7 @@ def drhs(
 ) -> jax.Array:
     """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
 
-    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.wide. Sums are float32. Zero for
+    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.block_n. Sums are float32. Zero for
     an empty group.
     """
     num_groups = group_sizes.shape[0]
@@ -206,20 +186,13 @@ class _Kernel:
     width: int  # of the output
 
     def __post_init__(self) -> None:
-        if self.width % self.tiles.wide:
+        if self.width % self.tiles.block_n:
             raise ValueError(
-                f"the output's {self.width} columns are not whole tiles of {self.tiles.block_n} "
-                f"for a cluster of {self.tiles.cluster}."
+                f"the output's {self.width} columns are not whole tiles of {self.tiles.block_n}."
             )
 
     def ring(self, dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> dict[str, Any]:
         slots, operand = self.tiles.num_slots, _swizzled(dtype)
-        if self.tiles.cluster > 1:  # a slot is filled from the blocks of the whole cluster
-            empty: Any = plgpu.ClusterBarrier(
-                collective_axes=("peer",), num_arrivals=_COMPUTERS, num_barriers=slots
-            )
-        else:
-            empty = plgpu.Barrier(num_arrivals=_COMPUTERS, num_barriers=slots)
         return dict(
             left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
             right=plgpu.SMEM((slots, *right), dtype, transforms=operand),
@@ -227,16 +200,8 @@ class _Kernel:
                 (_COMPUTERS, self.tiles.staged, _CHUNK, _CHUNK), dtype, transforms=operand
             ),
             full=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-            empty=empty,
+            empty=plgpu.Barrier(num_arrivals=_COMPUTERS, num_barriers=slots),
         )
-
-    @property
-    def num_clusters(self) -> int:
-        return self.num_blocks // self.tiles.cluster
-
-    def peer(self) -> Any:
-        """Which block of its cluster this is."""
-        return lax.axis_index("peer") if self.tiles.cluster > 1 else 0
 
     def each_of(
         self,
@@ -245,15 +210,15 @@ class _Kernel:
         body: Callable[[Any, Any], Any],
         carry: Any,
     ) -> Any:
-        """Runs `body(look_up(tile), carry)` for this cluster's share of `total` wide tiles.
+        """Runs `body(look_up(tile), carry)` for this block's share of `total` tiles.
 
         The next tile is looked up before a tile is worked on, since the look-up takes its time.
         """
-        cluster, stride = lax.axis_index("block"), self.num_clusters
-        mine = lax.div(total - cluster + (stride - 1), jnp.int32(stride))
+        block, stride = lax.axis_index("block"), self.num_blocks
+        mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
 
         def looked_up(i):
-            return look_up(jnp.minimum(cluster + i * stride, jnp.maximum(total - 1, 0)))
+            return look_up(jnp.minimum(block + i * stride, jnp.maximum(total - 1, 0)))
 
         def step(i, both):
             tile, carry = both
@@ -263,13 +228,12 @@ class _Kernel:
         return lax.fori_loop(0, mine, step, (looked_up(0), carry))[1]
 
     def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
-        """A wide tile's row of tiles, and this block's first column in it, band by band."""
-        columns, band = self.width // self.tiles.wide, self.tiles.band
+        """A tile's row of tiles, and its first column, band by band."""
+        columns, band = self.width // self.tiles.block_n, self.tiles.band
         band = band if columns % band == 0 else columns
         whole, rest = _divmod(index, rows * band)
         row, column = _divmod(rest, jnp.int32(band))
-        column = (whole * band + column) * self.tiles.cluster + self.peer()
-        return row, column * self.tiles.block_n
+        return row, (whole * band + column) * self.tiles.block_n
 
     def fill(self, scratch: Any, used: jax.Array, left: Any, right: Any) -> jax.Array:
         """Copies a pair of operand tiles into the ring's next slot, once it is empty."""
@@ -279,9 +243,8 @@ class _Kernel:
         def _():
             plgpu.barrier_wait(scratch["empty"].at[slot])
 
-        shared = dict(collective_axes="peer") if self.tiles.cluster > 1 else {}
         full = scratch["full"].at[slot]
-        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], full, **shared)
+        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], full)
         plgpu.copy_gmem_to_smem(right, scratch["right"].at[slot], full)
         return used + 1
 
@@ -311,7 +274,7 @@ class _Kernel:
             plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + steps - 1, num_slots)])
             return total
 
-        return pl.run_scoped(scope, plgpu.ACC(self.tiles.part))
+        return pl.run_scoped(scope, plgpu.ACC((_CHUNK, self.tiles.part)))
 
     def pass_by(self, scratch: Any, used: jax.Array, steps: Any) -> None:
         """Gives the ring's next `steps` slots back unused."""
@@ -327,26 +290,25 @@ class _Kernel:
         """The rows of the left operand that a computer multiplies; they lie along `axis`."""
         if not self.tiles.split_rows:
             return left
-        mine = pl.ds(computer * self.tiles.part[0], self.tiles.part[0])
+        mine = pl.ds(computer * _CHUNK, _CHUNK)
         return left.at[mine] if axis == 0 else left.at[:, mine]
 
     def part_of_right(self, right: Any, computer: jax.Array, axis: int) -> Any:
         """The columns of the right operand that a computer multiplies; they lie along `axis`."""
         mine: Any = slice(None)
         if not self.tiles.split_rows:
-            mine = pl.ds(computer * self.tiles.part[1], self.tiles.part[1])
+            mine = pl.ds(computer * self.tiles.part, self.tiles.part)
         return right.at[mine] if axis == 0 else right.at[:, mine]
 
     def corner(self, top: Any, left_edge: Any, computer: jax.Array) -> tuple[Any, Any]:
         """Where a computer's part of the tile at (top, left_edge) begins."""
-        height, width = self.tiles.part
         if self.tiles.split_rows:
-            return top + computer * height, left_edge
-        return top, left_edge + computer * width
+            return top + computer * _CHUNK, left_edge
+        return top, left_edge + computer * self.tiles.part
 
-    def store_rows(self, staged: Any, total: jax.Array, out: Any) -> None:
-        """Stores 64 whole rows of a part to `out`, as many chunks at a time as fit."""
-        for first in range(0, self.tiles.part[1] // _CHUNK, self.tiles.staged):
+    def store_part(self, staged: Any, total: jax.Array, out: Any) -> None:
+        """Stores a computer's part to `out`, as many chunks at a time as fit."""
+        for first in range(0, self.tiles.part // _CHUNK, self.tiles.staged):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             columns = [
                 slice((first + i) * _CHUNK, (first + i + 1) * _CHUNK)
@@ -379,7 +341,7 @@ class _Product(_Kernel):
         warpgroup = lax.axis_index("warpgroup")
         last = table.shape[0] - 1
         num_tiles, num_live_rows = table[last, 0], table[last, 1]
-        total = num_tiles * (self.width // self.tiles.wide)
+        total = num_tiles * (self.width // self.tiles.block_n)
 
         @pl.when(warpgroup == _LOADER)
         def _load():
@@ -393,16 +355,12 @@ class _Product(_Kernel):
                 group, first, left_edge = tile
                 rows = pl.ds(_aligned(first), self.tiles.block_m)
                 cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.block_n)
-                for lhs, rhs, depth in zip(
-                    operands[::2], operands[1::2], self.depths, strict=True
-                ):
+                for lhs, rhs, depth in zip(operands[::2], operands[1::2], self.depths, strict=True):
 
                     def step(i, used, lhs=lhs, rhs=rhs):
                         inner = pl.ds(i * _CHUNK, _CHUNK)
                         place = (cols, inner) if self.transpose_rhs else (inner, cols)
-                        return self.fill(
-                            scratch, used, lhs.at[rows, inner], rhs.at[group, *place]
-                        )
+                        return self.fill(scratch, used, lhs.at[rows, inner], rhs.at[group, *place])
 
                     used = lax.fori_loop(0, depth // _CHUNK, step, used)
                 return used
@@ -417,7 +375,8 @@ class _Product(_Kernel):
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
                 top, left_edge = self.corner(table[tile, _FIRST], left_edge, warpgroup)
-                begin, end = table[tile, _BEGIN] - top, table[tile, _END] - top
+                begin = jnp.clip(table[tile, _BEGIN] - top, 0, _CHUNK)
+                end = jnp.clip(table[tile, _END] - top, 0, _CHUNK)
                 return top, left_edge, begin, end
 
             def one_tile(tile, used):
@@ -434,7 +393,6 @@ class _Product(_Kernel):
         """This computer's part of a tile, whose rows [begin, end) are the group's."""
         top, left_edge, begin, end = tile
         steps = sum(self.depths) // _CHUNK
-        height, width = self.tiles.part
 
         def multiply(accumulator, slot, _):
             left = self.part_of_left(scratch["left"].at[slot], computer, 0)
@@ -445,50 +403,30 @@ class _Product(_Kernel):
                 right = self.part_of_right(right, computer, 1)
             plgpu.wgmma(accumulator, left, right)
 
-        @pl.when(end > jnp.maximum(begin, 0))
+        @pl.when(end > begin)
         def _some():
             total = self.accumulate(scratch, used, steps, multiply)
-            for row in range(0, height, _CHUNK):
-                self._store(
-                    total[row : row + _CHUNK],
-                    jnp.clip(begin - row, 0, _CHUNK),
-                    jnp.clip(end - row, 0, _CHUNK),
-                    out,
-                    (top + row, left_edge),
-                    (scratch["staged"].at[computer], scratch["plain"].at[computer]),
-                )
 
-        @pl.when(end <= jnp.maximum(begin, 0))
+            @pl.when(end - begin == _CHUNK)
+            def _whole():
+                rows = pl.ds(_aligned(top), _CHUNK)
+                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.part)
+                self.store_part(scratch["staged"].at[computer], total, out.at[rows, cols])
+
+            @pl.when(end - begin < _CHUNK)
+            def _some_rows():
+                plain = scratch["plain"].at[computer]
+                for chunk in range(0, self.tiles.part, _CHUNK):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    values = total[:, chunk : chunk + _CHUNK].astype(out.dtype)
+                    _store_unswizzled(plain, values)
+                    plgpu.commit_smem()
+                    cols = pl.ds(left_edge + chunk, _CHUNK)
+                    _store_rows(plain, begin, end, out, top, cols)
+
+        @pl.when(end <= begin)
         def _none():
             self.pass_by(scratch, used, steps)
-
-    def _store(
-        self,
-        values: jax.Array,
-        begin: jax.Array,
-        end: jax.Array,
-        out: Any,
-        corner: tuple[jax.Array, jax.Array],
-        buffers: tuple[Any, Any],
-    ) -> None:
-        """Stores rows [begin, end) of 64."""
-        (top, left_edge), (staged, plain) = corner, buffers
-        width = self.tiles.part[1]
-
-        @pl.when(end - begin == _CHUNK)
-        def _whole():
-            rows = pl.ds(_aligned(top), _CHUNK)
-            cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), width)
-            self.store_rows(staged, values, out.at[rows, cols])
-
-        @pl.when((end > begin) & (end - begin < _CHUNK))
-        def _part():
-            for chunk in range(0, width, _CHUNK):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                _store_unswizzled(plain, values[:, chunk : chunk + _CHUNK].astype(out.dtype))
-                plgpu.commit_smem()
-                cols = pl.ds(left_edge + chunk, _CHUNK)
-                _store_rows(plain, begin, end, out, top, cols)
 
     def _zero_tail(self, out: Any, start: jax.Array, computer: jax.Array, zeros: Any) -> None:
         """Writes zeros to the rows from `start` on, the computers of all blocks taking turns."""
@@ -498,9 +436,8 @@ class _Product(_Kernel):
         columns = jnp.int32(self.width // _CHUNK)
         first_chunk = lax.div(start, jnp.int32(_CHUNK))
         chunks = -(-self.num_rows // _CHUNK) - first_chunk
-        workers = jnp.int32(self.num_clusters * self.tiles.cluster * _COMPUTERS)
-        block = lax.axis_index("block") * self.tiles.cluster + self.peer()
-        me = block * _COMPUTERS + computer
+        workers = jnp.int32(self.num_blocks * _COMPUTERS)
+        me = lax.axis_index("block") * _COMPUTERS + computer
 
         def one_chunk(i, _):
             row, column = _divmod(me + i * workers, columns)
@@ -528,7 +465,7 @@ class _Drhs(_Kernel):
         warpgroup = lax.axis_index("warpgroup")
         tiles = self.tiles
         # The last tile may reach past K: what it reads there is zero, and is not stored.
-        rows, columns = -(-self.height // tiles.block_m), self.width // tiles.wide
+        rows, columns = -(-self.height // tiles.block_m), self.width // tiles.block_n
         total = jnp.int32(self.num_groups * rows * columns)
 
         def look_up(index):
@@ -584,14 +521,13 @@ class _Drhs(_Kernel):
 
                 total = self.accumulate(scratch, used, steps, multiply)
                 top, left_edge = self.corner(top, left_edge, warpgroup)
-                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), tiles.part[1])
-                for row in range(0, tiles.part[0], _CHUNK):
+                rows = pl.ds(pl.multiple_of(top, _CHUNK), _CHUNK)
+                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), tiles.part)
 
-                    @pl.when(top + row < self.height)
-                    def _(row=row):
-                        part = out.at[group, pl.ds(pl.multiple_of(top + row, _CHUNK), _CHUNK), cols]
-                        staged = scratch["staged"].at[warpgroup]
-                        self.store_rows(staged, total[row : row + _CHUNK], part)
+                @pl.when(top < self.height)
+                def _():
+                    part = out.at[group, rows, cols]
+                    self.store_part(scratch["staged"].at[warpgroup], total, part)
 
                 return used + steps
 
@@ -645,14 +581,12 @@ def _call(
     name: str,
     interpret: Any,
 ) -> Callable[..., jax.Array]:
-    cluster = kernel.tiles.cluster
     return plgpu.kernel(
         kernel,
         out_type=out_type,
         scratch_types=scratch_types,
-        grid=(kernel.num_clusters,),
+        grid=(kernel.num_blocks,),
         grid_names=("block",),
-        **(dict(cluster=(cluster,), cluster_names=("peer",)) if cluster > 1 else {}),
         num_threads=_COMPUTERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
