@@ -113,9 +113,8 @@ def _backward(activation, implementation, saved, grad):
     dwo = gmm.drhs(gated, grad, group_sizes, implementation)
     dwi_0 = gmm.drhs(tokens, dpre_0, group_sizes, implementation)
     dwi_1 = gmm.drhs(tokens, dpre_1, group_sizes, implementation)
-    dtokens = gmm.product(dpre_0, wi_0, group_sizes, implementation, True) + gmm.product(
-        dpre_1, wi_1, group_sizes, implementation, True
-    )
+    pairs = (dpre_0, wi_0), (dpre_1, wi_1)
+    dtokens = gmm.sum_of_products(pairs, group_sizes, implementation, True)
     return dtokens, dwi_0, dwi_1, dwo, None
 
 

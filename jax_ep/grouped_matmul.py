@@ -1,8 +1,8 @@
 """Grouped matmul: each row times its group's matrix, and which kernel computes it here.
 
 Two JAX primitives carry it, so that one jaxpr lowers to the right kernel on each platform:
-`grouped_matmul` (the product) and `grouped_matmul_drhs` (the gradient of the matrices). Each is
-the gradient of the other, so gradients of any order work.
+`grouped_matmul` (a product, or the sum of several) and `grouped_matmul_drhs` (the gradient of the
+matrices). Each is the gradient of the other, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = ("pallas", "mosaic", "tokamax", "xla", "loop")
 
 # What None tries, in this order, by the platform that the program is lowered for. On a Hopper GPU
 # Measured on an H200 at [32768, 7168] x [32, 7168, 2048] (forward, dlhs, drhs; WORKSPACE_NOTES.md):
-# "pallas" reaches 87, 67 and 78 % of a dense matmul, "mosaic" 57, 46 and 64, "xla" 3. tokamax's
+# "pallas" reaches 90, 90 and 87 % of a dense matmul, "mosaic" 57, 46 and 64, "xla" 3. tokamax's
 # published H100 tuning data has its product at 460 TFLOP/s and its drhs at 110.
 _PREFERENCE = {
     "cpu": ("loop",),
@@ -130,7 +130,6 @@ def serving_implementations(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def product(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -142,8 +141,24 @@ def product(
 
     For operands that were checked, of one varying-axes type, with int32 group_sizes.
     """
+    return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def sum_of_products(
+    pairs: tuple[tuple[jax.Array, jax.Array], ...],
+    group_sizes: jax.Array,
+    implementation: Implementation,
+    transpose_rhs: bool = False,
+) -> jax.Array:
+    """The sum of the `product`s of (lhs, rhs) pairs, which are alike in shape and dtype.
+
+    "pallas" computes it in one kernel, so that the sum is float32 and rounded once; the others
+    round each product.
+    """
+    operands = (operand for pair in pairs for operand in pair)
     return grouped_matmul_p.bind(
-        lhs, rhs, group_sizes, implementation=implementation, transpose_rhs=transpose_rhs
+        *operands, group_sizes, implementation=implementation, transpose_rhs=transpose_rhs
     )
 
 
@@ -158,16 +173,20 @@ def drhs(
     return grouped_matmul_drhs_p.bind(lhs, grad, group_sizes, implementation=implementation)
 
 
-def _product_fwd(lhs, rhs, group_sizes, implementation, transpose_rhs):
-    out = product(lhs, rhs, group_sizes, implementation, transpose_rhs)
-    return out, (lhs, rhs, group_sizes)
+def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs):
+    out = sum_of_products(pairs, group_sizes, implementation, transpose_rhs)
+    return out, (pairs, group_sizes)
 
 
-def _product_bwd(implementation, transpose_rhs, saved, grad):
-    lhs, rhs, group_sizes = saved
-    dlhs = product(grad, rhs, group_sizes, implementation, not transpose_rhs)
-    pair = (grad, lhs) if transpose_rhs else (lhs, grad)
-    return dlhs, drhs(*pair, group_sizes, implementation), None
+def _sum_of_products_bwd(implementation, transpose_rhs, saved, grad):
+    pairs, group_sizes = saved
+
+    def one_pair(lhs, rhs):
+        dlhs = product(grad, rhs, group_sizes, implementation, not transpose_rhs)
+        operands = (grad, lhs) if transpose_rhs else (lhs, grad)
+        return dlhs, drhs(*operands, group_sizes, implementation)
+
+    return tuple(one_pair(*pair) for pair in pairs), None
 
 
 def _drhs_fwd(lhs, grad, group_sizes, implementation):
@@ -181,7 +200,7 @@ def _drhs_bwd(implementation, saved, ct):
     return dlhs, dgrad, None
 
 
-product.defvjp(_product_fwd, _product_bwd)
+sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
 drhs.defvjp(_drhs_fwd, _drhs_bwd)
 
 
@@ -241,10 +260,16 @@ def _choose(
 
 # Jitted, so that a program with many grouped matmuls of one shape traces each kernel once.
 @functools.partial(jax.jit, static_argnames=("implementation", "platform", "transpose_rhs"))
-def _compute_product(lhs, rhs, group_sizes, *, implementation, platform, transpose_rhs):
+def _compute_product(*operands, implementation, platform, transpose_rhs):
+    *factors, group_sizes = operands
+    pairs = list(zip(factors[::2], factors[1::2], strict=True))
+    lhs, rhs = pairs[0]
     name = _choose(implementation, platform, rhs.shape[1:], lhs.dtype)
+    if name == "pallas":
+        return kernels.pallas_sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs)
     compute = getattr(kernels, f"{name}_product")
-    return compute(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
+    products = (compute(*pair, group_sizes, transpose_rhs=transpose_rhs) for pair in pairs)
+    return functools.reduce(jnp.add, products)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
@@ -253,7 +278,7 @@ def _compute_drhs(lhs, grad, group_sizes, *, implementation, platform):
     return getattr(kernels, f"{name}_drhs")(lhs, grad, group_sizes)
 
 
-def _product_shape(lhs, rhs, group_sizes, *, transpose_rhs, **_):
+def _product_shape(lhs, rhs, *_, transpose_rhs, **__):
     return lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
 
 
@@ -264,8 +289,8 @@ def _drhs_shape(lhs, grad, group_sizes, **_):
 def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
     primitive = Primitive(name)
 
-    def abstract_eval(lhs, other, group_sizes, **params):
-        return lhs.update(shape=shape(lhs, other, group_sizes, **params), weak_type=False)
+    def abstract_eval(lhs, *others, **params):
+        return lhs.update(shape=shape(lhs, *others, **params), weak_type=False)
 
     def one_by_one(operands, dims, **params):
         size = next(

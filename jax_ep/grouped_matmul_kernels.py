@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import importlib.util
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -290,10 +290,24 @@ def pallas_product(
     tiles: pallas.Tiles | None = None,
 ) -> jax.Array:
     """The product by `pallas_kernels.grouped_matmul`: rows past the last group are only zeroed."""
+    return pallas_sum_of_products(
+        [(lhs, rhs)], group_sizes, transpose_rhs=transpose_rhs, tiles=tiles
+    )
+
+
+def pallas_sum_of_products(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    tiles: pallas.Tiles | None = None,
+) -> jax.Array:
+    """The sum of the products of several (lhs, rhs) pairs, in the same accumulators."""
+    lhs, rhs = pairs[0]
     num_cols = rhs.shape[1 if transpose_rhs else 2]
     with jax.enable_x64(False):
         return pallas.product(
-            [(_pad_rows(lhs, 8), rhs)],
+            [(_pad_rows(lhs, 8), rhs) for lhs, rhs in pairs],
             group_sizes,
             transpose_rhs=transpose_rhs,
             tiles=tiles or pallas_tiles(lhs.shape[0], rhs.shape[0], num_cols),

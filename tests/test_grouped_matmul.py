@@ -12,7 +12,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.grouped_matmul import IMPLEMENTATIONS, grouped_matmul, serving_implementations
+from jax_ep.grouped_matmul import (
+    IMPLEMENTATIONS,
+    grouped_matmul,
+    serving_implementations,
+    sum_of_products,
+)
 
 H, F = 64, 128
 DTYPES = ("float32", "bfloat16", "float16")
@@ -101,6 +106,32 @@ def test_random_group_sizes(implementation, dtype):
         got = product_and_gradients(*args, implementation)
         for mine, want in zip(got, expected(*args), strict=True):
             assert_close(mine, want, dtype)
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+def test_sum_of_products(implementation, dtype, transpose_rhs):
+    sizes = GROUP_SIZES["empty groups"]
+    both = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
+    grad = both[0][3]
+    want = [expected(lhs, rhs, sizes, grad) for lhs, rhs, _, _ in both]
+    pairs = tuple(
+        (lhs, rhs.transpose(0, 2, 1) if transpose_rhs else rhs) for lhs, rhs, _, _ in both
+    )
+
+    @jax.jit
+    def sum_and_gradients(pairs, sizes, grad):
+        out, vjp = jax.vjp(
+            lambda pairs: sum_of_products(pairs, sizes, implementation, transpose_rhs), pairs
+        )
+        return out, *vjp(grad)
+
+    out, dpairs = sum_and_gradients(pairs, jnp.asarray(sizes, jnp.int32), grad)
+    assert_close(out, want[0][0] + want[1][0], dtype)
+    assert not np.any(np.asarray(out)[sum(sizes) :])
+    for (dlhs, drhs), (_, want_dlhs, want_drhs) in zip(dpairs, want, strict=True):
+        assert_close(dlhs, want_dlhs, dtype)
+        assert_close(drhs.transpose(0, 2, 1) if transpose_rhs else drhs, want_drhs, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -247,6 +278,14 @@ def test_lowers_for_cuda(implementation, shape):
     text = lower_for_cuda(gradients, *gradient_shapes(*shape, dtype))
     assert text.count("@mosaic_gpu") >= 3, "product, dlhs and drhs"
     assert "ragged_dot_general" not in text
+
+
+def test_a_sum_of_products_is_one_kernel_for_cuda():
+    def sum_of_two(lhs, rhs, sizes):
+        return sum_of_products(((lhs, rhs), (2 * lhs, rhs)), sizes, None)
+
+    shapes = gradient_shapes(1000, 256, 128, 4, jnp.bfloat16)
+    assert lower_for_cuda(sum_of_two, *shapes).count("@mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize(
