@@ -57,6 +57,88 @@ def expert_mlp(
       TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
         it here; the message says why.
     """
+    check_operands(tokens, wi_0, wi_1, wo, group_sizes, implementation)
+    operands = (tokens, wi_0, wi_1, wo, jnp.asarray(group_sizes, jnp.int32))
+    return _expert_mlp(*vary_alike(operands, ()), activation, implementation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _expert_mlp(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation):
+    return forward(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation)[0]
+
+
+def _backward(activation, implementation, saved, grad):
+    return *backward(saved, grad, None, activation, implementation), None
+
+
+def forward(
+    tokens: jax.Array,
+    wi_0: jax.Array,
+    wi_1: jax.Array,
+    wo: jax.Array,
+    group_sizes: jax.Array,
+    activation: Activation,
+    implementation: gmm.Implementation,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The output [R, H], and what `backward` needs; for operands of one varying-axes type."""
+    tokens = checkpoint_name(tokens, "dispatched_tokens")
+    pre_0, pre_1 = (
+        checkpoint_name(
+            gmm.product(tokens, wi, group_sizes, implementation), "expert_pre_activations"
+        )
+        for wi in (wi_0, wi_1)
+    )
+    out = gmm.product(_gate(activation, pre_0, pre_1), wo, group_sizes, implementation)
+    return out, (tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes)
+
+
+def backward(
+    saved: tuple[jax.Array, ...],
+    grad: jax.Array,
+    weights: jax.Array | None,
+    activation: Activation,
+    implementation: gmm.Implementation,
+) -> tuple[jax.Array, ...]:
+    """The gradients of tokens, wi_0, wi_1, wo, and of the weights if there are any.
+
+    With weights [R] float32 they are those of weights[:, None] * output: each weight multiplies
+    its row of the gated product, which the output is linear in.
+    """
+    tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes = saved
+    dgated = gmm.product(grad, wo, group_sizes, implementation, True)
+    factors = (pre_0, pre_1) if weights is None else (pre_0, pre_1, weights)
+    gated, gate_vjp = jax.vjp(functools.partial(_gate, activation), *factors)
+    dpre_0, dpre_1, *dweights = gate_vjp(dgated)
+    dwo = gmm.drhs(gated, grad, group_sizes, implementation)
+    dwi_0 = gmm.drhs(tokens, dpre_0, group_sizes, implementation)
+    dwi_1 = gmm.drhs(tokens, dpre_1, group_sizes, implementation)
+    pairs = (dpre_0, wi_0), (dpre_1, wi_1)
+    dtokens = gmm.sum_of_products(pairs, group_sizes, implementation, True)
+    return dtokens, dwi_0, dwi_1, dwo, *dweights
+
+
+_expert_mlp.defvjp(forward, _backward)
+
+
+def _gate(
+    activation: Activation, pre_0: jax.Array, pre_1: jax.Array, weights: jax.Array | None = None
+) -> jax.Array:
+    dtype = jnp.promote_types(pre_0.dtype, jnp.float32)
+    gated = activation(pre_0.astype(dtype)) * pre_1.astype(dtype)
+    if weights is not None:
+        gated *= weights.astype(dtype)[:, None]
+    return gated.astype(pre_0.dtype)
+
+
+def check_operands(
+    tokens: jax.Array,
+    wi_0: jax.Array,
+    wi_1: jax.Array,
+    wo: jax.Array,
+    group_sizes: jax.Array,
+    implementation: gmm.Implementation,
+) -> None:
+    """Raises what `expert_mlp` says it raises."""
     _check("tokens", tokens, 2, "[R, H]")
     _check("wi_0", wi_0, 3, "[L, H, F]")
     num_experts, hidden, mlp = wi_0.shape
@@ -83,47 +165,6 @@ def expert_mlp(
     if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers [L], but has dtype {group_sizes.dtype}.")
     gmm.check_implementation(implementation, wi_0)
-    operands = (tokens, wi_0, wi_1, wo, jnp.asarray(group_sizes, jnp.int32))
-    return _expert_mlp(*vary_alike(operands, ()), activation, implementation)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _expert_mlp(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation):
-    return _forward(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation)[0]
-
-
-def _forward(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation):
-    tokens = checkpoint_name(tokens, "dispatched_tokens")
-    pre_0, pre_1 = (
-        checkpoint_name(
-            gmm.product(tokens, wi, group_sizes, implementation), "expert_pre_activations"
-        )
-        for wi in (wi_0, wi_1)
-    )
-    gated = _gate(pre_0, pre_1, activation)
-    out = gmm.product(gated, wo, group_sizes, implementation)
-    return out, (tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes)
-
-
-def _backward(activation, implementation, saved, grad):
-    tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes = saved
-    dgated = gmm.product(grad, wo, group_sizes, implementation, True)
-    gated, gate_vjp = jax.vjp(lambda a, b: _gate(a, b, activation), pre_0, pre_1)
-    dpre_0, dpre_1 = gate_vjp(dgated)
-    dwo = gmm.drhs(gated, grad, group_sizes, implementation)
-    dwi_0 = gmm.drhs(tokens, dpre_0, group_sizes, implementation)
-    dwi_1 = gmm.drhs(tokens, dpre_1, group_sizes, implementation)
-    pairs = (dpre_0, wi_0), (dpre_1, wi_1)
-    dtokens = gmm.sum_of_products(pairs, group_sizes, implementation, True)
-    return dtokens, dwi_0, dwi_1, dwo, None
-
-
-_expert_mlp.defvjp(_forward, _backward)
-
-
-def _gate(pre_0: jax.Array, pre_1: jax.Array, activation: Activation) -> jax.Array:
-    dtype = jnp.promote_types(pre_0.dtype, jnp.float32)
-    return (activation(pre_0.astype(dtype)) * pre_1.astype(dtype)).astype(pre_0.dtype)
 
 
 def _check(name: str, x: Any, ndim: int, dims: str) -> None:

@@ -21,9 +21,9 @@ from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import routing
-from jax_ep.expert_mlp import expert_mlp
-from jax_ep.expert_parallel import Implementation, combine, dispatch
+from jax_ep.expert_parallel import Implementation, dispatch
 from jax_ep.grouped_matmul import Implementation as MatmulImplementation
+from jax_ep.routed_experts import routed_experts
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -298,16 +298,16 @@ def _on_rank(
         implementation=config.implementation,
     )
     own_experts = functools.partial(_own_experts, config=config, placement=placement)
-    y = expert_mlp(
-        received.tokens,
+    out = routed_experts(
+        received,
         own_experts(params.wi_0),
         own_experts(params.wi_1),
         own_experts(params.wo),
-        received.group_sizes,
+        routed.topk_weights,
         activation=config.activation,
-        implementation=config.matmul_implementation,
+        implementation=config.implementation,
+        matmul_implementation=config.matmul_implementation,
     )
-    out = combine(y, received.handle, routed.topk_weights, implementation=config.implementation)
     if params.shared_wo is not None:
         out += _shared_experts(params, x, config)
 

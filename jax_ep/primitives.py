@@ -127,6 +127,22 @@ def combine_grad(
     return dy, dweights
 
 
+def choices_to_rows(
+    values: jax.Array, route: Routes, *, axis_name: tuple[str, ...], capacity: int
+) -> jax.Array:
+    """[T, K] numbers, one for each choice -> [R]; by XLA's collectives everywhere."""
+    values, *routes = vary_alike((values, *route), axis_name)
+    return xla_exchange.choices_to_rows(
+        values, Routes(*routes), axis_name=axis_name, capacity=capacity
+    )
+
+
+def rows_to_choices(values: jax.Array, route: Routes, *, axis_name: tuple[str, ...]) -> jax.Array:
+    """[R] numbers, one for each row -> [T, K]; by XLA's collectives everywhere."""
+    values, *routes = vary_alike((values, *route), axis_name)
+    return xla_exchange.rows_to_choices(values, Routes(*routes), axis_name=axis_name)
+
+
 def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
     """Makes all operands vary over `axis_name` and over every axis that one of them varies over.
 

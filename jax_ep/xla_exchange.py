@@ -93,13 +93,28 @@ def combine_grad_of_rows(
 
     `g_rows` [R, H] is the cotangent of the result, sent to the rows it belongs to.
     """
-    all_weights = _stack_ranks(topk_weights, axis_name)
-    row_weights = _fill(all_weights.reshape(-1), _choice_of_row(route.rows, y.shape[0]))
+    row_weights = choices_to_rows(topk_weights, route, axis_name=axis_name, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
     dy = (g_rows * row_weights[:, None]).astype(y.dtype)
     products = jnp.sum(g_rows * y.astype(jnp.float32), axis=1)
-    dweights = _swap_ranks(_fill(products, route.rows), axis_name)
-    return dy, jnp.sum(dweights, axis=0)  # at most one rank's term is not zero: the sum is exact
+    return dy, rows_to_choices(products, route, axis_name=axis_name)
+
+
+def choices_to_rows(
+    values: jax.Array, route: Routes, *, axis_name: AxisName, capacity: int
+) -> jax.Array:
+    """A number for each choice, [T, K], sent to the choice's row: [R], zero in every other row."""
+    all_values = _stack_ranks(values, axis_name)
+    return _fill(all_values.reshape(-1), _choice_of_row(route.rows, capacity))
+
+
+def rows_to_choices(values: jax.Array, route: Routes, *, axis_name: AxisName) -> jax.Array:
+    """A number for each row, [R], sent to its choice: [T, K], zero where there is no row.
+
+    The transpose of `choices_to_rows`.
+    """
+    by_rank = _swap_ranks(_fill(values, route.rows), axis_name)
+    return jnp.sum(by_rank, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
 def _gather_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:
