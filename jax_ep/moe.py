@@ -271,7 +271,7 @@ def _on_rank(
     """The layer on one rank's tokens and experts."""
     shape, batch_axes = x.shape, placement.batch_axes
     x = x.reshape(-1, shape[-1])
-    logits = x.astype(jnp.float32) @ params.gate.astype(jnp.float32)
+    logits = routing.router_logits(x, params.gate)
     routed = routing.top_k_routing(
         logits,
         config.num_experts_per_token,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+import functools
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jax_ep.primitives import vary_alike
 
 Score = Literal["softmax", "sigmoid"]
 AxisName = str | tuple[str, ...]
@@ -29,6 +32,80 @@ class Routing(NamedTuple):
     topk_idx: jax.Array
     topk_weights: jax.Array
     probs: jax.Array
+
+
+def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """x @ gate in float32, at the speed of bfloat16 where x is bfloat16.
+
+    A float32 is the sum of three bfloat16 numbers. With a bfloat16 x, three bfloat16 products
+    with float32 sums therefore lose nothing, where one product of float32 operands would first
+    copy x to float32, and on a GPU then round the gate to TF32's 11 bits. The gradients split
+    their float32 operands in two, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). Other
+    dtypes of x are multiplied as float32, in whatever precision `jax.default_matmul_precision`
+    says.
+
+    Args:
+        x: [T, H] floating.
+        gate: [H, E] floating.
+
+    Returns:
+        [T, E] float32.
+    """
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32) @ gate.astype(jnp.float32)
+    if gate.dtype != jnp.bfloat16:
+        gate = gate.astype(jnp.float32)
+    return _bfloat16_logits(*vary_alike((x, gate), ()))
+
+
+@jax.custom_vjp
+def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    parts = _split(gate, 3)
+    products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
+    return _sum_of_columns(products, len(parts))
+
+
+def _bfloat16_logits_bwd(saved, grad):
+    x, gate = saved
+    high, low = _split(grad, 2)
+    gate_high, *gate_low = _split(gate, 2)
+    dx = _dot(
+        jnp.concatenate([high, low, high][: 2 + len(gate_low)], axis=1),
+        jnp.concatenate([gate_high, gate_high, *gate_low], axis=1),
+        1,
+        1,
+        x.dtype,
+    )
+    dgate = _dot(x, jnp.concatenate([high, low], axis=1), 0, 0, jnp.float32)
+    return dx, _sum_of_columns(dgate, 2).astype(gate.dtype)
+
+
+_bfloat16_logits.defvjp(
+    lambda x, gate: (_bfloat16_logits(x, gate), (x, gate)), _bfloat16_logits_bwd
+)
+
+
+def _split(x: jax.Array, count: int) -> list[jax.Array]:
+    """float32 as a sum of bfloat16 arrays, largest first; bfloat16 is one."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    parts = []
+    for _ in range(count):
+        part = lax.reduce_precision(x, 8, 7)  # XLA may skip a cast there and back, but not this
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
+
+
+def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
+    """The sum of equal blocks of columns, the smallest, which are last, first."""
+    return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
+
+
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
+    """The product of two matrices, summed along an axis of each, in float32."""
+    contract = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
 
 def top_k_routing(

@@ -230,10 +230,11 @@ def test_second_order_gradient():
             return sum(jnp.sum(gradient**2) for gradient in gradients)
 
         run = per_rank(squared, case.num_ranks)
-        return jax.grad(
+        slope = jax.grad(
             lambda x, weights, wo: jnp.sum(run(x, topk_idx, weights, grad, *experts[:2], wo)),
             (0, 1, 2),
-        )(x, weights, experts[2])
+        )
+        return jax.jit(slope)(x, weights, experts[2])
 
     for got, want in zip(slope("routed"), slope("dense"), strict=True):
         atol = 100 * TOLERANCE["float32"] * max(1, float(abs(want).max()))

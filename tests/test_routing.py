@@ -46,6 +46,77 @@ def derivative(f, at: np.ndarray, eps: float = 1e-6) -> np.ndarray:
     return grad
 
 
+def norm_error(got, want):
+    got = np.asarray(got).astype(np.float64)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("gate_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_logits_are_those_of_float32(dtype, gate_dtype):
+    """And so are the gradients, to sixteen bits, on every platform; compiled, as XLA sees fit."""
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(60, 500)), dtype)
+    gate = jnp.asarray(rng.normal(size=(500, E)), gate_dtype)
+    grad = jnp.asarray(rng.normal(size=(60, E)), jnp.float32)
+
+    @jax.jit
+    def run(x, gate, grad):
+        with jax.default_matmul_precision("float32" if dtype == "float32" else "default"):
+            logits, vjp = jax.vjp(routing.router_logits, x, gate)
+            return logits, *vjp(grad)
+
+    logits, dx, dgate = run(x, gate, grad)
+    exact_x, exact_gate, exact_grad = (np.asarray(a).astype(np.float64) for a in (x, gate, grad))
+    assert logits.dtype == jnp.float32 and norm_error(logits, exact_x @ exact_gate) < 1e-6
+    for got, like, want in (
+        (dx, x, exact_grad @ exact_gate.T),
+        (dgate, gate, exact_x.T @ exact_grad),
+    ):
+        assert got.dtype == like.dtype
+        assert norm_error(got, want) < (1e-5 if like.dtype == jnp.float32 else 3e-3)
+
+
+def test_logits_of_bfloat16_are_bfloat16_products():
+    x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+
+    def loss(x, gate):
+        return jnp.sum(jnp.sin(routing.router_logits(x, gate)))
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(x, gate)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    for line in products:
+        operands = line.split(" : (")[1].split(" -> ")[0]
+        assert operands.count("xbf16>") == 2, line
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_logits_with_a_gate_that_all_ranks_share(check_vma):
+    """Its gradient is the sum over the ranks."""
+    devices = mesh((2,), ("data",))
+    rng = np.random.default_rng(4)
+    x = jnp.asarray(rng.normal(size=(8, 32)), jnp.bfloat16)
+    gate = jnp.asarray(rng.normal(size=(32, E)), jnp.float32)
+    specs = P("data"), P()
+    logits = jax.shard_map(
+        routing.router_logits,
+        mesh=devices,
+        in_specs=specs,
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+    got, vjp = jax.vjp(jax.jit(logits), x, gate)
+    want, want_vjp = jax.vjp(routing.router_logits, x, gate)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for a, b in zip(vjp(got), want_vjp(want), strict=True):
+        np.testing.assert_allclose(
+            a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-2, atol=1e-3
+        )
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_matches_the_reference(options):
     options = dict(options)

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep.cli import command_flags, report
@@ -332,6 +333,7 @@ def make_step(contender: str, direction: str, config: MoEConfig) -> Any:
     def forward_backward(state):
         params, x, g = state
         out, backward = jax.vjp(layer, params, x)
+        out, g = lax.optimization_barrier((out, g))  # in training g depends on the output
         dparams, dx = backward(g)
         return out, dparams.gate, dparams.wi_0, dparams.wi_1, dparams.wo, dx
 

@@ -79,7 +79,7 @@ def make_layer(name: str, config: MoEConfig) -> Layer:
 
 def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing:
     """What `moe_layer` routes by."""
-    logits = x.astype(jnp.float32) @ params.gate.astype(jnp.float32)
+    logits = routing.router_logits(x, params.gate)
     return routing.top_k_routing(logits, config.num_experts_per_token, score=config.score)
 
 
