@@ -159,6 +159,28 @@ def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, 
     assert bench(*args) == 0  # unasked, it does not look
 
 
+def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
+    measure = bench_layer.measure
+
+    def out_of_memory(loop, case):
+        if case["contender"] == PLAIN[0]:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand much more")
+        return measure(loop, case)
+
+    monkeypatch.setattr(bench_layer, "measure", out_of_memory)
+    path = tmp_path / "out.json"
+    names = f"--contenders=jax_ep,{','.join(PLAIN)}"
+    assert bench("--shapes=mixtral", "--directions=forward", names, f"--json={path}") == 1
+    out = capsys.readouterr().out
+    assert f"{PLAIN[0]}: RuntimeError: RESOURCE_EXHAUSTED: Out of memory\n" in out
+    (line,) = (line for line in out.splitlines() if " failed " in line)
+    rows = json.loads(path.read_text())["rows"]
+    assert [("wall" in row, row["peak_bytes"] > 0) for row in rows] == [
+        (True, True), (False, True), (True, True),
+    ]  # fmt: skip
+    assert line.split()[-1] == f"{rows[1]['peak_bytes'] / 2**20:.0f}"
+
+
 def test_what_cannot_start_in_time_is_reported(capsys):
     assert bench("--shapes=mixtral", "--directions=forward", "--seconds=0") == 1
     out = capsys.readouterr().out

@@ -25,12 +25,17 @@ ONE_DEVICE = {
 
 
 def start(program: str, *flags: object, **env: str) -> subprocess.Popen:
+    return start_command([str(ROOT / "examples" / program)], *flags, **env)
+
+
+def start_command(command: list[str], *flags: object, **env: str) -> subprocess.Popen:
     # Without the flags of this process; and a GPU's memory is shared with it.
     env = os.environ | {"XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
     env["PYTHONPATH"] = str(ROOT)
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / program), *map(str, flags)],
+        [sys.executable, *command, *map(str, flags)],
         env=env,
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -118,6 +123,26 @@ def test_killed_run_ends_with_the_losses_of_one_never_killed(uninterrupted, tmp_
     process = start_training(*flags, "--seed=1")
     assert "holds a run with --seed=0, but this one has --seed=1" in process.communicate()[0]
     assert process.returncode == 1
+
+
+def test_training_says_how_well_it_uses_a_gpu(uninterrupted):
+    """On any device, once its peak is known: here one of a million FLOP/s."""
+    program = """if True:
+        import sys, jax
+        sys.path.insert(0, "examples")
+        import moe_lm, train_moe_lm
+        count = moe_lm.training_flops_per_token
+        train_moe_lm.PEAK_BFLOAT16[jax.devices()[0].device_kind] = 1e6
+        moe_lm.training_flops_per_token = lambda p: print("count", count(p)) or count(p)
+        train_moe_lm.app.run(train_moe_lm.main)
+    """
+    output = finish(start_command(["-c", program], *TINY, "--plot=", "--steps=4"))
+    # Embedding, norms, attention's matrices and scores, the gate, and 2 experts of 8.
+    used = 256 * 32 + 3 * 32 + 4 * 32 * 32 + 2 * 32 * 32 / 2 + 32 * 8 + 2 * 3 * 32 * 32
+    assert float(re.search(r"count ([\d.]+)", output)[1]) == 6 * used
+    assert float(re.search(r"model FLOP/s utilization ([\d.]+)%", output)[1]) > 0
+    if jax.default_backend() == "cpu":  # whose peak nobody knows
+        assert "utilization" not in uninterrupted[1]
 
 
 @pytest.mark.parametrize("mesh", ["one device", "no expert parallelism"])

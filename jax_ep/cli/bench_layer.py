@@ -203,8 +203,10 @@ def measure_shape(
             future.exception()
     for case, future in zip(cases, futures, strict=True):
         progress("{}: {direction}, {contender}".format(text, **case))
+        memory: dict[str, Any] = {}
         try:
             loop = future.result()
+            memory = memory_of(loop)  # known even of what then does not fit
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not started within {_SECONDS.value:g} s")
             if _CHECK.value:
@@ -212,17 +214,17 @@ def measure_shape(
                 theirs = expected.setdefault(case["direction"], (case["contender"], outputs))
                 agree(case["contender"], outputs, *theirs)
                 del outputs
-            rows.append(case | load | {"checked": _CHECK.value} | measure(loop, case))
+            checked = {"checked": _CHECK.value}
+            rows.append(case | load | checked | memory | measure(loop, case))
         except Exception as error:
-            rows.append(case | _failure(error))
+            rows.append(case | memory | _failure(error))
     return rows
 
 
 def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
-    """Times, throughput and memory of one compiled layer."""
+    """Times and throughput of one compiled layer."""
     slow = case["contender"] == RAGGED_DOT
     wall = loop.wall_time(min(_REPEATS.value, 3) if slow else _REPEATS.value)
-    memory = loop.compiled.memory_analysis()
     seconds = wall.median * 1e-6
     passes = 1 if case["direction"] == "forward" else 3
     flops = passes * case["tokens"] * case["top_k"] * 6 * case["hidden"] * case["mlp_dim"]
@@ -232,13 +234,6 @@ def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
         "device": None,
         "tokens_per_s": case["ranks"] * case["tokens"] / seconds,
         "tflops_per_rank": flops / seconds / 1e12,
-        "peak_bytes": None
-        if memory is None
-        else memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes,
-        "temp_bytes": None if memory is None else memory.temp_size_in_bytes,
     }
     on_gpu = loop.mesh.devices.flat[0].platform == "gpu"
     if on_gpu and _TIMER.value != "none":
@@ -258,6 +253,16 @@ def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
             }
             result["communication_share"] = communication_share(device.by_kernel)
     return result
+
+
+def memory_of(loop: Loop) -> dict[str, Any]:
+    """What a compiled layer holds on a device, as XLA says."""
+    memory = loop.compiled.memory_analysis()
+    if memory is None:
+        return {"peak_bytes": None, "temp_bytes": None}
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak = held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
 
 
 def communication_share(by_kernel: dict[str, float]) -> float:
