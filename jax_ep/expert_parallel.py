@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import primitives, routes
+from jax_ep import primitives, routes, wire
 from jax_ep.routes import Routes
 
 Implementation = primitives.Implementation
@@ -58,7 +59,7 @@ class Handle:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed", "handle",
+        "tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed", "handle", "scales",
     ],
     meta_fields=[],
 )  # fmt: skip
@@ -73,6 +74,8 @@ class Dispatched:
       num_dropped: [] int32: (token, choice) pairs meant for this rank that did not fit in R.
       rows_needed: [] int32: the R that would have dropped nothing on this rank.
       handle: the routes, for `combine` and `dispatch_like`.
+      scales: [R, H / 128] float32 where `output="quantized"` was asked for, else None: each row's
+        values are tokens · scale, block by block; zero where the row is.
     """
 
     tokens: jax.Array
@@ -81,6 +84,7 @@ class Dispatched:
     num_dropped: jax.Array
     rows_needed: jax.Array
     handle: Handle
+    scales: jax.Array | None = None
 
 
 def dispatch(
@@ -91,6 +95,8 @@ def dispatch(
     axis_name: AxisName,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Literal["dequantized", "quantized"] = "dequantized",
     implementation: Implementation = None,
 ) -> Dispatched:
     """Sends each token to the ranks that own its experts. Call it inside `jax.shard_map`.
@@ -104,11 +110,19 @@ def dispatch(
       capacity: R, the rows of the receive buffer. Rows past it, in row order, are dropped and
         counted. None: enough rows for any routing, N·T·K and the blocks' padding.
       expert_alignment: each expert's block starts at a multiple of this many rows.
+      wire_dtype: None, or `jnp.float8_e4m3fn`: each row crosses the wire as float8 values with one
+        float32 scale per 128 of them; H must be a multiple of 128. What that costs, and what
+        becomes of NaN and of the largest and smallest values: see `jax_ep.wire`.
+      output: with a wire_dtype, "dequantized" hands out rows of x's dtype, and "quantized" the
+        float8 rows as they came with their `Dispatched.scales`, for a float8 matmul.
       implementation: "pallas" (GPU kernels), "xla" (portable), or None for the best one that
         serves here.
 
     Returns:
-      A `Dispatched`. The gradient with respect to x is the plain-sum `combine`.
+      A `Dispatched`. The gradient with respect to x is the plain-sum `combine`. Quantization is
+      passed straight through: the cotangent of dequantized rows travels in x's dtype. Quantized
+      rows have no gradient, and asking for one raises TypeError; whoever computes with them has
+      the cotangent in a wider dtype, and gives it to `combine` in a `jax.custom_vjp`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -143,22 +157,25 @@ def dispatch(
         raise ValueError(
             f"capacity must be at least 1 row, but is {capacity}; None holds any routing."
         )
-    implementation = primitives.choose_implementation(
-        implementation,
-        x,
-        num_ranks=num_ranks,
-        top_k=topk_idx.shape[1],
-        num_experts=num_experts,
-    )
+    if output not in ("dequantized", "quantized"):
+        raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
+    if output == "quantized" and wire_dtype is None:
+        raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
+    wire_dtype = _check_wire("x", x, wire_dtype)
     config = _Config(
-        axis_name, int(capacity), int(num_experts), int(expert_alignment), implementation
-    )
+        axis_name,
+        int(capacity),
+        int(num_experts),
+        int(expert_alignment),
+        wire_dtype=wire_dtype,
+        quantized=output == "quantized",
+    ).choosing(implementation, topk_idx.shape[1], x, _sent_shape(x, wire_dtype))
     (x,) = primitives.vary_alike((x,), axis_name)
-    tokens, route = _dispatch(config, x, topk_idx.astype(jnp.int32))
+    tokens, scales, route = _dispatch(config, x, topk_idx.astype(jnp.int32))
     recv_counts = routes.counts_here(route.counts, lax.axis_index(axis_name))
     layout = routes.layout(recv_counts, config.capacity, config.expert_alignment)
     handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
-    return Dispatched(tokens, *layout, handle)
+    return Dispatched(tokens, *layout, handle, scales)
 
 
 def combine(
@@ -166,6 +183,7 @@ def combine(
     handle: Handle,
     topk_weights: jax.Array | None = None,
     *,
+    wire_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Brings the experts' outputs back to the tokens' owners and sums them.
@@ -178,10 +196,15 @@ def combine(
       y: [R, H] floating: one row for each row of `Dispatched.tokens`.
       handle: the handle of that dispatch.
       topk_weights: [T, K] floating, or None for a plain sum.
+      wire_dtype: None, or `jnp.float8_e4m3fn`: the sums over each rank's rows cross the wire in
+        it, as in `dispatch`, instead of in y's dtype. Each of up to N of them is off by what
+        `jax_ep.wire` says, which grows with the largest sum of its block; the sum over ranks is
+        off by no more than these errors together. Only "xla" serves it.
       implementation: as in `dispatch`.
 
     Returns:
-      [T, H], y's dtype. Differentiable in y and topk_weights.
+      [T, H], y's dtype. Differentiable in y and topk_weights; the rounding of a wire_dtype is
+      passed straight through, and cotangents travel in y's dtype.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -194,7 +217,9 @@ def combine(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
             f"{handle.capacity}, but y has shape {y.shape}."
         )
-    config = _Config.of(handle, implementation, y)
+    wire_dtype = _check_wire("y", y, wire_dtype)
+    config = _Config.of(handle, wire_dtype)
+    config = config.choosing(implementation, handle.rows.shape[2], y, sums_as=wire_dtype)
     if topk_weights is None:
         (y,) = primitives.vary_alike((y,), axis_name)
         return _combine(config, y, handle.routes)
@@ -209,13 +234,18 @@ def combine(
 
 
 def dispatch_like(
-    x: jax.Array, handle: Handle, *, implementation: Implementation = None
+    x: jax.Array,
+    handle: Handle,
+    *,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """Sends another payload along the routes of an earlier dispatch.
 
     Args:
       x: [T, H'] floating: one row for each token of that dispatch; H' is free.
       handle: the handle of that dispatch.
+      wire_dtype: as in `dispatch`.
       implementation: as in `dispatch`.
 
     Returns:
@@ -231,7 +261,9 @@ def dispatch_like(
             f"x must have one row for each of the {handle.rows.shape[1]} tokens of the handle's "
             f"dispatch and at least one column, but has shape {x.shape}."
         )
-    config = _Config.of(handle, implementation, x)
+    wire_dtype = _check_wire("x", x, wire_dtype)
+    config = _Config.of(handle, wire_dtype)
+    config = config.choosing(implementation, handle.rows.shape[2], x, _sent_shape(x, wire_dtype))
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
@@ -244,43 +276,108 @@ class _Config:
     capacity: int
     num_experts: int
     expert_alignment: int
-    implementation: Implementation
+    implementation: Implementation = None
+    wire_dtype: jnp.dtype | None = None
+    quantized: bool = False  # whether rows are handed out as they came
+    implementation_of_cotangents: Implementation = None
 
     @classmethod
-    def of(cls, handle: Handle, implementation: Implementation, payload: jax.Array) -> _Config:
-        num_ranks, _, top_k = handle.rows.shape
-        implementation = primitives.choose_implementation(
-            implementation,
-            payload,
-            num_ranks=num_ranks,
-            top_k=top_k,
-            num_experts=handle.num_experts,
-        )
+    def of(cls, handle: Handle, wire_dtype: jnp.dtype | None) -> _Config:
         return cls(
             handle.axis_name,
             handle.capacity,
             handle.num_experts,
             handle.expert_alignment,
+            wire_dtype=wire_dtype,
+        )
+
+    def choosing(
+        self,
+        implementation: Implementation,
+        top_k: int,
+        rows: jax.Array,
+        sent: jax.Array | jax.ShapeDtypeStruct | None = None,
+        sums_as: jnp.dtype | None = None,
+    ) -> _Config:
+        """With an implementation for these rows, sent as they are or as `sent` is.
+
+        A call with a wire_dtype and its gradient send different rows, and may differ in it.
+        """
+        choose = functools.partial(
+            primitives.choose_implementation,
             implementation,
+            num_ranks=_num_ranks(self.axis_name),
+            top_k=top_k,
+            num_experts=self.num_experts,
+        )
+        plain = choose(rows)
+        chosen = plain
+        if self.wire_dtype is not None:
+            chosen = choose(rows if sent is None else sent, sums_as=sums_as)
+        return dataclasses.replace(self, implementation=chosen, implementation_of_cotangents=plain)
+
+    @property
+    def exchange(self) -> dict[str, Any]:
+        """The parameters of the primitives."""
+        names = ("axis_name", "capacity", "num_experts", "expert_alignment", "implementation")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def unquantized(self) -> _Config:
+        return dataclasses.replace(
+            self,
+            wire_dtype=None,
+            quantized=False,
+            implementation=self.implementation_of_cotangents,
         )
 
 
+def _sent_shape(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array | jax.ShapeDtypeStruct:
+    return x if wire_dtype is None else wire.packed(*x.shape)
+
+
+def _sent(wire_dtype: jnp.dtype | None, x: jax.Array) -> jax.Array:
+    """Rows as they cross the wire."""
+    return x if wire_dtype is None else wire.pack(*wire.quantize(x, wire_dtype))
+
+
+def _received(config: _Config, x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """What was sent for x, as it is handed out: rows, and their scales or None."""
+    if config.wire_dtype is None:
+        return rows, None
+    values, scales = wire.unpack(rows, x.shape[1], config.wire_dtype)
+    if config.quantized:
+        return values, scales
+    return wire.dequantize(values, scales, x.dtype), None
+
+
 # The custom gradients. dispatch and combine are each other's transposes, so each one's backward
-# pass is a call of the other over the same routes.
+# pass is a call of the other over the same routes. Cotangents cross the wire as they are.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(config: _Config, x: jax.Array, topk_idx: jax.Array) -> tuple[jax.Array, Routes]:
-    return primitives.dispatch(x, topk_idx, **dataclasses.asdict(config))
+def _dispatch(
+    config: _Config, x: jax.Array, topk_idx: jax.Array
+) -> tuple[jax.Array, jax.Array | None, Routes]:
+    rows, route = primitives.dispatch(_sent(config.wire_dtype, x), topk_idx, **config.exchange)
+    tokens, scales = _received(config, x, rows)
+    return tokens, scales, route
 
 
 def _dispatch_fwd(config, x, topk_idx):
-    tokens, route = _dispatch(config, x, topk_idx)
-    return (tokens, route), route
+    tokens, scales, route = _dispatch(config, x, topk_idx)
+    return (tokens, scales, route), route
 
 
 def _dispatch_bwd(config, route, cotangents):
-    return _combine(config, cotangents[0], route), None
+    if config.quantized:
+        raise TypeError(
+            'dispatch(output="quantized") has no gradient with respect to x: the cotangent of '
+            f"{config.wire_dtype} rows would be {config.wire_dtype}. Use "
+            'output="dequantized", or give the cotangent of the rows to combine in a '
+            "jax.custom_vjp around the dispatch and the matmul."
+        )
+    return _combine(config.unquantized, cotangents[0], route), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -288,21 +385,24 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch_like(config: _Config, x: jax.Array, route: Routes) -> jax.Array:
-    return primitives.dispatch_like(x, route, **dataclasses.asdict(config))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(config: _Config, y: jax.Array, route: Routes) -> jax.Array:
-    return primitives.combine(y, None, route, **dataclasses.asdict(config))
+    rows = primitives.dispatch_like(_sent(config.wire_dtype, x), route, **config.exchange)
+    return _received(config, x, rows)[0]
 
 
 _dispatch_like.defvjp(
     lambda config, x, route: (_dispatch_like(config, x, route), route),
-    lambda config, route, g: (_combine(config, g, route), None),
+    lambda config, route, g: (_combine(config.unquantized, g, route), None),  # type: ignore
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(config: _Config, y: jax.Array, route: Routes) -> jax.Array:
+    return primitives.combine(y, None, route, wire_dtype=config.wire_dtype, **config.exchange)
+
+
 _combine.defvjp(
     lambda config, y, route: (_combine(config, y, route), route),
-    lambda config, route, g: (_dispatch_like(config, g, route), None),
+    lambda config, route, g: (_dispatch_like(config.unquantized, g, route), None),
 )
 
 
@@ -310,7 +410,7 @@ _combine.defvjp(
 def _weighted_combine(
     config: _Config, y: jax.Array, weights: jax.Array, route: Routes
 ) -> jax.Array:
-    return primitives.combine(y, weights, route, **dataclasses.asdict(config))
+    return primitives.combine(y, weights, route, wire_dtype=config.wire_dtype, **config.exchange)
 
 
 def _weighted_combine_fwd(config, y, weights, route):
@@ -319,7 +419,7 @@ def _weighted_combine_fwd(config, y, weights, route):
 
 def _weighted_combine_bwd(config, residuals, g):
     y, weights, route = residuals
-    dy, dweights = primitives.combine_grad(g, weights, y, route, **dataclasses.asdict(config))
+    dy, dweights = primitives.combine_grad(g, weights, y, route, **config.exchange)
     return dy, dweights, None
 
 
@@ -349,6 +449,15 @@ def _check_handle(handle: Handle) -> None:
             f"handle.rows must have shape [{num_ranks}, T, K], one plane for each rank along "
             f"{handle.axis_name}, but has shape {handle.rows.shape}."
         )
+
+
+def _check_wire(
+    name: str, rows: jax.Array, wire_dtype: jax.typing.DTypeLike | None
+) -> jnp.dtype | None:
+    if wire_dtype is None:
+        return None
+    wire.check(name, rows.shape[1], rows.dtype, wire_dtype)
+    return jnp.dtype(wire_dtype)
 
 
 def _check_array(name: str, array: jax.Array, ndim: int, kind: type, shape: str) -> None:

@@ -22,6 +22,7 @@ from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_
 AxisName = tuple[str, ...]
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_PACKED_DTYPE = jnp.int32  # of a dispatch's rows as `jax_ep.wire` packs them; copied as they are
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
 _PADDING_BYTES = 16 * 1024  # of shared memory: what its pieces are aligned to, and barriers
 _WINDOW_TOKENS = 16
@@ -37,7 +38,7 @@ def unavailable_reason(
     num_experts: int,
 ) -> str | None:
     """Why such an exchange cannot go through the kernels, or None if it can."""
-    if dtype not in _DTYPES:
+    if dtype not in (*_DTYPES, _PACKED_DTYPE):
         names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
     hidden = padded_hidden(hidden, dtype)

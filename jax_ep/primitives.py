@@ -7,8 +7,9 @@ Four primitives, all without effects, all called inside `shard_map` over `axis_n
   ep_combine        y [R, H], *routes, weights?    -> out [T, H]
   ep_combine_grad   g [T, H], *routes, weights, y  -> dy [R, H], dweights [T, K]
 
-`routes` are the three arrays of `jax_ep.routes.Routes`; weights are float32. Each primitive lowers
-to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere else.
+A payload is floating or, packed by `jax_ep.wire`, int32. `routes` are the three arrays of
+`jax_ep.routes.Routes`; weights are float32. Each primitive lowers to the Pallas kernels on the GPUs
+they serve, and to XLA's collectives everywhere else.
 """
 
 from __future__ import annotations
@@ -59,13 +60,17 @@ def mesh_unavailable_reason() -> str | None:
 
 def choose_implementation(
     implementation: Implementation,
-    payload: jax.Array,
+    payload: jax.Array | jax.ShapeDtypeStruct,
     *,
     num_ranks: int,
     top_k: int,
     num_experts: int,
+    sums_as: jnp.dtype | None = None,
 ) -> Implementation:
     """What to bind: "xla" where only it is sure to serve, else None, or the name that was given.
+
+    `payload` is the rows as they are sent or, of a combine, as they are given; `sums_as` is the
+    dtype that a combine sends its sums in, or None for that of the rows.
 
     Raises ValueError, with the reason, if a named implementation is sure not to serve. What this
     cannot know yet is decided when the program is lowered.
@@ -79,6 +84,8 @@ def choose_implementation(
     reason = mesh_unavailable_reason() or pallas_exchange.unavailable_reason(
         payload.shape[1], payload.dtype, num_ranks, top_k, num_experts
     )
+    if sums_as is not None:
+        reason = f"its combine sends sums in the dtype of the rows alone, not as {sums_as}"
     if implementation is None:
         return None if reason is None else "xla"
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -151,8 +158,10 @@ def _run_dispatch_like(exchange, x, *route, num_experts, **params):
     return (exchange.dispatch_like(x, Routes(*route), **params),)
 
 
-def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name, **_):
-    return (exchange.combine(y, weights, Routes(topk_idx, rows, counts), axis_name=axis_name),)
+def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name, wire_dtype, **_):
+    params = {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
+    route = Routes(topk_idx, rows, counts)
+    return (exchange.combine(y, weights, route, axis_name=axis_name, **params),)
 
 
 def _run_combine_grad(exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, **params):

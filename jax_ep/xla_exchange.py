@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import routes
+from jax_ep import routes, wire
 from jax_ep.routes import Routes
 
 AxisName = tuple[str, ...]
@@ -65,7 +65,12 @@ def dispatch_like(
 
 
 def combine(
-    y: jax.Array, topk_weights: jax.Array | None, route: Routes, *, axis_name: AxisName
+    y: jax.Array,
+    topk_weights: jax.Array | None,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
     rows = route.rows
@@ -77,7 +82,12 @@ def combine(
     for choice in range(top_k):
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
-    partial_sums = _swap_ranks(partial_sum.astype(y.dtype), axis_name)
+    if wire_dtype is None:
+        partial_sums = _swap_ranks(partial_sum.astype(y.dtype), axis_name)
+    else:
+        words = _swap_ranks(wire.pack(*wire.quantize(partial_sum, wire_dtype)), axis_name)
+        sums, scales = wire.unpack(words, y.shape[1], wire_dtype)
+        partial_sums = wire.dequantize(sums, scales, jnp.float32)
     in_rank_order = (partial_sums[rank].astype(jnp.float32) for rank in range(num_ranks))
     return functools.reduce(jnp.add, in_rank_order).astype(y.dtype)
 
