@@ -4,24 +4,27 @@ Start reading here. Terms: N ranks along `axis_name`, E experts, L = E / N local
 per rank, K choices per token, H hidden, R = capacity, the rows of a receive buffer.
 
 Everything is called inside `jax.shard_map` over `axis_name`. The row order of a receive buffer is
-part of the contract: local expert, then source rank, then source token, then choice.
+part of the contract: local expert, then source rank, then source token, then choice. That is the
+"expert" layout; of the other one, "rank", see `jax_ep.rank_layout`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import primitives, routes, wire
+from jax_ep import checks, primitives, rank_layout, routes, wire
+from jax_ep.checks import AxisName
+from jax_ep.primitives import Implementation
+from jax_ep.rank_layout import RankDispatched, RankHandle
 from jax_ep.routes import Routes
 
-Implementation = primitives.Implementation
-AxisName = str | tuple[str, ...]
+Output = Literal["dequantized", "quantized"]
 
 
 @functools.partial(
@@ -87,6 +90,7 @@ class Dispatched:
     scales: jax.Array | None = None
 
 
+@overload
 def dispatch(
     x: jax.Array,
     topk_idx: jax.Array,
@@ -96,9 +100,41 @@ def dispatch(
     capacity: int | None = None,
     expert_alignment: int = 1,
     wire_dtype: jax.typing.DTypeLike | None = None,
-    output: Literal["dequantized", "quantized"] = "dequantized",
+    output: Output = "dequantized",
+    layout: Literal["expert"] = "expert",
     implementation: Implementation = None,
-) -> Dispatched:
+) -> Dispatched: ...
+
+
+@overload
+def dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Output = "dequantized",
+    layout: Literal["rank"],
+    topk_weights: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> RankDispatched: ...
+
+
+def dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Output = "dequantized",
+    layout: Literal["expert", "rank"] = "expert",
+    topk_weights: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> Dispatched | RankDispatched:
     """Sends each token to the ranks that own its experts. Call it inside `jax.shard_map`.
 
     Args:
@@ -115,22 +151,27 @@ def dispatch(
         becomes of NaN and of the largest and smallest values: see `jax_ep.wire`.
       output: with a wire_dtype, "dequantized" hands out rows of x's dtype, and "quantized" the
         float8 rows as they came with their `Dispatched.scales`, for a float8 matmul.
+      layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
+        each (source rank, token), which has no capacity and no alignment.
+      topk_weights: [T, K] floating, in the rank layout only: sent along, for the experts' side to
+        weigh with. Differentiable.
       implementation: "pallas" (GPU kernels), "xla" (portable), or None for the best one that
         serves here.
 
     Returns:
-      A `Dispatched`. The gradient with respect to x is the plain-sum `combine`. Quantization is
-      passed straight through: the cotangent of dequantized rows travels in x's dtype. Quantized
-      rows have no gradient, and asking for one raises TypeError; whoever computes with them has
-      the cotangent in a wider dtype, and gives it to `combine` in a `jax.custom_vjp`.
+      A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient with respect to x is the
+      plain-sum `combine`. Quantization is passed straight through: the cotangent of dequantized
+      rows travels in x's dtype. Quantized rows have no gradient, and asking for one raises
+      TypeError; whoever computes with them has the cotangent in a wider dtype, and gives it to
+      `combine` in a `jax.custom_vjp`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
-    axis_name = _as_axes(axis_name)
-    num_ranks = _num_ranks(axis_name)
-    _check_array("x", x, 2, jnp.floating, "[T, H]")
-    _check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
+    axis_name = checks.as_axes(axis_name)
+    num_ranks = checks.num_ranks(axis_name)
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
+    checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
     if topk_idx.shape[0] != x.shape[0]:
         raise ValueError(
             "topk_idx must have one row for each row of x, but topk_idx has shape "
@@ -146,6 +187,34 @@ def dispatch(
             f"num_experts must be a positive multiple of the {num_ranks} ranks along "
             f"{axis_name}, but is {num_experts}."
         )
+    if output not in ("dequantized", "quantized"):
+        raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
+    if output == "quantized" and wire_dtype is None:
+        raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
+    if layout not in ("expert", "rank"):
+        raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
+    wire_dtype = wire.checked("x", x, wire_dtype)
+    if layout == "rank":
+        if capacity is not None or expert_alignment != 1:
+            raise ValueError(
+                'layout="rank" has a row for each (source rank, token) and takes no capacity or '
+                f"expert_alignment, but they are {capacity} and {expert_alignment}."
+            )
+        return rank_layout.dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts=int(num_experts),
+            axis_name=axis_name,
+            wire_dtype=wire_dtype,
+            quantized=output == "quantized",
+            implementation=implementation,
+        )
+    if topk_weights is not None:
+        raise ValueError(
+            'topk_weights is an argument of dispatch only with layout="rank"; with "expert", give '
+            "the weights to combine."
+        )
     if expert_alignment < 1:
         raise ValueError(f"expert_alignment must be at least 1, but is {expert_alignment}.")
     if capacity is None:
@@ -157,30 +226,34 @@ def dispatch(
         raise ValueError(
             f"capacity must be at least 1 row, but is {capacity}; None holds any routing."
         )
-    if output not in ("dequantized", "quantized"):
-        raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
-    if output == "quantized" and wire_dtype is None:
-        raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
-    wire_dtype = _check_wire("x", x, wire_dtype)
+    chosen = primitives.choose_implementations(
+        implementation,
+        x,
+        wire.sent_shape(x, wire_dtype),
+        axis_name=axis_name,
+        top_k=topk_idx.shape[1],
+        num_experts=num_experts,
+    )
     config = _Config(
         axis_name,
         int(capacity),
         int(num_experts),
         int(expert_alignment),
-        wire_dtype=wire_dtype,
-        quantized=output == "quantized",
-    ).choosing(implementation, topk_idx.shape[1], x, _sent_shape(x, wire_dtype))
+        *chosen,
+        wire_dtype,
+        output == "quantized",
+    )
     (x,) = primitives.vary_alike((x,), axis_name)
     tokens, scales, route = _dispatch(config, x, topk_idx.astype(jnp.int32))
     recv_counts = routes.counts_here(route.counts, lax.axis_index(axis_name))
-    layout = routes.layout(recv_counts, config.capacity, config.expert_alignment)
+    blocks = routes.layout(recv_counts, config.capacity, config.expert_alignment)
     handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
-    return Dispatched(tokens, *layout, handle, scales)
+    return Dispatched(tokens, *blocks, handle, scales)
 
 
 def combine(
     y: jax.Array,
-    handle: Handle,
+    handle: Handle | RankHandle,
     topk_weights: jax.Array | None = None,
     *,
     wire_dtype: jax.typing.DTypeLike | None = None,
@@ -193,9 +266,11 @@ def combine(
     ranks is taken in float32, in rank order. A dropped or masked choice counts as zero.
 
     Args:
-      y: [R, H] floating: one row for each row of `Dispatched.tokens`.
+      y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank layout,
+        [N, T, H]: the sum, weighted already, over the experts here of each (source rank, token);
+        a row with no expert here is never read.
       handle: the handle of that dispatch.
-      topk_weights: [T, K] floating, or None for a plain sum.
+      topk_weights: [T, K] floating, or None for a plain sum; None in the rank layout.
       wire_dtype: None, or `jnp.float8_e4m3fn`: the sums over each rank's rows cross the wire in
         it, as in `dispatch`, instead of in y's dtype. Each of up to N of them is off by what
         `jax_ep.wire` says, which grows with the largest sum of its block; the sum over ranks is
@@ -209,21 +284,24 @@ def combine(
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
+    if isinstance(handle, RankHandle):
+        return rank_layout.combine(
+            y, handle, topk_weights, wire_dtype=wire_dtype, implementation=implementation
+        )
     axis_name = handle.axis_name
     _check_handle(handle)
-    _check_array("y", y, 2, jnp.floating, "[R, H]")
+    checks.check_array("y", y, 2, jnp.floating, "[R, H]")
     if y.shape[0] != handle.capacity:
         raise ValueError(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
             f"{handle.capacity}, but y has shape {y.shape}."
         )
-    wire_dtype = _check_wire("y", y, wire_dtype)
-    config = _Config.of(handle, wire_dtype)
-    config = config.choosing(implementation, handle.rows.shape[2], y, sums_as=wire_dtype)
+    wire_dtype = wire.checked("y", y, wire_dtype)
+    config = _Config.of(handle, implementation, y, y, wire_dtype, sums_as=wire_dtype)
     if topk_weights is None:
         (y,) = primitives.vary_alike((y,), axis_name)
         return _combine(config, y, handle.routes)
-    _check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
+    checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     if topk_weights.shape != handle.rows.shape[1:]:
         raise ValueError(
             f"topk_weights must have topk_idx's shape {handle.rows.shape[1:]}, "
@@ -235,7 +313,7 @@ def combine(
 
 def dispatch_like(
     x: jax.Array,
-    handle: Handle,
+    handle: Handle | RankHandle,
     *,
     wire_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
@@ -249,21 +327,26 @@ def dispatch_like(
       implementation: as in `dispatch`.
 
     Returns:
-      [R, H'], x's dtype, in the row order of `Dispatched.tokens`; every other row is zero.
+      [R, H'], x's dtype, in the row order of `Dispatched.tokens`; every other row is zero. In the
+      rank layout, [N, T, H'].
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
+    if isinstance(handle, RankHandle):
+        return rank_layout.dispatch_like(
+            x, handle, wire_dtype=wire_dtype, implementation=implementation
+        )
     _check_handle(handle)
-    _check_array("x", x, 2, jnp.floating, "[T, H]")
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
     if x.shape[0] != handle.rows.shape[1] or x.shape[1] == 0:
         raise ValueError(
             f"x must have one row for each of the {handle.rows.shape[1]} tokens of the handle's "
             f"dispatch and at least one column, but has shape {x.shape}."
         )
-    wire_dtype = _check_wire("x", x, wire_dtype)
-    config = _Config.of(handle, wire_dtype)
-    config = config.choosing(implementation, handle.rows.shape[2], x, _sent_shape(x, wire_dtype))
+    wire_dtype = wire.checked("x", x, wire_dtype)
+    sent = wire.sent_shape(x, wire_dtype)
+    config = _Config.of(handle, implementation, x, sent, wire_dtype)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
@@ -276,45 +359,38 @@ class _Config:
     capacity: int
     num_experts: int
     expert_alignment: int
-    implementation: Implementation = None
+    implementation: Implementation
+    implementation_of_cotangents: Implementation
     wire_dtype: jnp.dtype | None = None
     quantized: bool = False  # whether rows are handed out as they came
-    implementation_of_cotangents: Implementation = None
 
     @classmethod
-    def of(cls, handle: Handle, wire_dtype: jnp.dtype | None) -> _Config:
+    def of(
+        cls,
+        handle: Handle,
+        implementation: Implementation,
+        rows: jax.Array,
+        sent: jax.Array | jax.ShapeDtypeStruct,
+        wire_dtype: jnp.dtype | None,
+        sums_as: jnp.dtype | None = None,
+    ) -> _Config:
+        chosen = primitives.choose_implementations(
+            implementation,
+            rows,
+            sent,
+            axis_name=handle.axis_name,
+            top_k=handle.rows.shape[2],
+            num_experts=handle.num_experts,
+            sums_as=sums_as,
+        )
         return cls(
             handle.axis_name,
             handle.capacity,
             handle.num_experts,
             handle.expert_alignment,
-            wire_dtype=wire_dtype,
+            *chosen,
+            wire_dtype,
         )
-
-    def choosing(
-        self,
-        implementation: Implementation,
-        top_k: int,
-        rows: jax.Array,
-        sent: jax.Array | jax.ShapeDtypeStruct | None = None,
-        sums_as: jnp.dtype | None = None,
-    ) -> _Config:
-        """With an implementation for these rows, sent as they are or as `sent` is.
-
-        A call with a wire_dtype and its gradient send different rows, and may differ in it.
-        """
-        choose = functools.partial(
-            primitives.choose_implementation,
-            implementation,
-            num_ranks=_num_ranks(self.axis_name),
-            top_k=top_k,
-            num_experts=self.num_experts,
-        )
-        plain = choose(rows)
-        chosen = plain
-        if self.wire_dtype is not None:
-            chosen = choose(rows if sent is None else sent, sums_as=sums_as)
-        return dataclasses.replace(self, implementation=chosen, implementation_of_cotangents=plain)
 
     @property
     def exchange(self) -> dict[str, Any]:
@@ -323,32 +399,13 @@ class _Config:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def unquantized(self) -> _Config:
+    def of_cotangents(self) -> _Config:
         return dataclasses.replace(
             self,
+            implementation=self.implementation_of_cotangents,
             wire_dtype=None,
             quantized=False,
-            implementation=self.implementation_of_cotangents,
         )
-
-
-def _sent_shape(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array | jax.ShapeDtypeStruct:
-    return x if wire_dtype is None else wire.packed(*x.shape)
-
-
-def _sent(wire_dtype: jnp.dtype | None, x: jax.Array) -> jax.Array:
-    """Rows as they cross the wire."""
-    return x if wire_dtype is None else wire.pack(*wire.quantize(x, wire_dtype))
-
-
-def _received(config: _Config, x: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """What was sent for x, as it is handed out: rows, and their scales or None."""
-    if config.wire_dtype is None:
-        return rows, None
-    values, scales = wire.unpack(rows, x.shape[1], config.wire_dtype)
-    if config.quantized:
-        return values, scales
-    return wire.dequantize(values, scales, x.dtype), None
 
 
 # The custom gradients. dispatch and combine are each other's transposes, so each one's backward
@@ -359,8 +416,8 @@ def _received(config: _Config, x: jax.Array, rows: jax.Array) -> tuple[jax.Array
 def _dispatch(
     config: _Config, x: jax.Array, topk_idx: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, Routes]:
-    rows, route = primitives.dispatch(_sent(config.wire_dtype, x), topk_idx, **config.exchange)
-    tokens, scales = _received(config, x, rows)
+    rows, route = primitives.dispatch(wire.sent(x, config.wire_dtype), topk_idx, **config.exchange)
+    tokens, scales = wire.received(rows, x, config.wire_dtype, config.quantized)
     return tokens, scales, route
 
 
@@ -371,13 +428,8 @@ def _dispatch_fwd(config, x, topk_idx):
 
 def _dispatch_bwd(config, route, cotangents):
     if config.quantized:
-        raise TypeError(
-            'dispatch(output="quantized") has no gradient with respect to x: the cotangent of '
-            f"{config.wire_dtype} rows would be {config.wire_dtype}. Use "
-            'output="dequantized", or give the cotangent of the rows to combine in a '
-            "jax.custom_vjp around the dispatch and the matmul."
-        )
-    return _combine(config.unquantized, cotangents[0], route), None
+        raise TypeError(wire.no_gradient(config.wire_dtype))
+    return _combine(config.of_cotangents, cotangents[0], route), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -385,13 +437,13 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch_like(config: _Config, x: jax.Array, route: Routes) -> jax.Array:
-    rows = primitives.dispatch_like(_sent(config.wire_dtype, x), route, **config.exchange)
-    return _received(config, x, rows)[0]
+    rows = primitives.dispatch_like(wire.sent(x, config.wire_dtype), route, **config.exchange)
+    return wire.received(rows, x, config.wire_dtype, config.quantized)[0]
 
 
 _dispatch_like.defvjp(
     lambda config, x, route: (_dispatch_like(config, x, route), route),
-    lambda config, route, g: (_combine(config.unquantized, g, route), None),  # type: ignore
+    lambda config, route, g: (_combine(config.of_cotangents, g, route), None),  # type: ignore
 )
 
 
@@ -402,7 +454,7 @@ def _combine(config: _Config, y: jax.Array, route: Routes) -> jax.Array:
 
 _combine.defvjp(
     lambda config, y, route: (_combine(config, y, route), route),
-    lambda config, route, g: (_dispatch_like(config.unquantized, g, route), None),
+    lambda config, route, g: (_dispatch_like(config.of_cotangents, g, route), None),
 )
 
 
@@ -426,44 +478,12 @@ def _weighted_combine_bwd(config, residuals, g):
 _weighted_combine.defvjp(_weighted_combine_fwd, _weighted_combine_bwd)
 
 
-def _as_axes(axis_name: AxisName) -> tuple[str, ...]:
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-
-
-def _num_ranks(axis_name: tuple[str, ...]) -> int:
-    try:
-        return lax.axis_size(axis_name)
-    except NameError as error:
-        raise ValueError(
-            f"axis_name {axis_name} is not bound here: call this inside jax.shard_map over "
-            f"{axis_name}."
-        ) from error
-
-
 def _check_handle(handle: Handle) -> None:
     if not isinstance(handle, Handle):
         raise TypeError(f"handle must be the Handle of a dispatch, but is {type(handle)}.")
-    num_ranks = _num_ranks(handle.axis_name)
+    num_ranks = checks.num_ranks(handle.axis_name)
     if handle.rows.ndim != 3 or handle.rows.shape[0] != num_ranks:
         raise ValueError(
             f"handle.rows must have shape [{num_ranks}, T, K], one plane for each rank along "
             f"{handle.axis_name}, but has shape {handle.rows.shape}."
         )
-
-
-def _check_wire(
-    name: str, rows: jax.Array, wire_dtype: jax.typing.DTypeLike | None
-) -> jnp.dtype | None:
-    if wire_dtype is None:
-        return None
-    wire.check(name, rows.shape[1], rows.dtype, wire_dtype)
-    return jnp.dtype(wire_dtype)
-
-
-def _check_array(name: str, array: jax.Array, ndim: int, kind: type, shape: str) -> None:
-    if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
-        raise TypeError(f"{name} must be an array {shape}, but is {type(array)}.")
-    if array.ndim != ndim:
-        raise ValueError(f"{name} must have rank {ndim}, {shape}, but has shape {array.shape}.")
-    if not jnp.issubdtype(array.dtype, kind):
-        raise TypeError(f"{name} must be {kind.__name__} {shape}, but has dtype {array.dtype}.")

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import routes
-from jax_ep.routes import Routes
+from jax_ep.routes import RankRoutes, Routes
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
+from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
 
@@ -121,6 +122,50 @@ def combine(
     return out[:, :hidden]
 
 
+def rank_dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+) -> tuple[jax.Array, ...]:
+    """Sends [T, H]: tokens [N, T, H], local_topk_idx [N, T, K] and, if given, the weights there."""
+    num_tokens, hidden = x.shape
+    x = _pad_hidden(x)
+    fabric = mesh_fabric(axis_name)
+    list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
+    tokens, local_topk_idx, weights = rank_dispatch_kernel.rank_dispatch(
+        x,
+        topk_idx,
+        topk_weights,
+        num_experts=num_experts,
+        fabric=fabric,
+        plan=rank_dispatch_plan(x, fabric.num_ranks, list_words),
+    )
+    tokens = tokens.reshape(-1, num_tokens, x.shape[1])[..., :hidden]
+    return (tokens, local_topk_idx) if weights is None else (tokens, local_topk_idx, weights)
+
+
+def rank_combine(
+    y: jax.Array, route: RankRoutes, *, num_experts: int, axis_name: AxisName
+) -> jax.Array:
+    """Returns the sums [N, T, H] to the tokens' owners and adds them: [T, H]."""
+    hidden = y.shape[-1]
+    y = _pad_hidden(y.reshape(-1, hidden))
+    out = combine_kernel.combine(
+        y,
+        None,
+        route.topk_idx,
+        route.local_topk_idx,
+        fabric=mesh_fabric(axis_name),
+        plan=combine_plan(y, *route.local_topk_idx.shape),
+        num_experts=num_experts,
+        by_rank=True,
+    )
+    return out[:, :hidden]
+
+
 def mesh_fabric(axis_name: AxisName) -> Mesh:
     """The ranks of the enclosing `shard_map`, as the kernels see them."""
     timeout_s = float(os.environ.get("JAX_EP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS))
@@ -144,7 +189,12 @@ def _dispatch_rows(
     """Rows that shared memory has room for in a dispatch, beside a row of zeros."""
     choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
     lists = 4 * num_ranks * (top_k + 1)
-    reserved = 4 * (5 * align_up(num_experts, LANES) + choices + lists) + _PADDING_BYTES
+    return _rows_beside(5 * align_up(num_experts, LANES) + choices + lists, hidden, dtype)
+
+
+def _rows_beside(words: int, hidden: int, dtype: jax.typing.DTypeLike) -> int:
+    """Rows that shared memory has room for beside so many words, and a row of zeros."""
+    reserved = 4 * words + _PADDING_BYTES
     zeros = Tiling.of(hidden, dtype).padded * jnp.dtype(dtype).itemsize
     return (SHARED_MEMORY_BYTES - reserved - zeros) // (hidden * jnp.dtype(dtype).itemsize)
 
@@ -164,6 +214,23 @@ def dispatch_plan(
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
         num_copy_slots=num_copy_slots,
+        step_tokens=1 if few else 2,
+    )
+
+
+def rank_dispatch_plan(x: Array, num_ranks: int, list_words: int) -> Plan:
+    """The same in the rank layout: nothing is copied, and a token's list may hold weights too."""
+    num_tokens, hidden = x.shape
+    choices = align_up(_WINDOW_TOKENS * list_words, LANES)
+    choices += num_ranks * align_up(2 * list_words, LANES)
+    words = choices + 2 * num_ranks * (list_words + 1)
+    num_slots = min(_MAX_SLOTS, _rows_beside(words, hidden, x.dtype))
+    few = num_tokens <= 256
+    return Plan(
+        num_blocks=min(64 if few else 128, num_tokens),
+        num_slots=num_slots,
+        store_lag=num_slots // 2,
+        window_tokens=_WINDOW_TOKENS,
         step_tokens=1 if few else 2,
     )
 

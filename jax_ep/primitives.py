@@ -1,15 +1,18 @@
 """The JAX primitives of the exchange: shapes, varying-axes types, and which kernel serves where.
 
-Four primitives, all without effects, all called inside `shard_map` over `axis_name`:
+Six primitives, all without effects, all called inside `shard_map` over `axis_name`:
 
   ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, E]
   ep_dispatch_like  x [T, H], *routes              -> tokens [R, H]
   ep_combine        y [R, H], *routes, weights?    -> out [T, H]
   ep_combine_grad   g [T, H], *routes, weights, y  -> dy [R, H], dweights [T, K]
+  ep_rank_dispatch  x [T, H], topk_idx, weights?   -> tokens [N, T, H], local_topk_idx [N, T, K],
+                                                      weights [N, T, K]?
+  ep_rank_combine   y [N, T, H], *rank routes      -> out [T, H]
 
 A payload is floating or, packed by `jax_ep.wire`, int32. `routes` are the three arrays of
-`jax_ep.routes.Routes`; weights are float32. Each primitive lowers to the Pallas kernels on the GPUs
-they serve, and to XLA's collectives everywhere else.
+`jax_ep.routes.Routes`, rank routes the two of `RankRoutes`; weights are float32. Each primitive
+lowers to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere else.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import pallas_exchange, xla_exchange
-from jax_ep.routes import Routes
+from jax_ep.routes import RankRoutes, Routes
 
 Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -82,7 +85,7 @@ def choose_implementation(
     if implementation == "xla":
         return "xla"
     reason = mesh_unavailable_reason() or pallas_exchange.unavailable_reason(
-        payload.shape[1], payload.dtype, num_ranks, top_k, num_experts
+        payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts
     )
     if sums_as is not None:
         reason = f"its combine sends sums in the dtype of the rows alone, not as {sums_as}"
@@ -99,6 +102,27 @@ def choose_implementation(
         f'implementation="pallas" cannot serve here: {reason}. '
         "implementation=None picks one that does."
     )
+
+
+def choose_implementations(
+    implementation: Implementation,
+    rows: jax.Array,
+    sent: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    axis_name: tuple[str, ...],
+    top_k: int,
+    num_experts: int,
+    sums_as: jnp.dtype | None = None,
+) -> tuple[Implementation, Implementation]:
+    """What to bind for rows as they are sent, and for their cotangents, which go as they are."""
+    choose = functools.partial(
+        choose_implementation,
+        implementation,
+        num_ranks=lax.axis_size(axis_name),
+        top_k=top_k,
+        num_experts=num_experts,
+    )
+    return choose(sent, sums_as=sums_as), choose(rows)
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[jax.Array, Routes]:
@@ -130,6 +154,28 @@ def combine_grad(
     operands = vary_alike((g, *route, topk_weights, y), params["axis_name"])
     dy, dweights = ep_combine_grad_p.bind(*operands, **params)
     return dy, dweights
+
+
+def rank_dispatch(
+    x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, **params: Any
+) -> tuple[jax.Array, RankRoutes, jax.Array | None]:
+    """Binds `ep_rank_dispatch`."""
+    operands = (x, topk_idx) if topk_weights is None else (x, topk_idx, topk_weights)
+    x, topk_idx, *rest = vary_alike(operands, params["axis_name"])
+    tokens, local_topk_idx, *weights = ep_rank_dispatch_p.bind(x, topk_idx, *rest, **params)
+    return tokens, RankRoutes(topk_idx, local_topk_idx), weights[0] if weights else None
+
+
+def rank_combine(y: jax.Array, route: RankRoutes, **params: Any) -> jax.Array:
+    """Binds `ep_rank_combine`."""
+    (out,) = ep_rank_combine_p.bind(*vary_alike((y, *route), params["axis_name"]), **params)
+    return out
+
+
+def return_weights(g: jax.Array, route: RankRoutes, axis_name: tuple[str, ...]) -> jax.Array:
+    """The cotangent of the weights of an `ep_rank_dispatch`: of [N, T, K], [T, K]."""
+    g, *routes = vary_alike((g, *route), axis_name)
+    return xla_exchange.return_weights(g, RankRoutes(*routes), axis_name=axis_name)
 
 
 def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
@@ -171,6 +217,15 @@ def _run_combine_grad(exchange, g, topk_idx, rows, counts, weights, y, *, axis_n
     return xla_exchange.combine_grad_of_rows(g_rows, weights, y, route, axis_name=axis_name)
 
 
+def _run_rank_dispatch(exchange, x, topk_idx, topk_weights=None, **params):
+    return exchange.rank_dispatch(x, topk_idx, topk_weights, **params)
+
+
+def _run_rank_combine(exchange, y, *route, wire_dtype, **params):
+    params |= {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
+    return (exchange.rank_combine(y, RankRoutes(*route), **params),)
+
+
 # What each primitive returns: (shape, dtype) of every result.
 
 
@@ -193,6 +248,17 @@ def _combine_shapes(y, topk_idx, *_, **__):
 
 def _combine_grad_shapes(g, topk_idx, rows, counts, weights, y, **_):
     return [(y.shape, y.dtype), (weights.shape, jnp.float32)]
+
+
+def _rank_dispatch_shapes(x, topk_idx, topk_weights=None, *, axis_name, **_):
+    num_ranks = lax.axis_size(axis_name)
+    of_ranks = (num_ranks, *topk_idx.shape)
+    weights = [] if topk_weights is None else [(of_ranks, topk_weights.dtype)]
+    return [((num_ranks, *x.shape), x.dtype), (of_ranks, jnp.int32), *weights]
+
+
+def _rank_combine_shapes(y, *_, **__):
+    return [(y.shape[1:], y.dtype)]
 
 
 def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Primitive:
@@ -252,3 +318,5 @@ ep_dispatch_p = _primitive("ep_dispatch", _run_dispatch, _dispatch_shapes)
 ep_dispatch_like_p = _primitive("ep_dispatch_like", _run_dispatch_like, _dispatch_like_shapes)
 ep_combine_p = _primitive("ep_combine", _run_combine, _combine_shapes)
 ep_combine_grad_p = _primitive("ep_combine_grad", _run_combine_grad, _combine_grad_shapes)
+ep_rank_dispatch_p = _primitive("ep_rank_dispatch", _run_rank_dispatch, _rank_dispatch_shapes)
+ep_rank_combine_p = _primitive("ep_rank_combine", _run_rank_combine, _rank_combine_shapes)

@@ -225,6 +225,58 @@ def _scatter(
     return received
 
 
+# --------------------------------------------------------------------------------- the rank layout
+
+
+class RankDispatched(NamedTuple):
+    """What one rank holds after `rank_dispatch`."""
+
+    tokens: Array  # [N, T, H]: row (s, t) is token t of rank s, or zero if it chose nobody here
+    local_topk_idx: Array  # [N, T, K] int32: its choices as local expert ids, -1 if not here
+    topk_weights: Array | None  # [N, T, K]: their weights, 0 where local_topk_idx is -1
+
+
+def rank_dispatch(
+    x_per_rank: Sequence[Array],
+    topk_idx_per_rank: Sequence[Array],
+    topk_weights_per_rank: Sequence[Array] | None = None,
+    *,
+    num_experts: int,
+) -> list[RankDispatched]:
+    """Send every token to the ranks that own its experts, one row per (source rank, token)."""
+    num_local = num_experts // len(x_per_rank)
+    received = []
+    for rank in range(len(x_per_rank)):
+        topk_idx = np.stack(topk_idx_per_rank).astype(np.int64)
+        here = (topk_idx >= rank * num_local) & (topk_idx < (rank + 1) * num_local)
+        local = np.where(here, topk_idx - rank * num_local, -1).astype(np.int32)
+        x = np.stack(x_per_rank)
+        tokens = np.where(here.any(axis=-1)[..., None], x, np.zeros((), x.dtype))
+        weights = None
+        if topk_weights_per_rank is not None:
+            all_weights = np.stack(topk_weights_per_rank)
+            weights = np.where(here, all_weights, np.zeros((), all_weights.dtype))
+        received.append(RankDispatched(tokens, local, weights))
+    return received
+
+
+def rank_combine(
+    y_per_rank: Sequence[Array], local_topk_idx_per_rank: Sequence[Array]
+) -> list[Array]:
+    """Bring N partial sums [N, T, H] back: out[t] of rank s is the sum over ranks of y[s, t].
+
+    Only rows of tokens with an expert there count; accumulated in float32, in rank order.
+    """
+    outputs = []
+    for owner in range(len(y_per_rank)):
+        out = np.zeros(y_per_rank[0].shape[1:], np.float32)
+        for y, local in zip(y_per_rank, local_topk_idx_per_rank, strict=True):
+            sent = (local[owner] >= 0).any(axis=-1)
+            out[sent] += y[owner][sent].astype(np.float32)
+        outputs.append(out.astype(y_per_rank[0].dtype))
+    return outputs
+
+
 # ------------------------------------------------------------------------------- rows on the wire
 
 

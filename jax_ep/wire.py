@@ -30,25 +30,54 @@ _WORD_BYTES = 4
 _SCALE_OF_LARGEST = (1 - 2**-22) / 448
 
 
-def check(name: str, hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: object) -> None:
-    """Raises ValueError or TypeError unless rows [*, hidden] can go as `wire_dtype`."""
+def checked(
+    name: str, rows: jax.Array, wire_dtype: jax.typing.DTypeLike | None
+) -> jnp.dtype | None:
+    """wire_dtype as a dtype; raises ValueError or TypeError unless `rows` can go as that."""
+    if wire_dtype is None:
+        return None
     try:
-        known = jnp.dtype(wire_dtype) in DTYPES  # type: ignore[call-overload]
+        known = jnp.dtype(wire_dtype) in DTYPES
     except TypeError:
         known = False
     if not known:
         names = ", ".join(jnp.dtype(d).name for d in DTYPES)
         raise ValueError(f"wire_dtype must be None or {names}, but is {wire_dtype!r}.")
-    if hidden % BLOCK:
+    dtype = jnp.dtype(wire_dtype)
+    if rows.shape[-1] % BLOCK:
         raise ValueError(
-            f"wire_dtype={jnp.dtype(wire_dtype).name} needs rows of whole blocks of {BLOCK} "  # type: ignore[call-overload]
-            f"values, but {name} has {hidden} columns; pad them."
+            f"wire_dtype={dtype.name} needs rows of whole blocks of {BLOCK} values, but {name} has "
+            f"{rows.shape[-1]} columns; pad them."
         )
-    if jnp.dtype(dtype).itemsize < 2:
+    if rows.dtype.itemsize < 2:
         raise TypeError(
-            f"{name} is sent as {jnp.dtype(wire_dtype).name} from a wider dtype, "  # type: ignore[call-overload]
-            f"but has dtype {jnp.dtype(dtype).name}; leave wire_dtype out."
+            f"{name} is sent as {dtype.name} from a wider dtype, but has dtype {rows.dtype}; leave "
+            "wire_dtype out."
         )
+    return dtype
+
+
+def sent(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
+    """Rows [..., H] as they cross the wire: as they are, or quantized and packed."""
+    return x if wire_dtype is None else pack(*quantize(x, wire_dtype))
+
+
+def sent_shape(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of `sent`."""
+    if wire_dtype is None:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    words = x.shape[-1] // _WORD_BYTES + x.shape[-1] // BLOCK
+    return jax.ShapeDtypeStruct((*x.shape[:-1], words), jnp.int32)
+
+
+def received(
+    rows: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None, quantized: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """What came of `sent(x)`, as it is handed out: rows, and the scales of quantized ones."""
+    if wire_dtype is None:
+        return rows, None
+    values, scales = unpack(rows, x.shape[-1], wire_dtype)
+    return (values, scales) if quantized else (dequantize(values, scales, x.dtype), None)
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -88,6 +117,10 @@ def unpack(
     return rows, lax.bitcast_convert_type(scales, jnp.float32)
 
 
-def packed(num_rows: int, hidden: int) -> jax.ShapeDtypeStruct:
-    """What `pack` makes of [num_rows, hidden]."""
-    return jax.ShapeDtypeStruct((num_rows, hidden // _WORD_BYTES + hidden // BLOCK), jnp.int32)
+def no_gradient(wire_dtype: jnp.dtype | None) -> str:
+    """Why nobody can differentiate a dispatch of quantized output, and what would do."""
+    return (
+        f'dispatch(output="quantized") has no gradient: the cotangent of {wire_dtype} rows would '
+        f'be {wire_dtype}. Use output="dequantized", or give the cotangent of the rows to combine '
+        "in a jax.custom_vjp around the dispatch and the matmul."
+    )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import routes, wire
-from jax_ep.routes import Routes
+from jax_ep.routes import RankRoutes, Routes
 
 AxisName = tuple[str, ...]
 
@@ -83,13 +83,8 @@ def combine(
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
     if wire_dtype is None:
-        partial_sums = _swap_ranks(partial_sum.astype(y.dtype), axis_name)
-    else:
-        words = _swap_ranks(wire.pack(*wire.quantize(partial_sum, wire_dtype)), axis_name)
-        sums, scales = wire.unpack(words, y.shape[1], wire_dtype)
-        partial_sums = wire.dequantize(sums, scales, jnp.float32)
-    in_rank_order = (partial_sums[rank].astype(jnp.float32) for rank in range(num_ranks))
-    return functools.reduce(jnp.add, in_rank_order).astype(y.dtype)
+        partial_sum = partial_sum.astype(y.dtype)
+    return _add_ranks(partial_sum, axis_name, wire_dtype).astype(y.dtype)
 
 
 def combine_grad_of_rows(
@@ -106,6 +101,60 @@ def combine_grad_of_rows(
     products = jnp.sum(g_rows * y.astype(jnp.float32), axis=1)
     dweights = _swap_ranks(_fill(products, route.rows), axis_name)
     return dy, jnp.sum(dweights, axis=0)  # at most one rank's term is not zero: the sum is exact
+
+
+def rank_dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+) -> tuple[jax.Array, ...]:
+    """Sends [T, H]: tokens [N, T, H], local_topk_idx [N, T, K] and, if given, the weights there."""
+    all_topk_idx = _stack_ranks(topk_idx, axis_name)
+    num_local_experts = num_experts // all_topk_idx.shape[0]
+    local = all_topk_idx - lax.axis_index(axis_name) * num_local_experts
+    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
+    here &= (local >= 0) & (local < num_local_experts)
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # NaNs keep their payload
+    received = jnp.where(jnp.any(here, axis=-1, keepdims=True), _stack_ranks(bits, axis_name), 0)
+    results = lax.bitcast_convert_type(received, x.dtype), jnp.where(here, local, -1)
+    if topk_weights is None:
+        return results
+    return *results, jnp.where(here, _stack_ranks(topk_weights, axis_name), 0)
+
+
+def rank_combine(
+    y: jax.Array,
+    route: RankRoutes,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """Returns the sums [N, T, H] to the tokens' owners and adds them: [T, H]."""
+    del num_experts  # the routes know
+    sent = jnp.any(route.local_topk_idx >= 0, axis=-1, keepdims=True)
+    return _add_ranks(jnp.where(sent, y, 0), axis_name, wire_dtype).astype(y.dtype)
+
+
+def return_weights(g: jax.Array, route: RankRoutes, *, axis_name: AxisName) -> jax.Array:
+    """The cotangent of weights that a rank dispatch sent, of [N, T, K]: [T, K]."""
+    returned = _swap_ranks(jnp.where(route.local_topk_idx >= 0, g, 0), axis_name)
+    return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
+
+
+def _add_ranks(sums: jax.Array, axis_name: AxisName, wire_dtype: jnp.dtype | None) -> jax.Array:
+    """Sends [N, T, H] by owner, as they are or quantized; adds what comes in: [T, H] float32."""
+    if wire_dtype is None:
+        sums = _swap_ranks(sums, axis_name)
+    else:
+        words = _swap_ranks(wire.pack(*wire.quantize(sums, wire_dtype)), axis_name)
+        rows, scales = wire.unpack(words, sums.shape[-1], wire_dtype)
+        sums = wire.dequantize(rows, scales, jnp.float32)
+    in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
+    return functools.reduce(jnp.add, in_rank_order)
 
 
 def _gather_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -322,8 +322,8 @@ class _Dispatch:
                     fabric.mine(all_counts)[source] = per_source[source]
 
     def _send(
-        self, x, choices_ref, tokens, rows, semaphores, *, choices, next_rows, slots, step_lists,
-        step_places, full, **_,
+        self, x, choices_ref, tokens, rows, semaphores, *, choices, slots, step_lists, step_places,
+        full, **bookkeeping,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
         num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
@@ -331,40 +331,6 @@ class _Dispatch:
         rank, block = fabric.rank(), lax.axis_index("block")
         first_token, num_tokens = self._range()
         peers = [lax.rem(i + plan.peer_offset(rank, block), num_ranks) for i in range(num_ranks)]
-
-        def rows_at_peers(entry):
-            """[N][K]: the row of each choice at each rank, in the order of `peers`."""
-            if self.routes_known:
-                entries = [entry + choice for choice in range(top_k)]
-                return [[choices[peer, e] for e in entries] for peer in peers]
-            # Read where each expert's next row goes, all threads, then count this token's choices.
-            experts = [choices[0, entry + choice] for choice in range(top_k)]
-            valid = [(e >= 0) & (e < self.num_experts) for e in experts]
-            experts = [jnp.where(v, e, 0) for e, v in zip(experts, valid, strict=True)]
-            found = [next_rows[expert] for expert in experts]
-            for choice in range(top_k):
-                for earlier in range(choice):
-                    again = valid[earlier] & (experts[earlier] == experts[choice])
-                    found[choice] = found[choice] + again.astype(jnp.int32)
-            fabric.barrier()
-            for choice, expert in enumerate(experts):
-
-                @pl.when(valid[choice])
-                def _():
-                    next_rows[expert] = found[choice] + 1
-
-            fabric.barrier()  # the next token reads what this one has counted
-            owners = [
-                jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
-                for e, v in zip(experts, valid, strict=True)
-            ]
-            return [
-                [
-                    jnp.where(owner == peer, row, _NOWHERE)
-                    for owner, row in zip(owners, found, strict=True)
-                ]
-                for peer in peers
-            ]
 
         def list_token(i, carry):
             """Notes the first place of a token at each peer, and tells the peer all of them."""
@@ -375,13 +341,11 @@ class _Dispatch:
                 self._open_window(choices_ref, i, choices=choices)
 
             entry = (first_token + i) * top_k
-            found = rows_at_peers(entry - window.start(entry - in_window * top_k))
+            in_choices = entry - window.start(entry - in_window * top_k)
+            found = self._lists(in_choices, peers, choices=choices, **bookkeeping)
             in_step = lax.rem(i, jnp.int32(step_tokens))
             for peer, peer_rows in zip(peers, found, strict=True):
-                place = jnp.int32(_NOWHERE)
-                for row in reversed(peer_rows):
-                    place = jnp.where((row >= 0) & (row < self.capacity), row, place)
-                step_places[in_step, peer] = place
+                step_places[in_step, peer] = self._place(peer_rows, i)
                 if self.routes_known:
                     continue
                 for choice, row in enumerate(peer_rows):
@@ -437,6 +401,48 @@ class _Dispatch:
         plgpu.wait_smem_to_gmem(0)
         fabric.stage(1)
         fabric.signal(semaphores, _PUT)
+
+    def _lists(self, entry, peers, *, choices, next_rows, **_):
+        """[N][K]: the row of each choice at each rank, in the order of `peers`."""
+        if self.routes_known:
+            entries = [entry + choice for choice in range(self.top_k)]
+            return [[choices[peer, e] for e in entries] for peer in peers]
+        # Read where each expert's next row goes, all threads, then count this token's choices.
+        experts = [choices[0, entry + choice] for choice in range(self.top_k)]
+        valid = [(e >= 0) & (e < self.num_experts) for e in experts]
+        experts = [jnp.where(v, e, 0) for e, v in zip(experts, valid, strict=True)]
+        found = [next_rows[expert] for expert in experts]
+        for choice in range(self.top_k):
+            for earlier in range(choice):
+                again = valid[earlier] & (experts[earlier] == experts[choice])
+                found[choice] = found[choice] + again.astype(jnp.int32)
+        self.fabric.barrier()
+        for choice, expert in enumerate(experts):
+
+            @pl.when(valid[choice])
+            def _():
+                next_rows[expert] = found[choice] + 1
+
+        self.fabric.barrier()  # the next token reads what this one has counted
+        owners = [
+            jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
+            for e, v in zip(experts, valid, strict=True)
+        ]
+        return [
+            [
+                jnp.where(owner == peer, row, _NOWHERE)
+                for owner, row in zip(owners, found, strict=True)
+            ]
+            for peer in peers
+        ]
+
+    def _place(self, rows, i):
+        """Where the i-th token goes first at a peer, given the list for it; or nowhere."""
+        del i
+        place = jnp.int32(_NOWHERE)
+        for row in reversed(rows):
+            place = jnp.where((row >= 0) & (row < self.capacity), row, place)
+        return place
 
     def _receive(
         self,

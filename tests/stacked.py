@@ -14,6 +14,7 @@ from contract import Case, owned_rows, routing, small_integers, small_weights, w
 from jax_ep import reference, routes
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
+from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Fabric
 from pallas_kernels.plan import Plan
 
@@ -109,6 +110,22 @@ class Problem:
         return small_weights(self._generator(), self.topk_idx.shape, np.float32)
 
     @functools.cached_property
+    def dispatched_by_rank(self) -> list[reference.RankDispatched]:
+        """What a dispatch of `x` gives in the rank layout."""
+        weights = None if self.weights is None else list(self.weights)
+        return reference.rank_dispatch(
+            list(self.x), list(self.topk_idx), weights, num_experts=self.num_experts
+        )
+
+    @functools.cached_property
+    def sums(self) -> np.ndarray:
+        """[N, N, T, H]: as `y`, in the rank layout."""
+        shape = (self.num_ranks, self.num_ranks, self.num_tokens, self.hidden)
+        sums = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
+        local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
+        return with_nan_elsewhere(sums, (local >= 0).any(axis=-1))
+
+    @functools.cached_property
     def combined(self) -> np.ndarray:
         """[N, T, H]: what a combine of `y` gives."""
         sent = [d.routes for d in self.dispatched(self.num_rows)]
@@ -168,4 +185,33 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **stage: Any) -> Any:
         plan=plan,
         num_experts=problem.num_experts,
         **stage,
+    )
+
+
+def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
+    """A call of the dispatch kernel of the rank layout: -> tokens, local_topk_idx, weights."""
+    return functools.partial(
+        rank_dispatch_kernel.rank_dispatch,
+        jnp.asarray(problem.x),
+        jnp.asarray(problem.topk_idx),
+        None if problem.weights is None else jnp.asarray(problem.weights),
+        num_experts=problem.num_experts,
+        fabric=fabric,
+        plan=plan,
+    )
+
+
+def rank_combine(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
+    """A call of the combine kernel on partial sums by rank: -> out."""
+    received = problem.dispatched_by_rank
+    return functools.partial(
+        combine_kernel.combine,
+        jnp.asarray(problem.sums).reshape(problem.num_ranks, -1, problem.hidden),
+        None,
+        jnp.asarray(problem.topk_idx),
+        jnp.asarray(np.stack([r.local_topk_idx for r in received])),
+        fabric=fabric,
+        plan=plan,
+        num_experts=problem.num_experts,
+        by_rank=True,
     )
