@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+Rows = jax.Array | jax.ShapeDtypeStruct
+
 BLOCK = 128  # values to a scale
 DTYPES = (jnp.float8_e4m3fn,)
 _MIN_SCALE = 2.0**-117  # so that no product of a value and a scale is subnormal
@@ -30,9 +32,7 @@ _WORD_BYTES = 4
 _SCALE_OF_LARGEST = (1 - 2**-22) / 448
 
 
-def checked(
-    name: str, rows: jax.Array, wire_dtype: jax.typing.DTypeLike | None
-) -> jnp.dtype | None:
+def checked(name: str, rows: Rows, wire_dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
     """wire_dtype as a dtype; raises ValueError or TypeError unless `rows` can go as that."""
     if wire_dtype is None:
         return None
@@ -62,7 +62,7 @@ def sent(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
     return x if wire_dtype is None else pack(*quantize(x, wire_dtype))
 
 
-def sent_shape(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.ShapeDtypeStruct:
+def sent_shape(x: Rows, wire_dtype: jnp.dtype | None) -> jax.ShapeDtypeStruct:
     """The shape and dtype of `sent`."""
     if wire_dtype is None:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
