@@ -16,6 +16,7 @@ peer reads of its inputs is read before that peer's last signal.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,10 +26,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
+from pallas_kernels import quantize, short_copies
 from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
 _NOWHERE = -1
 _PUT = 0  # channel, signalled after each step and at the end: see _Dispatch._send
+
+Payload = jax.Array | tuple[jax.Array, ...]
+
+
+def payload(parts: Sequence[jax.Array]) -> Payload:
+    """What arrived: rows, or rows and their scales."""
+    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def dispatch(
@@ -41,8 +50,9 @@ def dispatch(
     plan: Plan,
     capacity: int,
     expert_alignment: int,
+    wire_dtype: Any = None,
     stage: str = "all",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Payload, jax.Array, jax.Array]:
     """Routes and moves the rows. With a stacked fabric every array has a leading rank axis.
 
     Args:
@@ -54,26 +64,29 @@ def dispatch(
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
       expert_alignment: each expert's block starts at a multiple of this.
+      wire_dtype: None; or float8_e4m3fn, in which the rows travel and arrive, with a scale for
+        every 128 values; then H is a multiple of 512.
       stage: "all"; or, where ranks are stacked, "put", which leaves out the copies of `fan_out`.
 
     Returns:
-      tokens [R, H], rows [N, T, K] int32, counts [N, E] int32 of all ranks.
+      tokens [R, H], or with a wire_dtype two of them, (rows [R, H], scales [R, H / 128]);
+      rows [N, T, K] int32, counts [N, E] int32 of all ranks.
     """
     (num_tokens, top_k), num_experts = topk_idx.shape[-2:], counts.shape[-1]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        routes_known=False, stage=stage,
+        routes_known=False, stage=stage, wire_dtype=wire_dtype,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
-    tokens, rows, all_counts = kernel.call(
+    *tokens, rows, all_counts = kernel.call(
         x,
         kernel.window.pad(topk_idx.reshape(flat), _NOWHERE),
         pad_last(counts, kernel.count_width - num_experts),
         pad_last(counts_before, kernel.count_width - num_experts),
     )
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
-    return tokens, rows, all_counts[..., :num_experts]
+    return payload(tokens), rows, all_counts[..., :num_experts]
 
 
 def dispatch_like(
@@ -85,19 +98,20 @@ def dispatch_like(
     plan: Plan,
     capacity: int,
     expert_alignment: int,
+    wire_dtype: Any = None,
     stage: str = "all",
-) -> jax.Array:
+) -> Payload:
     """Moves [T, H] along known routes (rows [N, T, K], counts [N, E]) to tokens [R, H]."""
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        routes_known=True, stage=stage,
+        routes_known=True, stage=stage, wire_dtype=wire_dtype,
     )  # fmt: skip
-    (tokens,) = kernel.call(
+    tokens = kernel.call(
         x,
         kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE),
         pad_last(counts, kernel.count_width - counts.shape[-1]),
     )
-    return tokens
+    return payload(tokens)
 
 
 def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Plan) -> jax.Array:
@@ -128,11 +142,13 @@ class _Dispatch:
     plan: Plan
     window: Window  # the sender's
     step_window: Window  # the receiver's
+    wire_dtype: Any = None
 
     @classmethod
     def of(
-        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, routes_known, stage
-    ):
+        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, routes_known, stage,
+        wire_dtype=None,
+    ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
         step_window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
@@ -142,7 +158,15 @@ class _Dispatch:
             routes_known, stage, fabric, plan,
             window=dataclasses.replace(window, total=total),
             step_window=dataclasses.replace(step_window, total=total),
+            wire_dtype=wire_dtype,
         )  # fmt: skip
+
+    @property
+    def parts(self) -> list[tuple[int, Any]]:
+        """What a row consists of on its way and where it arrives: columns and dtype of each."""
+        if self.wire_dtype is None:
+            return [(self.hidden, self.dtype)]
+        return [(self.hidden, self.wire_dtype), (self.hidden // quantize.BLOCK, jnp.float32)]
 
     @property
     def num_local_experts(self) -> int:
@@ -161,7 +185,7 @@ class _Dispatch:
         return min(self.plan.step_tokens, self.tokens_per_block)
 
     def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        out_type = [jax.ShapeDtypeStruct((self.capacity, self.hidden), self.dtype)]
+        out_type = [jax.ShapeDtypeStruct((self.capacity, width), t) for width, t in self.parts]
         if not self.routes_known:
             out_type += [
                 jax.ShapeDtypeStruct((self.num_ranks, self.window.total), jnp.int32),
@@ -188,27 +212,36 @@ class _Dispatch:
             choices=plgpu.SMEM(
                 (ranks if self.routes_known else 1, self.window.width), jnp.int32
             ),  # rows at each peer, or experts
-            slots=plgpu.SMEM((slots, self.hidden), self.dtype),
+            **self._row_types(),
             step_lists=plgpu.SMEM((self.step_tokens, ranks, top_k), jnp.int32),
             step_places=plgpu.SMEM((self.step_tokens, ranks), jnp.int32),
             step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
             step_copies=plgpu.SMEM((self.step_tokens * ranks, top_k), jnp.int32),
-            copies=plgpu.SMEM((copies, self.hidden), self.dtype),
-            zeros=plgpu.SMEM((Tiling.of(self.hidden, self.dtype).padded,), self.dtype),
+            copies=[plgpu.SMEM((copies, width), t) for width, t in self.parts],
+            zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in self.parts],
             laid_out=plgpu.Barrier(),
             full=plgpu.Barrier(num_barriers=(slots,)),
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
         )
 
+    def _row_types(self) -> dict[str, Any]:
+        """The sender's ring: rows as they leave and, if they are quantized first, as they are."""
+        slots = self.plan.num_slots
+        types: dict[str, Any] = dict(slots=[plgpu.SMEM((slots, w), t) for w, t in self.parts])
+        if self.wire_dtype is not None:
+            types["wide_slots"] = plgpu.SMEM((slots, self.hidden), self.dtype)
+        return types
+
     def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         if self.stage == "fan_out":
             put_tokens, rows, tokens = refs
+            put_tokens, tokens = [put_tokens], [tokens]
         elif self.routes_known:
-            x, rows, counts, tokens = refs
+            x, rows, counts, *tokens = refs
             choices, counts_before, all_counts, put_tokens = rows, None, None, tokens
         else:
-            x, choices, counts, counts_before, tokens, rows, all_counts = refs
+            x, choices, counts, counts_before, *tokens, rows, all_counts = refs
             put_tokens = tokens
 
         if self.stage != "fan_out":
@@ -218,7 +251,7 @@ class _Dispatch:
                 self.fabric.stage(0)
                 self._fetch_first(x, **scratch)
                 per_source, earlier = self._read_counts(counts, counts_before)
-                self.fabric.touch(tokens, *(() if self.routes_known else (rows,)))
+                self.fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
                 self._open_window(choices, 0, **scratch)
                 self._lay_out(per_source, earlier, all_counts, **scratch)
                 plgpu.barrier_arrive(laid_out)
@@ -245,17 +278,18 @@ class _Dispatch:
         _, num_tokens = self._range()
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
-    def _fetch(self, x, token, i, *, slots, full):
+    def _fetch(self, x, token, i, *, slots, full, wide_slots=None, **_):
         slot = lax.rem(i, jnp.int32(self.plan.num_slots))
+        (ring,) = slots if wide_slots is None else [wide_slots]
         plgpu.copy_gmem_to_smem(
-            self.fabric.mine(x).at[token], slots.at[slot], full.at[slot], oob_mode=fb.IN_BOUNDS
+            self.fabric.mine(x).at[token], ring.at[slot], full.at[slot], oob_mode=fb.IN_BOUNDS
         )
 
-    def _fetch_first(self, x, *, slots, full, **_):
+    def _fetch_first(self, x, **scratch):
         first, count = self._range()
 
         def fetch(i, _):
-            self._fetch(x, first + i, i, slots=slots, full=full)
+            self._fetch(x, first + i, i, **scratch)
 
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
 
@@ -323,7 +357,7 @@ class _Dispatch:
 
     def _send(
         self, x, choices_ref, tokens, rows, semaphores, *, choices, slots, step_lists, step_places,
-        full, **bookkeeping,
+        full, wide_slots=None, **bookkeeping,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
         num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
@@ -363,22 +397,35 @@ class _Dispatch:
                     )
             return carry
 
+        def fetch_after(i):
+            """Into the slot of the i-th token, if there is one, once it is free."""
+            ahead = i + num_slots
+
+            @pl.when((i >= 0) & (ahead < num_tokens))
+            def _():
+                self._fetch(
+                    x, first_token + ahead, ahead, slots=slots, full=full, wide_slots=wide_slots
+                )
+
         def send_token(i, carry):
             slot, in_step = lax.rem(i, jnp.int32(num_slots)), lax.rem(i, jnp.int32(step_tokens))
             plgpu.barrier_wait(full.at[slot])
+            if wide_slots is not None:
+                quantize.quantize_row(
+                    fabric, wide_slots.at[slot], *(part.at[slot] for part in slots)
+                )
+                plgpu.commit_smem()  # all have read the wide row, and the puts see the other
+                fetch_after(i)
             for peer in peers:
                 place = step_places[in_step, peer]
-                fb.put_if(fabric, place >= 0, slots.at[slot], fabric.peer(tokens, peer).at[place])
+                for part, ref in zip(slots, tokens, strict=True):
+                    fb.put_if(fabric, place >= 0, part.at[slot], fabric.peer(ref, peer).at[place])
             plgpu.commit_smem_to_gmem_group()
 
             # Once a slot's puts have read it, it takes the next token.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            ahead = i - lag + num_slots
-
-            @pl.when((i >= lag) & (ahead < num_tokens))
-            def _():
-                self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
-
+            if wide_slots is None:
+                fetch_after(i - lag)
             return carry
 
         def send_step(step, carry):
@@ -501,24 +548,35 @@ class _Dispatch:
                 first = jnp.where(place >= 0, place, first)
             slot = lax.rem(begun + i, jnp.int32(num_copies))
             plgpu.copy_gmem_to_smem(
-                fabric.mine(put_tokens).at[first],
-                copies.at[slot],
+                fabric.mine(put_tokens[0]).at[first],
+                copies[0].at[slot],
                 copy_full.at[slot],
                 oob_mode=fb.IN_BOUNDS,
             )
+            if self.wire_dtype is not None:
+                scales, ring = put_tokens[1], copies[1]
+                short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[slot])
+                short_copies.commit_group(fabric)
 
-        def finish(i, begun):
+        def finish(i, begun, count):
             slot = lax.rem(begun + i, jnp.int32(num_copies))
             plgpu.barrier_wait(copy_full.at[slot])
+            if self.wire_dtype is not None:
+                lax.cond(
+                    i + num_copies <= count,  # as many were begun after this one, but for the last
+                    lambda: short_copies.wait(fabric, num_copies - 1),
+                    lambda: short_copies.wait(fabric, 0),
+                )
             copied_from = step_copies[i, 0] >= 0
             for choice in range(1, top_k):
                 place = step_copies[i, choice]
-                fb.put_if(
-                    fabric,
-                    copied_from & (place >= 0),
-                    copies.at[slot],
-                    fabric.mine(tokens).at[place],
-                )
+                for part, ref in zip(copies, tokens, strict=True):
+                    fb.put_if(
+                        fabric,
+                        copied_from & (place >= 0),
+                        part.at[slot],
+                        fabric.mine(ref).at[place],
+                    )
                 copied_from = copied_from | (place >= 0)
             plgpu.commit_smem_to_gmem_group()
 
@@ -535,7 +593,7 @@ class _Dispatch:
                 return carry
 
             def copy_row(i, carry):
-                finish(i, begun)
+                finish(i, begun, count)
 
                 @pl.when(i + num_copies < count)
                 def _():
@@ -560,7 +618,8 @@ class _Dispatch:
     def _fill(self, tokens, *, zeros, block_ends, **_):
         plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
-        zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
+        for part in zeros:
+            part[...] = jnp.zeros(part.shape, part.dtype)
         plgpu.commit_smem()
 
         def fill_gap(begin, end):
@@ -569,10 +628,9 @@ class _Dispatch:
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
 
             def fill_row(i, carry):
-                plgpu.copy_smem_to_gmem(
-                    zeros.at[pl.ds(0, self.hidden)],
-                    self.fabric.mine(tokens).at[begin + block + i * num_blocks],
-                )
+                row = begin + block + i * num_blocks
+                for part, ref, (width, _) in zip(zeros, tokens, self.parts, strict=True):
+                    plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
                 return carry
 
             lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
-from pallas_kernels.dispatch import _NOWHERE, _PUT, _Dispatch
+from pallas_kernels.dispatch import _NOWHERE, _PUT, Payload, _Dispatch, payload
 from pallas_kernels.plan import Plan, Tiling
 
 
@@ -32,7 +32,8 @@ def rank_dispatch(
     num_experts: int,
     fabric: fb.Fabric,
     plan: Plan,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    wire_dtype: Any = None,
+) -> tuple[Payload, jax.Array, jax.Array | None]:
     """Moves the rows. With a stacked fabric every array has a leading rank axis.
 
     Args:
@@ -42,9 +43,11 @@ def rank_dispatch(
       num_experts: E.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the ring.
+      wire_dtype: as in `dispatch`.
 
     Returns:
-      tokens [N · T, H], local_topk_idx [N, T, K] int32 (-1 where the choice is not of this rank),
+      tokens [N · T, H], or with a wire_dtype rows and scales as in `dispatch`;
+      local_topk_idx [N, T, K] int32 (-1 where the choice is not of this rank),
       and topk_weights [N, T, K] (0 there), or None.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
@@ -56,11 +59,12 @@ def rank_dispatch(
     width = choices.shape[-1]
     kernel = _RankDispatch.of(
         x, (num_ranks, num_tokens, width), num_experts, num_ranks * num_tokens, 1, fabric, plan,
-        routes_known=False, stage="all",
+        routes_known=False, stage="all", wire_dtype=wire_dtype,
     )  # fmt: skip
     kernel = dataclasses.replace(kernel, num_choices=top_k)
     flat = choices.reshape(*lead, num_tokens * width)
-    tokens, lists = kernel.call(x, kernel.window.pad(flat, _NOWHERE))
+    *parts, lists = kernel.call(x, kernel.window.pad(flat, _NOWHERE))
+    tokens = payload(parts)
     lists = lists[..., : num_tokens * width].reshape(*lead, num_ranks, num_tokens, width)
     if topk_weights is None:
         return tokens, lists, None
@@ -82,7 +86,7 @@ class _RankDispatch(_Dispatch):
             num_blocks=self.plan.num_blocks,
             num_warpgroups=2,
             out_type=[
-                jax.ShapeDtypeStruct((self.capacity, self.hidden), self.dtype),
+                *(jax.ShapeDtypeStruct((self.capacity, width), t) for width, t in self.parts),
                 jax.ShapeDtypeStruct((self.num_ranks, self.window.total), jnp.int32),
             ],
             scratch_types=self._scratch_types(),
@@ -93,23 +97,23 @@ class _RankDispatch(_Dispatch):
         slots, ranks = self.plan.num_slots, self.num_ranks
         return dict(
             choices=plgpu.SMEM((1, self.window.width), jnp.int32),
-            slots=plgpu.SMEM((slots, self.hidden), self.dtype),
+            **self._row_types(),
             step_lists=plgpu.SMEM((self.step_tokens, ranks, self.top_k), jnp.int32),
             step_places=plgpu.SMEM((self.step_tokens, ranks), jnp.int32),
             step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
-            zeros=plgpu.SMEM((Tiling.of(self.hidden, self.dtype).padded,), self.dtype),
+            zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in self.parts],
             full=plgpu.Barrier(num_barriers=(slots,)),
         )
 
     def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
-        x, choices, tokens, lists = refs
+        x, choices, *tokens, lists = refs
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
         def _sender():
             self.fabric.stage(0)
             self._fetch_first(x, **scratch)
-            self.fabric.touch(tokens, lists)
+            self.fabric.touch(*tokens, lists)
             self._open_window(choices, 0, **scratch)
             self._send(x, choices, tokens, lists, semaphores, **scratch)
 
@@ -148,7 +152,8 @@ class _RankDispatch(_Dispatch):
     def _receive_lists(self, lists, tokens, semaphores, *, step_rows, zeros, **_):
         fabric, window, width = self.fabric, self.step_window, self.top_k
         first_token, num_tokens = self._range()
-        zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
+        for part in zeros:
+            part[...] = jnp.zeros(part.shape, part.dtype)
         plgpu.commit_smem()
 
         def receive_step(step, carry):
@@ -169,12 +174,14 @@ class _RankDispatch(_Dispatch):
                 source, i = lax.rem(pair, self.num_ranks), lax.div(pair, self.num_ranks)
                 entry = (step_token + i) * width - start
                 words = [step_rows[source, entry + word] for word in range(self.num_choices)]
-                fb.put_if(
-                    fabric,
-                    ~self._any_expert(words),
-                    zeros.at[pl.ds(0, self.hidden)],
-                    fabric.mine(tokens).at[source * self.num_tokens + step_token + i],
-                )
+                row = source * self.num_tokens + step_token + i
+                for part, ref, (columns, _) in zip(zeros, tokens, self.parts, strict=True):
+                    fb.put_if(
+                        fabric,
+                        ~self._any_expert(words),
+                        part.at[pl.ds(0, columns)],
+                        fabric.mine(ref).at[row],
+                    )
                 return carry
 
             pairs = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
