@@ -229,10 +229,10 @@ def dispatch(
     chosen = primitives.choose_implementations(
         implementation,
         x,
-        wire.sent_shape(x, wire_dtype),
         axis_name=axis_name,
         top_k=topk_idx.shape[1],
         num_experts=num_experts,
+        sent_as=wire_dtype,
     )
     config = _Config(
         axis_name,
@@ -297,7 +297,7 @@ def combine(
             f"{handle.capacity}, but y has shape {y.shape}."
         )
     wire_dtype = wire.checked("y", y, wire_dtype)
-    config = _Config.of(handle, implementation, y, y, wire_dtype, sums_as=wire_dtype)
+    config = _Config.of(handle, implementation, y, wire_dtype, sums_as=wire_dtype)
     if topk_weights is None:
         (y,) = primitives.vary_alike((y,), axis_name)
         return _combine(config, y, handle.routes)
@@ -345,8 +345,7 @@ def dispatch_like(
             f"dispatch and at least one column, but has shape {x.shape}."
         )
     wire_dtype = wire.checked("x", x, wire_dtype)
-    sent = wire.sent_shape(x, wire_dtype)
-    config = _Config.of(handle, implementation, x, sent, wire_dtype)
+    config = _Config.of(handle, implementation, x, wire_dtype, sent_as=wire_dtype)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
@@ -370,18 +369,16 @@ class _Config:
         handle: Handle,
         implementation: Implementation,
         rows: jax.Array,
-        sent: jax.Array | jax.ShapeDtypeStruct,
         wire_dtype: jnp.dtype | None,
-        sums_as: jnp.dtype | None = None,
+        **uses_of_wire: jnp.dtype | None,
     ) -> _Config:
         chosen = primitives.choose_implementations(
             implementation,
             rows,
-            sent,
             axis_name=handle.axis_name,
             top_k=handle.rows.shape[2],
             num_experts=handle.num_experts,
-            sums_as=sums_as,
+            **uses_of_wire,
         )
         return cls(
             handle.axis_name,
@@ -416,9 +413,10 @@ class _Config:
 def _dispatch(
     config: _Config, x: jax.Array, topk_idx: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, Routes]:
-    rows, route = primitives.dispatch(wire.sent(x, config.wire_dtype), topk_idx, **config.exchange)
-    tokens, scales = wire.received(rows, x, config.wire_dtype, config.quantized)
-    return tokens, scales, route
+    received, route = primitives.dispatch(
+        x, topk_idx, wire_dtype=config.wire_dtype, **config.exchange
+    )
+    return *wire.handed_out(received, x.dtype, config.quantized), route
 
 
 def _dispatch_fwd(config, x, topk_idx):
@@ -437,8 +435,8 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch_like(config: _Config, x: jax.Array, route: Routes) -> jax.Array:
-    rows = primitives.dispatch_like(wire.sent(x, config.wire_dtype), route, **config.exchange)
-    return wire.received(rows, x, config.wire_dtype, config.quantized)[0]
+    received = primitives.dispatch_like(x, route, wire_dtype=config.wire_dtype, **config.exchange)
+    return wire.handed_out(received, x.dtype, False)[0]
 
 
 _dispatch_like.defvjp(

@@ -38,6 +38,7 @@ def workspace_bytes(
     capacity: int | None = None,
     layout: Literal["expert", "rank"] = "expert",
     wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Literal["dequantized", "quantized"] = "dequantized",
 ) -> dict[str, int]:
     """The buffers that one call of an operation holds: name -> bytes per rank.
 
@@ -62,6 +63,7 @@ def workspace_bytes(
       capacity: R, as given to `dispatch`; N·T in the rank layout.
       layout: of `dispatch`.
       wire_dtype: of the operation.
+      output: of a dispatch with a wire_dtype; "pallas" writes a quantized one where it belongs.
 
     Raises:
       ValueError: an argument does not fit; the message names it.
@@ -73,10 +75,9 @@ def workspace_bytes(
         capacity = routes.dropless_capacity(
             num_ranks, num_tokens, top_k, num_experts // num_ranks, 1
         )
-    packed_bytes = 0
+    row = jax.ShapeDtypeStruct((hidden,), dtype)
+    wire_dtype = wire.checked("hidden", row, wire_dtype)
     if wire_dtype is not None:
-        row = jax.ShapeDtypeStruct((hidden,), dtype)
-        packed_bytes = _WORD * wire.sent_shape(row, wire.checked("hidden", row, wire_dtype)).size
         if (operation, implementation) == ("combine", "pallas"):
             raise ValueError('implementation="pallas" combines without a wire_dtype only.')
     shape = _Shape(
@@ -88,7 +89,8 @@ def workspace_bytes(
         jnp.dtype(dtype),
         capacity,
         layout == "rank",
-        packed_bytes,
+        wire_dtype,
+        output == "quantized",
     )
     count = _COUNTS[operation, implementation]
     return {name: size for name, size in count(shape).items() if size}
@@ -137,7 +139,8 @@ class _Shape:
     dtype: jnp.dtype
     capacity: int
     by_rank: bool
-    packed_bytes: int  # of a row on its way, if it is packed
+    wire_dtype: jnp.dtype | None
+    quantized: bool  # what a dispatch hands out
 
     @property
     def pairs(self) -> int:
@@ -149,36 +152,39 @@ class _Shape:
 
     def sent_rows(self, count: int) -> int:
         """Rows as they are on their way."""
-        return count * self.packed_bytes or self.rows(count)
+        return count * wire.row_bytes(self.hidden, self.dtype, self.wire_dtype)
 
-    def packed_rows(self, count: int) -> int:
-        """Rows that are packed or not yet unpacked, if any are."""
-        return count * self.packed_bytes
+    def quantized_rows(self, count: int) -> int:
+        """Rows before or after their way, if that takes others than the caller's."""
+        return 0 if self.wire_dtype is None else self.sent_rows(count)
 
     def routes(self) -> int:
         """Rows or local experts of every choice; and counts, unless ranks own rows."""
         counts = 0 if self.by_rank else self.num_ranks * self.num_experts
         return _WORD * (self.pairs * self.top_k + counts)
 
-    def padded_rows(self, *counts: int) -> int:
-        """Copies of rows that the kernels need where a row is not whole 128-byte lines."""
-        padded = pallas_exchange.padded_hidden(self.hidden, self.dtype)
-        return 0 if padded == self.hidden else sum(counts) * padded * self.dtype.itemsize
+    @property
+    def padded_hidden(self) -> int:
+        """H as the kernels see it."""
+        return pallas_exchange.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
+
+    def padded_rows(self, count: int) -> int:
+        """Copies of the caller's rows that the kernels need where they want longer ones."""
+        padded = self.padded_hidden
+        return 0 if padded == self.hidden else count * padded * self.dtype.itemsize
 
 
 def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
-    hidden, dtype = shape.hidden, shape.dtype
-    if shape.packed_bytes:
-        hidden, dtype = shape.packed_bytes // _WORD, jnp.dtype(jnp.int32)
-    hidden = pallas_exchange.padded_hidden(hidden, dtype)
-    rows = jax.ShapeDtypeStruct((shape.num_tokens, hidden), dtype)
+    hidden, wire_dtype = shape.padded_hidden, shape.wire_dtype
+    rows = jax.ShapeDtypeStruct((shape.num_tokens, hidden), shape.dtype)
+    sizes = (shape.num_ranks, shape.top_k)
     if shape.by_rank:
-        plan = pallas_exchange.rank_dispatch_plan(rows, shape.num_ranks, shape.top_k)
+        plan = pallas_exchange.rank_dispatch_plan(rows, *sizes, wire_dtype)
     else:
-        plan = pallas_exchange.dispatch_plan(rows, shape.num_ranks, shape.top_k, shape.num_experts)
-    copies = shape.padded_rows(shape.num_tokens, shape.capacity)
-    if shape.packed_bytes:
-        copies = (shape.num_tokens + shape.capacity) * hidden * _WORD
+        plan = pallas_exchange.dispatch_plan(rows, *sizes, shape.num_experts, wire_dtype)
+    received = shape.capacity * wire.row_bytes(hidden, shape.dtype, wire_dtype)
+    if hidden == shape.hidden and (wire_dtype is None or shape.quantized):
+        received = 0  # they are the caller's
     counts = 0 if shape.by_rank else align_up(shape.num_experts, LANES)
     entries = max(
         Window.of(tokens, plan, shape.num_tokens, shape.top_k).total
@@ -188,12 +194,13 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
         "routes": _WORD * shape.num_ranks * (entries + counts),
         "counts before each block": _WORD * (plan.num_blocks + 1) * counts,
         "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
-        "packed or padded rows": copies,
+        "padded rows": shape.padded_rows(shape.num_tokens),
+        "received rows": received,
     }
 
 
 def _pallas_combine(shape: _Shape) -> dict[str, int]:
-    hidden = pallas_exchange.padded_hidden(shape.hidden, shape.dtype)
+    hidden = shape.padded_hidden
     plan = pallas_exchange.combine_plan(
         jax.ShapeDtypeStruct((shape.capacity, hidden), shape.dtype),
         shape.num_ranks,
@@ -206,7 +213,7 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
     return {
         "mailbox": plan.num_blocks * mailbox_rows * row_bytes,
         "semaphores": _WORD * plan.num_blocks * 2 * shape.num_ranks,
-        "packed or padded rows": shape.padded_rows(shape.num_tokens, shape.capacity),
+        "padded rows": shape.padded_rows(shape.num_tokens + shape.capacity),
     }
 
 
@@ -215,13 +222,13 @@ def _xla_dispatch(shape: _Shape) -> dict[str, int]:
     if shape.by_rank:
         return {
             "gathered tokens": shape.sent_rows(shape.pairs),
-            "packed rows": shape.packed_rows(shape.num_tokens),
+            "quantized rows": shape.quantized_rows(shape.num_tokens),
             "gathered choices": _WORD * shape.num_ranks * choices,
             "routes": shape.routes(),
         }
     return {
         "gathered tokens": shape.sent_rows(shape.pairs),
-        "packed rows": shape.packed_rows(shape.num_tokens),
+        "quantized rows": shape.quantized_rows(shape.num_tokens),
         "gathered choices": _WORD * shape.num_ranks * (2 * choices + shape.num_experts),
         "counting choices": _WORD * align_up(choices, LANES) * shape.num_experts,
         "routes": shape.routes(),

@@ -6,6 +6,7 @@ thread blocks and shared memory. The kernels themselves are in `pallas_kernels`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
@@ -18,12 +19,13 @@ from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
+from pallas_kernels.quantize import BLOCK, ROW_MULTIPLE
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
 
 AxisName = tuple[str, ...]
+Array = jax.Array | jax.ShapeDtypeStruct
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-_PACKED_DTYPE = jnp.int32  # of a dispatch's rows as `jax_ep.wire` packs them; copied as they are
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
 _PADDING_BYTES = 16 * 1024  # of shared memory: what its pieces are aligned to, and barriers
 _WINDOW_TOKENS = 16
@@ -37,14 +39,15 @@ def unavailable_reason(
     num_ranks: int,
     top_k: int,
     num_experts: int,
+    wire_dtype: jnp.dtype | None = None,
 ) -> str | None:
     """Why such an exchange cannot go through the kernels, or None if it can."""
-    if dtype not in (*_DTYPES, _PACKED_DTYPE):
+    if dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
-    hidden = padded_hidden(hidden, dtype)
-    rows = _dispatch_rows(hidden, dtype, num_ranks, top_k, num_experts)
-    if rows < 3 or _combine_slots(hidden, dtype, num_ranks, top_k) < 3:
+    hidden = padded_hidden(hidden, dtype, wire_dtype)
+    words = _dispatch_words(num_ranks, top_k, num_experts)
+    if _Rows(hidden, dtype, wire_dtype).beside(words) < 3 or _combine_slots(hidden, dtype, num_ranks, top_k) < 3:
         return (
             f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
             f"holds the routes of {num_experts} experts and {top_k} choices"
@@ -60,12 +63,16 @@ def dispatch(
     axis_name: AxisName,
     capacity: int,
     expert_alignment: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, E]."""
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, ...]:
+    """Routes [T, K] and sends [T, H]; returns what arrives, rows [N, T, K], counts [N, E].
+
+    What arrives is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
+    """
     hidden = x.shape[1]
-    x = _pad_hidden(x)
+    x = _pad_hidden(x, wire_dtype)
     fabric = mesh_fabric(axis_name)
-    plan = dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts)
+    plan = dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts, wire_dtype)
     counts, counts_before = routes.count_by_block(
         topk_idx, num_experts, plan.tokens_per_block(x.shape[0]), plan.num_blocks
     )
@@ -78,26 +85,35 @@ def dispatch(
         plan=plan,
         capacity=capacity,
         expert_alignment=expert_alignment,
+        wire_dtype=wire_dtype,
     )
-    return tokens[:, :hidden], rows, all_counts
+    return *_unpadded(tokens, hidden), rows, all_counts
 
 
 def dispatch_like(
-    x: jax.Array, route: Routes, *, axis_name: AxisName, capacity: int, expert_alignment: int
-) -> jax.Array:
-    """Sends [T, H] along known routes: [R, H]."""
+    x: jax.Array,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    capacity: int,
+    expert_alignment: int,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, ...]:
+    """Sends [T, H] along known routes: what arrives, as in `dispatch`."""
     hidden = x.shape[1]
-    x = _pad_hidden(x)
+    x = _pad_hidden(x, wire_dtype)
+    sizes = route.rows.shape[0], route.rows.shape[2], route.counts.shape[1]
     tokens = dispatch_kernel.dispatch_like(
         x,
         route.rows,
         route.counts,
         fabric=mesh_fabric(axis_name),
-        plan=dispatch_plan(x, route.rows.shape[0], route.rows.shape[2], route.counts.shape[1]),
+        plan=dispatch_plan(x, *sizes, wire_dtype),
         capacity=capacity,
         expert_alignment=expert_alignment,
+        wire_dtype=wire_dtype,
     )
-    return tokens[:, :hidden]
+    return _unpadded(tokens, hidden)
 
 
 def combine(
@@ -129,10 +145,14 @@ def rank_dispatch(
     *,
     num_experts: int,
     axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Sends [T, H]: tokens [N, T, H], local_topk_idx [N, T, K] and, if given, the weights there."""
+    """Sends [T, H]: what arrives, local_topk_idx [N, T, K] and, if given, the weights there.
+
+    What arrives is tokens [N, T, H]; or with a wire_dtype rows and scales [N, T, H / 128].
+    """
     num_tokens, hidden = x.shape
-    x = _pad_hidden(x)
+    x = _pad_hidden(x, wire_dtype)
     fabric = mesh_fabric(axis_name)
     list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
     tokens, local_topk_idx, weights = rank_dispatch_kernel.rank_dispatch(
@@ -141,10 +161,11 @@ def rank_dispatch(
         topk_weights,
         num_experts=num_experts,
         fabric=fabric,
-        plan=rank_dispatch_plan(x, fabric.num_ranks, list_words),
+        plan=rank_dispatch_plan(x, fabric.num_ranks, list_words, wire_dtype),
+        wire_dtype=wire_dtype,
     )
-    tokens = tokens.reshape(-1, num_tokens, x.shape[1])[..., :hidden]
-    return (tokens, local_topk_idx) if weights is None else (tokens, local_topk_idx, weights)
+    parts = [part.reshape(-1, num_tokens, part.shape[1]) for part in _unpadded(tokens, hidden)]
+    return (*parts, local_topk_idx) if weights is None else (*parts, local_topk_idx, weights)
 
 
 def rank_combine(
@@ -172,41 +193,79 @@ def mesh_fabric(axis_name: AxisName) -> Mesh:
     return Mesh(axis_name, tuple(lax.axis_size(name) for name in axis_name), timeout_s)
 
 
-def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike) -> int:
-    """H as the kernels see it: rows of whole 128-byte lines."""
-    multiple = _ROW_BYTES // jnp.dtype(dtype).itemsize
-    return -(-hidden // multiple) * multiple
+def padded_hidden(
+    hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jnp.dtype | None = None
+) -> int:
+    """H as the kernels see it: rows of whole 128-byte lines, and of whole parts if quantized."""
+    columns = _ROW_BYTES // jnp.dtype(dtype).itemsize
+    return align_up(hidden, columns if wire_dtype is None else ROW_MULTIPLE)
 
 
-def _pad_hidden(x: jax.Array) -> jax.Array:
-    padding = padded_hidden(x.shape[1], x.dtype) - x.shape[1]
+def _pad_hidden(x: jax.Array, wire_dtype: jnp.dtype | None = None) -> jax.Array:
+    padding = padded_hidden(x.shape[1], x.dtype, wire_dtype) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _dispatch_rows(
-    hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int, num_experts: int
-) -> int:
-    """Rows that shared memory has room for in a dispatch, beside a row of zeros."""
+def _unpadded(received: dispatch_kernel.Payload, hidden: int) -> tuple[jax.Array, ...]:
+    """Rows, or rows and their scales, as rows of `hidden` columns have them."""
+    if not isinstance(received, tuple):
+        return (received[:, :hidden],)
+    rows, scales = received
+    return rows[:, :hidden], scales[:, : hidden // BLOCK]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What the rows of a dispatch take of shared memory."""
+
+    hidden: int
+    dtype: jax.typing.DTypeLike
+    wire_dtype: jnp.dtype | None
+
+    @property
+    def parts(self) -> list[tuple[int, jax.typing.DTypeLike]]:
+        """Of a row on its way: columns and dtype of each."""
+        if self.wire_dtype is None:
+            return [(self.hidden, self.dtype)]
+        return [(self.hidden, self.wire_dtype), (self.hidden // BLOCK, jnp.float32)]
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of a row on its way."""
+        return sum(columns * jnp.dtype(dtype).itemsize for columns, dtype in self.parts)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a row of the sender's ring, which may hold it before and after quantization."""
+        wide = self.hidden * jnp.dtype(self.dtype).itemsize
+        return wide if self.wire_dtype is None else wide + self.copy_bytes
+
+    def room(self, words: int) -> int:
+        """Bytes beside so many words, and a row of zeros."""
+        zeros = sum(Tiling.of(*part).padded * jnp.dtype(part[1]).itemsize for part in self.parts)
+        return SHARED_MEMORY_BYTES - 4 * words - _PADDING_BYTES - zeros
+
+    def beside(self, words: int) -> int:
+        """Rows of the ring that there is room for beside so many words."""
+        return self.room(words) // self.slot_bytes
+
+
+def _dispatch_words(num_ranks: int, top_k: int, num_experts: int) -> int:
+    """Of routes and lists that a dispatch holds in shared memory."""
     choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
-    lists = 4 * num_ranks * (top_k + 1)
-    return _rows_beside(5 * align_up(num_experts, LANES) + choices + lists, hidden, dtype)
-
-
-def _rows_beside(words: int, hidden: int, dtype: jax.typing.DTypeLike) -> int:
-    """Rows that shared memory has room for beside so many words, and a row of zeros."""
-    reserved = 4 * words + _PADDING_BYTES
-    zeros = Tiling.of(hidden, dtype).padded * jnp.dtype(dtype).itemsize
-    return (SHARED_MEMORY_BYTES - reserved - zeros) // (hidden * jnp.dtype(dtype).itemsize)
+    return 5 * align_up(num_experts, LANES) + choices + 4 * num_ranks * (top_k + 1)
 
 
 def dispatch_plan(
-    x: jax.Array | jax.ShapeDtypeStruct, num_ranks: int, top_k: int, num_experts: int
+    x: Array, num_ranks: int, top_k: int, num_experts: int, wire_dtype: jnp.dtype | None = None
 ) -> Plan:
     """How a dispatch of x [T, H], its rows padded, is spread over blocks and shared memory."""
     num_tokens, hidden = x.shape
-    rows = _dispatch_rows(hidden, x.dtype, num_ranks, top_k, num_experts)
-    num_copy_slots = max(1, min(4, rows // 3))
-    num_slots = min(_MAX_SLOTS, rows - num_copy_slots)
+    rows = _Rows(hidden, x.dtype, wire_dtype)
+    words = _dispatch_words(num_ranks, top_k, num_experts)
+    num_copy_slots = max(1, min(4, rows.beside(words) // 3))
+    room = rows.room(words) - num_copy_slots * rows.copy_bytes
+    num_slots = min(_MAX_SLOTS, room // rows.slot_bytes)
     few = num_tokens <= 256  # every microsecond counts; else the link does
     return Plan(
         num_blocks=min(64 if few else 128, num_tokens),
@@ -218,13 +277,15 @@ def dispatch_plan(
     )
 
 
-def rank_dispatch_plan(x: Array, num_ranks: int, list_words: int) -> Plan:
+def rank_dispatch_plan(
+    x: Array, num_ranks: int, list_words: int, wire_dtype: jnp.dtype | None = None
+) -> Plan:
     """The same in the rank layout: nothing is copied, and a token's list may hold weights too."""
     num_tokens, hidden = x.shape
     choices = align_up(_WINDOW_TOKENS * list_words, LANES)
     choices += num_ranks * align_up(2 * list_words, LANES)
     words = choices + 2 * num_ranks * (list_words + 1)
-    num_slots = min(_MAX_SLOTS, _rows_beside(words, hidden, x.dtype))
+    num_slots = min(_MAX_SLOTS, _Rows(hidden, x.dtype, wire_dtype).beside(words))
     few = num_tokens <= 256
     return Plan(
         num_blocks=min(64 if few else 128, num_tokens),
@@ -245,7 +306,7 @@ def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top
 
 
 def combine_plan(
-    y: jax.Array | jax.ShapeDtypeStruct, num_ranks: int, num_tokens: int, top_k: int
+    y: Array, num_ranks: int, num_tokens: int, top_k: int
 ) -> Plan:
     """How a combine of y [R, H], its rows padded, is spread over blocks and shared memory."""
     slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)

@@ -10,7 +10,8 @@ Six primitives, all without effects, all called inside `shard_map` over `axis_na
                                                       weights [N, T, K]?
   ep_rank_combine   y [N, T, H], *rank routes      -> out [T, H]
 
-A payload is floating or, packed by `jax_ep.wire`, int32. `routes` are the three arrays of
+With a `wire_dtype`, what a dispatch gives for tokens is two arrays: rows in it, and their scales
+(`jax_ep.wire`); a combine rounds the sums that it sends. `routes` are the three arrays of
 `jax_ep.routes.Routes`, rank routes the two of `RankRoutes`; weights are float32. Each primitive
 lowers to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere else.
 """
@@ -27,11 +28,12 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_ep import pallas_exchange, xla_exchange
+from jax_ep import pallas_exchange, wire, xla_exchange
 from jax_ep.routes import RankRoutes, Routes
 
 Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
+Received = tuple[jax.Array, ...]  # rows; or with a wire_dtype, rows in it and their scales
 
 
 def pallas_unavailable_reason(devices: list[jax.Device] | None = None) -> str | None:
@@ -68,12 +70,13 @@ def choose_implementation(
     num_ranks: int,
     top_k: int,
     num_experts: int,
+    sent_as: jnp.dtype | None = None,
     sums_as: jnp.dtype | None = None,
 ) -> Implementation:
     """What to bind: "xla" where only it is sure to serve, else None, or the name that was given.
 
-    `payload` is the rows as they are sent or, of a combine, as they are given; `sums_as` is the
-    dtype that a combine sends its sums in, or None for that of the rows.
+    `sent_as` is the dtype that a dispatch sends its rows in, and `sums_as` the one that a combine
+    sends its sums in; None is that of `payload`.
 
     Raises ValueError, with the reason, if a named implementation is sure not to serve. What this
     cannot know yet is decided when the program is lowered.
@@ -85,7 +88,7 @@ def choose_implementation(
     if implementation == "xla":
         return "xla"
     reason = mesh_unavailable_reason() or pallas_exchange.unavailable_reason(
-        payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts
+        payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts, sent_as
     )
     if sums_as is not None:
         reason = f"its combine sends sums in the dtype of the rows alone, not as {sums_as}"
@@ -107,35 +110,35 @@ def choose_implementation(
 def choose_implementations(
     implementation: Implementation,
     rows: jax.Array,
-    sent: jax.Array | jax.ShapeDtypeStruct,
     *,
     axis_name: tuple[str, ...],
     top_k: int,
     num_experts: int,
-    sums_as: jnp.dtype | None = None,
+    **uses_of_wire: jnp.dtype | None,
 ) -> tuple[Implementation, Implementation]:
-    """What to bind for rows as they are sent, and for their cotangents, which go as they are."""
+    """What to bind for rows that use a wire dtype, and for their cotangents, which use none."""
     choose = functools.partial(
         choose_implementation,
         implementation,
+        rows,
         num_ranks=lax.axis_size(axis_name),
         top_k=top_k,
         num_experts=num_experts,
     )
-    return choose(sent, sums_as=sums_as), choose(rows)
+    return choose(**uses_of_wire), choose()
 
 
-def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[jax.Array, Routes]:
+def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes]:
     """Binds `ep_dispatch`: this rank's choices become routes, and its tokens follow them."""
     x, topk_idx = vary_alike((x, topk_idx), params["axis_name"])
-    tokens, rows, counts = ep_dispatch_p.bind(x, topk_idx, **params)
-    return tokens, Routes(topk_idx, rows, counts)
+    *received, rows, counts = ep_dispatch_p.bind(x, topk_idx, **params)
+    return tuple(received), Routes(topk_idx, rows, counts)
 
 
-def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> jax.Array:
+def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> Received:
     """Binds `ep_dispatch_like`."""
-    (tokens,) = ep_dispatch_like_p.bind(*vary_alike((x, *route), params["axis_name"]), **params)
-    return tokens
+    operands = vary_alike((x, *route), params["axis_name"])
+    return tuple(ep_dispatch_like_p.bind(*operands, **params))
 
 
 def combine(
@@ -158,12 +161,14 @@ def combine_grad(
 
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, **params: Any
-) -> tuple[jax.Array, RankRoutes, jax.Array | None]:
+) -> tuple[Received, RankRoutes, jax.Array | None]:
     """Binds `ep_rank_dispatch`."""
     operands = (x, topk_idx) if topk_weights is None else (x, topk_idx, topk_weights)
     x, topk_idx, *rest = vary_alike(operands, params["axis_name"])
-    tokens, local_topk_idx, *weights = ep_rank_dispatch_p.bind(x, topk_idx, *rest, **params)
-    return tokens, RankRoutes(topk_idx, local_topk_idx), weights[0] if weights else None
+    results = ep_rank_dispatch_p.bind(x, topk_idx, *rest, **params)
+    weights = None if topk_weights is None else results.pop()
+    *received, local_topk_idx = results
+    return tuple(received), RankRoutes(topk_idx, local_topk_idx), weights
 
 
 def rank_combine(y: jax.Array, route: RankRoutes, **params: Any) -> jax.Array:
@@ -201,7 +206,7 @@ def _run_dispatch(exchange, x, topk_idx, **params):
 
 def _run_dispatch_like(exchange, x, *route, num_experts, **params):
     del num_experts
-    return (exchange.dispatch_like(x, Routes(*route), **params),)
+    return exchange.dispatch_like(x, Routes(*route), **params)
 
 
 def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name, wire_dtype, **_):
@@ -213,7 +218,7 @@ def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name
 def _run_combine_grad(exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, **params):
     route = Routes(topk_idx, rows, counts)
     params = dict(axis_name=axis_name, expert_alignment=params["expert_alignment"])
-    g_rows = exchange.dispatch_like(g, route, capacity=y.shape[0], **params)
+    (g_rows,) = exchange.dispatch_like(g, route, capacity=y.shape[0], **params)
     return xla_exchange.combine_grad_of_rows(g_rows, weights, y, route, axis_name=axis_name)
 
 
@@ -229,17 +234,25 @@ def _run_rank_combine(exchange, y, *route, wire_dtype, **params):
 # What each primitive returns: (shape, dtype) of every result.
 
 
-def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, **_):
+def _received_shapes(lead, x, wire_dtype):
+    """Rows [*lead, H], and if they come in a wire_dtype, their scales."""
+    if wire_dtype is None:
+        return [((*lead, x.shape[1]), x.dtype)]
+    scales = (*lead, x.shape[1] // wire.BLOCK), jnp.float32
+    return [((*lead, x.shape[1]), wire_dtype), scales]
+
+
+def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, wire_dtype, **_):
     num_ranks = lax.axis_size(axis_name)
     return [
-        ((capacity, x.shape[1]), x.dtype),
+        *_received_shapes((capacity,), x, wire_dtype),
         ((num_ranks, *topk_idx.shape), jnp.int32),
         ((num_ranks, num_experts), jnp.int32),
     ]
 
 
-def _dispatch_like_shapes(x, *_, capacity, **__):
-    return [((capacity, x.shape[1]), x.dtype)]
+def _dispatch_like_shapes(x, *_, capacity, wire_dtype, **__):
+    return _received_shapes((capacity,), x, wire_dtype)
 
 
 def _combine_shapes(y, topk_idx, *_, **__):
@@ -250,11 +263,12 @@ def _combine_grad_shapes(g, topk_idx, rows, counts, weights, y, **_):
     return [(y.shape, y.dtype), (weights.shape, jnp.float32)]
 
 
-def _rank_dispatch_shapes(x, topk_idx, topk_weights=None, *, axis_name, **_):
+def _rank_dispatch_shapes(x, topk_idx, topk_weights=None, *, axis_name, wire_dtype, **_):
     num_ranks = lax.axis_size(axis_name)
+    received = _received_shapes((num_ranks, x.shape[0]), x, wire_dtype)
     of_ranks = (num_ranks, *topk_idx.shape)
     weights = [] if topk_weights is None else [(of_ranks, topk_weights.dtype)]
-    return [((num_ranks, *x.shape), x.dtype), (of_ranks, jnp.int32), *weights]
+    return [*received, (of_ranks, jnp.int32), *weights]
 
 
 def _rank_combine_shapes(y, *_, **__):

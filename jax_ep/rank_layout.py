@@ -99,10 +99,10 @@ def dispatch(
     chosen = primitives.choose_implementations(
         implementation,
         x,
-        wire.sent_shape(x, wire_dtype),
         axis_name=axis_name,
         top_k=topk_idx.shape[1] * (1 if weights is None else 2),  # words of a token's list
         num_experts=num_experts,
+        sent_as=wire_dtype,
     )
     config = _Config(axis_name, num_experts, *chosen, wire_dtype, quantized)
     tokens, scales, route, weights = _dispatch(config, x, topk_idx.astype(jnp.int32), weights)
@@ -134,7 +134,7 @@ def combine(
             "choices already: give them to dispatch, and weigh with RankDispatched.topk_weights."
         )
     wire_dtype = wire.checked("y", y, wire_dtype)
-    config = _Config.of(handle, implementation, y, y, wire_dtype, sums_as=wire_dtype)
+    config = _Config.of(handle, implementation, y, wire_dtype, sums_as=wire_dtype)
     (y,) = primitives.vary_alike((y,), handle.axis_name)
     return _combine(config, y, handle.routes)
 
@@ -155,8 +155,7 @@ def dispatch_like(
             f"dispatch and at least one column, but has shape {x.shape}."
         )
     wire_dtype = wire.checked("x", x, wire_dtype)
-    sent = wire.sent_shape(x, wire_dtype)
-    config = _Config.of(handle, implementation, x, sent, wire_dtype)
+    config = _Config.of(handle, implementation, x, wire_dtype, sent_as=wire_dtype)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
@@ -178,18 +177,16 @@ class _Config:
         handle: RankHandle,
         implementation: Implementation,
         rows: jax.Array,
-        sent: jax.Array | jax.ShapeDtypeStruct,
         wire_dtype: jnp.dtype | None,
-        sums_as: jnp.dtype | None = None,
+        **uses_of_wire: jnp.dtype | None,
     ) -> _Config:
         chosen = primitives.choose_implementations(
             implementation,
             rows,
-            sent,
             axis_name=handle.axis_name,
             top_k=handle.shape[2],
             num_experts=handle.num_experts,
-            sums_as=sums_as,
+            **uses_of_wire,
         )
         return cls(handle.axis_name, handle.num_experts, *chosen, wire_dtype)
 
@@ -217,11 +214,10 @@ class _Config:
 def _dispatch(
     config: _Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, RankRoutes, jax.Array | None]:
-    rows, route, weights = primitives.rank_dispatch(
-        wire.sent(x, config.wire_dtype), topk_idx, topk_weights, **config.exchange
+    received, route, weights = primitives.rank_dispatch(
+        x, topk_idx, topk_weights, wire_dtype=config.wire_dtype, **config.exchange
     )
-    tokens, scales = wire.received(rows, x, config.wire_dtype, config.quantized)
-    return tokens, scales, route, weights
+    return *wire.handed_out(received, x.dtype, config.quantized), route, weights
 
 
 def _dispatch_fwd(config, x, topk_idx, topk_weights):
@@ -244,10 +240,10 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch_like(config: _Config, x: jax.Array, route: RankRoutes) -> jax.Array:
-    rows, _, _ = primitives.rank_dispatch(
-        wire.sent(x, config.wire_dtype), route.topk_idx, None, **config.exchange
+    received, _, _ = primitives.rank_dispatch(
+        x, route.topk_idx, None, wire_dtype=config.wire_dtype, **config.exchange
     )
-    return wire.received(rows, x, config.wire_dtype, False)[0]
+    return wire.handed_out(received, x.dtype, False)[0]
 
 
 _dispatch_like.defvjp(

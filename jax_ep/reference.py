@@ -283,7 +283,7 @@ def rank_combine(
 def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
     """Rows as they cross the wire in a float8: (rows [..., H], scales [..., H / 128] float32).
 
-    A block of 128 values is divided by its largest finite magnitude / 448, so that this one is
+    A block of 128 values is scaled by the inverse of its largest finite magnitude / 448, so that this one is
     sent as 448, the largest of float8_e4m3fn; NaN and infinities are sent as NaN. `dtype` is the
     `ml_dtypes` one.
     """
@@ -293,7 +293,7 @@ def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
     slightly_less = np.float32((1 - 2**-22) / 448)  # 448 * scale must not round up to more
     scales = np.maximum(largest * slightly_less, np.float32(2.0**-117))
     with np.errstate(invalid="ignore"):
-        values = np.where(finite, blocks / scales[..., None], np.float32(np.nan))
+        values = np.where(finite, blocks * (np.float32(1) / scales)[..., None], np.float32(np.nan))
     return values.astype(dtype).reshape(x.shape), scales
 
 

@@ -3,7 +3,7 @@
 The blocks and the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). For a block
 of 128 neighbouring values of one row,
 
-    scale = max(largest |finite value| / 448, 2^-117),    sent = float8_e4m3fn(value / scale),
+    scale = max(largest |finite value| / 448, 2^-117),    sent = float8_e4m3fn(value · (1 / scale)),
 
 so what arrives, sent · scale, is within the type's own rounding of the value: e4m3 has 3 bits of
 fraction, normal numbers from 2^-6 and subnormal ones every 2^-9, so
@@ -22,14 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.quantize import BLOCK, quantize
+
 Rows = jax.Array | jax.ShapeDtypeStruct
 
-BLOCK = 128  # values to a scale
 DTYPES = (jnp.float8_e4m3fn,)
-_MIN_SCALE = 2.0**-117  # so that no product of a value and a scale is subnormal
-_WORD_BYTES = 4
-# A little less than 1 / 448, so that 448 · scale never rounds to more than the largest value.
-_SCALE_OF_LARGEST = (1 - 2**-22) / 448
+_SCALE_BYTES = 4
 
 
 def checked(name: str, rows: Rows, wire_dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
@@ -57,37 +55,14 @@ def checked(name: str, rows: Rows, wire_dtype: jax.typing.DTypeLike | None) -> j
     return dtype
 
 
-def sent(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
-    """Rows [..., H] as they cross the wire: as they are, or quantized and packed."""
-    return x if wire_dtype is None else pack(*quantize(x, wire_dtype))
-
-
-def sent_shape(x: Rows, wire_dtype: jnp.dtype | None) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of `sent`."""
-    if wire_dtype is None:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    words = x.shape[-1] // _WORD_BYTES + x.shape[-1] // BLOCK
-    return jax.ShapeDtypeStruct((*x.shape[:-1], words), jnp.int32)
-
-
-def received(
-    rows: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None, quantized: bool
+def handed_out(
+    received: tuple[jax.Array, ...], dtype: jax.typing.DTypeLike, quantized: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What came of `sent(x)`, as it is handed out: rows, and the scales of quantized ones."""
-    if wire_dtype is None:
-        return rows, None
-    values, scales = unpack(rows, x.shape[-1], wire_dtype)
-    return (values, scales) if quantized else (dequantize(values, scales, x.dtype), None)
-
-
-def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """[..., H] floating -> (rows [..., H] of `dtype`, scales [..., H / 128] float32)."""
-    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
-    finite = jnp.isfinite(blocks)
-    largest = jnp.max(jnp.abs(jnp.where(finite, blocks, 0)), axis=-1)
-    scales = jnp.maximum(largest * _SCALE_OF_LARGEST, _MIN_SCALE)
-    values = jnp.where(finite, blocks / scales[..., None], jnp.nan)
-    return values.astype(dtype).reshape(x.shape), scales
+    """What arrived, for the caller: rows of `dtype`, or as they came with their scales."""
+    if len(received) == 1:
+        return received[0], None
+    rows, scales = received
+    return (rows, scales) if quantized else (dequantize(rows, scales, dtype), None)
 
 
 def dequantize(rows: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -96,25 +71,41 @@ def dequantize(rows: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) 
     return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
 
 
-def pack(rows: jax.Array, scales: jax.Array) -> jax.Array:
-    """Both in one row of words: [..., H / 4 + H / 128] int32, bit for bit."""
-    words = rows.reshape(*rows.shape[:-1], -1, _WORD_BYTES)
-    return jnp.concatenate(
-        [
-            lax.bitcast_convert_type(words, jnp.int32),
-            lax.bitcast_convert_type(scales, jnp.int32),
-        ],
-        axis=-1,
+def row_bytes(
+    hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None
+) -> int:
+    """Of a row on its way."""
+    if wire_dtype is None:
+        return hidden * jnp.dtype(dtype).itemsize
+    return hidden * jnp.dtype(wire_dtype).itemsize + hidden // BLOCK * _SCALE_BYTES
+
+
+def bits(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
+    """Rows [..., H] as XLA's collectives carry them, in one array and NaNs with their payload.
+
+    Unsigned words of x's size; or with a wire_dtype bytes, [..., H + H / 32]: the values, then
+    the scales.
+    """
+    if wire_dtype is None:
+        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    rows, scales = quantize(x, wire_dtype)
+    of_scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    of_rows = lax.bitcast_convert_type(rows, jnp.uint8)
+    return jnp.concatenate([of_rows, of_scales.reshape(*rows.shape[:-1], -1)], axis=-1)
+
+
+def parts(
+    sent: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None
+) -> tuple[jax.Array, ...]:
+    """What `bits(x)` were made of: rows of x's dtype, or rows of `wire_dtype` and their scales."""
+    if wire_dtype is None:
+        return (lax.bitcast_convert_type(sent, x.dtype),)
+    rows, scales = jnp.split(sent, [x.shape[-1]], axis=-1)
+    scales = scales.reshape(*sent.shape[:-1], -1, _SCALE_BYTES)
+    return (
+        lax.bitcast_convert_type(rows, wire_dtype),
+        lax.bitcast_convert_type(scales, jnp.float32),
     )
-
-
-def unpack(
-    words: jax.Array, hidden: int, dtype: jax.typing.DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-    """What `pack` was given: rows [..., hidden] of `dtype`, scales [..., hidden / 128]."""
-    rows, scales = jnp.split(words, [hidden // _WORD_BYTES], axis=-1)
-    rows = lax.bitcast_convert_type(rows, dtype).reshape(*words.shape[:-1], hidden)
-    return rows, lax.bitcast_convert_type(scales, jnp.float32)
 
 
 def no_gradient(wire_dtype: jnp.dtype | None) -> str:

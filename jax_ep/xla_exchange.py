@@ -30,8 +30,12 @@ def dispatch(
     axis_name: AxisName,
     capacity: int,
     expert_alignment: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes [T, K] and sends [T, H]; returns tokens [R, H], rows [N, T, K], counts [N, E]."""
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, ...]:
+    """Routes [T, K] and sends [T, H]; returns what arrives, rows [N, T, K], counts [N, E].
+
+    What arrives is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
+    """
     rank = lax.axis_index(axis_name)
     counts, places = routes.count_choices(topk_idx, num_experts)
     message = jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
@@ -47,21 +51,31 @@ def dispatch(
         expert_alignment,
     )
     route = Routes(topk_idx, rows, all_counts)
-    tokens = dispatch_like(
-        x, route, axis_name=axis_name, capacity=capacity, expert_alignment=expert_alignment
+    received = dispatch_like(
+        x,
+        route,
+        axis_name=axis_name,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+        wire_dtype=wire_dtype,
     )
-    return tokens, rows, all_counts
+    return *received, rows, all_counts
 
 
 def dispatch_like(
-    x: jax.Array, route: Routes, *, axis_name: AxisName, capacity: int, expert_alignment: int
-) -> jax.Array:
-    """Sends [T, H] along known routes: [R, H]."""
+    x: jax.Array,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    capacity: int,
+    expert_alignment: int,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, ...]:
+    """Sends [T, H] along known routes: what arrives, as in `dispatch`."""
     del expert_alignment  # the rows know
-    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # NaNs keep their payload
-    all_bits = _gather_ranks(bits, axis_name)
+    all_bits = _gather_ranks(wire.bits(x, wire_dtype), axis_name)
     sent = _fill(all_bits, _choice_of_row(route.rows, capacity) // route.rows.shape[2])
-    return lax.bitcast_convert_type(sent, x.dtype)
+    return wire.parts(sent, x, wire_dtype)
 
 
 def combine(
@@ -110,16 +124,20 @@ def rank_dispatch(
     *,
     num_experts: int,
     axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Sends [T, H]: tokens [N, T, H], local_topk_idx [N, T, K] and, if given, the weights there."""
+    """Sends [T, H]: what arrives, local_topk_idx [N, T, K] and, if given, the weights there.
+
+    What arrives is tokens [N, T, H]; or with a wire_dtype rows and scales [N, T, H / 128].
+    """
     all_topk_idx = _stack_ranks(topk_idx, axis_name)
     num_local_experts = num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - lax.axis_index(axis_name) * num_local_experts
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
     here &= (local >= 0) & (local < num_local_experts)
-    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # NaNs keep their payload
-    received = jnp.where(jnp.any(here, axis=-1, keepdims=True), _stack_ranks(bits, axis_name), 0)
-    results = lax.bitcast_convert_type(received, x.dtype), jnp.where(here, local, -1)
+    all_bits = _stack_ranks(wire.bits(x, wire_dtype), axis_name)
+    received = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
+    results = *wire.parts(received, x, wire_dtype), jnp.where(here, local, -1)
     if topk_weights is None:
         return results
     return *results, jnp.where(here, _stack_ranks(topk_weights, axis_name), 0)
@@ -150,9 +168,8 @@ def _add_ranks(sums: jax.Array, axis_name: AxisName, wire_dtype: jnp.dtype | Non
     if wire_dtype is None:
         sums = _swap_ranks(sums, axis_name)
     else:
-        words = _swap_ranks(wire.pack(*wire.quantize(sums, wire_dtype)), axis_name)
-        rows, scales = wire.unpack(words, sums.shape[-1], wire_dtype)
-        sums = wire.dequantize(rows, scales, jnp.float32)
+        sent = _swap_ranks(wire.bits(sums, wire_dtype), axis_name)
+        sums = wire.dequantize(*wire.parts(sent, sums, wire_dtype), jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)
 

@@ -45,7 +45,6 @@ def implementation(request: pytest.FixtureRequest) -> str:
 @jax.jit
 def round_trip(x: Any) -> Any:
     rows, scales = wire.quantize(x, WIRE)
-    rows, scales = wire.unpack(wire.pack(rows, scales), x.shape[-1], WIRE)
     return wire.dequantize(rows, scales, x.dtype)
 
 
@@ -140,16 +139,16 @@ def test_the_format_is_that_of_the_reference(dtype):
     assert_equal(arrived, reference.dequantize(rows, scales, x.dtype))
 
 
-def test_packing_keeps_every_bit():
-    rng = np.random.default_rng(1)
-    rows = random_bits(rng, (5, 384), "float8_e4m3fn")
-    scales = random_bits(rng, (5, 3), "float32")
-    words = jax.jit(wire.pack)(rows, scales)
-    shape = wire.sent_shape(jnp.zeros((5, 384)), jnp.dtype(WIRE))
-    assert (words.shape, words.dtype) == (shape.shape, shape.dtype)
-    unpacked = jax.jit(lambda words: wire.unpack(words, 384, WIRE))(words)
-    assert_bitwise_equal(unpacked[0], rows)
-    assert_bitwise_equal(unpacked[1], scales)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire_dtype", [None, WIRE])
+def test_one_array_holds_every_bit(dtype, wire_dtype):
+    x = random_bits(np.random.default_rng(1), (5, 384), dtype)
+    sent = jax.jit(lambda x: wire.bits(x, wire_dtype))(x)
+    assert sent.nbytes == 5 * wire.row_bytes(384, dtype, wire_dtype)
+    parts = jax.jit(lambda sent, x: wire.parts(sent, x, wire_dtype))(sent, x)
+    expected = (x,) if wire_dtype is None else jax.jit(lambda x: wire.quantize(x, WIRE))(x)
+    for part, wanted in zip(parts, expected, strict=True):
+        assert_bitwise_equal(np.asarray(part), np.asarray(wanted))
 
 
 # ------------------------------------------------------------------------------------- through it
@@ -324,19 +323,18 @@ TOKENS, CHOICES = ((8 * 16, 1024), "bfloat16"), ((8 * 16, 4), "int32")
 
 
 @pytest.mark.parametrize("output", ["dequantized", "quantized"])
-def test_the_kernels_carry_packed_rows(output):
+def test_the_kernels_quantize_and_write_both_parts(output):
     case = Case(8, 16, 1024, 4, 32, capacity=64)
 
     def send(x: Any, topk_idx: Any) -> Any:
         sent = case.dispatch(x, topk_idx, "pallas", wire_dtype=WIRE, output=output)
-        return sent.tokens, jax_ep.dispatch_like(x, sent.handle, wire_dtype=WIRE)
+        return sent.tokens, sent.scales, jax_ep.dispatch_like(x, sent.handle, wire_dtype=WIRE)
 
     text = lower_for_gpus(send, TOKENS, CHOICES)
     calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
-    padded = (1024 + 1024 // 128 * 4 + 127) // 128 * 128 // 4
     assert len(calls) == 2
-    assert all(f"(tensor<16x{padded}xi32>" in call for call in calls)
-    assert all(f"(tensor<64x{padded}xi32>" in call for call in calls)
+    assert all("(tensor<16x1024xbf16>" in call for call in calls)
+    assert all("(tensor<64x1024xf8E4M3FN>, tensor<64x8xf32>" in call for call in calls)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")

@@ -58,9 +58,7 @@ class Work:
 
     def wire_row_bytes(self, quantized: bool) -> int:
         """Of a row on its way, quantized or not."""
-        if quantized:
-            return self.hidden + self.hidden // wire.BLOCK * 4
-        return self.hidden * np.dtype(self.dtype).itemsize
+        return wire.row_bytes(self.hidden, self.dtype, self.wire_dtype if quantized else None)
 
     def received(self, x=None) -> list[reference.RankDispatched]:
         """What a dispatch of x into the rank layout gives, by `jax_ep.reference`."""
