@@ -66,9 +66,11 @@ class Problem:
         shape = (self.num_ranks, self.num_tokens, self.hidden)
         return self._generator().standard_normal(shape).astype(jnp.dtype(self.dtype))
 
-    def dispatched(self, num_rows: int) -> list[reference.Dispatched]:
+    def dispatched(
+        self, num_rows: int, x: np.ndarray | None = None
+    ) -> list[reference.Dispatched]:
         return reference.dispatch(
-            list(self.x),
+            list(self.x if x is None else x),
             list(self.topk_idx),
             num_experts=self.num_experts,
             capacity=num_rows,
@@ -79,6 +81,17 @@ class Problem:
     def tokens(self) -> np.ndarray:
         """[N, R, H]: what a dispatch of `x` gives."""
         return np.stack([d.tokens for d in self.dispatched(self.num_rows)])
+
+    @functools.cached_property
+    def quantized(self) -> tuple[np.ndarray, np.ndarray]:
+        """`x` as float8_e4m3fn [N, T, H], and the scales [N, T, H / 128]."""
+        return reference.quantize(self.x, jnp.dtype(jnp.float8_e4m3fn))
+
+    @functools.cached_property
+    def quantized_tokens(self) -> tuple[np.ndarray, ...]:
+        """[N, R, H] and [N, R, H / 128]: what a dispatch of `x` with a wire_dtype gives."""
+        sent = [self.dispatched(self.num_rows, part) for part in self.quantized]
+        return tuple(np.stack([d.tokens for d in part]) for part in sent)
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
@@ -136,7 +149,7 @@ class Problem:
 # The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
 
 
-def dispatch(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "all") -> Any:
+def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """A call of the dispatch kernel: -> tokens, rows, counts."""
     tokens_per_block = plan.tokens_per_block(problem.num_tokens)
     counts, counts_before = jax.vmap(
@@ -154,11 +167,11 @@ def dispatch(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "all") -
         plan=plan,
         capacity=problem.num_rows,
         expert_alignment=problem.alignment,
-        stage=stage,
+        **options,
     )
 
 
-def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "all") -> Any:
+def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """A call of the dispatch kernel along known routes: -> tokens."""
     return functools.partial(
         dispatch_kernel.dispatch_like,
@@ -169,7 +182,7 @@ def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "al
         plan=plan,
         capacity=problem.num_rows,
         expert_alignment=problem.alignment,
-        stage=stage,
+        **options,
     )
 
 
@@ -188,7 +201,7 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **stage: Any) -> Any:
     )
 
 
-def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
+def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """A call of the dispatch kernel of the rank layout: -> tokens, local_topk_idx, weights."""
     return functools.partial(
         rank_dispatch_kernel.rank_dispatch,
@@ -198,6 +211,7 @@ def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
         num_experts=problem.num_experts,
         fabric=fabric,
         plan=plan,
+        **options,
     )
 
 
