@@ -16,13 +16,12 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_ep import checks, primitives, rank_layout, routes, wire
 from jax_ep.checks import AxisName
 from jax_ep.primitives import Implementation
 from jax_ep.rank_layout import RankDispatched, RankHandle
-from jax_ep.routes import Routes
+from jax_ep.routes import Layout, Routes
 
 Output = Literal["dequantized", "quantized"]
 
@@ -244,9 +243,7 @@ def dispatch(
         output == "quantized",
     )
     (x,) = primitives.vary_alike((x,), axis_name)
-    tokens, scales, route = _dispatch(config, x, topk_idx.astype(jnp.int32))
-    recv_counts = routes.counts_here(route.counts, lax.axis_index(axis_name))
-    blocks = routes.layout(recv_counts, config.capacity, config.expert_alignment)
+    tokens, scales, route, blocks = _dispatch(config, x, topk_idx.astype(jnp.int32))
     handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
     return Dispatched(tokens, *blocks, handle, scales)
 
@@ -412,16 +409,16 @@ class _Config:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(
     config: _Config, x: jax.Array, topk_idx: jax.Array
-) -> tuple[jax.Array, jax.Array | None, Routes]:
-    received, route = primitives.dispatch(
+) -> tuple[jax.Array, jax.Array | None, Routes, Layout]:
+    received, route, blocks = primitives.dispatch(
         x, topk_idx, wire_dtype=config.wire_dtype, **config.exchange
     )
-    return *wire.handed_out(received, x.dtype, config.quantized), route
+    return *wire.handed_out(received, x.dtype, config.quantized), route, blocks
 
 
 def _dispatch_fwd(config, x, topk_idx):
-    tokens, scales, route = _dispatch(config, x, topk_idx)
-    return (tokens, scales, route), route
+    results = _dispatch(config, x, topk_idx)
+    return results, results[2]
 
 
 def _dispatch_bwd(config, route, cotangents):

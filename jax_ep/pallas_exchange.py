@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import routes
-from jax_ep.routes import RankRoutes, Routes
+from jax_ep.routes import Layout, RankRoutes, Routes
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
-from pallas_kernels.quantize import BLOCK, ROW_MULTIPLE
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
+from pallas_kernels.quantize import BLOCK, ROW_MULTIPLE
 
 AxisName = tuple[str, ...]
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -47,7 +47,11 @@ def unavailable_reason(
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
     hidden = padded_hidden(hidden, dtype, wire_dtype)
     words = _dispatch_words(num_ranks, top_k, num_experts)
-    if _Rows(hidden, dtype, wire_dtype).beside(words) < 3 or _combine_slots(hidden, dtype, num_ranks, top_k) < 3:
+    slots = min(
+        _Rows(hidden, dtype, wire_dtype).beside(words),
+        _combine_slots(hidden, dtype, num_ranks, top_k),
+    )
+    if slots < 3:
         return (
             f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
             f"holds the routes of {num_experts} experts and {top_k} choices"
@@ -64,30 +68,28 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
     wire_dtype: jnp.dtype | None = None,
-) -> tuple[jax.Array, ...]:
-    """Routes [T, K] and sends [T, H]; returns what arrives, rows [N, T, K], counts [N, E].
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, Layout]:
+    """Routes [T, K] and sends [T, H].
 
-    What arrives is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
+    Returns what arrives, rows [N, T, K], counts [N, E], and how the first is laid out. What arrives
+    is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
     """
     hidden = x.shape[1]
     x = _pad_hidden(x, wire_dtype)
     fabric = mesh_fabric(axis_name)
     plan = dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts, wire_dtype)
-    counts, counts_before = routes.count_by_block(
-        topk_idx, num_experts, plan.tokens_per_block(x.shape[0]), plan.num_blocks
-    )
-    tokens, rows, all_counts = dispatch_kernel.dispatch(
+    received, rows, counts, group_sizes, expert_counts, *totals = dispatch_kernel.dispatch(
         x,
         topk_idx,
-        counts,
-        counts_before,
+        routes.count_experts(topk_idx, num_experts),
         fabric=fabric,
         plan=plan,
         capacity=capacity,
         expert_alignment=expert_alignment,
         wire_dtype=wire_dtype,
     )
-    return *_unpadded(tokens, hidden), rows, all_counts
+    layout = Layout(group_sizes, expert_counts, *(total.reshape(()) for total in totals))
+    return _unpadded(received, hidden), rows, counts, layout
 
 
 def dispatch_like(

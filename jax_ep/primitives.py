@@ -2,7 +2,8 @@
 
 Six primitives, all without effects, all called inside `shard_map` over `axis_name`:
 
-  ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, E]
+  ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, E],
+                                                     *layout
   ep_dispatch_like  x [T, H], *routes              -> tokens [R, H]
   ep_combine        y [R, H], *routes, weights?    -> out [T, H]
   ep_combine_grad   g [T, H], *routes, weights, y  -> dy [R, H], dweights [T, K]
@@ -11,9 +12,10 @@ Six primitives, all without effects, all called inside `shard_map` over `axis_na
   ep_rank_combine   y [N, T, H], *rank routes      -> out [T, H]
 
 With a `wire_dtype`, what a dispatch gives for tokens is two arrays: rows in it, and their scales
-(`jax_ep.wire`); a combine rounds the sums that it sends. `routes` are the three arrays of
-`jax_ep.routes.Routes`, rank routes the two of `RankRoutes`; weights are float32. Each primitive
-lowers to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere else.
+(`jax_ep.wire`); a combine rounds the sums that it sends. `routes` and `layout` are the arrays of
+their namesakes in `jax_ep.routes`, rank routes those of `RankRoutes`; weights are float32. Each
+primitive lowers to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere
+else.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jax_ep import pallas_exchange, wire, xla_exchange
-from jax_ep.routes import RankRoutes, Routes
+from jax_ep.routes import Layout, RankRoutes, Routes
 
 Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -128,11 +130,13 @@ def choose_implementations(
     return choose(**uses_of_wire), choose()
 
 
-def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes]:
+def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes, Layout]:
     """Binds `ep_dispatch`: this rank's choices become routes, and its tokens follow them."""
     x, topk_idx = vary_alike((x, topk_idx), params["axis_name"])
-    *received, rows, counts = ep_dispatch_p.bind(x, topk_idx, **params)
-    return tuple(received), Routes(topk_idx, rows, counts)
+    results = ep_dispatch_p.bind(x, topk_idx, **params)
+    *received, rows, counts = results[: -len(Layout._fields)]
+    layout = Layout(*results[-len(Layout._fields) :])
+    return tuple(received), Routes(topk_idx, rows, counts), layout
 
 
 def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> Received:
@@ -201,7 +205,8 @@ def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> l
 
 
 def _run_dispatch(exchange, x, topk_idx, **params):
-    return exchange.dispatch(x, topk_idx, **params)
+    received, rows, counts, layout = exchange.dispatch(x, topk_idx, **params)
+    return *received, rows, counts, *layout
 
 
 def _run_dispatch_like(exchange, x, *route, num_experts, **params):
@@ -248,6 +253,10 @@ def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, wire_dtyp
         *_received_shapes((capacity,), x, wire_dtype),
         ((num_ranks, *topk_idx.shape), jnp.int32),
         ((num_ranks, num_experts), jnp.int32),
+        ((num_experts // num_ranks,), jnp.int32),
+        ((num_experts // num_ranks,), jnp.int32),
+        ((), jnp.int32),
+        ((), jnp.int32),
     ]
 
 

@@ -283,9 +283,9 @@ def rank_combine(
 def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
     """Rows as they cross the wire in a float8: (rows [..., H], scales [..., H / 128] float32).
 
-    A block of 128 values is scaled by the inverse of its largest finite magnitude / 448, so that this one is
-    sent as 448, the largest of float8_e4m3fn; NaN and infinities are sent as NaN. `dtype` is the
-    `ml_dtypes` one.
+    A block of 128 values is multiplied by 1 / scale, of scale = its largest finite magnitude / 448,
+    so that this one is sent as 448, the largest of float8_e4m3fn; NaN and infinities are sent as
+    NaN. `dtype` is the `ml_dtypes` one.
     """
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 128)
     finite = np.isfinite(blocks)

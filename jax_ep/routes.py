@@ -80,19 +80,11 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
     return upto_chunk[-1], places.reshape(-1)[: flat.size].reshape(topk_idx.shape)
 
 
-def count_by_block(
-    topk_idx: jax.Array, num_experts: int, tokens_per_block: int, num_blocks: int
-) -> tuple[jax.Array, jax.Array]:
-    """Choices of each expert: all [E], and those of the tokens before each block [B, E]."""
-    flat = topk_idx.reshape(-1)
-    entries = tokens_per_block * topk_idx.shape[1]
-    padding = num_blocks * entries - flat.size
-    blocks = jnp.pad(flat, (0, padding), constant_values=-1).reshape(num_blocks, entries)
-    histogram = jnp.sum(blocks[:, :, None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
-    histogram = lax.optimization_barrier(histogram)  # else XLA compares again to sum it
-    # Not a slice of the cumulative sums: XLA would fuse it with the kernel that reads the counts.
-    counts = jnp.sum(histogram, axis=0, dtype=jnp.int32)
-    return counts, jnp.cumsum(histogram, axis=0, dtype=jnp.int32) - histogram
+def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """[T, K] -> [E] int32: how often each expert is chosen."""
+    # By experts, not by choices: XLA makes one kernel of that.
+    chosen = jnp.arange(num_experts)[:, None] == topk_idx.reshape(1, -1)
+    return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
 
 def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:

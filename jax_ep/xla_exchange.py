@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import routes, wire
-from jax_ep.routes import RankRoutes, Routes
+from jax_ep.routes import Layout, RankRoutes, Routes
 
 AxisName = tuple[str, ...]
 
@@ -31,10 +31,11 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
     wire_dtype: jnp.dtype | None = None,
-) -> tuple[jax.Array, ...]:
-    """Routes [T, K] and sends [T, H]; returns what arrives, rows [N, T, K], counts [N, E].
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, Layout]:
+    """Routes [T, K] and sends [T, H].
 
-    What arrives is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
+    Returns what arrives, rows [N, T, K], counts [N, E], and how the first is laid out. What arrives
+    is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
     """
     rank = lax.axis_index(axis_name)
     counts, places = routes.count_choices(topk_idx, num_experts)
@@ -43,10 +44,11 @@ def dispatch(
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
+    recv_counts = routes.counts_here(all_counts, rank)
     rows = routes.receive_rows(
         all_topk_idx.reshape(-1, *topk_idx.shape),
         all_places.reshape(-1, *topk_idx.shape),
-        routes.counts_here(all_counts, rank),
+        recv_counts,
         rank,
         expert_alignment,
     )
@@ -59,7 +61,7 @@ def dispatch(
         expert_alignment=expert_alignment,
         wire_dtype=wire_dtype,
     )
-    return *received, rows, all_counts
+    return received, rows, all_counts, routes.layout(recv_counts, capacity, expert_alignment)
 
 
 def dispatch_like(

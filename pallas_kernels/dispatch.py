@@ -2,10 +2,10 @@
 
 Each block serves a range of tokens, the same on every rank, with three warpgroups:
 
-  sender    reads the peers' counts, works out where the rows of a step of tokens go, puts the
-            lists of these places, then each row into its first place at every rank that gets it;
-  receiver  lists, while the rows are under way, those that several experts here are to get, and
-            copies them, once they have arrived, from their first place to the others;
+  sender    reads the peers' counts, works out where the rows of each token go, puts it into its
+            first place at every rank that gets it, and the list of all its places beside it;
+  receiver  copies the rows of a step of tokens that several experts here are to get, once they
+            have arrived, from their first place to the others;
   filler    writes zeros to the rows of this rank's receive buffer that receive nothing.
 
 So a row crosses the link once per (token, rank) and is fanned out in local memory; there is no
@@ -30,7 +30,8 @@ from pallas_kernels import quantize, short_copies
 from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
 _NOWHERE = -1
-_PUT = 0  # channel, signalled after each step and at the end: see _Dispatch._send
+_PUT = 0  # channel, signalled once for each step, and once where there is none
+_COUNTED = 1024  # choices that a block counts at a time
 
 Payload = jax.Array | tuple[jax.Array, ...]
 
@@ -44,7 +45,6 @@ def dispatch(
     x: jax.Array,
     topk_idx: jax.Array,
     counts: jax.Array,
-    counts_before: jax.Array,
     *,
     fabric: fb.Fabric,
     plan: Plan,
@@ -52,14 +52,13 @@ def dispatch(
     expert_alignment: int,
     wire_dtype: Any = None,
     stage: str = "all",
-) -> tuple[Payload, jax.Array, jax.Array]:
+) -> tuple[Any, ...]:
     """Routes and moves the rows. With a stacked fabric every array has a leading rank axis.
 
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
       counts: [E] int32: this rank's choices of each expert.
-      counts_before: [B, E] int32: those of the tokens before each block's.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
@@ -70,7 +69,8 @@ def dispatch(
 
     Returns:
       tokens [R, H], or with a wire_dtype two of them, (rows [R, H], scales [R, H / 128]);
-      rows [N, T, K] int32, counts [N, E] int32 of all ranks.
+      rows [N, T, K] int32, counts [N, E] int32 of all ranks, and the layout of tokens, all int32:
+      group_sizes [L], expert_counts [L], num_dropped [1], rows_needed [1].
     """
     (num_tokens, top_k), num_experts = topk_idx.shape[-2:], counts.shape[-1]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -79,14 +79,14 @@ def dispatch(
         routes_known=False, stage=stage, wire_dtype=wire_dtype,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
-    *tokens, rows, all_counts = kernel.call(
+    results = kernel.call(
         x,
         kernel.window.pad(topk_idx.reshape(flat), _NOWHERE),
         pad_last(counts, kernel.count_width - num_experts),
-        pad_last(counts_before, kernel.count_width - num_experts),
     )
+    parts, (rows, all_counts, *layout) = kernel.split(results)
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
-    return payload(tokens), rows, all_counts[..., :num_experts]
+    return payload(parts), rows, all_counts[..., :num_experts], *layout
 
 
 def dispatch_like(
@@ -168,6 +168,10 @@ class _Dispatch:
             return [(self.hidden, self.dtype)]
         return [(self.hidden, self.wire_dtype), (self.hidden // quantize.BLOCK, jnp.float32)]
 
+    def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The parts of what arrives, and what comes beside them."""
+        return results[: len(self.parts)], results[len(self.parts) :]
+
     @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
@@ -190,6 +194,10 @@ class _Dispatch:
             out_type += [
                 jax.ShapeDtypeStruct((self.num_ranks, self.window.total), jnp.int32),
                 jax.ShapeDtypeStruct((self.num_ranks, self.count_width), jnp.int32),
+                *(
+                    jax.ShapeDtypeStruct((size,), jnp.int32)
+                    for size in (self.num_local_experts, self.num_local_experts, 1, 1)
+                ),
             ]
         return fb.kernel(
             self.fabric,
@@ -207,14 +215,14 @@ class _Dispatch:
         ranks, top_k = self.num_ranks, self.top_k
         return dict(
             scan=plgpu.SMEM((2 * width,), jnp.int32),
-            next_rows=plgpu.SMEM((width,), jnp.int32),  # where each expert's next row goes
+            # Where each expert's next row goes; one entry more, for choices of no expert.
+            next_rows=plgpu.SMEM((width + LANES,), jnp.int32),
             block_ends=plgpu.SMEM((2, width), jnp.int32),  # of each expert's rows, and padded
             choices=plgpu.SMEM(
                 (ranks if self.routes_known else 1, self.window.width), jnp.int32
             ),  # rows at each peer, or experts
             **self._row_types(),
-            step_lists=plgpu.SMEM((self.step_tokens, ranks, top_k), jnp.int32),
-            step_places=plgpu.SMEM((self.step_tokens, ranks), jnp.int32),
+            lists=plgpu.SMEM((slots, ranks, top_k), jnp.int32),
             step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
             step_copies=plgpu.SMEM((self.step_tokens * ranks, top_k), jnp.int32),
             copies=[plgpu.SMEM((copies, width), t) for width, t in self.parts],
@@ -235,13 +243,13 @@ class _Dispatch:
     def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         if self.stage == "fan_out":
-            put_tokens, rows, tokens = refs
-            put_tokens, tokens = [put_tokens], [tokens]
+            put_tokens, rows, tokens = [refs[0]], refs[1], [refs[2]]
         elif self.routes_known:
             x, rows, counts, *tokens = refs
-            choices, counts_before, all_counts, put_tokens = rows, None, None, tokens
+            choices, all_counts, layout, put_tokens = rows, None, (), tokens
         else:
-            x, choices, counts, counts_before, *tokens, rows, all_counts = refs
+            x, choices, counts, *results = refs
+            tokens, (rows, all_counts, *layout) = self.split(results)
             put_tokens = tokens
 
         if self.stage != "fan_out":
@@ -250,10 +258,12 @@ class _Dispatch:
             def _sender():
                 self.fabric.stage(0)
                 self._fetch_first(x, **scratch)
-                per_source, earlier = self._read_counts(counts, counts_before)
+                per_source = self._read_counts(counts)
                 self.fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
                 self._open_window(choices, 0, **scratch)
-                self._lay_out(per_source, earlier, all_counts, **scratch)
+                if not self.routes_known:
+                    self._count_earlier(choices, **scratch)
+                self._lay_out(per_source, all_counts, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
 
@@ -261,6 +271,8 @@ class _Dispatch:
             def _filler():
                 plgpu.barrier_wait(laid_out)
                 self.fabric.stage(3)
+                if not self.routes_known:
+                    self._describe_layout(*layout, **scratch)
                 self._fill(tokens, **scratch)
 
         if self.stage != "put":
@@ -309,16 +321,32 @@ class _Dispatch:
             choices[i] = value
         fabric.barrier()
 
-    def _read_counts(self, counts, counts_before):
-        """Every rank's choices of each expert, and this rank's before this block."""
+    def _read_counts(self, counts):
+        """Every rank's choices of each expert."""
         fabric, ranks = self.fabric, range(self.num_ranks)
         if self.routes_known:
-            return [fb.load(fabric, fabric.mine(counts).at[rank], 1) for rank in ranks], None
-        per_source = [fb.load(fabric, fabric.peer(counts, rank), 1) for rank in ranks]
-        block = lax.axis_index("block")
-        return per_source, fb.load(fabric, fabric.mine(counts_before).at[block], 1)
+            return [fb.load(fabric, fabric.mine(counts).at[rank], 1) for rank in ranks]
+        return [fb.load(fabric, fabric.peer(counts, rank), 1) for rank in ranks]
 
-    def _lay_out(self, per_source, earlier, all_counts, *, scan, next_rows, block_ends, **_):
+    def _count_earlier(self, choices_ref, *, next_rows, **_):
+        """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
+        fabric = self.fabric
+        fb.clear(next_rows, self.count_width)
+        fabric.barrier()
+        end = jnp.minimum(self._range()[0], self.num_tokens) * self.top_k
+        width = min(_COUNTED, self.window.total // LANES * LANES)
+
+        def count(i, _):
+            start = jnp.minimum(i * width, self.window.total - width)
+            entries = start + fb.iota(fabric, width)
+            experts = fb.load(fabric, fabric.mine(choices_ref).at[pl.ds(start, width)], 1)
+            new = (entries >= i * width) & (entries < end)
+            fb.count(fabric, next_rows, jnp.where(new, experts, _NOWHERE), self.num_experts)
+
+        lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
+        fabric.barrier()
+
+    def _lay_out(self, per_source, all_counts, *, scan, next_rows, block_ends, **_):
         """Where each expert's block starts and ends at its rank, and this block's rows in it."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         rank = fabric.rank()
@@ -329,7 +357,7 @@ class _Dispatch:
             sizes = lax.div(total + (alignment - 1), alignment) * alignment
         # An inclusive scan over each rank's experts: `scan` holds zeros, then the sums so far.
         local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
-        scan[pl.ds(0, width)] = jnp.zeros((width,), jnp.int32)
+        fb.clear(scan, width)
         ends, shift = sizes, 1
         while shift < per_rank:
             scan[pl.ds(width, width)] = ends
@@ -340,11 +368,11 @@ class _Dispatch:
             shift *= 2
         starts = ends - sizes
         if not self.routes_known:
-            row = starts + earlier
+            row = starts + fb.load(fabric, next_rows.at[pl.ds(0, width)], 1)
             for source in range(self.num_ranks):
                 counted = per_source[source]
                 row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
-            next_rows[...] = row
+            next_rows[pl.ds(0, width)] = row
         block_ends[0] = starts + total
         block_ends[1] = ends
         fabric.barrier()
@@ -356,8 +384,8 @@ class _Dispatch:
                     fabric.mine(all_counts)[source] = per_source[source]
 
     def _send(
-        self, x, choices_ref, tokens, rows, semaphores, *, choices, slots, step_lists, step_places,
-        full, wide_slots=None, **bookkeeping,
+        self, x, choices_ref, tokens, rows, semaphores, *, choices, slots, lists, full,
+        wide_slots=None, **bookkeeping,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
         num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
@@ -366,82 +394,75 @@ class _Dispatch:
         first_token, num_tokens = self._range()
         peers = [lax.rem(i + plan.peer_offset(rank, block), num_ranks) for i in range(num_ranks)]
 
-        def list_token(i, carry):
-            """Notes the first place of a token at each peer, and tells the peer all of them."""
+        def put_lists(slot, entry, found):
+            """Tells every peer the places of a token's choices there."""
+            if top_k % 4:  # bulk copies are of whole 16 bytes
+                for peer, peer_rows in zip(peers, found, strict=True):
+                    for choice, row in enumerate(peer_rows):
+                        fabric.peer(rows, peer)[rank, entry + choice] = row
+                return
+            for peer, peer_rows in zip(peers, found, strict=True):
+                for choice, row in enumerate(peer_rows):
+                    lists[slot, peer, choice] = row
+            plgpu.commit_smem()
+            for peer in peers:
+                plgpu.copy_smem_to_gmem(
+                    lists.at[slot, peer],
+                    fabric.peer(rows, peer).at[rank, pl.ds(entry, top_k)],
+                    commit_group=False,
+                )
+
+        def fetch(i, slot_is_free):
+            @pl.when(slot_is_free & (i < num_tokens))
+            def _():
+                self._fetch(x, first_token + i, i, slots=slots, full=full, wide_slots=wide_slots)
+
+        def send_token(i, carry):
             in_window = lax.rem(i, jnp.int32(window.tokens))
 
             @pl.when((in_window == 0) & (i > 0))
             def _():
                 self._open_window(choices_ref, i, choices=choices)
 
-            entry = (first_token + i) * top_k
+            slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * top_k
             in_choices = entry - window.start(entry - in_window * top_k)
-            found = self._lists(in_choices, peers, choices=choices, **bookkeeping)
-            in_step = lax.rem(i, jnp.int32(step_tokens))
-            for peer, peer_rows in zip(peers, found, strict=True):
-                step_places[in_step, peer] = self._place(peer_rows, i)
-                if self.routes_known:
-                    continue
-                for choice, row in enumerate(peer_rows):
-                    if top_k % 4:  # bulk copies are of whole 16 bytes
-                        fabric.peer(rows, peer)[rank, entry + choice] = row
-                    else:
-                        step_lists[in_step, peer, choice] = row
-            if not self.routes_known and top_k % 4 == 0:
-                plgpu.commit_smem()
-                for peer in peers:
-                    plgpu.copy_smem_to_gmem(
-                        step_lists.at[in_step, peer],
-                        fabric.peer(rows, peer).at[rank, pl.ds(entry, top_k)],
-                        commit_group=False,
-                    )
-            return carry
-
-        def fetch_after(i):
-            """Into the slot of the i-th token, if there is one, once it is free."""
-            ahead = i + num_slots
-
-            @pl.when((i >= 0) & (ahead < num_tokens))
-            def _():
-                self._fetch(
-                    x, first_token + ahead, ahead, slots=slots, full=full, wide_slots=wide_slots
-                )
-
-        def send_token(i, carry):
-            slot, in_step = lax.rem(i, jnp.int32(num_slots)), lax.rem(i, jnp.int32(step_tokens))
+            found = self._rows_at_peers(in_choices, peers, choices=choices, **bookkeeping)
             plgpu.barrier_wait(full.at[slot])
             if wide_slots is not None:
                 quantize.quantize_row(
                     fabric, wide_slots.at[slot], *(part.at[slot] for part in slots)
                 )
                 plgpu.commit_smem()  # all have read the wide row, and the puts see the other
-                fetch_after(i)
-            for peer in peers:
-                place = step_places[in_step, peer]
+                fetch(i + num_slots, True)
+            for peer, peer_rows in zip(peers, found, strict=True):
+                place = self._place(peer_rows, i)
                 for part, ref in zip(slots, tokens, strict=True):
                     fb.put_if(fabric, place >= 0, part.at[slot], fabric.peer(ref, peer).at[place])
+            if not self.routes_known:
+                put_lists(slot, entry, found)
             plgpu.commit_smem_to_gmem_group()
 
             # Once a slot's puts have read it, it takes the next token.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
             if wide_slots is None:
-                fetch_after(i - lag)
+                fetch(i - lag + num_slots, i >= lag)
             return carry
 
         def send_step(step, carry):
             begin = step * step_tokens
             end = jnp.minimum(begin + step_tokens, num_tokens)
-            lax.fori_loop(begin, end, list_token, None)
-            plgpu.commit_smem_to_gmem_group()
             lax.fori_loop(begin, end, send_token, None)
-            # With only this step's rows under way, its lists and the rows before have arrived.
-            lax.cond(
-                end - begin == step_tokens,
-                lambda: plgpu.wait_smem_to_gmem(step_tokens),
-                lambda: plgpu.wait_smem_to_gmem(0),
-            )
-            fabric.stage(1)
-            fabric.signal(semaphores, _PUT)
+
+            @pl.when(step > 0)
+            def _():  # with only this step under way, the one before has arrived
+                lax.cond(
+                    end - begin == step_tokens,
+                    lambda: plgpu.wait_smem_to_gmem(step_tokens),
+                    lambda: plgpu.wait_smem_to_gmem(0),
+                )
+                fabric.stage(1)
+                fabric.signal(semaphores, _PUT)
+
             return carry
 
         lax.fori_loop(0, self._num_steps(), send_step, None)
@@ -449,7 +470,7 @@ class _Dispatch:
         fabric.stage(1)
         fabric.signal(semaphores, _PUT)
 
-    def _lists(self, entry, peers, *, choices, next_rows, **_):
+    def _rows_at_peers(self, entry, peers, *, choices, next_rows, **_):
         """[N][K]: the row of each choice at each rank, in the order of `peers`."""
         if self.routes_known:
             entries = [entry + choice for choice in range(self.top_k)]
@@ -457,19 +478,15 @@ class _Dispatch:
         # Read where each expert's next row goes, all threads, then count this token's choices.
         experts = [choices[0, entry + choice] for choice in range(self.top_k)]
         valid = [(e >= 0) & (e < self.num_experts) for e in experts]
-        experts = [jnp.where(v, e, 0) for e, v in zip(experts, valid, strict=True)]
+        experts = [jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)]
         found = [next_rows[expert] for expert in experts]
         for choice in range(self.top_k):
             for earlier in range(choice):
-                again = valid[earlier] & (experts[earlier] == experts[choice])
+                again = experts[earlier] == experts[choice]
                 found[choice] = found[choice] + again.astype(jnp.int32)
         self.fabric.barrier()
-        for choice, expert in enumerate(experts):
-
-            @pl.when(valid[choice])
-            def _():
-                next_rows[expert] = found[choice] + 1
-
+        for expert, row in zip(experts, found, strict=True):
+            next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
         self.fabric.barrier()  # the next token reads what this one has counted
         owners = [
             jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
@@ -484,7 +501,7 @@ class _Dispatch:
         ]
 
     def _place(self, rows, i):
-        """Where the i-th token goes first at a peer, given the list for it; or nowhere."""
+        """Where the i-th token goes first at a peer, given its rows there; or nowhere."""
         del i
         place = jnp.int32(_NOWHERE)
         for row in reversed(rows):
@@ -521,25 +538,23 @@ class _Dispatch:
                 step_rows[source] = value
             fabric.barrier()
 
-            def list_pair(pair, count):
-                source = lax.rem(pair, num_ranks)
-                entry = (step_token + lax.div(pair, num_ranks)) * top_k - start
-                places, held = [], jnp.int32(0)
-                for choice in range(top_k):
-                    row = step_rows[source, entry + choice]
-                    here = (row >= 0) & (row < self.capacity)
-                    places.append(jnp.where(here, row, _NOWHERE))
-                    held = held + here.astype(jnp.int32)
-
-                @pl.when(held > 1)
-                def _():
+            def list_token(i, count):
+                for source in range(num_ranks):
+                    places, held = [], jnp.int32(0)
+                    for choice in range(top_k):
+                        row = step_rows[source, (step_token + i) * top_k - start + choice]
+                        here = (row >= 0) & (row < self.capacity)
+                        places.append(jnp.where(here, row, _NOWHERE))
+                        held = held + here.astype(jnp.int32)
                     for choice, place in enumerate(places):
-                        step_copies[count, choice] = place
+                        step_copies[count, choice] = place  # stays if the next one is counted on
+                    count = count + (held > 1).astype(jnp.int32)
+                return count
 
-                return count + (held > 1).astype(jnp.int32)
-
-            pairs = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens) * num_ranks
-            return lax.fori_loop(0, pairs, list_pair, jnp.int32(0))
+            step_end = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
+            count = lax.fori_loop(0, step_end, list_token, jnp.int32(0))
+            fabric.barrier()
+            return count
 
         def begin(i, begun):
             first = jnp.int32(_NOWHERE)
@@ -584,9 +599,8 @@ class _Dispatch:
             """`begun` copies have gone through the ring before this step's."""
             fabric.wait(semaphores, _PUT, step + 1, "dispatch")
             fabric.stage(2)
-            count = list_copies(step)
-            fabric.wait(semaphores, _PUT, step + 2, "dispatch")
             fabric.async_fence()
+            count = list_copies(step)
 
             def begin_next(i, carry):
                 begin(i, begun)
@@ -614,6 +628,29 @@ class _Dispatch:
             fabric.wait(semaphores, _PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
+
+    def _describe_layout(
+        self, group_sizes, expert_counts, num_dropped, rows_needed, *, block_ends, **_
+    ):
+        """Writes the layout of this rank's rows: see `dispatch`."""
+        fabric, per_rank = self.fabric, self.num_local_experts
+        first_expert = fabric.rank() * per_rank
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _():
+            def describe(i, carry):
+                start, dropped = carry
+                end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
+                room = jnp.maximum(self.capacity - start, 0)
+                kept = jnp.minimum(end_of_rows - start, room)
+                fabric.mine(group_sizes)[i] = jnp.minimum(end - start, room)
+                fabric.mine(expert_counts)[i] = kept
+                return end, dropped + (end_of_rows - start - kept)
+
+            zero = jnp.int32(0)
+            end, dropped = lax.fori_loop(0, per_rank, describe, (zero, zero))
+            fabric.mine(num_dropped)[0] = dropped
+            fabric.mine(rows_needed)[0] = end
 
     def _fill(self, tokens, *, zeros, block_ends, **_):
         plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts

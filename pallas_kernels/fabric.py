@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import ptx
+from pallas_kernels.plan import LANES
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
@@ -245,6 +246,21 @@ def iota(fabric: Fabric, size: int) -> jax.Array:
         return jnp.arange(size, dtype=jnp.int32)
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
+
+
+def clear(ref: Any, size: int) -> None:
+    """ref[:size] = 0, for whole vectors of int32."""
+    for start in range(0, size, LANES):  # a store of more zeros wants a power of two of them
+        ref[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.int32)
+
+
+def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
+    """bins[v] += 1 in shared memory for each of the values [n] in registers that is in range."""
+    if fabric.interpret:
+        found = jnp.sum(values[:, None] == jnp.arange(bins.shape[0]), axis=0, dtype=jnp.int32)
+        bins[...] += jnp.where(jnp.arange(bins.shape[0]) < num_bins, found, 0)
+    else:
+        ptx.count(bins, values, num_bins)
 
 
 def drain(empty: Any, used: jax.Array, num_slots: int) -> None:

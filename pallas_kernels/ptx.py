@@ -118,6 +118,31 @@ def touch(refs: Sequence[Any]) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
 
 
+def count(bins: Any, values: Any, num_bins: int) -> None:
+    """bins[v] += 1, in shared memory, for each of a vector of values below `num_bins`."""
+
+    def emit(ctx: Any, bins: ir.Value, values: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(bins))
+        for vector in values.registers.flat:
+            value = llvm.extractelement(vector, arith.constant(i32, 0))
+            address = arith.addi(base, arith.muli(value, arith.constant(i32, 4)))
+            counted = arith.cmpi(
+                arith.CmpIPredicate.ult, value, arith.constant(i32, num_bins)
+            )
+            llvm.inline_asm(
+                None,
+                [address, counted],
+                "@$1 red.shared.add.u32 [$0], 1;",
+                "r,b",
+                has_side_effects=True,
+            )
+
+    vectors = plgpu.Layout.WG_STRIDED(values.shape, vec_size=1)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), vectors))(emit)(bins, values)
+
+
 def async_fence() -> None:
     """What this thread has seen written, its bulk copies see too."""
 

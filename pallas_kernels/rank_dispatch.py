@@ -98,8 +98,7 @@ class _RankDispatch(_Dispatch):
         return dict(
             choices=plgpu.SMEM((1, self.window.width), jnp.int32),
             **self._row_types(),
-            step_lists=plgpu.SMEM((self.step_tokens, ranks, self.top_k), jnp.int32),
-            step_places=plgpu.SMEM((self.step_tokens, ranks), jnp.int32),
+            lists=plgpu.SMEM((slots, ranks, self.top_k), jnp.int32),
             step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
             zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in self.parts],
             full=plgpu.Barrier(num_barriers=(slots,)),
@@ -121,7 +120,7 @@ class _RankDispatch(_Dispatch):
         def _receiver():
             self._receive_lists(lists, tokens, semaphores, **scratch)
 
-    def _lists(self, entry, peers, *, choices, **_):
+    def _rows_at_peers(self, entry, peers, *, choices, **_):
         """[N][words]: this token's list for each rank, in the order of `peers`."""
         words = [choices[0, entry + i] for i in range(self.top_k)]
         experts, weights = words[: self.num_choices], words[self.num_choices :]
@@ -149,7 +148,7 @@ class _RankDispatch(_Dispatch):
             chosen = chosen | (word >= 0)
         return chosen
 
-    def _receive_lists(self, lists, tokens, semaphores, *, step_rows, zeros, **_):
+    def _receive_lists(self, lists_ref, tokens, semaphores, *, step_rows, zeros, **_):
         fabric, window, width = self.fabric, self.step_window, self.top_k
         first_token, num_tokens = self._range()
         for part in zeros:
@@ -162,7 +161,7 @@ class _RankDispatch(_Dispatch):
             step_token = first_token + step * self.step_tokens
             start = window.start(step_token * width)
             values = [
-                fabric.mine(lists).at[source, pl.ds(start, window.width)][...]
+                fabric.mine(lists_ref).at[source, pl.ds(start, window.width)][...]
                 for source in range(self.num_ranks)
             ]
             fabric.barrier()  # the step before this one has been read
@@ -191,5 +190,9 @@ class _RankDispatch(_Dispatch):
 
         num_steps = self._num_steps()
         lax.fori_loop(0, num_steps, receive_step, None)
-        fabric.wait(semaphores, _PUT, num_steps + 1, "dispatch")  # the last rows
+
+        @pl.when(num_steps == 0)
+        def _():  # nothing comes, but peers may not leave before their last signal is heard
+            fabric.wait(semaphores, _PUT, 1, "dispatch")
+
         plgpu.wait_smem_to_gmem(0)

@@ -108,6 +108,14 @@ class Problem:
         return np.broadcast_to(counts, (self.num_ranks, *counts.shape))
 
     @functools.cached_property
+    def layout(self) -> routes.Layout:
+        """How the rows of a dispatch lie at each rank, the ranks stacked."""
+        sent = self.dispatched(self.num_rows)
+        return routes.Layout(
+            *(np.stack([getattr(s, name) for s in sent]) for name in routes.Layout._fields)
+        )
+
+    @functools.cached_property
     def y(self) -> np.ndarray:
         """[N, R, H] with sums that are exact in any order, and NaN where nothing may be read."""
         shape = (self.num_ranks, self.num_rows, self.hidden)
@@ -150,19 +158,15 @@ class Problem:
 
 
 def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the dispatch kernel: -> tokens, rows, counts."""
-    tokens_per_block = plan.tokens_per_block(problem.num_tokens)
-    counts, counts_before = jax.vmap(
-        lambda idx: routes.count_by_block(
-            idx, problem.num_experts, tokens_per_block, plan.num_blocks
-        )
-    )(jnp.asarray(problem.topk_idx))
+    """A call of the dispatch kernel: -> tokens, rows, counts, *layout."""
+    counts = jax.vmap(lambda idx: routes.count_experts(idx, problem.num_experts))(
+        jnp.asarray(problem.topk_idx)
+    )
     return functools.partial(
         dispatch_kernel.dispatch,
         jnp.asarray(problem.x),
         jnp.asarray(problem.topk_idx),
         counts,
-        counts_before,
         fabric=fabric,
         plan=plan,
         capacity=problem.num_rows,

@@ -95,12 +95,10 @@ class Work:
     def by_kernels(self, fabric: fb.Mesh, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
         """A dispatch, another payload along its routes, and two combines."""
         plan, num_experts = self.plan, self.num_experts
-        counts, before = routes.count_by_block(
-            topk_idx, num_experts, plan.tokens_per_block(self.num_tokens), plan.num_blocks
-        )
+        counts = routes.count_experts(topk_idx, num_experts)
         common: dict[str, Any] = dict(fabric=fabric, plan=plan)
         options = dict(common, capacity=self.capacity, expert_alignment=self.alignment)
-        tokens, rows, all_counts = dispatch_kernel.dispatch(x, topk_idx, counts, before, **options)
+        tokens, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **options)
         again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **options)
         common["num_experts"] = num_experts
         out = combine_kernel.combine(y, weights, topk_idx, rows, **common)
@@ -110,7 +108,7 @@ class Work:
     def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
         axis: dict[str, Any] = dict(axis_name=("expert",))
         options = dict(axis, capacity=self.capacity, expert_alignment=self.alignment)
-        tokens, rows, counts = xla_exchange.dispatch(
+        tokens, rows, counts, _ = xla_exchange.dispatch(
             x, topk_idx, num_experts=self.num_experts, **options
         )
         route = Routes(topk_idx, rows, counts)

@@ -47,10 +47,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_dispatch(case):
     problem, plan = CASES[case]
-    tokens, rows, counts = simulate(dispatch(problem, plan, simulated_ranks(problem.num_ranks)))
+    fabric = simulated_ranks(problem.num_ranks)
+    tokens, rows, counts, *layout = simulate(dispatch(problem, plan, fabric))
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")
+    for got, (name, wanted) in zip(layout, problem.layout._asdict().items(), strict=True):
+        np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
 
 
 LIKE_CASES = [
@@ -80,7 +83,7 @@ def test_stage_by_stage(case):
     problem, plan = CASES[case]
     plan = dataclasses.replace(plan, store_lag=0)  # here copies count, not groups
     fabric = stacked_ranks(problem.num_ranks)
-    put, rows, _ = interpret(dispatch(problem, plan, fabric, stage="put"))
+    put, rows, *_ = interpret(dispatch(problem, plan, fabric, stage="put"))
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     copies = interpret(
         lambda: fan_out(jnp.asarray(put), jnp.asarray(rows), fabric=fabric, plan=plan)

@@ -105,6 +105,7 @@ SHAPES = [
     Shapes(128, 7168, 8, 256),
     Shapes(4096, 7168, 8, 256, capacity=40000, alignment=128),
     Shapes(1, 7168, 16, 512),
+    Shapes(16, 512, 8, 384),
     Shapes(4096, 2880, 4, 128, **ranks(4)),
     Shapes(300, 4096, 6, 64, "float16", **ranks(2)),
     Shapes(17, 40, 3, 4, "float32", **ranks(2), capacity=1),
@@ -202,8 +203,8 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
     def types(x, topk_idx, weights):
         params = dict(axis_name=("expert",), expert_alignment=2)
         options = dict(params, capacity=20)
-        tokens, rows, counts = exchange.dispatch(x, topk_idx, num_experts=4, **options)
-        assert rows.dtype == counts.dtype == jnp.int32
+        tokens, rows, counts, layout = exchange.dispatch(x, topk_idx, num_experts=4, **options)
+        assert all(a.dtype == jnp.int32 for a in (rows, counts, *layout))
         route = Routes(topk_idx, rows, counts)
         again = exchange.dispatch_like(x, route, **options)
         out = exchange.combine(tokens, weights, route, axis_name=("expert",))
