@@ -192,7 +192,7 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
     )
     return {
         "routes": _WORD * shape.num_ranks * (entries + counts),
-        "counts before each block": _WORD * (plan.num_blocks + 1) * counts,
+        "choices of each expert": _WORD * counts,
         "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
         "padded rows": shape.padded_rows(shape.num_tokens),
         "received rows": received,

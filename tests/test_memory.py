@@ -34,8 +34,9 @@ def model_of(shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def operation(
-    name: str, implementation: str, model: dict[str, int], dtype: str, mesh, layout, wire_dtype
-):
+    name: str, implementation: str, model: dict[str, int], dtype: str, mesh, *, layout, wire_dtype,
+    output="dequantized",
+):  # fmt: skip
     """A jitted dispatch or combine alone, and its arguments' shapes."""
     ranks, tokens, rows = model["num_ranks"], model["num_tokens"], model["capacity"]
 
@@ -47,6 +48,7 @@ def operation(
             num_experts=model["num_experts"],
             axis_name=AXIS,
             wire_dtype=wire_dtype,
+            output=output,
             implementation=implementation,
             **options,
         )
@@ -75,7 +77,12 @@ def operation(
             (choices, "float32"),
         ],
     }[name]
-    body = {"dispatch": lambda *args: dispatch(*args).tokens, "combine": combine}[name]
+
+    def received(*args):
+        sent = dispatch(*args)
+        return sent.tokens, sent.scales
+
+    body = {"dispatch": received, "combine": combine}[name]
     if (name, layout) == ("combine", "rank"):
         body = rank_combine
         of_ranks = (ranks * ranks, tokens)
@@ -145,7 +152,7 @@ _KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu_v2.* : \((.*)\) -> \(?
 def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
     """Shape and bytes of each tensor<...> type."""
     found = []
-    for sizes, bits in re.findall(r"tensor<((?:\d+x)*)[a-z]+(\d+)>", text):
+    for sizes, bits in re.findall(r"tensor<((?:\d+x)*)[a-z]+(\d+)\w*>", text):
         shape = tuple(int(size) for size in sizes.split("x")[:-1])
         total = int(bits) // 8
         for size in shape:
@@ -155,47 +162,62 @@ def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "wire_dtype"),
+    ("name", "layout", "wire_dtype", "output"),
     [
-        ("dispatch", "expert", None),
-        ("dispatch", "rank", None),
-        ("dispatch", "expert", "float8_e4m3fn"),
-        ("dispatch", "rank", "float8_e4m3fn"),
-        ("combine", "expert", None),
-        ("combine", "rank", None),
+        ("dispatch", "expert", None, "dequantized"),
+        ("dispatch", "rank", None, "dequantized"),
+        ("dispatch", "expert", "float8_e4m3fn", "dequantized"),
+        ("dispatch", "expert", "float8_e4m3fn", "quantized"),
+        ("dispatch", "rank", "float8_e4m3fn", "quantized"),
+        ("combine", "expert", None, "dequantized"),
+        ("combine", "rank", None, "dequantized"),
     ],
 )
-@pytest.mark.parametrize(("hidden", "dtype"), [(7168, "bfloat16"), (200, "float32")])
+@pytest.mark.parametrize(
+    ("hidden", "dtype"), [(7168, "bfloat16"), (384, "bfloat16"), (200, "float32")]
+)
 @pytest.mark.parametrize("num_tokens", [128, 4096])
 def test_the_kernels_hold_what_their_calls_are_lowered_with(
-    name, layout, wire_dtype, num_tokens, hidden, dtype
+    name, layout, wire_dtype, output, num_tokens, hidden, dtype
 ):
     if wire_dtype is not None and hidden % 128:
         pytest.skip("not whole blocks")
     model = MODEL | {"num_tokens": num_tokens, "hidden": hidden, "capacity": num_tokens * 9}
-    way = dict(layout=layout, wire_dtype=wire_dtype)
+    way = dict(layout=layout, wire_dtype=wire_dtype, output=output)
     mesh = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
     run, arguments = operation(name, "pallas", model, dtype, mesh, **way)
     text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     operands, results = map(tensors, _KERNEL.findall(text)[0])
 
-    row_bytes = hidden * jnp.dtype(dtype).itemsize
-    if wire_dtype is not None:
-        row_bytes = hidden + hidden // 128 * 4
-    padded = -(-row_bytes // 128) * 128
+    itemsize = jnp.dtype(dtype).itemsize
+    multiple = 512 if wire_dtype is not None else 128 // itemsize
+    padded = -(-hidden // multiple) * multiple
     num_rows = 8 * num_tokens if layout == "rank" else model["capacity"]
-    x, received = operands[0][1], results[0][1]
-    held = sum(size for _, size in results[1:])
+    received = [((num_rows, padded), num_rows * padded * itemsize)]
+    if wire_dtype is not None:
+        scales = padded // 128
+        received = [
+            ((num_rows, padded), num_rows * padded), ((num_rows, scales), num_rows * scales * 4)
+        ]  # fmt: skip
     if name == "dispatch":
-        assert received == num_rows * padded
+        assert results[: len(received)] == received
         assert operands[1][1] == num_tokens * model["top_k"] * 4  # the choices
-        held += sum(size for _, size in operands[2:-1])
+        per_rank = model["num_experts"] // 8
+        of_layout = [((per_rank,), per_rank * 4)] * 2 + [((1,), 4)] * 2  # the caller's
+        held = results[len(received) :]
+        if layout == "expert":
+            assert held[2:6] == of_layout
+            held = [*held[:2], *held[6:]]
+        held += operands[2:-1]
+        if padded != hidden or (wire_dtype is not None and output == "dequantized"):
+            held += received
+        if padded != hidden:
+            held += operands[:1]
     else:
-        assert x == num_rows * padded
-    if padded != row_bytes or wire_dtype is not None:
-        held += x + received
+        assert operands[0] == received[0]
+        held = results[1:] + ([operands[0], results[0]] if padded != hidden else [])
     counted = memory.workspace_bytes(name, "pallas", dtype=dtype, **way, **model)
-    assert held == sum(counted.values())
+    assert sum(size for _, size in held) == sum(counted.values())
 
 
 def test_the_kernels_need_little():
