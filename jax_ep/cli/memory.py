@@ -52,16 +52,21 @@ def collect() -> dict[str, Any]:
     for implementation, layout, operation, wire_dtype in ways:
         if wire_dtype is not None and (operation, implementation) == ("combine", "pallas"):
             continue
-        way: dict[str, Any] = {
-            "operation": operation,
-            "implementation": implementation,
-            "layout": layout,
-            "wire_dtype": wire_dtype,
-        }
-        buffers = memory.workspace_bytes(
-            **way, dtype=_DTYPE.value, capacity=_CAPACITY.value, **model
-        )
-        here.append(way | {"buffers": buffers})
+        outputs = ["dequantized"]
+        if operation == "dispatch" and wire_dtype is not None:
+            outputs.append("quantized")
+        for output in outputs:
+            way: dict[str, Any] = {
+                "operation": operation,
+                "implementation": implementation,
+                "layout": layout,
+                "wire_dtype": wire_dtype,
+                "output": output,
+            }
+            buffers = memory.workspace_bytes(
+                **way, dtype=_DTYPE.value, capacity=_CAPACITY.value, **model
+            )
+            here.append(way | {"buffers": buffers})
     return {"model": model, "here": here, "others": memory.other_libraries(**model)}
 
 
@@ -84,10 +89,12 @@ def render(facts: dict[str, Any]) -> str:
         name = f"{use['operation']}, {use['implementation']}, by {use['layout']}"
         if use["wire_dtype"] is not None:
             name += f", {use['wire_dtype']}"
+        if use["output"] == "quantized":
+            name += " kept"
         parts = ", ".join(f"{part} {_mib(size)}" for part, size in buffers.items())
-        lines.append(f"{name:<40}{_mib(sum(buffers.values())):>10}   {parts}")
+        lines.append(f"{name:<46}{_mib(sum(buffers.values())):>10}   {parts}")
     lines += ["", "Low-latency buffers of other libraries, by their formulas"]
-    lines += [f"{name:<40}{_mib(size):>10}" for name, size in facts["others"].items()]
+    lines += [f"{name:<46}{_mib(size):>10}" for name, size in facts["others"].items()]
     return "\n".join(lines)
 
 
