@@ -255,7 +255,9 @@ class _Rows:
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int) -> int:
     """Of routes and lists that a dispatch holds in shared memory."""
     choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
-    return 5 * align_up(num_experts, LANES) + choices + 4 * num_ranks * (top_k + 1)
+    lists = (_MAX_SLOTS + 2) * num_ranks * top_k
+    counts = (5 + num_ranks) * align_up(num_experts, LANES) + LANES
+    return counts + choices + lists
 
 
 def dispatch_plan(
@@ -265,17 +267,18 @@ def dispatch_plan(
     num_tokens, hidden = x.shape
     rows = _Rows(hidden, x.dtype, wire_dtype)
     words = _dispatch_words(num_ranks, top_k, num_experts)
-    num_copy_slots = max(1, min(4, rows.beside(words) // 3))
+    in_ring = rows.beside(words)
+    few = num_tokens <= 256  # every microsecond counts; else the link does
+    num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(4, in_ring // 3))
     room = rows.room(words) - num_copy_slots * rows.copy_bytes
     num_slots = min(_MAX_SLOTS, room // rows.slot_bytes)
-    few = num_tokens <= 256  # every microsecond counts; else the link does
     return Plan(
         num_blocks=min(64 if few else 128, num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
         num_copy_slots=num_copy_slots,
-        step_tokens=1 if few else 2,
+        step_tokens=2,
     )
 
 

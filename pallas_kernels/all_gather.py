@@ -21,4 +21,4 @@ def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         Tiles(size, x.dtype, plan).each(put_tile)
 
     out_type = jax.ShapeDtypeStruct((fabric.num_ranks, size), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_gather")
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_gather", puts=True)

@@ -25,13 +25,13 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
 
     def body(x_ref, out_ref):
         def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, where)
+            total = tiles.sum_of_ranks(fabric, x_ref, where, stagger=plan.stagger)
             tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
         Tiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((size,), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot")
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot", puts=False)
 
 
 def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
@@ -42,10 +42,10 @@ def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         rank = fabric.rank()
 
         def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
+            total = tiles.sum_of_ranks(fabric, x_ref, rank, where, stagger=plan.stagger)
             tiles.put(fabric, out_ref, (rank, where), total.astype(x.dtype))
 
         Tiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((num_shards, size), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_two_shot")
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_two_shot", puts=True)

@@ -136,16 +136,17 @@ class _Body:
             return _
 
         fabric.stage(0)
+        fabric.touch(x, *([normalized] if self.two_shot else []), semaphores)
         if self.two_shot and self.stage != "norm":
             self._sum_share(x, normalized, first, num_rows)
             fabric.stage(1)
-            self._rendezvous(semaphores, together)
+            self._rendezvous(semaphores, together, wrote=True)
             fabric.stage(2)
         if self.stage != "sum":
             lax.fori_loop(0, num_rows, norm_row, None)
         if not self.two_shot:
             fabric.stage(1)
-            self._rendezvous(semaphores, together)
+            self._rendezvous(semaphores, together, wrote=False)
 
     def _sum_share(self, x, out, first, num_rows):
         """Sums every N-th tile of the block's rows into all ranks' `out`."""
@@ -235,12 +236,12 @@ class _Body:
         plgpu.barrier_arrive(together)
         plgpu.barrier_wait(together)
 
-    def _rendezvous(self, semaphores, together):
+    def _rendezvous(self, semaphores, together, *, wrote):
         """This block of every rank comes here before this rank's goes on."""
         self._meet(together)
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            self.fabric.signal(semaphores, _SUMMED)
+            self.fabric.signal(semaphores, _SUMMED, wrote=wrote)
 
         self.fabric.wait(semaphores, _SUMMED, 1, "all_reduce_rms_norm")

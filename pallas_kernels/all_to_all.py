@@ -26,4 +26,4 @@ def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         Tiles(size, x.dtype, plan, num_ranks).each(put_tile)
 
     out_type = jax.ShapeDtypeStruct((num_ranks, size), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_to_all")
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_to_all", puts=True)

@@ -214,6 +214,7 @@ class _Dispatch:
         slots, copies, width = self.plan.num_slots, self.plan.num_copy_slots, self.count_width
         ranks, top_k = self.num_ranks, self.top_k
         return dict(
+            all_counts=plgpu.SMEM((ranks, width), jnp.int32),
             scan=plgpu.SMEM((2 * width,), jnp.int32),
             # Where each expert's next row goes; one entry more, for choices of no expert.
             next_rows=plgpu.SMEM((width + LANES,), jnp.int32),
@@ -227,6 +228,7 @@ class _Dispatch:
             step_copies=plgpu.SMEM((self.step_tokens * ranks, top_k), jnp.int32),
             copies=[plgpu.SMEM((copies, width), t) for width, t in self.parts],
             zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in self.parts],
+            counts_full=plgpu.Barrier(num_arrivals=ranks),
             laid_out=plgpu.Barrier(),
             full=plgpu.Barrier(num_barriers=(slots,)),
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
@@ -246,10 +248,10 @@ class _Dispatch:
             put_tokens, rows, tokens = [refs[0]], refs[1], [refs[2]]
         elif self.routes_known:
             x, rows, counts, *tokens = refs
-            choices, all_counts, layout, put_tokens = rows, None, (), tokens
+            choices, all_counts_ref, layout, put_tokens = rows, None, (), tokens
         else:
             x, choices, counts, *results = refs
-            tokens, (rows, all_counts, *layout) = self.split(results)
+            tokens, (rows, all_counts_ref, *layout) = self.split(results)
             put_tokens = tokens
 
         if self.stage != "fan_out":
@@ -257,13 +259,13 @@ class _Dispatch:
             @pl.when(warpgroup == 0)
             def _sender():
                 self.fabric.stage(0)
+                self._fetch_counts(counts, **scratch)
                 self._fetch_first(x, **scratch)
-                per_source = self._read_counts(counts)
                 self.fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
                 self._open_window(choices, 0, **scratch)
                 if not self.routes_known:
                     self._count_earlier(choices, **scratch)
-                self._lay_out(per_source, all_counts, **scratch)
+                self._lay_out(all_counts_ref, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
 
@@ -321,12 +323,16 @@ class _Dispatch:
             choices[i] = value
         fabric.barrier()
 
-    def _read_counts(self, counts):
-        """Every rank's choices of each expert."""
-        fabric, ranks = self.fabric, range(self.num_ranks)
-        if self.routes_known:
-            return [fb.load(fabric, fabric.mine(counts).at[rank], 1) for rank in ranks]
-        return [fb.load(fabric, fabric.peer(counts, rank), 1) for rank in ranks]
+    def _fetch_counts(self, counts, *, all_counts, counts_full, **_):
+        """Starts to load every rank's choices of each expert."""
+        for rank in range(self.num_ranks):
+            if self.routes_known:
+                source = self.fabric.mine(counts).at[rank]
+            else:
+                source = self.fabric.peer(counts, rank)
+            plgpu.copy_gmem_to_smem(
+                source, all_counts.at[rank], counts_full, oob_mode=fb.IN_BOUNDS
+            )
 
     def _count_earlier(self, choices_ref, *, next_rows, **_):
         """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
@@ -346,10 +352,14 @@ class _Dispatch:
         lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
         fabric.barrier()
 
-    def _lay_out(self, per_source, all_counts, *, scan, next_rows, block_ends, **_):
+    def _lay_out(
+        self, all_counts_ref, *, all_counts, counts_full, scan, next_rows, block_ends, **_
+    ):
         """Where each expert's block starts and ends at its rank, and this block's rows in it."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         rank = fabric.rank()
+        plgpu.barrier_wait(counts_full)
+        per_source = [fb.load(fabric, all_counts.at[r], 1) for r in range(self.num_ranks)]
         total = sum(per_source[1:], per_source[0])
         sizes = total
         if self.alignment > 1:
@@ -376,12 +386,12 @@ class _Dispatch:
         block_ends[0] = starts + total
         block_ends[1] = ends
         fabric.barrier()
-        if all_counts is not None:
+        if all_counts_ref is not None:
 
             @pl.when(lax.axis_index("block") == 0)
             def _():
                 for source in range(self.num_ranks):
-                    fabric.mine(all_counts)[source] = per_source[source]
+                    fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _send(
         self, x, choices_ref, tokens, rows, semaphores, *, choices, slots, lists, full,

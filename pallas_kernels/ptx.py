@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
 _LANES = 128
+_POLLS_PER_CLOCK = 1024  # a power of two
 
 
 def barrier() -> None:
@@ -19,21 +21,22 @@ def barrier() -> None:
     plgpu.inline_mgpu()(lambda ctx: mgpu.utils.warpgroup_barrier())()
 
 
-def signal(semaphores: Sequence[Any]) -> None:
+def signal(semaphores: Sequence[Any], *, release: bool = True) -> None:
     """Adds one to each semaphore; whatever the warpgroup wrote before is visible to who sees it.
 
     One thread per semaphore: a release at system scope takes a microsecond, so they go at once.
+    Without one, who sees the signal knows only that what this warpgroup has used is read.
     """
 
     def emit(ctx: Any, *refs: ir.Value) -> None:
         del ctx
-        mgpu.utils.warpgroup_barrier()
         lane, pointer = _lane(), _pointer_of_lane(refs)
+        mgpu.utils.warpgroup_barrier()
         llvm.inline_asm(
             None,
             [pointer, _below(lane, len(refs))],
-            "@$1 red.release.sys.global.add.u32 [$0], 1;",
-            "l,b",
+            f"@$1 red.{'release' if release else 'relaxed'}.sys.global.add.u32 [$0], 1;",
+            "l,b,~{memory}",
             has_side_effects=True,
         )
 
@@ -62,12 +65,25 @@ def wait(semaphores: Sequence[Any], count: Any, *, timeout_s: float, what: str) 
             )
             return arith.andi(waiting_lane, arith.cmpi(arith.CmpIPredicate.slt, seen, target))
 
-        loop = scf.WhileOp([], [])
-        with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
-            in_time = arith.cmpi(arith.CmpIPredicate.ult, arith.subi(_global_timer(), start), limit)
-            scf.condition(arith.andi(behind(), in_time), [])
-        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append()):
-            scf.yield_([])
+        def in_time(polls: ir.Value) -> ir.Value:
+            """Asks the clock now and then: it is slow to answer."""
+            often = arith.constant(i32, _POLLS_PER_CLOCK - 1)
+            now = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(polls, often), often)
+            ask = scf.IfOp(now, [now.type], has_else=True)
+            with ir.InsertionPoint(ask.then_block):
+                waited = arith.subi(_global_timer(), start)
+                scf.yield_([arith.cmpi(arith.CmpIPredicate.ult, waited, limit)])
+            with ir.InsertionPoint(ask.else_block):
+                scf.yield_([arith.constant(now.type, 1)])
+            return ask.results[0]
+
+        loop = scf.WhileOp([i32], [arith.constant(i32, 0)])
+        with ir.InsertionPoint.at_block_begin(loop.before.blocks.append(i32)):
+            (polls,) = loop.before.blocks[0].arguments
+            more = arith.andi(behind(), in_time(polls))
+            scf.condition(more, [arith.addi(polls, arith.constant(i32, 1))])
+        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(i32)):
+            scf.yield_(list(loop.after.blocks[0].arguments))
 
         late = scf.IfOp(behind())
         with ir.InsertionPoint(late.then_block):
@@ -112,8 +128,16 @@ def touch(refs: Sequence[Any]) -> None:
 
     def emit(ctx: Any, *refs: ir.Value) -> None:
         del ctx
-        for ref in refs:
-            llvm.inline_asm(None, [mgpu.utils.memref_ptr(ref)], "", "l", has_side_effects=True)
+        i64 = ir.IntegerType.get_signless(64)
+        addresses = [llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)) for ref in refs]
+        # The assembler drops what nobody uses: here all of them decide on something impossible.
+        llvm.inline_asm(
+            None,
+            [functools.reduce(arith.ori, addresses)],
+            "{ .reg .pred p; setp.eq.u64 p, $0, 0; @p trap; }",
+            "l",
+            has_side_effects=True,
+        )
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(emit)(*refs)
 

@@ -20,10 +20,10 @@ def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         rank = fabric.rank()
 
         def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
+            total = tiles.sum_of_ranks(fabric, x_ref, rank, where, stagger=plan.stagger)
             tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
         Tiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((size,), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_reduce_scatter")
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_reduce_scatter", puts=False)

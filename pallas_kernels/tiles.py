@@ -37,11 +37,13 @@ class Plan:
       num_blocks: thread blocks per rank.
       num_warpgroups: warpgroups per block.
       num_vectors: of 16 bytes that each thread holds of one rank at a time.
+      stagger: whether each rank begins to read at another peer, or all at the same one.
     """
 
     num_blocks: int
     num_warpgroups: int = 4
     num_vectors: int = 1
+    stagger: bool = True
 
 
 def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
@@ -103,12 +105,19 @@ def store(fabric: fb.Fabric, ref: Any, tile: jax.Array) -> None:
     vectors.store(fabric, [ref], tile, vectors.length(ref.dtype))
 
 
-def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
+def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any, stagger: bool = True) -> jax.Array:
     """float32 sum over ranks of the tile at `indices` of each rank's `ref`, in rank order.
 
-    Every rank that computes it gets the same bits.
+    Every rank that computes it gets the same bits. They begin to read at different peers, or all
+    of them would crowd one link.
     """
-    parts = [load(fabric, fabric.peer(ref, rank).at[indices]) for rank in range(fabric.num_ranks)]
+    num_ranks = fabric.num_ranks
+    stagger = stagger and num_ranks > 2 and not fabric.interpret
+    first = fabric.rank() if stagger else jnp.int32(0)
+    peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
+    parts = [load(fabric, fabric.peer(ref, peer).at[indices]) for peer in peers]
+    if stagger:  # rank r's part is at (r - first) % N
+        parts = vectors.rotate(fabric, parts, first, vectors.length(ref.dtype))
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
@@ -128,11 +137,16 @@ def call(
     out_type: jax.ShapeDtypeStruct,
     *,
     name: str,
+    puts: bool,
 ) -> jax.Array:
-    """Runs `body` on input and output refs; its blocks leave when their peers have finished."""
+    """Runs `body` on input and output refs; its blocks leave when their peers have finished.
+
+    `puts`: whether the body writes to other ranks, or only reads there.
+    """
 
     def run(*refs: Any, semaphores: Any, finished: Any) -> None:
         fabric.stage(0)
+        fabric.touch(*refs, semaphores)
         body(*refs)
         fabric.stage(1)
         plgpu.barrier_arrive(finished)
@@ -140,7 +154,7 @@ def call(
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
             plgpu.barrier_wait(finished)
-            fabric.signal(semaphores, _DONE)
+            fabric.signal(semaphores, _DONE, wrote=puts)
             fabric.wait(semaphores, _DONE, 1, name)
             fabric.stage(2)
 

@@ -77,6 +77,55 @@ def store(fabric: fb.Fabric, refs: Sequence[Any], value: jax.Array, elements: in
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(value, *refs)
 
 
+def rotate(
+    fabric: fb.Fabric, parts: Sequence[jax.Array], first: jax.Array, elements: int
+) -> list[jax.Array]:
+    """parts[i] becomes the one at (first + i) % N, for a scalar 0 <= first < N."""
+    parts, bit = list(parts), 1
+    while bit < len(parts):
+        turned = [parts[i - bit] for i in range(len(parts))]
+        parts = _select(fabric, (first & bit) != 0, turned, parts, elements)
+        bit *= 2
+    return parts
+
+
+def _select(
+    fabric: fb.Fabric,
+    predicate: jax.Array,
+    yes: Sequence[jax.Array],
+    no: Sequence[jax.Array],
+    elements: int,
+) -> list[jax.Array]:
+    """One of two lists of vectors, register by register as they are."""
+    if fabric.interpret or not fb.INLINE_TAKES_PEERS:
+        return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
+    shape, dtype = no[0].shape, no[0].dtype
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=elements)
+
+    def emit(ctx: Any, choice: Any, *arrays: Any) -> Any:
+        del ctx
+        i1 = choice.registers.item()
+        half = len(arrays) // 2
+        return [
+            mgpu.FragmentedArray(
+                _registers=np.array(
+                    [
+                        arith.select(i1, x, y)
+                        for x, y in zip(a.registers.flat, b.registers.flat, strict=True)
+                    ],
+                    dtype=object,
+                ),
+                _layout=b.layout,
+                _is_signed=b.is_signed,
+            )
+            for a, b in zip(arrays[:half], arrays[half:], strict=True)
+        ]
+
+    arrays = [plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)] * len(no)
+    arg_types = (plgpu.Layout.WG_SPLAT(()), *(layout,) * (2 * len(no)))
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=arrays)(emit)(predicate, *yes, *no)
+
+
 def iota(fabric: fb.Fabric, size: int, elements: int) -> jax.Array:
     """[size] int32, `elements` neighbours to a thread."""
     if fabric.interpret:

@@ -96,7 +96,7 @@ class Simulated(fb.Stacked):
     def barrier(self) -> None:
         _on_host(_Barrier())
 
-    def signal(self, semaphores: Any, channel: int) -> None:
+    def signal(self, semaphores: Any, channel: int, *, wrote: bool = True) -> None:
         _on_host(_Signal(channel, self.num_ranks))
 
     def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:

@@ -28,12 +28,12 @@ class Impatient(Simulated):
 
 
 class Silent(Simulated):
-    def signal(self, semaphores, channel):
+    def signal(self, semaphores, channel, *, wrote=True):
         pass
 
 
 class Chatty(Simulated):
-    def signal(self, semaphores, channel):
+    def signal(self, semaphores, channel, *, wrote=True):
         super().signal(semaphores, channel)
         super().signal(semaphores, channel)
 
