@@ -108,11 +108,11 @@ class Work:
     def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
         axis: dict[str, Any] = dict(axis_name=("expert",))
         options = dict(axis, capacity=self.capacity, expert_alignment=self.alignment)
-        tokens, rows, counts, _ = xla_exchange.dispatch(
+        (tokens,), rows, counts, _ = xla_exchange.dispatch(
             x, topk_idx, num_experts=self.num_experts, **options
         )
         route = Routes(topk_idx, rows, counts)
-        again = xla_exchange.dispatch_like(-x, route, **options)
+        (again,) = xla_exchange.dispatch_like(-x, route, **options)
         out = xla_exchange.combine(y, weights, route, **axis)
         return tokens, again, out, xla_exchange.combine(y, None, route, **axis)
 

@@ -203,10 +203,10 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
     def types(x, topk_idx, weights):
         params = dict(axis_name=("expert",), expert_alignment=2)
         options = dict(params, capacity=20)
-        tokens, rows, counts, layout = exchange.dispatch(x, topk_idx, num_experts=4, **options)
+        (tokens,), rows, counts, layout = exchange.dispatch(x, topk_idx, num_experts=4, **options)
         assert all(a.dtype == jnp.int32 for a in (rows, counts, *layout))
         route = Routes(topk_idx, rows, counts)
-        again = exchange.dispatch_like(x, route, **options)
+        (again,) = exchange.dispatch_like(x, route, **options)
         out = exchange.combine(tokens, weights, route, axis_name=("expert",))
         assert all(a.dtype == jnp.float32 for a in (tokens, again, out))
         return x
