@@ -310,9 +310,7 @@ def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top
     return min(_MAX_SLOTS, room // (columns * itemsize))
 
 
-def combine_plan(
-    y: Array, num_ranks: int, num_tokens: int, top_k: int
-) -> Plan:
+def combine_plan(y: Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
     """How a combine of y [R, H], its rows padded, is spread over blocks and shared memory."""
     slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)
     return Plan(

@@ -116,7 +116,8 @@ def choose_implementations(
     axis_name: tuple[str, ...],
     top_k: int,
     num_experts: int,
-    **uses_of_wire: jnp.dtype | None,
+    sent_as: jnp.dtype | None = None,
+    sums_as: jnp.dtype | None = None,
 ) -> tuple[Implementation, Implementation]:
     """What to bind for rows that use a wire dtype, and for their cotangents, which use none."""
     choose = functools.partial(
@@ -127,7 +128,7 @@ def choose_implementations(
         top_k=top_k,
         num_experts=num_experts,
     )
-    return choose(**uses_of_wire), choose()
+    return choose(sent_as=sent_as, sums_as=sums_as), choose()
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes, Layout]:

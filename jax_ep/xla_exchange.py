@@ -171,7 +171,8 @@ def _add_ranks(sums: jax.Array, axis_name: AxisName, wire_dtype: jnp.dtype | Non
         sums = _swap_ranks(sums, axis_name)
     else:
         sent = _swap_ranks(wire.bits(sums, wire_dtype), axis_name)
-        sums = wire.dequantize(*wire.parts(sent, sums, wire_dtype), jnp.float32)
+        rows, scales = wire.parts(sent, sums, wire_dtype)
+        sums = wire.dequantize(rows, scales, jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)
 

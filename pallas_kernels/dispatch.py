@@ -244,11 +244,13 @@ class _Dispatch:
 
     def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
+        tokens: Any  # the parts of what arrives
+        layout: Any = ()
         if self.stage == "fan_out":
-            put_tokens, rows, tokens = [refs[0]], refs[1], [refs[2]]
+            put_tokens, rows, tokens = refs[:1], refs[1], refs[2:]
         elif self.routes_known:
             x, rows, counts, *tokens = refs
-            choices, all_counts_ref, layout, put_tokens = rows, None, (), tokens
+            choices, all_counts_ref, put_tokens = rows, None, tokens
         else:
             x, choices, counts, *results = refs
             tokens, (rows, all_counts_ref, *layout) = self.split(results)

@@ -66,9 +66,7 @@ class Problem:
         shape = (self.num_ranks, self.num_tokens, self.hidden)
         return self._generator().standard_normal(shape).astype(jnp.dtype(self.dtype))
 
-    def dispatched(
-        self, num_rows: int, x: np.ndarray | None = None
-    ) -> list[reference.Dispatched]:
+    def dispatched(self, num_rows: int, x: np.ndarray | None = None) -> list[reference.Dispatched]:
         return reference.dispatch(
             list(self.x if x is None else x),
             list(self.topk_idx),

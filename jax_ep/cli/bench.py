@@ -29,6 +29,7 @@ from jax_ep.cli.baselines import AXIS, BASELINES, Case, unavailable_reason
 from jax_ep.cli.info import versions
 from jax_ep.cli.operations import (
     DIRECTIONS,
+    OF_RANK_LAYOUT,
     OPERATIONS,
     QUANTIZED,
     Work,
@@ -187,7 +188,7 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
     else:
         operation = make_operation(case["op"], work, case["implementation"], case["seed"])
         arrays, prepare, step = operation.arrays, operation.prepare, operation.step
-        wire_rows = plain.wire_rows()
+        wire_rows = 0.0 if case["op"] in OF_RANK_LAYOUT else plain.wire_rows()
     mesh = Mesh(np.asarray(devices), (AXIS,))
     loop = Loop(prepare, step, arrays, mesh, case["iterations"])
 
@@ -228,7 +229,7 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
     seconds = microseconds * 1e-6
     result["logical_gb_per_s"] = result["rows"] * row_bytes / seconds / 1e9
     result["wire_gb_per_s"] = result["wire_bytes"] / seconds / 1e9
-    if bandwidth is not None and case["ranks"] > 1:
+    if bandwidth is not None and case["ranks"] > 1 and wire_rows:
         result["link_fraction"] = plain.wire_rows() * wire_row_bytes / bandwidth / seconds
     return result
 
@@ -304,6 +305,8 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
 def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator[dict[str, str]]:
     """How an operation is done: every implementation in every layout; a baseline has none."""
     for layout in _LAYOUTS.value:
+        if layout != "rank" and op in OF_RANK_LAYOUT:
+            continue
         for wire_dtype in _WIRE_DTYPES.value:
             for implementation in implementations:
                 if wire_dtype != "none":

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import combine, dispatch, reference, wire
+from jax_ep import combine, dispatch, group_by_expert, reference, sum_by_token, wire
 from jax_ep.cli.baselines import AXIS, Case, random_rows, rank_seeds
 
 Array = np.ndarray[Any, Any]
@@ -220,6 +220,63 @@ def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> O
     return Operation(arrays, prepare, step, check)
 
 
+def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    """From what a dispatch gave in the rank layout to the blocks of the experts; all local."""
+    work = dataclasses.replace(work, layout="rank")
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        return call(random_rows(seed, (work.num_tokens, work.hidden), work.dtype), topk_idx)
+
+    def step(received):
+        return group_by_expert(
+            received,
+            capacity=work.capacity,
+            expert_alignment=work.expert_alignment,
+            implementation=None if received.scales is not None else implementation,
+        )
+
+    def check(received, out):
+        names = ("tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed")
+        per_rank = work.num_experts // work.num_ranks
+        for rank, tokens in enumerate(np.asarray(received.tokens)):
+            (wanted,) = reference.dispatch(
+                [tokens.reshape(-1, work.hidden)],
+                [np.asarray(received.local_topk_idx)[rank].reshape(-1, work.topk_idx.shape[1])],
+                num_experts=per_rank,
+                capacity=work.capacity,
+                expert_alignment=work.expert_alignment,
+            )
+            for name in names:
+                _agree(getattr(out, name)[rank], getattr(wanted, name), f"{name} of rank {rank}")
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    """From the blocks of the experts to the sums that a combine takes in the rank layout."""
+    group = _group(dataclasses.replace(work, wire_dtype=None), implementation, arrays)
+
+    def prepare(seed, topk_idx):
+        received = group.prepare(seed, topk_idx)
+        grouped = group.step(received)
+        return random_rows(seed + 1, grouped.tokens.shape, work.dtype), grouped, received
+
+    def step(state):
+        return sum_by_token(*state, implementation=implementation)
+
+    def check(state, out):
+        y, grouped, received = state
+        for rank, rows in enumerate(np.asarray(grouped.handle.routes.rows)):
+            # [N * T, K]: one rank's, since the exchange was among one.
+            routes = reference.Routes(np.zeros_like(rows[0]), rows[0], len(y[rank]))
+            (wanted,) = reference.combine([np.asarray(y[rank])], [routes], None)
+            got = np.asarray(out[rank]).reshape(wanted.shape)
+            _agree(got, wanted, f"sums of rank {rank}", _tolerance(work, work.topk_idx.shape[1]))
+
+    return Operation(arrays, prepare, step, check)
+
+
 def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
     call = _dispatcher(work, implementation)
 
@@ -278,6 +335,8 @@ OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "round_trip": _round_trip,
     "dispatch_grad": _dispatch_grad,
     "combine_grad": _combine_grad,
+    "group": _group,
+    "ungroup": _ungroup,
 }
 # Which way an operation's rows travel: what a baseline beside it must do.
 DIRECTIONS = {
@@ -289,7 +348,9 @@ DIRECTIONS = {
 
 
 # Operations that a wire_dtype changes: cotangents travel as they are.
-QUANTIZED = ("dispatch", "combine", "round_trip")
+QUANTIZED = ("dispatch", "combine", "round_trip", "group")
+# Those of the rank layout alone.
+OF_RANK_LAYOUT = ("group", "ungroup")
 
 
 def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
