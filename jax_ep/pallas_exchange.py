@@ -32,6 +32,17 @@ _WINDOW_TOKENS = 16
 _TIMEOUT_SECONDS = 100.0  # of a wait for a peer; JAX_EP_TIMEOUT_SECONDS overrides it
 _MAX_SLOTS = 16
 
+# The two regimes: up to this many tokens every microsecond counts, beyond it the link's bandwidth.
+_FEW_TOKENS = 256
+# Thread blocks by (op, whether tokens are few), measured on 8 H200s; JAX_EP_NUM_BLOCKS overrides
+# it, say to leave part of the GPU to a kernel that runs beside.
+_NUM_BLOCKS = {
+    ("dispatch", True): 64,
+    ("dispatch", False): 128,
+    ("combine", True): 128,
+    ("combine", False): 128,
+}
+
 
 def unavailable_reason(
     hidden: int,
@@ -191,8 +202,25 @@ def rank_combine(
 
 def mesh_fabric(axis_name: AxisName) -> Mesh:
     """The ranks of the enclosing `shard_map`, as the kernels see them."""
-    timeout_s = float(os.environ.get("JAX_EP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS))
+    timeout_s = _positive("JAX_EP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS, float)
     return Mesh(axis_name, tuple(lax.axis_size(name) for name in axis_name), timeout_s)
+
+
+def _num_blocks(op: str, num_tokens: int) -> int:
+    num_blocks = _NUM_BLOCKS[op, num_tokens <= _FEW_TOKENS]
+    return min(int(_positive("JAX_EP_NUM_BLOCKS", num_blocks, int)), num_tokens)
+
+
+def _positive(variable: str, default: float, kind: type) -> float:
+    """The value of an environment variable, which must be positive."""
+    text = os.environ.get(variable, default)
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{variable} must be a positive {kind.__name__}, but is {text!r}.")
+    return value
 
 
 def padded_hidden(
@@ -268,12 +296,12 @@ def dispatch_plan(
     rows = _Rows(hidden, x.dtype, wire_dtype)
     words = _dispatch_words(num_ranks, top_k, num_experts)
     in_ring = rows.beside(words)
-    few = num_tokens <= 256  # every microsecond counts; else the link does
+    few = num_tokens <= _FEW_TOKENS
     num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(4, in_ring // 3))
     room = rows.room(words) - num_copy_slots * rows.copy_bytes
     num_slots = min(_MAX_SLOTS, room // rows.slot_bytes)
     return Plan(
-        num_blocks=min(64 if few else 128, num_tokens),
+        num_blocks=_num_blocks("dispatch", num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
@@ -291,13 +319,12 @@ def rank_dispatch_plan(
     choices += num_ranks * align_up(2 * list_words, LANES)
     words = choices + 2 * num_ranks * (list_words + 1)
     num_slots = min(_MAX_SLOTS, _Rows(hidden, x.dtype, wire_dtype).beside(words))
-    few = num_tokens <= 256
     return Plan(
-        num_blocks=min(64 if few else 128, num_tokens),
+        num_blocks=_num_blocks("dispatch", num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
-        step_tokens=1 if few else 2,
+        step_tokens=2,
     )
 
 
@@ -314,7 +341,7 @@ def combine_plan(y: Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
     """How a combine of y [R, H], its rows padded, is spread over blocks and shared memory."""
     slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)
     return Plan(
-        num_blocks=min(128, num_tokens),
+        num_blocks=_num_blocks("combine", num_tokens),
         num_slots=slots,
         store_lag=slots // 3,
         window_tokens=_WINDOW_TOKENS,
