@@ -4,6 +4,11 @@ A grouped matmul reads each expert's rows next to each other, and the rank layou
 all of a token's experts here, so the rows must be gathered once. That is a dispatch among one rank,
 over the axes (): no communication, and on GPUs the same kernels. Its row order is that of the
 expert layout, so everything computed from it agrees with the expert layout bit for bit.
+
+    received = dispatch(x, topk_idx, ..., layout="rank", topk_weights=topk_weights)
+    grouped = group_by_expert(received)
+    y = grouped_matmul(grouped.tokens, w, grouped.group_sizes)
+    out = combine(sum_by_token(y, grouped, received), received.handle)
 """
 
 from __future__ import annotations
