@@ -8,6 +8,7 @@ kernels' calls are lowered with.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -192,11 +193,18 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
     )
     return {
         "routes": _WORD * shape.num_ranks * (entries + counts),
-        "choices of each expert": _WORD * counts,
+        "choices of each expert": counts * _count_bytes(shape),
         "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
         "padded rows": shape.padded_rows(shape.num_tokens),
         "received rows": received,
     }
+
+
+def _count_bytes(shape: _Shape) -> int:
+    """Of one of the counts that peers read."""
+    topk_idx = jax.ShapeDtypeStruct((shape.num_tokens, shape.top_k), jnp.int32)
+    count = functools.partial(routes.count_experts, num_experts=shape.num_experts)
+    return jax.eval_shape(count, topk_idx).dtype.itemsize
 
 
 def _pallas_combine(shape: _Shape) -> dict[str, int]:

@@ -58,7 +58,8 @@ def dispatch(
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
-      counts: [E] int32: this rank's choices of each expert.
+      counts: [E]: this rank's choices of each expert, of a type that holds T * K. All blocks of all
+        ranks read them at once, so a small type is soon there.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
@@ -76,7 +77,7 @@ def dispatch(
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        routes_known=False, stage=stage, wire_dtype=wire_dtype,
+        count_dtype=counts.dtype, routes_known=False, stage=stage, wire_dtype=wire_dtype,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
     results = kernel.call(
@@ -104,7 +105,7 @@ def dispatch_like(
     """Moves [T, H] along known routes (rows [N, T, K], counts [N, E]) to tokens [R, H]."""
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        routes_known=True, stage=stage, wire_dtype=wire_dtype,
+        count_dtype=counts.dtype, routes_known=True, stage=stage, wire_dtype=wire_dtype,
     )  # fmt: skip
     tokens = kernel.call(
         x,
@@ -118,7 +119,7 @@ def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Pla
     """The receiver's stage alone, where ranks are stacked: only the rows it copies are written."""
     kernel = _Dispatch.of(
         tokens, rows.shape[-3:], fabric.num_ranks, tokens.shape[-2], 1, fabric, plan,
-        routes_known=True, stage="fan_out",
+        count_dtype=jnp.int32, routes_known=True, stage="fan_out",
     )  # fmt: skip
     (out,) = kernel.call(tokens, kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE))
     return out
@@ -136,6 +137,7 @@ class _Dispatch:
     capacity: int
     alignment: int
     dtype: Any
+    count_dtype: Any
     routes_known: bool
     stage: str
     fabric: fb.Fabric
@@ -146,8 +148,8 @@ class _Dispatch:
 
     @classmethod
     def of(
-        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, routes_known, stage,
-        wire_dtype=None,
+        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
+        routes_known, stage, wire_dtype=None,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
@@ -155,7 +157,7 @@ class _Dispatch:
         total = max(window.total, step_window.total)
         return cls(
             num_ranks, num_tokens, x.shape[-1], top_k, num_experts, capacity, alignment, x.dtype,
-            routes_known, stage, fabric, plan,
+            count_dtype, routes_known, stage, fabric, plan,
             window=dataclasses.replace(window, total=total),
             step_window=dataclasses.replace(step_window, total=total),
             wire_dtype=wire_dtype,
@@ -214,7 +216,7 @@ class _Dispatch:
         slots, copies, width = self.plan.num_slots, self.plan.num_copy_slots, self.count_width
         ranks, top_k = self.num_ranks, self.top_k
         return dict(
-            all_counts=plgpu.SMEM((ranks, width), jnp.int32),
+            all_counts=plgpu.SMEM((ranks, width), self.count_dtype),
             scan=plgpu.SMEM((2 * width,), jnp.int32),
             # Where each expert's next row goes; one entry more, for choices of no expert.
             next_rows=plgpu.SMEM((width + LANES,), jnp.int32),
@@ -290,6 +292,11 @@ class _Dispatch:
         first = lax.axis_index("block") * self.tokens_per_block
         return first, jnp.clip(self.num_tokens - first, 0, self.tokens_per_block)
 
+    def _peers(self) -> list[jax.Array]:
+        """All ranks, in the order in which this block turns to them."""
+        offset = self.plan.peer_offset(self.fabric.rank(), lax.axis_index("block"))
+        return [lax.rem(i + offset, jnp.int32(self.num_ranks)) for i in range(self.num_ranks)]
+
     def _num_steps(self) -> jax.Array:
         _, num_tokens = self._range()
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
@@ -327,13 +334,13 @@ class _Dispatch:
 
     def _fetch_counts(self, counts, *, all_counts, counts_full, **_):
         """Starts to load every rank's choices of each expert."""
-        for rank in range(self.num_ranks):
+        for peer in self._peers():
             if self.routes_known:
-                source = self.fabric.mine(counts).at[rank]
+                source = self.fabric.mine(counts).at[peer]
             else:
-                source = self.fabric.peer(counts, rank)
+                source = self.fabric.peer(counts, peer)
             plgpu.copy_gmem_to_smem(
-                source, all_counts.at[rank], counts_full, oob_mode=fb.IN_BOUNDS
+                source, all_counts.at[peer], counts_full, oob_mode=fb.IN_BOUNDS
             )
 
     def _count_earlier(self, choices_ref, *, next_rows, **_):
@@ -361,7 +368,10 @@ class _Dispatch:
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         rank = fabric.rank()
         plgpu.barrier_wait(counts_full)
-        per_source = [fb.load(fabric, all_counts.at[r], 1) for r in range(self.num_ranks)]
+        per_source = [
+            fb.load(fabric, all_counts.at[source], 1).astype(jnp.int32)
+            for source in range(self.num_ranks)
+        ]
         total = sum(per_source[1:], per_source[0])
         sizes = total
         if self.alignment > 1:
@@ -400,11 +410,10 @@ class _Dispatch:
         wide_slots=None, **bookkeeping,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
-        num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
+        top_k, lag = self.top_k, plan.store_lag
         num_slots, step_tokens = plan.num_slots, self.step_tokens
-        rank, block = fabric.rank(), lax.axis_index("block")
+        rank, peers = fabric.rank(), self._peers()
         first_token, num_tokens = self._range()
-        peers = [lax.rem(i + plan.peer_offset(rank, block), num_ranks) for i in range(num_ranks)]
 
         def put_lists(slot, entry, found):
             """Tells every peer the places of a token's choices there."""

@@ -59,7 +59,7 @@ def rank_dispatch(
     width = choices.shape[-1]
     kernel = _RankDispatch.of(
         x, (num_ranks, num_tokens, width), num_experts, num_ranks * num_tokens, 1, fabric, plan,
-        routes_known=False, stage="all", wire_dtype=wire_dtype,
+        count_dtype=jnp.int32, routes_known=False, stage="all", wire_dtype=wire_dtype,
     )  # fmt: skip
     kernel = dataclasses.replace(kernel, num_choices=top_k)
     flat = choices.reshape(*lead, num_tokens * width)
