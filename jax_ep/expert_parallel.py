@@ -99,6 +99,7 @@ def dispatch(
     capacity: int | None = None,
     expert_alignment: int = 1,
     wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
     output: Output = "dequantized",
     layout: Literal["expert"] = "expert",
     implementation: Implementation = None,
@@ -113,6 +114,7 @@ def dispatch(
     num_experts: int,
     axis_name: AxisName,
     wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
     output: Output = "dequantized",
     layout: Literal["rank"],
     topk_weights: jax.Array | None = None,
@@ -129,6 +131,7 @@ def dispatch(
     capacity: int | None = None,
     expert_alignment: int = 1,
     wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
     output: Output = "dequantized",
     layout: Literal["expert", "rank"] = "expert",
     topk_weights: jax.Array | None = None,
@@ -148,6 +151,8 @@ def dispatch(
       wire_dtype: None, or `jnp.float8_e4m3fn`: each row crosses the wire as float8 values with one
         float32 scale per 128 of them; H must be a multiple of 128. What that costs, and what
         becomes of NaN and of the largest and smallest values: see `jax_ep.wire`.
+      grad_wire_dtype: None; or `jnp.float8_e4m3fn`, in which the cotangents' sums go back, as in
+        `combine(wire_dtype=...)`. Most training wants None: they travel in their own dtype.
       output: with a wire_dtype, "dequantized" hands out rows of x's dtype, and "quantized" the
         float8 rows as they came with their `Dispatched.scales`, for a float8 matmul.
       layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
@@ -160,9 +165,9 @@ def dispatch(
     Returns:
       A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient with respect to x is the
       plain-sum `combine`. Quantization is passed straight through: the cotangent of dequantized
-      rows travels in x's dtype. Quantized rows have no gradient, and asking for one raises
-      TypeError; whoever computes with them has the cotangent in a wider dtype, and gives it to
-      `combine` in a `jax.custom_vjp`.
+      rows travels in x's dtype, unless there is a grad_wire_dtype. Quantized rows have no gradient,
+      and asking for one raises TypeError; whoever computes with them has the cotangent in a wider
+      dtype, and gives it to `combine` in a `jax.custom_vjp`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
@@ -192,7 +197,7 @@ def dispatch(
         raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
     if layout not in ("expert", "rank"):
         raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
-    wire_dtype = wire.checked("x", x, wire_dtype)
+    wire_dtype, grad_wire_dtype = wire.both_checked("x", x, wire_dtype, grad_wire_dtype)
     if layout == "rank":
         if capacity is not None or expert_alignment != 1:
             raise ValueError(
@@ -206,6 +211,7 @@ def dispatch(
             num_experts=int(num_experts),
             axis_name=axis_name,
             wire_dtype=wire_dtype,
+            grad_wire_dtype=grad_wire_dtype,
             quantized=output == "quantized",
             implementation=implementation,
         )
@@ -231,7 +237,7 @@ def dispatch(
         axis_name=axis_name,
         top_k=topk_idx.shape[1],
         num_experts=num_experts,
-        sent_as=wire_dtype,
+        **wire.uses("x", wire_dtype, grad_wire_dtype),
     )
     config = _Config(
         axis_name,
@@ -240,6 +246,7 @@ def dispatch(
         int(expert_alignment),
         *chosen,
         wire_dtype,
+        grad_wire_dtype,
         output == "quantized",
     )
     (x,) = primitives.vary_alike((x,), axis_name)
@@ -254,6 +261,7 @@ def combine(
     topk_weights: jax.Array | None = None,
     *,
     wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Brings the experts' outputs back to the tokens' owners and sums them.
@@ -272,18 +280,25 @@ def combine(
         it, as in `dispatch`, instead of in y's dtype. Each of up to N of them is off by what
         `jax_ep.wire` says, which grows with the largest sum of its block; the sum over ranks is
         off by no more than these errors together. Only "xla" serves it.
+      grad_wire_dtype: as wire_dtype, of the cotangent of the result, which is sent as a dispatch
+        sends rows; "pallas" serves it.
       implementation: as in `dispatch`.
 
     Returns:
       [T, H], y's dtype. Differentiable in y and topk_weights; the rounding of a wire_dtype is
-      passed straight through, and cotangents travel in y's dtype.
+      passed straight through, and cotangents travel in y's dtype or the grad_wire_dtype.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
     if isinstance(handle, RankHandle):
         return rank_layout.combine(
-            y, handle, topk_weights, wire_dtype=wire_dtype, implementation=implementation
+            y,
+            handle,
+            topk_weights,
+            wire_dtype=wire_dtype,
+            grad_wire_dtype=grad_wire_dtype,
+            implementation=implementation,
         )
     axis_name = handle.axis_name
     _check_handle(handle)
@@ -293,8 +308,7 @@ def combine(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
             f"{handle.capacity}, but y has shape {y.shape}."
         )
-    wire_dtype = wire.checked("y", y, wire_dtype)
-    config = _Config.of(handle, implementation, y, wire_dtype, sums_as=wire_dtype)
+    config = _Config.of(handle, implementation, "y", y, wire_dtype, grad_wire_dtype)
     if topk_weights is None:
         (y,) = primitives.vary_alike((y,), axis_name)
         return _combine(config, y, handle.routes)
@@ -313,6 +327,7 @@ def dispatch_like(
     handle: Handle | RankHandle,
     *,
     wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Sends another payload along the routes of an earlier dispatch.
@@ -320,7 +335,7 @@ def dispatch_like(
     Args:
       x: [T, H'] floating: one row for each token of that dispatch; H' is free.
       handle: the handle of that dispatch.
-      wire_dtype: as in `dispatch`.
+      wire_dtype, grad_wire_dtype: as in `dispatch`.
       implementation: as in `dispatch`.
 
     Returns:
@@ -332,7 +347,11 @@ def dispatch_like(
     """
     if isinstance(handle, RankHandle):
         return rank_layout.dispatch_like(
-            x, handle, wire_dtype=wire_dtype, implementation=implementation
+            x,
+            handle,
+            wire_dtype=wire_dtype,
+            grad_wire_dtype=grad_wire_dtype,
+            implementation=implementation,
         )
     _check_handle(handle)
     checks.check_array("x", x, 2, jnp.floating, "[T, H]")
@@ -341,8 +360,7 @@ def dispatch_like(
             f"x must have one row for each of the {handle.rows.shape[1]} tokens of the handle's "
             f"dispatch and at least one column, but has shape {x.shape}."
         )
-    wire_dtype = wire.checked("x", x, wire_dtype)
-    config = _Config.of(handle, implementation, x, wire_dtype, sent_as=wire_dtype)
+    config = _Config.of(handle, implementation, "x", x, wire_dtype, grad_wire_dtype)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
@@ -358,6 +376,7 @@ class _Config:
     implementation: Implementation
     implementation_of_cotangents: Implementation
     wire_dtype: jnp.dtype | None = None
+    grad_wire_dtype: jnp.dtype | None = None
     quantized: bool = False  # whether rows are handed out as they came
 
     @classmethod
@@ -365,17 +384,20 @@ class _Config:
         cls,
         handle: Handle,
         implementation: Implementation,
+        name: Literal["x", "y"],
         rows: jax.Array,
-        wire_dtype: jnp.dtype | None,
-        **uses_of_wire: jnp.dtype | None,
+        wire_dtype: jax.typing.DTypeLike | None,
+        grad_wire_dtype: jax.typing.DTypeLike | None,
     ) -> _Config:
+        """Of rows "x" to be sent, or "y" to be summed; checks the dtypes."""
+        wire_dtypes = wire.both_checked(name, rows, wire_dtype, grad_wire_dtype)
         chosen = primitives.choose_implementations(
             implementation,
             rows,
             axis_name=handle.axis_name,
             top_k=handle.rows.shape[2],
             num_experts=handle.num_experts,
-            **uses_of_wire,
+            **wire.uses(name, *wire_dtypes),
         )
         return cls(
             handle.axis_name,
@@ -383,7 +405,7 @@ class _Config:
             handle.num_experts,
             handle.expert_alignment,
             *chosen,
-            wire_dtype,
+            *wire_dtypes,
         )
 
     @property
@@ -397,13 +419,14 @@ class _Config:
         return dataclasses.replace(
             self,
             implementation=self.implementation_of_cotangents,
-            wire_dtype=None,
+            wire_dtype=self.grad_wire_dtype,
+            grad_wire_dtype=None,
             quantized=False,
         )
 
 
 # The custom gradients. dispatch and combine are each other's transposes, so each one's backward
-# pass is a call of the other over the same routes. Cotangents cross the wire as they are.
+# pass is a call of the other over the same routes.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -466,7 +489,10 @@ def _weighted_combine_fwd(config, y, weights, route):
 
 def _weighted_combine_bwd(config, residuals, g):
     y, weights, route = residuals
-    dy, dweights = primitives.combine_grad(g, weights, y, route, **config.exchange)
+    config = config.of_cotangents
+    dy, dweights = primitives.combine_grad(
+        g, weights, y, route, wire_dtype=config.wire_dtype, **config.exchange
+    )
     return dy, dweights, None
 
 

@@ -21,7 +21,7 @@ else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -116,10 +116,10 @@ def choose_implementations(
     axis_name: tuple[str, ...],
     top_k: int,
     num_experts: int,
-    sent_as: jnp.dtype | None = None,
-    sums_as: jnp.dtype | None = None,
+    use: Mapping[str, Any],
+    use_of_cotangents: Mapping[str, Any],
 ) -> tuple[Implementation, Implementation]:
-    """What to bind for rows that use a wire dtype, and for their cotangents, which use none."""
+    """What to bind for rows, and for their cotangents; each with its own use of a wire dtype."""
     choose = functools.partial(
         choose_implementation,
         implementation,
@@ -128,7 +128,7 @@ def choose_implementations(
         top_k=top_k,
         num_experts=num_experts,
     )
-    return choose(sent_as=sent_as, sums_as=sums_as), choose()
+    return choose(**use), choose(**use_of_cotangents)
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes, Layout]:
@@ -221,10 +221,15 @@ def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name
     return (exchange.combine(y, weights, route, axis_name=axis_name, **params),)
 
 
-def _run_combine_grad(exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, **params):
+def _run_combine_grad(
+    exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, wire_dtype, **params
+):
     route = Routes(topk_idx, rows, counts)
     params = dict(axis_name=axis_name, expert_alignment=params["expert_alignment"])
-    (g_rows,) = exchange.dispatch_like(g, route, capacity=y.shape[0], **params)
+    received = exchange.dispatch_like(
+        g, route, capacity=y.shape[0], wire_dtype=wire_dtype, **params
+    )
+    g_rows, _ = wire.handed_out(received, g.dtype, False)
     return xla_exchange.combine_grad_of_rows(g_rows, weights, y, route, axis_name=axis_name)
 
 

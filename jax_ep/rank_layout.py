@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,7 @@ def dispatch(
     num_experts: int,
     axis_name: tuple[str, ...],
     wire_dtype: jnp.dtype | None,
+    grad_wire_dtype: jnp.dtype | None,
     quantized: bool,
     implementation: Implementation,
 ) -> RankDispatched:
@@ -102,9 +103,9 @@ def dispatch(
         axis_name=axis_name,
         top_k=topk_idx.shape[1] * (1 if weights is None else 2),  # words of a token's list
         num_experts=num_experts,
-        sent_as=wire_dtype,
+        **wire.uses("x", wire_dtype, grad_wire_dtype),
     )
-    config = _Config(axis_name, num_experts, *chosen, wire_dtype, quantized)
+    config = _Config(axis_name, num_experts, *chosen, wire_dtype, grad_wire_dtype, quantized)
     tokens, scales, route, weights = _dispatch(config, x, topk_idx.astype(jnp.int32), weights)
     if weights is not None and topk_weights is not None:
         weights = weights.astype(topk_weights.dtype)
@@ -118,6 +119,7 @@ def combine(
     topk_weights: jax.Array | None,
     *,
     wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
     implementation: Implementation,
 ) -> jax.Array:
     """`expert_parallel.combine` of partial sums [N, T, H]."""
@@ -133,8 +135,7 @@ def combine(
             "topk_weights must be None in the rank layout, whose y is summed over a token's "
             "choices already: give them to dispatch, and weigh with RankDispatched.topk_weights."
         )
-    wire_dtype = wire.checked("y", y, wire_dtype)
-    config = _Config.of(handle, implementation, y, wire_dtype, sums_as=wire_dtype)
+    config = _Config.of(handle, implementation, "y", y, wire_dtype, grad_wire_dtype)
     (y,) = primitives.vary_alike((y,), handle.axis_name)
     return _combine(config, y, handle.routes)
 
@@ -144,6 +145,7 @@ def dispatch_like(
     handle: RankHandle,
     *,
     wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
     implementation: Implementation,
 ) -> jax.Array:
     """`expert_parallel.dispatch_like`: [T, H'] -> [N, T, H']."""
@@ -154,8 +156,7 @@ def dispatch_like(
             f"x must have one row for each of the {handle.shape[1]} tokens of the handle's "
             f"dispatch and at least one column, but has shape {x.shape}."
         )
-    wire_dtype = wire.checked("x", x, wire_dtype)
-    config = _Config.of(handle, implementation, x, wire_dtype, sent_as=wire_dtype)
+    config = _Config.of(handle, implementation, "x", x, wire_dtype, grad_wire_dtype)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
@@ -169,6 +170,7 @@ class _Config:
     implementation: Implementation
     implementation_of_cotangents: Implementation
     wire_dtype: jnp.dtype | None = None
+    grad_wire_dtype: jnp.dtype | None = None
     quantized: bool = False
 
     @classmethod
@@ -176,19 +178,22 @@ class _Config:
         cls,
         handle: RankHandle,
         implementation: Implementation,
+        name: Literal["x", "y"],
         rows: jax.Array,
-        wire_dtype: jnp.dtype | None,
-        **uses_of_wire: jnp.dtype | None,
+        wire_dtype: jax.typing.DTypeLike | None,
+        grad_wire_dtype: jax.typing.DTypeLike | None,
     ) -> _Config:
+        """Of rows "x" to be sent, or "y" to be summed; checks the dtypes."""
+        wire_dtypes = wire.both_checked(name, rows, wire_dtype, grad_wire_dtype)
         chosen = primitives.choose_implementations(
             implementation,
             rows,
             axis_name=handle.axis_name,
             top_k=handle.shape[2],
             num_experts=handle.num_experts,
-            **uses_of_wire,
+            **wire.uses(name, *wire_dtypes),
         )
-        return cls(handle.axis_name, handle.num_experts, *chosen, wire_dtype)
+        return cls(handle.axis_name, handle.num_experts, *chosen, *wire_dtypes)
 
     @property
     def exchange(self) -> dict[str, Any]:
@@ -202,7 +207,8 @@ class _Config:
         return dataclasses.replace(
             self,
             implementation=self.implementation_of_cotangents,
-            wire_dtype=None,
+            wire_dtype=self.grad_wire_dtype,
+            grad_wire_dtype=None,
             quantized=False,
         )
 

@@ -22,6 +22,8 @@ two numbers of e4m3 may go to the other one.
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +36,12 @@ DTYPES = (jnp.float8_e4m3fn,)
 _SCALE_BYTES = 4
 
 
-def checked(name: str, rows: Rows, wire_dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
+def checked(
+    name: str,
+    rows: Rows,
+    wire_dtype: jax.typing.DTypeLike | None,
+    argument: str = "wire_dtype",
+) -> jnp.dtype | None:
     """wire_dtype as a dtype; raises ValueError or TypeError unless `rows` can go as that."""
     if wire_dtype is None:
         return None
@@ -44,19 +51,41 @@ def checked(name: str, rows: Rows, wire_dtype: jax.typing.DTypeLike | None) -> j
         known = False
     if not known:
         names = ", ".join(jnp.dtype(d).name for d in DTYPES)
-        raise ValueError(f"wire_dtype must be None or {names}, but is {wire_dtype!r}.")
+        raise ValueError(f"{argument} must be None or {names}, but is {wire_dtype!r}.")
     dtype = jnp.dtype(wire_dtype)
     if rows.shape[-1] % BLOCK:
         raise ValueError(
-            f"wire_dtype={dtype.name} needs rows of whole blocks of {BLOCK} values, but {name} has "
+            f"{argument}={dtype.name} needs rows of whole blocks of {BLOCK} values, but {name} has "
             f"{rows.shape[-1]} columns; pad them."
         )
     if rows.dtype.itemsize < 2:
         raise TypeError(
             f"{name} is sent as {dtype.name} from a wider dtype, but has dtype {rows.dtype}; leave "
-            "wire_dtype out."
+            f"{argument} out."
         )
     return dtype
+
+
+def both_checked(
+    name: str,
+    rows: Rows,
+    wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
+) -> tuple[jnp.dtype | None, jnp.dtype | None]:
+    """`checked`, of what rows cross the wire in and of what their cotangents do."""
+    return (
+        checked(name, rows, wire_dtype),
+        checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
+    )
+
+
+def uses(
+    name: Literal["x", "y"], wire_dtype: jnp.dtype | None, grad_wire_dtype: jnp.dtype | None
+) -> dict[str, Any]:
+    """What `primitives.choose_implementations` must know: rows "x" are sent and their cotangents
+    summed, rows "y" are summed and their cotangents sent."""
+    way, way_back = ("sent_as", "sums_as") if name == "x" else ("sums_as", "sent_as")
+    return {"use": {way: wire_dtype}, "use_of_cotangents": {way_back: grad_wire_dtype}}
 
 
 def handed_out(

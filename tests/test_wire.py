@@ -259,6 +259,57 @@ def test_combine_rounds_each_ranks_sum(case, weighted):
     assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= allowed)
 
 
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_cotangents_travel_in_float8_only_if_asked(layout):
+    """Those of a dispatch as a combine's sums do, those of a combine as a dispatch's rows do."""
+    case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
+    rng = np.random.default_rng(5)
+    x, g_out = (rng.normal(size=(case.num_ranks, 5, 256)).astype(case.dtype) for _ in range(2))
+    rows = (case.num_ranks, 5) if layout == "rank" else (rows_of(case, "xla"),)
+    g, y = (rng.normal(size=(case.num_ranks, *rows, 256)).astype(case.dtype) for _ in range(2))
+    topk_idx = routing("masked", case, rng)
+    weights = small_weights(rng, topk_idx.shape, "float32")
+
+    def run(x: Any, topk_idx: Any, g: Any, y: Any, g_out: Any, weights: Any) -> Any:
+        weights = None if layout == "rank" else weights
+
+        def send(x: Any, **options: Any) -> Any:
+            return jax_ep.dispatch(
+                x,
+                topk_idx,
+                num_experts=8,
+                axis_name=AXIS,
+                layout=layout,
+                implementation="xla",
+                **options,
+            )
+
+        handle = send(x).handle
+        _, pull = jax.vjp(lambda x: send(x, grad_wire_dtype=WIRE).tokens, x)
+        _, pull_like = jax.vjp(
+            lambda x: jax_ep.dispatch_like(x, handle, grad_wire_dtype=WIRE, implementation="xla"), x
+        )
+        _, pull_back = jax.vjp(
+            lambda y: jax_ep.combine(
+                y, handle, weights, grad_wire_dtype=WIRE, implementation="xla"
+            ),
+            y,
+        )
+        # A weighted combine's gradient, of a cotangent that has been through the wire already.
+        rounded = wire.dequantize(*wire.quantize(g_out, WIRE), g_out.dtype)
+        _, pull_plain = jax.vjp(
+            lambda y: jax_ep.combine(y, handle, weights, implementation="xla"), y
+        )
+        return (
+            (pull(g)[0], pull_like(g)[0], pull_back(g_out)[0]),
+            (jax_ep.combine(g, handle, wire_dtype=WIRE, implementation="xla"),) * 2
+            + pull_plain(rounded),
+        )
+
+    got, expected = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, g, y, g_out, weights)
+    jax.tree.map(assert_equal, got, expected)
+
+
 # ------------------------------------------------------------------------------------------ errors
 
 
@@ -273,6 +324,7 @@ def _trace(function: Any) -> None:
         (128, "float32", {"wire_dtype": "int8"}, r"wire_dtype must be None or float8_e4m3fn"),
         (128, "float32", {"wire_dtype": "e4m3"}, r"wire_dtype must be .* 'e4m3'"),
         (128, "float8_e4m3fn", {}, r"x is sent as float8_e4m3fn from a wider dtype"),
+        (128, "float32", {"grad_wire_dtype": "int8"}, r"grad_wire_dtype must be None or float8"),
         (128, "float32", {"output": "raw"}, r"output must be .* 'raw'"),
         (128, "float32", {"wire_dtype": None, "output": "quantized"}, r"needs a wire_dtype"),
     ],
