@@ -339,9 +339,7 @@ class _Dispatch:
                 source = self.fabric.mine(counts).at[peer]
             else:
                 source = self.fabric.peer(counts, peer)
-            plgpu.copy_gmem_to_smem(
-                source, all_counts.at[peer], counts_full, oob_mode=fb.IN_BOUNDS
-            )
+            plgpu.copy_gmem_to_smem(source, all_counts.at[peer], counts_full, oob_mode=fb.IN_BOUNDS)
 
     def _count_earlier(self, choices_ref, *, next_rows, **_):
         """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
