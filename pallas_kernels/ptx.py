@@ -152,9 +152,7 @@ def count(bins: Any, values: Any, num_bins: int) -> None:
         for vector in values.registers.flat:
             value = llvm.extractelement(vector, arith.constant(i32, 0))
             address = arith.addi(base, arith.muli(value, arith.constant(i32, 4)))
-            counted = arith.cmpi(
-                arith.CmpIPredicate.ult, value, arith.constant(i32, num_bins)
-            )
+            counted = arith.cmpi(arith.CmpIPredicate.ult, value, arith.constant(i32, num_bins))
             llvm.inline_asm(
                 None,
                 [address, counted],

@@ -251,6 +251,15 @@ def test_a_plan_can_be_forced():
     assert f"tensor<{2 * 5}xi32>" not in lower(None)
 
 
+def test_plans_give_every_warpgroup_as_many_tiles():
+    for num_tiles in (1, 5, 64, 128, 300, 512, 1000, 2048, 10**5):
+        plan = pallas_collectives._plan(num_tiles * tile_length("bfloat16"), "bfloat16")
+        workers = plan.num_blocks * plan.num_warpgroups
+        rounds = -(-num_tiles // (workers * plan.num_vectors))
+        fewer = (plan.num_blocks - 1) * plan.num_warpgroups * plan.num_vectors * rounds
+        assert plan.num_blocks <= 132 and plan.num_warpgroups <= 4 and fewer < num_tiles
+
+
 # ------------------------------------------------------------------- on GPUs that are out of step
 
 
