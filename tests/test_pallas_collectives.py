@@ -102,6 +102,7 @@ def test_sizes_that_cannot_be_are_refused():
 NORM_CASES = {
     # num_ranks, rows, hidden, padded, dtype, residual dtype, plan
     "one_rank": (1, 3, 1024, 1024, "float32", "float32", Plan(2, 2)),
+    "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", Plan(3, 2)),
     "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", Plan(2, 1)),
     "padded": (3, 2, 1000, 1024, "float32", "bfloat16", Plan(3, 2)),
     "tiles_of_warpgroups": (2, 2, 4096, 4096, "bfloat16", "bfloat16", Plan(1, 2)),
