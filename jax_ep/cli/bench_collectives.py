@@ -121,8 +121,8 @@ class Case:
         rows = self.rows // self.ranks if self.op == "all_gather" else self.rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
-    def operands(self, mesh: Mesh) -> tuple[jax.Array, ...]:
-        """[N * B, ...] each, B rows to a rank; small numbers, so that float64 can judge."""
+    def operands(self, mesh: Mesh) -> Callable[[], tuple[jax.Array, ...]]:
+        """Makes [N * B, ...] each, B rows to a rank; small numbers, so that float64 can judge."""
         shapes: list[tuple[int, ...]] = [(self.ranks * self.x.shape[0], self.hidden)]
         if self.op == "all_reduce_rms_norm":
             shapes += [(self.rows, self.hidden), (self.hidden,)]
@@ -137,7 +137,7 @@ class Case:
             same = [jnp.concatenate([array] * self.ranks) for array in arrays[1:]]
             return (arrays[0], *same)
 
-        return jax.jit(make, out_shardings=sharding)()
+        return jax.jit(make, out_shardings=sharding).lower().compile()
 
     def step(self, algorithm: str) -> Callable[[Any], Any]:
         """What is timed, per rank."""
@@ -372,8 +372,10 @@ def _measure(
     _progress(f"{cases[0].op}, {cases[0].ranks} ranks: compiling")
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         work = []
-        for case in cases:
-            operands = case.operands(mesh)
+        for case, make in zip(
+            cases, pool.map(lambda case: case.operands(mesh), cases), strict=True
+        ):
+            operands = make()
             work += [
                 (case, column, pool.submit(build, case, column, operands)) for column in columns
             ]
