@@ -38,8 +38,8 @@ _MAX_HIDDEN = 16384  # of all_reduce_rms_norm: 32 elements of a row to a thread
 
 _forced_plan: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("plan", default=None)
 
-# A second trip costs about this many bytes' worth of time on the link: 2.5 us of NVLink.
-_BYTES_OF_A_TRIP = 2**20
+# A second trip costs about this many bytes' worth of time on the link: 1.5 us of NVLink.
+_BYTES_OF_A_TRIP = 2**19
 
 
 @contextlib.contextmanager

@@ -405,7 +405,9 @@ def _measure(
             record["wall"] = loop.wall_time(_REPEATS.value).median
             if on_gpu and _TIMER.value != "none":
                 timers = reversed(DEVICE_TIMERS) if _TIMER.value == "auto" else [_TIMER.value]
-                record["device"] = loop.device_time(2, tuple(timers)).median
+                device = loop.device_time(2, tuple(timers))
+                record["device"] = device.median
+                record["kernels"] = {name: round(us, 2) for name, us in device.by_kernel.items()}
         except Exception as error:  # one that fails must not cost the others their results
             lines = str(error).strip().splitlines() or [""]
             record["error"] = f"{type(error).__name__}: {lines[0][:200]}"
