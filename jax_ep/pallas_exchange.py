@@ -28,6 +28,17 @@ _WINDOW_TOKENS = 16
 _TIMEOUT_SECONDS = 100.0  # of a wait for a peer; JAX_EP_TIMEOUT_SECONDS overrides it
 _MAX_SLOTS = 16
 
+# The two regimes: up to this many tokens every microsecond counts, beyond it the link's bandwidth.
+_FEW_TOKENS = 256
+# Thread blocks by (op, whether tokens are few), measured on 8 H200s; JAX_EP_NUM_BLOCKS overrides
+# it, say to leave part of the GPU to a kernel that runs beside.
+_NUM_BLOCKS = {
+    ("dispatch", True): 64,
+    ("dispatch", False): 128,
+    ("combine", True): 128,
+    ("combine", False): 128,
+}
+
 
 def unavailable_reason(
     hidden: int,
@@ -122,8 +133,25 @@ def combine(
 
 def mesh_fabric(axis_name: AxisName) -> Mesh:
     """The ranks of the enclosing `shard_map`, as the kernels see them."""
-    timeout_s = float(os.environ.get("JAX_EP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS))
+    timeout_s = _positive("JAX_EP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS, float)
     return Mesh(axis_name, tuple(lax.axis_size(name) for name in axis_name), timeout_s)
+
+
+def _num_blocks(op: str, num_tokens: int) -> int:
+    num_blocks = _NUM_BLOCKS[op, num_tokens <= _FEW_TOKENS]
+    return min(int(_positive("JAX_EP_NUM_BLOCKS", num_blocks, int)), num_tokens)
+
+
+def _positive(variable: str, default: float, kind: type) -> float:
+    """The value of an environment variable, which must be positive."""
+    text = os.environ.get(variable, default)
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{variable} must be a positive {kind.__name__}, but is {text!r}.")
+    return value
 
 
 def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike) -> int:
@@ -142,8 +170,9 @@ def _dispatch_rows(
 ) -> int:
     """Rows that shared memory has room for in a dispatch, beside a row of zeros."""
     choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
-    lists = 4 * num_ranks * (top_k + 1)
-    reserved = 4 * (5 * align_up(num_experts, LANES) + choices + lists) + _PADDING_BYTES
+    lists = (_MAX_SLOTS + 2) * num_ranks * top_k
+    counts = (5 + num_ranks) * align_up(num_experts, LANES) + LANES
+    reserved = 4 * (counts + choices + lists) + _PADDING_BYTES
     zeros = Tiling.of(hidden, dtype).padded * jnp.dtype(dtype).itemsize
     return (SHARED_MEMORY_BYTES - reserved - zeros) // (hidden * jnp.dtype(dtype).itemsize)
 
@@ -154,11 +183,11 @@ def dispatch_plan(
     """How a dispatch of x [T, H], its rows padded, is spread over blocks and shared memory."""
     num_tokens, hidden = x.shape
     rows = _dispatch_rows(hidden, x.dtype, num_ranks, top_k, num_experts)
-    num_copy_slots = max(1, min(4, rows // 3))
+    few = num_tokens <= _FEW_TOKENS
+    num_copy_slots = min(8, 2 * rows // 3) if few else max(1, min(4, rows // 3))
     num_slots = min(_MAX_SLOTS, rows - num_copy_slots)
-    few = num_tokens <= 256  # every microsecond counts; else the link does
     return Plan(
-        num_blocks=min(64 if few else 128, num_tokens),
+        num_blocks=_num_blocks("dispatch", num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
@@ -182,7 +211,7 @@ def combine_plan(
     """How a combine of y [R, H], its rows padded, is spread over blocks and shared memory."""
     slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)
     return Plan(
-        num_blocks=min(128, num_tokens),
+        num_blocks=_num_blocks("combine", num_tokens),
         num_slots=slots,
         store_lag=slots // 3,
         window_tokens=_WINDOW_TOKENS,

@@ -199,8 +199,9 @@ class _Combine:
     ):  # fmt: skip
         fabric, window, top_k, num_ranks = self.fabric, self.window, self.top_k, self.num_ranks
         num_slots, step_tokens = self.plan.num_slots, self.plan.step_tokens
-        rank, block = fabric.rank(), lax.axis_index("block")
         first_token, end_token = self._range()[:2]
+        offset = self.plan.peer_offset(fabric.rank(), lax.axis_index("block"))
+        owners = [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
 
         def open_slot(used, kind, owner, token):
             slot = lax.rem(used, num_slots)
@@ -218,12 +219,14 @@ class _Combine:
             window_token = first_token + index * window.tokens
             start = window.start(window_token * top_k)
             entries = pl.ds(start, window.width)
-            values = [fabric.mine(rows).at[r, entries][...] for r in range(num_ranks)]
+            their_rows = [fabric.mine(rows).at[r, entries][...] for r in owners]
             if self.weighted:
-                values += [fabric.peer(weights, r).at[entries][...] for r in range(num_ranks)]
+                their_weights = [fabric.peer(weights, r).at[entries][...] for r in owners]
             fabric.barrier()  # the window before this one has been read
-            for i, value in enumerate(values):
-                (window_rows if i < num_ranks else window_weights)[i % num_ranks] = value
+            for i, owner in enumerate(owners):
+                window_rows[owner] = their_rows[i]
+                if self.weighted:
+                    window_weights[owner] = their_weights[i]
             fabric.barrier()
 
             def scout_token(i, used):
@@ -232,7 +235,7 @@ class _Combine:
                 step_token = lax.rem(token - first_token, step_tokens)
 
                 def scout_pair(j, used):
-                    owner = lax.rem(j + self.plan.peer_offset(rank, block), num_ranks)
+                    owner = lax.rem(j + offset, jnp.int32(num_ranks))
                     places = [window_rows[owner, entry + choice] for choice in range(top_k)]
                     held = [(place >= 0) & (place < self.capacity) for place in places]
                     num_held = sum(h.astype(jnp.int32) for h in held)

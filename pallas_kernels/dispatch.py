@@ -48,7 +48,8 @@ def dispatch(
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
-      counts: [E] int32: this rank's choices of each expert.
+      counts: [E]: this rank's choices of each expert, of a type that holds T * K. All blocks of all
+        ranks read them at once, so a small type is soon there.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
@@ -63,7 +64,7 @@ def dispatch(
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        routes_known=False, stage=stage,
+        count_dtype=counts.dtype, routes_known=False, stage=stage,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
     tokens, rows, all_counts, *layout = kernel.call(
@@ -89,7 +90,7 @@ def dispatch_like(
     """Moves [T, H] along known routes (rows [N, T, K], counts [N, E]) to tokens [R, H]."""
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        routes_known=True, stage=stage,
+        count_dtype=counts.dtype, routes_known=True, stage=stage,
     )  # fmt: skip
     (tokens,) = kernel.call(
         x,
@@ -103,7 +104,7 @@ def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Pla
     """The receiver's stage alone, where ranks are stacked: only the rows it copies are written."""
     kernel = _Dispatch.of(
         tokens, rows.shape[-3:], fabric.num_ranks, tokens.shape[-2], 1, fabric, plan,
-        routes_known=True, stage="fan_out",
+        count_dtype=jnp.int32, routes_known=True, stage="fan_out",
     )  # fmt: skip
     (out,) = kernel.call(tokens, kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE))
     return out
@@ -121,6 +122,7 @@ class _Dispatch:
     capacity: int
     alignment: int
     dtype: Any
+    count_dtype: Any
     routes_known: bool
     stage: str
     fabric: fb.Fabric
@@ -130,15 +132,16 @@ class _Dispatch:
 
     @classmethod
     def of(
-        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, routes_known, stage
-    ):
+        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
+        routes_known, stage,
+    ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
         step_window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
         total = max(window.total, step_window.total)
         return cls(
             num_ranks, num_tokens, x.shape[-1], top_k, num_experts, capacity, alignment, x.dtype,
-            routes_known, stage, fabric, plan,
+            count_dtype, routes_known, stage, fabric, plan,
             window=dataclasses.replace(window, total=total),
             step_window=dataclasses.replace(step_window, total=total),
         )  # fmt: skip
@@ -185,6 +188,7 @@ class _Dispatch:
         slots, copies, width = self.plan.num_slots, self.plan.num_copy_slots, self.count_width
         ranks, top_k = self.num_ranks, self.top_k
         return dict(
+            all_counts=plgpu.SMEM((ranks, width), self.count_dtype),
             scan=plgpu.SMEM((2 * width,), jnp.int32),
             # Where each expert's next row goes; one entry more, for choices of no expert.
             next_rows=plgpu.SMEM((width + LANES,), jnp.int32),
@@ -198,6 +202,7 @@ class _Dispatch:
             step_copies=plgpu.SMEM((self.step_tokens * ranks, top_k), jnp.int32),
             copies=plgpu.SMEM((copies, self.hidden), self.dtype),
             zeros=plgpu.SMEM((Tiling.of(self.hidden, self.dtype).padded,), self.dtype),
+            counts_full=plgpu.Barrier(num_arrivals=ranks),
             laid_out=plgpu.Barrier(),
             full=plgpu.Barrier(num_barriers=(slots,)),
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
@@ -209,9 +214,9 @@ class _Dispatch:
             put_tokens, rows, tokens = refs
         elif self.routes_known:
             x, rows, counts, tokens = refs
-            choices, all_counts, layout, put_tokens = rows, None, (), tokens
+            choices, all_counts_ref, layout, put_tokens = rows, None, [], tokens
         else:
-            x, choices, counts, tokens, rows, all_counts, *layout = refs
+            x, choices, counts, tokens, rows, all_counts_ref, *layout = refs
             put_tokens = tokens
 
         if self.stage != "fan_out":
@@ -219,13 +224,13 @@ class _Dispatch:
             @pl.when(warpgroup == 0)
             def _sender():
                 self.fabric.stage(0)
+                self._fetch_counts(counts, **scratch)
                 self._fetch_first(x, **scratch)
-                per_source = self._read_counts(counts)
                 self.fabric.touch(tokens, *(() if self.routes_known else (rows,)))
                 self._open_window(choices, 0, **scratch)
                 if not self.routes_known:
                     self._count_earlier(choices, **scratch)
-                self._lay_out(per_source, all_counts, **scratch)
+                self._lay_out(all_counts_ref, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
 
@@ -247,6 +252,11 @@ class _Dispatch:
         """This block's tokens, the same on every rank: first, and how many."""
         first = lax.axis_index("block") * self.tokens_per_block
         return first, jnp.clip(self.num_tokens - first, 0, self.tokens_per_block)
+
+    def _peers(self) -> list[jax.Array]:
+        """All ranks, in the order in which this block turns to them."""
+        offset = self.plan.peer_offset(self.fabric.rank(), lax.axis_index("block"))
+        return [lax.rem(i + offset, jnp.int32(self.num_ranks)) for i in range(self.num_ranks)]
 
     def _num_steps(self) -> jax.Array:
         _, num_tokens = self._range()
@@ -282,12 +292,14 @@ class _Dispatch:
             choices[i] = value
         fabric.barrier()
 
-    def _read_counts(self, counts):
-        """Every rank's choices of each expert."""
-        fabric, ranks = self.fabric, range(self.num_ranks)
-        if self.routes_known:
-            return [fb.load(fabric, fabric.mine(counts).at[rank], 1) for rank in ranks]
-        return [fb.load(fabric, fabric.peer(counts, rank), 1) for rank in ranks]
+    def _fetch_counts(self, counts, *, all_counts, counts_full, **_):
+        """Starts to load every rank's choices of each expert."""
+        for peer in self._peers():
+            if self.routes_known:
+                source = self.fabric.mine(counts).at[peer]
+            else:
+                source = self.fabric.peer(counts, peer)
+            plgpu.copy_gmem_to_smem(source, all_counts.at[peer], counts_full, oob_mode=fb.IN_BOUNDS)
 
     def _count_earlier(self, choices_ref, *, next_rows, **_):
         """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
@@ -307,10 +319,17 @@ class _Dispatch:
         lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
         fabric.barrier()
 
-    def _lay_out(self, per_source, all_counts, *, scan, next_rows, block_ends, **_):
+    def _lay_out(
+        self, all_counts_ref, *, all_counts, counts_full, scan, next_rows, block_ends, **_
+    ):
         """Where each expert's block starts and ends at its rank, and this block's rows in it."""
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         rank = fabric.rank()
+        plgpu.barrier_wait(counts_full)
+        per_source = [
+            fb.load(fabric, all_counts.at[source], 1).astype(jnp.int32)
+            for source in range(self.num_ranks)
+        ]
         total = sum(per_source[1:], per_source[0])
         sizes = total
         if self.alignment > 1:
@@ -337,23 +356,22 @@ class _Dispatch:
         block_ends[0] = starts + total
         block_ends[1] = ends
         fabric.barrier()
-        if all_counts is not None:
+        if all_counts_ref is not None:
 
             @pl.when(lax.axis_index("block") == 0)
             def _():
                 for source in range(self.num_ranks):
-                    fabric.mine(all_counts)[source] = per_source[source]
+                    fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _send(
         self, x, choices_ref, tokens, rows, semaphores, *, choices, next_rows, slots, lists, full,
         **_,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
-        num_ranks, top_k, lag = self.num_ranks, self.top_k, plan.store_lag
+        top_k, lag = self.top_k, plan.store_lag
         num_slots, step_tokens = plan.num_slots, self.step_tokens
-        rank, block = fabric.rank(), lax.axis_index("block")
+        rank, peers = fabric.rank(), self._peers()
         first_token, num_tokens = self._range()
-        peers = [lax.rem(i + plan.peer_offset(rank, block), num_ranks) for i in range(num_ranks)]
 
         def rows_at_peers(entry):
             """[N][K]: the row of each choice at each rank, in the order of `peers`."""
@@ -363,7 +381,9 @@ class _Dispatch:
             # Read where each expert's next row goes, all threads, then count this token's choices.
             experts = [choices[0, entry + choice] for choice in range(top_k)]
             valid = [(e >= 0) & (e < self.num_experts) for e in experts]
-            experts = [jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)]
+            experts = [
+                jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)
+            ]
             found = [next_rows[expert] for expert in experts]
             for choice in range(top_k):
                 for earlier in range(choice):

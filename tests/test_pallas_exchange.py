@@ -244,3 +244,20 @@ def test_none_always_lowers(shapes):
         lowered(shapes, "pallas", forward)
     except ValueError as error:
         assert "cannot serve here" in str(error)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 24])
+def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
+    monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
+    x = jax.ShapeDtypeStruct((4096, 7168), jnp.bfloat16)
+    assert pallas_exchange.dispatch_plan(x, 8, 8, 256).num_blocks == num_blocks
+    assert pallas_exchange.combine_plan(x, 8, 4096, 8).num_blocks == num_blocks
+    assert pallas_exchange.combine_plan(x, 8, 16, 8).num_blocks == min(16, num_blocks)
+
+
+@pytest.mark.parametrize("variable", ["JAX_EP_NUM_BLOCKS", "JAX_EP_TIMEOUT_SECONDS"])
+@pytest.mark.parametrize("value", ["0", "-3", "many", "nan", ""])
+def test_settings_that_make_no_sense_are_refused(variable, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=variable):
+        lowered(Shapes(16, 64, 2, 8), "pallas", forward)

@@ -198,38 +198,23 @@ class _InPlaceLoop(Loop):
     In a loop over one operand XLA would copy it for every call, as programs seldom need it to.
     """
 
-    def __init__(
-        self,
-        prepare: Callable[..., Any],
-        step: Callable[[Any], Any],
-        arrays: Sequence[Any],
-        mesh: Mesh,
-        iterations: int,
-    ):
-        self.mesh, self.iterations = mesh, iterations
-        self._step = self._per_rank(step)
-        self.state = jax.jit(self._per_rank(lambda args: prepare(*args), unstack=False))(
-            tuple(arrays)
-        )
+    def _loop(self, state: Any, before: Callable[[jax.Array], jax.Array]) -> Any:
+        first, *others = state
 
-        def loop(state):
-            first, *others = state
+        def body(_, carry):
+            total, link = carry
+            total, link = jax.lax.optimization_barrier((total, before(link)))
+            total = jax.lax.psum(total, AXIS)
+            out = []
+            if others:
+                residual = primitives.add(total, others[0])
+                out = [primitives.rms_norm(residual, others[1], 1e-6, total.dtype), residual]
+            total, *out = jax.lax.optimization_barrier((total, *out))
+            link += sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in out)
+            return total, link
 
-            def body(_, carry):
-                total, link = carry
-                total = jax.lax.psum(total, AXIS)
-                out = []
-                if others:
-                    residual = primitives.add(total, others[0])
-                    out = [primitives.rms_norm(residual, others[1], 1e-6, total.dtype), residual]
-                total, *out = jax.lax.optimization_barrier((total, *out))
-                link += sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in out)
-                return total, link
-
-            total, link = jax.lax.fori_loop(0, iterations, body, (first, jnp.float32(0)))
-            return total.reshape(-1)[0], link
-
-        self.compiled = jax.jit(self._per_rank(loop)).lower(self.state).compile()
+        total, link = jax.lax.fori_loop(0, self.iterations, body, (first, jnp.float32(0)))
+        return total.reshape(-1)[0], link
 
 
 @dataclasses.dataclass

@@ -243,7 +243,7 @@ def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
     if on_gpu and _TIMER.value != "none":
         timers = DEVICE_TIMERS if _TIMER.value == "auto" else (_TIMER.value,)
         try:
-            device = loop.device_time(repeats=1 if slow else 2, timers=timers)
+            device = loop.device_time(repeats=1 if slow else 2, timers=timers, spaced=False)
         except RuntimeError as error:  # the wall time stands without it
             result["device_error"] = str(error)
         else:

@@ -1,7 +1,11 @@
 """Timing of a per-rank function on a mesh: in-loop wall time, and device time by kernel.
 
-Both times are of the same compiled program, a loop whose iterations depend on each other: nothing
-can be hoisted out of it, left out of it, or run beside the next iteration.
+Both times are of a compiled loop whose iterations depend on each other: nothing can be hoisted out
+of it, left out of it, or run beside the next iteration.
+
+A loop of short calls is bound by the host, which launches them on one device after the other, and
+the kernels of the first devices wait for the last. That is part of the wall time, and not of the
+device time: there, a kernel that only waits runs before each call, and the host gets ahead.
 """
 
 from __future__ import annotations
@@ -18,10 +22,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import ptx
 
 Kernel = tuple[str, float]  # name, microseconds
 DEVICE_TIMERS = ("trace", "cupti")
+SPACER = "spacer"  # the kernel that waits before each call
+SPACER_MICROSECONDS = 250
 
 
 class WallTime(NamedTuple):
@@ -74,26 +83,34 @@ class Loop:
         if prepare is not None:
             make_state = self._per_rank(lambda args: prepare(*args), unstack=False)
             self.state = jax.jit(make_state)(tuple(arrays))
+        self._step_on_rank = step
+        self.compiled = self._compile(spaced=False)
 
+    def _compile(self, spaced: bool) -> Any:
+        before = _wait_on_device if spaced else lambda link: link
+        loop = self._per_rank(lambda state: self._loop(state, before))
+        return jax.jit(loop).lower(self.state).compile()
+
+    def _loop(self, state: Any, before: Callable[[jax.Array], jax.Array]) -> Any:
+        """The loop on one rank; `before(link)` runs before each call."""
+        step = self._step_on_rank
         # XLA for GPUs keeps barriers until everything is scheduled, so outputs behind one are
         # whole. XLA for CPUs drops them early: there the loop has to carry the outputs.
-        carry_outputs = mesh.devices.flat[0].platform == "cpu"
+        carry_outputs = self.mesh.devices.flat[0].platform == "cpu"
 
-        def loop(state):
-            def body(_, carry):
-                state_now, (link, _) = lax.optimization_barrier((state, carry))
-                out = lax.optimization_barrier(step(state_now))
-                leaves = [leaf for leaf in jax.tree.leaves(out) if leaf.size]
-                link += sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves) * 1e-6
-                return link, out if carry_outputs else None
+        def body(_, carry):
+            link, out = carry
+            state_now, link, _ = lax.optimization_barrier((state, before(link), out))
+            out = lax.optimization_barrier(step(state_now))
+            leaves = [leaf for leaf in jax.tree.leaves(out) if leaf.size]
+            link += sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves) * 1e-6
+            return link, out if carry_outputs else None
 
-            nothing = jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-                jax.eval_shape(step, state) if carry_outputs else None,
-            )
-            return lax.fori_loop(0, iterations, body, (jnp.float32(0), nothing))
-
-        self.compiled = jax.jit(self._per_rank(loop)).lower(self.state).compile()
+        nothing = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+            jax.eval_shape(step, state) if carry_outputs else None,
+        )
+        return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing))
 
     def outputs(self) -> Any:
         """One call of `step`: its result with the ranks stacked, each leaf [N, ...]."""
@@ -108,15 +125,22 @@ class Loop:
             times.append((time.perf_counter() - start) / self.iterations * 1e6)
         return WallTime(statistics.median(times), min(times), max(times))
 
-    def device_time(self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS) -> DeviceTime:
-        """The first of `timers` that works here; RuntimeError, with every reason, if none does."""
+    def device_time(
+        self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS, spaced: bool = True
+    ) -> DeviceTime:
+        """The first of `timers` that works here; RuntimeError, with every reason, if none does.
+
+        `spaced`: whether a wait comes before each call, which calls of a few milliseconds can do
+        without.
+        """
         calls, failures = repeats * self.iterations, []
-        jax.block_until_ready(self.compiled(self.state))
+        compiled = self._compile(spaced=True) if spaced else self.compiled
+        jax.block_until_ready(compiled(self.state))
         for timer in timers:
             try:
                 if timer == "trace":
-                    return summarize_by_rank(self._trace(repeats), calls)
-                return summarize_mixed(self._cupti(repeats), calls, self.mesh.size)
+                    return summarize_by_rank(self._trace(compiled, repeats), calls)
+                return summarize_mixed(self._cupti(compiled, repeats), calls, self.mesh.size)
             except Exception as error:  # profilers fail in their own ways; say how and go on
                 failures.append(f"{timer}: {type(error).__name__}: {error}")
         raise RuntimeError("; ".join(failures))
@@ -133,14 +157,14 @@ class Loop:
             on_stacked, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
 
-    def _trace(self, repeats: int) -> list[list[Kernel]]:
+    def _trace(self, compiled: Any, repeats: int) -> list[list[Kernel]]:
         options = jax.profiler.ProfileOptions()
         options.host_tracer_level = 0
         options.python_tracer_level = 0
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory, profiler_options=options):
                 for _ in range(repeats):
-                    jax.block_until_ready(self.compiled(self.state))
+                    jax.block_until_ready(compiled(self.state))
             (path,) = glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True)
             profile = jax.profiler.ProfileData.from_file(path)
         launches = launches_by_device(profile)
@@ -148,22 +172,37 @@ class Loop:
             raise RuntimeError(f"saw {len(launches)} busy devices of {self.mesh.size}")
         return launches
 
-    def _cupti(self, repeats: int) -> list[Kernel]:
+    def _cupti(self, compiled: Any, repeats: int) -> list[Kernel]:
         from jax.experimental.mosaic.gpu import profiler
 
         launches: list[Kernel] = []
         # The helper runs the function once to warm up, then once under CUPTI.
-        measured = profiler.measure(self.compiled, aggregate=False)
+        measured = profiler.measure(compiled, aggregate=False)
         for _ in range(repeats):
             _, timings = measured(self.state)
-            launches += [(str(name), milliseconds * 1e3) for name, milliseconds in timings or ()]
+            launches += [
+                (str(name), milliseconds * 1e3)
+                for name, milliseconds in timings or ()
+                if not str(name).startswith(SPACER)
+            ]
         if not launches:
             raise RuntimeError("CUPTI saw no kernel")
         return launches
 
 
+def _wait_on_device(link: jax.Array) -> jax.Array:
+    def wait(link_ref, out_ref):
+        ptx.pause(SPACER_MICROSECONDS * 1000)
+        out_ref[0] = link_ref[0]
+
+    options = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    out_type = jax.ShapeDtypeStruct((1,), link.dtype)
+    kernel = plgpu.kernel(wait, out_type=out_type, compiler_params=options, kernel_name=SPACER)
+    return kernel(link.reshape(1)).reshape(())
+
+
 def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
-    """What every GPU ran, in the order of its start; GPUs that ran nothing are left out."""
+    """What every GPU ran but spacers, in the order of its start; idle GPUs are left out."""
     devices = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:"):
@@ -174,6 +213,7 @@ def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
             for line in plane.lines
             if line.name.startswith("Stream")
             for event in line.events
+            if not event.name.startswith(SPACER)
         ]
         if events:
             devices.append([(name, duration) for _, name, duration in sorted(events)])
