@@ -314,13 +314,15 @@ def test_nobody_leaves_early(name, num_ranks):
 
 @on_gpus
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+@pytest.mark.parametrize("num_blocks", [8, 24], ids=["three_rows", "one_row"])
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
+def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
     mesh, calls = expert_mesh(num_ranks), 6
     arrays = norm_operands(num_ranks, 24, 2048, 2048, "bfloat16", "float32")
     for delay in delays(num_ranks):
         fabric = fb.Mesh((AXIS,), (num_ranks,), 20.0, delay)
-        options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=Plan(8, 2))
+        plan = Plan(num_blocks, 2)
+        options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
 
         def loop(x, residual, scale, options=options):
             def call(_, results):
