@@ -269,6 +269,7 @@ class _Dispatch:
                 self._open_window(choices, 0, **scratch)
                 if not self.routes_known:
                     self._count_earlier(choices, **scratch)
+                self._make_ready(x, 0, **scratch)
                 self._lay_out(all_counts_ref, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
@@ -315,6 +316,25 @@ class _Dispatch:
             self._fetch(x, first + i, i, **scratch)
 
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
+
+    def _make_ready(self, x, i, *, slots, full, wide_slots=None, **_):
+        """Waits until the i-th token's row is there, and quantizes it if it is to be."""
+        first_token, num_tokens = self._range()
+        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
+
+        @pl.when(i < num_tokens)
+        def _():
+            plgpu.barrier_wait(full.at[slot])
+            if wide_slots is not None:
+                parts = [part.at[slot] for part in slots]
+                quantize.quantize_row(self.fabric, wide_slots.at[slot], *parts)
+                plgpu.commit_smem()  # all have read the wide row, and the puts see the other
+                ahead = i + self.plan.num_slots
+
+                @pl.when(ahead < num_tokens)
+                def _():
+                    rings = dict(slots=slots, full=full, wide_slots=wide_slots)
+                    self._fetch(x, first_token + ahead, ahead, **rings)
 
     def _open_window(self, choices_ref, i, *, choices, **_):
         """Loads the choices of this block's tokens from the i-th on."""
@@ -431,11 +451,6 @@ class _Dispatch:
                     commit_group=False,
                 )
 
-        def fetch(i, slot_is_free):
-            @pl.when(slot_is_free & (i < num_tokens))
-            def _():
-                self._fetch(x, first_token + i, i, slots=slots, full=full, wide_slots=wide_slots)
-
         def send_token(i, carry):
             in_window = lax.rem(i, jnp.int32(window.tokens))
 
@@ -446,13 +461,6 @@ class _Dispatch:
             slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * top_k
             in_choices = entry - window.start(entry - in_window * top_k)
             found = self._rows_at_peers(in_choices, peers, choices=choices, **bookkeeping)
-            plgpu.barrier_wait(full.at[slot])
-            if wide_slots is not None:
-                quantize.quantize_row(
-                    fabric, wide_slots.at[slot], *(part.at[slot] for part in slots)
-                )
-                plgpu.commit_smem()  # all have read the wide row, and the puts see the other
-                fetch(i + num_slots, True)
             for peer, peer_rows in zip(peers, found, strict=True):
                 place = self._place(peer_rows, i)
                 for part, ref in zip(slots, tokens, strict=True):
@@ -464,7 +472,13 @@ class _Dispatch:
             # Once a slot's puts have read it, it takes the next token.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
             if wide_slots is None:
-                fetch(i - lag + num_slots, i >= lag)
+                ahead = i - lag + num_slots
+
+                @pl.when((i >= lag) & (ahead < num_tokens))
+                def _():
+                    self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
+
+            self._make_ready(x, i + 1, slots=slots, full=full, wide_slots=wide_slots)
             return carry
 
         def send_step(step, carry):

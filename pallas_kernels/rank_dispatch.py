@@ -114,6 +114,7 @@ class _RankDispatch(_Dispatch):
             self._fetch_first(x, **scratch)
             self.fabric.touch(*tokens, lists)
             self._open_window(choices, 0, **scratch)
+            self._make_ready(x, 0, **scratch)
             self._send(x, choices, tokens, lists, semaphores, **scratch)
 
         @pl.when(warpgroup == 1)

@@ -198,20 +198,19 @@ class _InPlaceLoop(Loop):
     In a loop over one operand XLA would copy it for every call, as programs seldom need it to.
     """
 
-    def _loop(self, state: Any, before: Callable[[jax.Array], jax.Array]) -> Any:
+    def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
         first, *others = state
 
         def body(_, carry):
             total, link = carry
-            total, link = jax.lax.optimization_barrier((total, before(link)))
+            total, link = jax.lax.optimization_barrier((total, link))
             total = jax.lax.psum(total, AXIS)
             out = []
             if others:
                 residual = primitives.add(total, others[0])
                 out = [primitives.rms_norm(residual, others[1], 1e-6, total.dtype), residual]
             total, *out = jax.lax.optimization_barrier((total, *out))
-            link += sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in out)
-            return total, link
+            return total, after(link, [total, *out])
 
         total, link = jax.lax.fori_loop(0, self.iterations, body, (first, jnp.float32(0)))
         return total.reshape(-1)[0], link
