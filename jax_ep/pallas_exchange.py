@@ -34,11 +34,13 @@ _MAX_SLOTS = 16
 
 # The two regimes: up to this many tokens every microsecond counts, beyond it the link's bandwidth.
 _FEW_TOKENS = 256
-# Thread blocks by (op, whether tokens are few), measured on 8 H200s; JAX_EP_NUM_BLOCKS overrides
-# it, say to leave part of the GPU to a kernel that runs beside.
+# Thread blocks by (op, whether tokens are few), measured on 4 and 8 H200s; JAX_EP_NUM_BLOCKS
+# overrides it, say to leave part of the GPU to a kernel that runs beside.
 _NUM_BLOCKS = {
     ("dispatch", True): 64,
     ("dispatch", False): 128,
+    ("quantized_dispatch", True): 128,
+    ("quantized_dispatch", False): 128,
     ("combine", True): 128,
     ("combine", False): 128,
 }
@@ -301,7 +303,7 @@ def dispatch_plan(
     room = rows.room(words) - num_copy_slots * rows.copy_bytes
     num_slots = min(_MAX_SLOTS, room // rows.slot_bytes)
     return Plan(
-        num_blocks=_num_blocks("dispatch", num_tokens),
+        num_blocks=_num_blocks("quantized_dispatch" if wire_dtype else "dispatch", num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
