@@ -21,6 +21,7 @@ else.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -63,6 +64,22 @@ def mesh_unavailable_reason() -> str | None:
     if left_out:
         return f"it needs shard_map over all axes of the mesh, and {left_out} are left out of it"
     return None
+
+
+def lowering_unavailable_reason(
+    ctx: mlir.LoweringRuleContext, axis_name: tuple[str, ...]
+) -> str | None:
+    """Why no kernel between the ranks of an axis can serve in the program that is being lowered."""
+    if "cuda" not in (ctx.platforms or ctx.module_context.platforms):
+        return "it needs NVIDIA GPUs, and this program is compiled for another platform"
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh) and math.prod(mesh.shape[a] for a in axis_name) > 1:
+        ids = [device.id for device in mesh.devices.flat]
+        if ids != list(range(len(ids))):
+            return f"it needs a mesh of the first devices in their order, and here it is of {ids}"
+    if jax.default_backend() != "gpu":
+        return None  # this lowers for a machine that is not here
+    return pallas_unavailable_reason()
 
 
 def choose_implementation(
@@ -307,9 +324,8 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
         ]
 
     def lower(ctx, *operands, implementation, **params):
-        on_cuda = "cuda" in (ctx.platforms or ctx.module_context.platforms)
-        exchange = _exchange_serving(implementation, on_cuda)
-        function = functools.partial(run, exchange)
+        reason = lowering_unavailable_reason(ctx, params["axis_name"])
+        function = functools.partial(run, _exchange_serving(implementation, reason))
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
     def no_batching(*_, **__):
@@ -326,16 +342,10 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
     return primitive
 
 
-def _exchange_serving(implementation: Implementation, on_cuda: bool) -> Any:
+def _exchange_serving(implementation: Implementation, reason: str | None) -> Any:
+    """The exchange to lower to; `reason`: why the kernels cannot serve, or None if they can."""
     if implementation == "xla":
         return xla_exchange
-    reason: str | None
-    if not on_cuda:
-        reason = "it needs NVIDIA GPUs, and this program is compiled for another platform"
-    elif jax.default_backend() == "gpu":
-        reason = pallas_unavailable_reason()
-    else:
-        reason = None  # this lowers for a machine that is not here
     if reason is None:
         return pallas_exchange
     if implementation == "pallas":

@@ -375,7 +375,7 @@ def _measure(
             "hidden": case.hidden,
             "bytes": case.num_bytes,
             "column": column.name,
-            "auto": primitives.choose(case.op, None, case.x, case.ranks, on_gpu),
+            "auto": primitives.choose(case.op, None, case.x, case.ranks, _no_kernels(on_gpu)),
         }
         records.append(record)
         if time.monotonic() - started > _SECONDS.value:
@@ -406,7 +406,7 @@ def _columns(op: str, case: Case, on_gpu: bool) -> list[Column]:
         serving = [
             name
             for name in MEASURED[op]
-            if primitives.unavailable_reason(op, name, case.x, on_gpu) is None
+            if primitives.unavailable_reason(op, name, case.x, _no_kernels(on_gpu)) is None
         ]
     else:
         serving = [name for name in names if name in primitives.ALGORITHMS[op]]
@@ -416,6 +416,10 @@ def _columns(op: str, case: Case, on_gpu: bool) -> list[Column]:
     for plan in plans:
         columns += [Column(kernel.algorithm, plan) for kernel in kernels]
     return columns
+
+
+def _no_kernels(on_gpu: bool) -> str | None:
+    return None if on_gpu else "the devices here are no GPUs"
 
 
 def _plan(text: str) -> Plan:
