@@ -118,13 +118,19 @@ def interpret(function: Callable[[], Any]) -> Any:
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
         with mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr), _watchdog(None):
-            results = jax.tree.map(np.asarray, function())
+            results = _on_cpu(function)
         if gpu_callbacks.get_races().races_found:
             raise KernelError("a race: its two sides are printed above")
         return results
     finally:
         _compiled.clear()
         gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _on_cpu(function: Callable[[], Any]) -> Any:
+    """Its results as NumPy arrays. XLA for GPUs would drop roundings that the kernels make."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.tree.map(np.asarray, function())
 
 
 def simulate(function: Callable[[], Any]) -> Any:
@@ -136,7 +142,7 @@ def simulate(function: Callable[[], Any]) -> Any:
     try:
         with _changed_interpreter(simulation), _watchdog(simulation):
             try:
-                results = jax.tree.map(np.asarray, function())
+                results = _on_cpu(function)
             except Exception as error:  # of JAX's runtime, with ours as text
                 raise simulation.failure or error from None
     finally:
