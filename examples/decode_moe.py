@@ -27,7 +27,6 @@ import numpy as np
 from absl import app, flags, logging
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from jax_ep.nnx import MoE
 
@@ -162,7 +161,7 @@ def main(argv: list[str]) -> None:
 
     decoded = []
     seconds = []
-    for _ in tqdm(range(_STEPS.value), unit="step"):
+    for _ in range(_STEPS.value):
         start = time.perf_counter()
         state = compiled(weights, state)
         decoded.append(np.array(state.tokens))  # waits, as one does who sends each token on

@@ -27,7 +27,13 @@ NUM_HEADS = flags.DEFINE_integer("num_heads", 4, "Attention heads.")
 NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "Experts in each block.")
 TOP_K = flags.DEFINE_integer("experts_per_token", 2, "Experts that each byte is sent to.")
 MLP_DIM = flags.DEFINE_integer("mlp_dim", 128, "Hidden width of one expert.")
-MODEL_FLAGS = (SEQ_LEN, D_MODEL, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS, TOP_K, MLP_DIM)
+WIRE_DTYPE = flags.DEFINE_enum(
+    "wire_dtype",
+    None,
+    ["float8_e4m3fn"],
+    "What tokens are sent to their experts in; needs a d_model that is a multiple of 128.",
+)
+MODEL_FLAGS = (SEQ_LEN, D_MODEL, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS, TOP_K, MLP_DIM, WIRE_DTYPE)
 
 VOCAB = 256  # bytes
 TEMPERATURE = 0.7  # of samples
@@ -80,6 +86,7 @@ class Block(nn.Module):
             num_experts=NUM_EXPERTS.value,
             num_experts_per_token=TOP_K.value,
             mlp_dim=MLP_DIM.value,
+            wire_dtype=WIRE_DTYPE.value,
             dtype=dtype,
         )(nn.RMSNorm(dtype=dtype)(x))
         return x + y, metrics

@@ -11,6 +11,7 @@ main.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -28,7 +29,6 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import moe_lm
 import numpy as np
 import optax
@@ -37,7 +37,6 @@ from absl import app, flags, logging
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from moe_lm import LanguageModel, cross_entropy, windows
-from tqdm import tqdm
 
 _STEPS = flags.DEFINE_integer("steps", 800, "Steps to train.", lower_bound=0)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences in a step, over all devices.")
@@ -243,6 +242,8 @@ def validation_loss(
 
 def plot(records: list[dict], valid_loss: float, entropy: float, path: str) -> None:
     """Loss by step, and by step the share of the last block's choices that each expert got."""
+    import matplotlib.pyplot as plt
+
     plt.switch_backend("agg")
     steps = [record["step"] for record in records]
     counts = np.array([record["expert_counts"][-1] for record in records]).T
@@ -288,7 +289,11 @@ def train(
 ) -> tuple[TrainState, float]:
     """Trains up to --steps; returns the state and the tokens per second after the first step."""
     start, steps = int(state.step), _STEPS.value
-    bar = tqdm(initial=start, total=steps, unit="step", mininterval=0.5)
+    bar = None
+    if importlib.util.find_spec("tqdm"):  # a comfort that a run can do without
+        from tqdm import tqdm
+
+        bar = tqdm(initial=start, total=steps, unit="step", mininterval=0.5)
     tokens_per_second = first_done = 0.0
 
     def report(step: int, metrics: dict[str, jax.Array]) -> None:
@@ -299,9 +304,10 @@ def train(
         else:
             tokens = (step - start) * _BATCH_SIZE.value * moe_lm.SEQ_LEN.value
             tokens_per_second = tokens / (time.perf_counter() - first_done)
-        shown = {"tokens/s": f"{tokens_per_second:,.0f}", "drops": record["num_dropped"]}
-        bar.set_postfix({"loss": f"{record['loss']:.3f}"} | shown, refresh=False)
-        bar.update()
+        if bar is not None:
+            shown = {"tokens/s": f"{tokens_per_second:,.0f}", "drops": record["num_dropped"]}
+            bar.set_postfix({"loss": f"{record['loss']:.3f}"} | shown, refresh=False)
+            bar.update()
 
     running: list[tuple[int, dict]] = []  # steps whose metrics have not been waited for
     for step in range(start, steps):
@@ -315,7 +321,8 @@ def train(
             report(*running.pop(0))
         if save_now and checkpoints is not None:
             save(checkpoints, state, done)
-    bar.close()
+    if bar is not None:
+        bar.close()
     return state, tokens_per_second
 
 
@@ -360,7 +367,9 @@ def main(argv: list[str]) -> None:
         f"validation loss {valid_loss:.4f} nats/byte, "
         f"{1 - valid_loss / entropy:.1%} below the unigram entropy"
     )
-    if _PLOT.value and log.records:
+    if _PLOT.value and not importlib.util.find_spec("matplotlib"):
+        print("no plot: matplotlib is not installed")
+    elif _PLOT.value and log.records:
         plot(log.records, valid_loss, entropy, _PLOT.value)
         print(f"loss and expert load: {_PLOT.value}")
 

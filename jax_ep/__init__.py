@@ -18,8 +18,10 @@ from jax_ep.collectives import (
 from jax_ep.expert_mlp import expert_mlp
 from jax_ep.expert_parallel import Dispatched, Handle, combine, dispatch, dispatch_like
 from jax_ep.grouped_matmul import grouped_matmul
+from jax_ep.grouping import group_by_expert, sum_by_token
 from jax_ep.memory import workspace_bytes
 from jax_ep.moe import MoEConfig, MoEMetrics, MoEParams, moe_layer
+from jax_ep.rank_layout import RankDispatched, RankHandle
 from jax_ep.routing import (
     Routing,
     load_balance_loss,
@@ -39,6 +41,8 @@ __all__ = [
     "MoEConfig",
     "MoEMetrics",
     "MoEParams",
+    "RankDispatched",
+    "RankHandle",
     "Routing",
     "all_gather",
     "all_reduce",
@@ -48,6 +52,7 @@ __all__ = [
     "dispatch",
     "dispatch_like",
     "expert_mlp",
+    "group_by_expert",
     "grouped_matmul",
     "linen",
     "load_balance_loss",
@@ -56,6 +61,7 @@ __all__ = [
     "reduce_scatter",
     "reference",
     "router_z_loss",
+    "sum_by_token",
     "top_k_routing",
     "update_expert_bias",
     "workspace_bytes",

@@ -27,7 +27,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_ep import collectives_table, multicast, pallas_collectives
-from jax_ep.primitives import mesh_unavailable_reason, pallas_unavailable_reason
+from jax_ep.primitives import (
+    lowering_unavailable_reason,
+    mesh_unavailable_reason,
+    pallas_unavailable_reason,
+)
 
 AxisName = tuple[str, ...]
 Algorithm = str | None
@@ -67,12 +71,15 @@ def add(total: jax.Array, residual: jax.Array) -> jax.Array:
     return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 
 
-def unavailable_reason(op: str, algorithm: str, x: Any, on_gpu: bool) -> str | None:
-    """Why the algorithm cannot serve x, or None if it can; "xla" always can."""
+def unavailable_reason(op: str, algorithm: str, x: Any, here: str | None) -> str | None:
+    """Why the algorithm cannot serve x, or None if it can; "xla" always can.
+
+    `here`: why no kernel can serve, if that is known.
+    """
     if algorithm == "xla":
         return None
-    if not on_gpu:
-        return "it needs NVIDIA GPUs, and this program is for another platform"
+    if here is not None:
+        return here
     if reason := pallas_collectives.payload_unavailable_reason(op, x.shape, x.dtype):
         return reason
     if reason := mesh_unavailable_reason():
@@ -84,10 +91,10 @@ def unavailable_reason(op: str, algorithm: str, x: Any, on_gpu: bool) -> str | N
     return pallas_unavailable_reason()
 
 
-def choose(op: str, algorithm: Algorithm, x: Any, num_ranks: int, on_cuda: bool) -> str:
+def choose(op: str, algorithm: Algorithm, x: Any, num_ranks: int, here: str | None) -> str:
     """The algorithm that serves x; ValueError, with the reason, if it was named and cannot."""
     if algorithm is not None:
-        if reason := unavailable_reason(op, algorithm, x, on_cuda):
+        if reason := unavailable_reason(op, algorithm, x, here):
             raise ValueError(f'{op}: algorithm="{algorithm}" cannot serve here: {reason}.')
         return algorithm
     if jax.default_backend() != "gpu":
@@ -95,7 +102,7 @@ def choose(op: str, algorithm: Algorithm, x: Any, num_ranks: int, on_cuda: bool)
     capability = getattr(jax.devices()[0], "compute_capability", None)
     num_bytes = x.size * x.dtype.itemsize * (num_ranks if op == "all_gather" else 1)
     best = collectives_table.lookup(op, num_ranks, num_bytes, capability)
-    return "xla" if unavailable_reason(op, best, x, on_cuda) else best
+    return "xla" if unavailable_reason(op, best, x, here) else best
 
 
 # What each primitive computes.
@@ -173,8 +180,8 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]]) -> Primitive:
     primitive.multiple_results = True
 
     def lower(ctx, x, *operands, algorithm, num_ranks, **params):
-        on_cuda = "cuda" in (ctx.platforms or ctx.module_context.platforms)
-        serving = choose(op, algorithm, ctx.avals_in[0], num_ranks, on_cuda)
+        here = lowering_unavailable_reason(ctx, params["axis_name"])
+        serving = choose(op, algorithm, ctx.avals_in[0], num_ranks, here)
         function = functools.partial(run, op, serving)
         return mlir.lower_fun(function, multiple_results=True)(ctx, x, *operands, **params)
 

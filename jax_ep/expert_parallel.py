@@ -4,23 +4,26 @@ Start reading here. Terms: N ranks along `axis_name`, E experts, L = E / N local
 per rank, K choices per token, H hidden, R = capacity, the rows of a receive buffer.
 
 Everything is called inside `jax.shard_map` over `axis_name`. The row order of a receive buffer is
-part of the contract: local expert, then source rank, then source token, then choice.
+part of the contract: local expert, then source rank, then source token, then choice. That is the
+"expert" layout; of the other one, "rank", see `jax_ep.rank_layout`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_ep import primitives, routes
+from jax_ep import checks, primitives, rank_layout, routes, wire
+from jax_ep.checks import AxisName
+from jax_ep.primitives import Implementation
+from jax_ep.rank_layout import RankDispatched, RankHandle
 from jax_ep.routes import Layout, Routes
 
-Implementation = primitives.Implementation
-AxisName = str | tuple[str, ...]
+Output = Literal["dequantized", "quantized"]
 
 
 @functools.partial(
@@ -58,7 +61,7 @@ class Handle:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed", "handle",
+        "tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed", "handle", "scales",
     ],
     meta_fields=[],
 )  # fmt: skip
@@ -73,6 +76,8 @@ class Dispatched:
       num_dropped: [] int32: (token, choice) pairs meant for this rank that did not fit in R.
       rows_needed: [] int32: the R that would have dropped nothing on this rank.
       handle: the routes, for `combine` and `dispatch_like`.
+      scales: [R, H / 128] float32 where `output="quantized"` was asked for, else None: each row's
+        values are tokens · scale, block by block; zero where the row is.
     """
 
     tokens: jax.Array
@@ -81,6 +86,40 @@ class Dispatched:
     num_dropped: jax.Array
     rows_needed: jax.Array
     handle: Handle
+    scales: jax.Array | None = None
+
+
+@overload
+def dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Output = "dequantized",
+    layout: Literal["expert"] = "expert",
+    implementation: Implementation = None,
+) -> Dispatched: ...
+
+
+@overload
+def dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Output = "dequantized",
+    layout: Literal["rank"],
+    topk_weights: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> RankDispatched: ...
 
 
 def dispatch(
@@ -91,8 +130,13 @@ def dispatch(
     axis_name: AxisName,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Output = "dequantized",
+    layout: Literal["expert", "rank"] = "expert",
+    topk_weights: jax.Array | None = None,
     implementation: Implementation = None,
-) -> Dispatched:
+) -> Dispatched | RankDispatched:
     """Sends each token to the ranks that own its experts. Call it inside `jax.shard_map`.
 
     Args:
@@ -104,19 +148,34 @@ def dispatch(
       capacity: R, the rows of the receive buffer. Rows past it, in row order, are dropped and
         counted. None: enough rows for any routing, N·T·K and the blocks' padding.
       expert_alignment: each expert's block starts at a multiple of this many rows.
+      wire_dtype: None, or `jnp.float8_e4m3fn`: each row crosses the wire as float8 values with one
+        float32 scale per 128 of them; H must be a multiple of 128. What that costs, and what
+        becomes of NaN and of the largest and smallest values: see `jax_ep.wire`.
+      grad_wire_dtype: None; or `jnp.float8_e4m3fn`, in which the cotangents' sums go back, as in
+        `combine(wire_dtype=...)`. Most training wants None: they travel in their own dtype.
+      output: with a wire_dtype, "dequantized" hands out rows of x's dtype, and "quantized" the
+        float8 rows as they came with their `Dispatched.scales`, for a float8 matmul.
+      layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
+        each (source rank, token), which has no capacity and no alignment.
+      topk_weights: [T, K] floating, in the rank layout only: sent along, for the experts' side to
+        weigh with. Differentiable.
       implementation: "pallas" (GPU kernels), "xla" (portable), or None for the best one that
         serves here.
 
     Returns:
-      A `Dispatched`. The gradient with respect to x is the plain-sum `combine`.
+      A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient with respect to x is the
+      plain-sum `combine`. Quantization is passed straight through: the cotangent of dequantized
+      rows travels in x's dtype, unless there is a grad_wire_dtype. Quantized rows have no gradient,
+      and asking for one raises TypeError; whoever computes with them has the cotangent in a wider
+      dtype, and gives it to `combine` in a `jax.custom_vjp`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
-    axis_name = _as_axes(axis_name)
-    num_ranks = _num_ranks(axis_name)
-    _check_array("x", x, 2, jnp.floating, "[T, H]")
-    _check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
+    axis_name = checks.as_axes(axis_name)
+    num_ranks = checks.num_ranks(axis_name)
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
+    checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
     if topk_idx.shape[0] != x.shape[0]:
         raise ValueError(
             "topk_idx must have one row for each row of x, but topk_idx has shape "
@@ -132,6 +191,35 @@ def dispatch(
             f"num_experts must be a positive multiple of the {num_ranks} ranks along "
             f"{axis_name}, but is {num_experts}."
         )
+    if output not in ("dequantized", "quantized"):
+        raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
+    if output == "quantized" and wire_dtype is None:
+        raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
+    if layout not in ("expert", "rank"):
+        raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
+    wire_dtype, grad_wire_dtype = wire.both_checked("x", x, wire_dtype, grad_wire_dtype)
+    if layout == "rank":
+        if capacity is not None or expert_alignment != 1:
+            raise ValueError(
+                'layout="rank" has a row for each (source rank, token) and takes no capacity or '
+                f"expert_alignment, but they are {capacity} and {expert_alignment}."
+            )
+        return rank_layout.dispatch(
+            x,
+            topk_idx,
+            topk_weights,
+            num_experts=int(num_experts),
+            axis_name=axis_name,
+            wire_dtype=wire_dtype,
+            grad_wire_dtype=grad_wire_dtype,
+            quantized=output == "quantized",
+            implementation=implementation,
+        )
+    if topk_weights is not None:
+        raise ValueError(
+            'topk_weights is an argument of dispatch only with layout="rank"; with "expert", give '
+            "the weights to combine."
+        )
     if expert_alignment < 1:
         raise ValueError(f"expert_alignment must be at least 1, but is {expert_alignment}.")
     if capacity is None:
@@ -143,27 +231,37 @@ def dispatch(
         raise ValueError(
             f"capacity must be at least 1 row, but is {capacity}; None holds any routing."
         )
-    implementation = primitives.choose_implementation(
+    chosen = primitives.choose_implementations(
         implementation,
         x,
-        num_ranks=num_ranks,
+        axis_name=axis_name,
         top_k=topk_idx.shape[1],
         num_experts=num_experts,
+        **wire.uses("x", wire_dtype, grad_wire_dtype),
     )
     config = _Config(
-        axis_name, int(capacity), int(num_experts), int(expert_alignment), implementation
+        axis_name,
+        int(capacity),
+        int(num_experts),
+        int(expert_alignment),
+        *chosen,
+        wire_dtype,
+        grad_wire_dtype,
+        output == "quantized",
     )
     (x,) = primitives.vary_alike((x,), axis_name)
-    tokens, route, layout = _dispatch(config, x, topk_idx.astype(jnp.int32))
+    tokens, scales, route, blocks = _dispatch(config, x, topk_idx.astype(jnp.int32))
     handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
-    return Dispatched(tokens, *layout, handle)
+    return Dispatched(tokens, *blocks, handle, scales)
 
 
 def combine(
     y: jax.Array,
-    handle: Handle,
+    handle: Handle | RankHandle,
     topk_weights: jax.Array | None = None,
     *,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Brings the experts' outputs back to the tokens' owners and sums them.
@@ -173,30 +271,48 @@ def combine(
     ranks is taken in float32, in rank order. A dropped or masked choice counts as zero.
 
     Args:
-      y: [R, H] floating: one row for each row of `Dispatched.tokens`.
+      y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank layout,
+        [N, T, H]: the sum, weighted already, over the experts here of each (source rank, token);
+        a row with no expert here is never read.
       handle: the handle of that dispatch.
-      topk_weights: [T, K] floating, or None for a plain sum.
+      topk_weights: [T, K] floating, or None for a plain sum; None in the rank layout.
+      wire_dtype: None, or `jnp.float8_e4m3fn`: the sums over each rank's rows cross the wire in
+        it, as in `dispatch`, instead of in y's dtype. Each of up to N of them is off by what
+        `jax_ep.wire` says, which grows with the largest sum of its block; the sum over ranks is
+        off by no more than these errors together. Only "xla" serves it.
+      grad_wire_dtype: as wire_dtype, of the cotangent of the result, which is sent as a dispatch
+        sends rows; "pallas" serves it.
       implementation: as in `dispatch`.
 
     Returns:
-      [T, H], y's dtype. Differentiable in y and topk_weights.
+      [T, H], y's dtype. Differentiable in y and topk_weights; the rounding of a wire_dtype is
+      passed straight through, and cotangents travel in y's dtype or the grad_wire_dtype.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
+    if isinstance(handle, RankHandle):
+        return rank_layout.combine(
+            y,
+            handle,
+            topk_weights,
+            wire_dtype=wire_dtype,
+            grad_wire_dtype=grad_wire_dtype,
+            implementation=implementation,
+        )
     axis_name = handle.axis_name
     _check_handle(handle)
-    _check_array("y", y, 2, jnp.floating, "[R, H]")
+    checks.check_array("y", y, 2, jnp.floating, "[R, H]")
     if y.shape[0] != handle.capacity:
         raise ValueError(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
             f"{handle.capacity}, but y has shape {y.shape}."
         )
-    config = _Config.of(handle, implementation, y)
+    config = _Config.of(handle, implementation, "y", y, wire_dtype, grad_wire_dtype)
     if topk_weights is None:
         (y,) = primitives.vary_alike((y,), axis_name)
         return _combine(config, y, handle.routes)
-    _check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
+    checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     if topk_weights.shape != handle.rows.shape[1:]:
         raise ValueError(
             f"topk_weights must have topk_idx's shape {handle.rows.shape[1:]}, "
@@ -207,29 +323,44 @@ def combine(
 
 
 def dispatch_like(
-    x: jax.Array, handle: Handle, *, implementation: Implementation = None
+    x: jax.Array,
+    handle: Handle | RankHandle,
+    *,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    grad_wire_dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """Sends another payload along the routes of an earlier dispatch.
 
     Args:
       x: [T, H'] floating: one row for each token of that dispatch; H' is free.
       handle: the handle of that dispatch.
+      wire_dtype, grad_wire_dtype: as in `dispatch`.
       implementation: as in `dispatch`.
 
     Returns:
-      [R, H'], x's dtype, in the row order of `Dispatched.tokens`; every other row is zero.
+      [R, H'], x's dtype, in the row order of `Dispatched.tokens`; every other row is zero. In the
+      rank layout, [N, T, H'].
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.
     """
+    if isinstance(handle, RankHandle):
+        return rank_layout.dispatch_like(
+            x,
+            handle,
+            wire_dtype=wire_dtype,
+            grad_wire_dtype=grad_wire_dtype,
+            implementation=implementation,
+        )
     _check_handle(handle)
-    _check_array("x", x, 2, jnp.floating, "[T, H]")
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
     if x.shape[0] != handle.rows.shape[1] or x.shape[1] == 0:
         raise ValueError(
             f"x must have one row for each of the {handle.rows.shape[1]} tokens of the handle's "
             f"dispatch and at least one column, but has shape {x.shape}."
         )
-    config = _Config.of(handle, implementation, x)
+    config = _Config.of(handle, implementation, "x", x, wire_dtype, grad_wire_dtype)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
@@ -243,23 +374,54 @@ class _Config:
     num_experts: int
     expert_alignment: int
     implementation: Implementation
+    implementation_of_cotangents: Implementation
+    wire_dtype: jnp.dtype | None = None
+    grad_wire_dtype: jnp.dtype | None = None
+    quantized: bool = False  # whether rows are handed out as they came
 
     @classmethod
-    def of(cls, handle: Handle, implementation: Implementation, payload: jax.Array) -> _Config:
-        num_ranks, _, top_k = handle.rows.shape
-        implementation = primitives.choose_implementation(
+    def of(
+        cls,
+        handle: Handle,
+        implementation: Implementation,
+        name: Literal["x", "y"],
+        rows: jax.Array,
+        wire_dtype: jax.typing.DTypeLike | None,
+        grad_wire_dtype: jax.typing.DTypeLike | None,
+    ) -> _Config:
+        """Of rows "x" to be sent, or "y" to be summed; checks the dtypes."""
+        wire_dtypes = wire.both_checked(name, rows, wire_dtype, grad_wire_dtype)
+        chosen = primitives.choose_implementations(
             implementation,
-            payload,
-            num_ranks=num_ranks,
-            top_k=top_k,
+            rows,
+            axis_name=handle.axis_name,
+            top_k=handle.rows.shape[2],
             num_experts=handle.num_experts,
+            **wire.uses(name, *wire_dtypes),
         )
         return cls(
             handle.axis_name,
             handle.capacity,
             handle.num_experts,
             handle.expert_alignment,
-            implementation,
+            *chosen,
+            *wire_dtypes,
+        )
+
+    @property
+    def exchange(self) -> dict[str, Any]:
+        """The parameters of the primitives."""
+        names = ("axis_name", "capacity", "num_experts", "expert_alignment", "implementation")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def of_cotangents(self) -> _Config:
+        return dataclasses.replace(
+            self,
+            implementation=self.implementation_of_cotangents,
+            wire_dtype=self.grad_wire_dtype,
+            grad_wire_dtype=None,
+            quantized=False,
         )
 
 
@@ -270,17 +432,22 @@ class _Config:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(
     config: _Config, x: jax.Array, topk_idx: jax.Array
-) -> tuple[jax.Array, Routes, Layout]:
-    return primitives.dispatch(x, topk_idx, **dataclasses.asdict(config))
+) -> tuple[jax.Array, jax.Array | None, Routes, Layout]:
+    received, route, blocks = primitives.dispatch(
+        x, topk_idx, wire_dtype=config.wire_dtype, **config.exchange
+    )
+    return *wire.handed_out(received, x.dtype, config.quantized), route, blocks
 
 
 def _dispatch_fwd(config, x, topk_idx):
     results = _dispatch(config, x, topk_idx)
-    return results, results[1]
+    return results, results[2]
 
 
 def _dispatch_bwd(config, route, cotangents):
-    return _combine(config, cotangents[0], route), None
+    if config.quantized:
+        raise TypeError(wire.no_gradient(config.wire_dtype))
+    return _combine(config.of_cotangents, cotangents[0], route), None
 
 
 _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -288,21 +455,24 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch_like(config: _Config, x: jax.Array, route: Routes) -> jax.Array:
-    return primitives.dispatch_like(x, route, **dataclasses.asdict(config))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(config: _Config, y: jax.Array, route: Routes) -> jax.Array:
-    return primitives.combine(y, None, route, **dataclasses.asdict(config))
+    received = primitives.dispatch_like(x, route, wire_dtype=config.wire_dtype, **config.exchange)
+    return wire.handed_out(received, x.dtype, False)[0]
 
 
 _dispatch_like.defvjp(
     lambda config, x, route: (_dispatch_like(config, x, route), route),
-    lambda config, route, g: (_combine(config, g, route), None),
+    lambda config, route, g: (_combine(config.of_cotangents, g, route), None),  # type: ignore
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(config: _Config, y: jax.Array, route: Routes) -> jax.Array:
+    return primitives.combine(y, None, route, wire_dtype=config.wire_dtype, **config.exchange)
+
+
 _combine.defvjp(
     lambda config, y, route: (_combine(config, y, route), route),
-    lambda config, route, g: (_dispatch_like(config, g, route), None),
+    lambda config, route, g: (_dispatch_like(config.of_cotangents, g, route), None),
 )
 
 
@@ -310,7 +480,7 @@ _combine.defvjp(
 def _weighted_combine(
     config: _Config, y: jax.Array, weights: jax.Array, route: Routes
 ) -> jax.Array:
-    return primitives.combine(y, weights, route, **dataclasses.asdict(config))
+    return primitives.combine(y, weights, route, wire_dtype=config.wire_dtype, **config.exchange)
 
 
 def _weighted_combine_fwd(config, y, weights, route):
@@ -319,42 +489,22 @@ def _weighted_combine_fwd(config, y, weights, route):
 
 def _weighted_combine_bwd(config, residuals, g):
     y, weights, route = residuals
-    dy, dweights = primitives.combine_grad(g, weights, y, route, **dataclasses.asdict(config))
+    config = config.of_cotangents
+    dy, dweights = primitives.combine_grad(
+        g, weights, y, route, wire_dtype=config.wire_dtype, **config.exchange
+    )
     return dy, dweights, None
 
 
 _weighted_combine.defvjp(_weighted_combine_fwd, _weighted_combine_bwd)
 
 
-def _as_axes(axis_name: AxisName) -> tuple[str, ...]:
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-
-
-def _num_ranks(axis_name: tuple[str, ...]) -> int:
-    try:
-        return lax.axis_size(axis_name)
-    except NameError as error:
-        raise ValueError(
-            f"axis_name {axis_name} is not bound here: call this inside jax.shard_map over "
-            f"{axis_name}."
-        ) from error
-
-
 def _check_handle(handle: Handle) -> None:
     if not isinstance(handle, Handle):
         raise TypeError(f"handle must be the Handle of a dispatch, but is {type(handle)}.")
-    num_ranks = _num_ranks(handle.axis_name)
+    num_ranks = checks.num_ranks(handle.axis_name)
     if handle.rows.ndim != 3 or handle.rows.shape[0] != num_ranks:
         raise ValueError(
             f"handle.rows must have shape [{num_ranks}, T, K], one plane for each rank along "
             f"{handle.axis_name}, but has shape {handle.rows.shape}."
         )
-
-
-def _check_array(name: str, array: jax.Array, ndim: int, kind: type, shape: str) -> None:
-    if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
-        raise TypeError(f"{name} must be an array {shape}, but is {type(array)}.")
-    if array.ndim != ndim:
-        raise ValueError(f"{name} must have rank {ndim}, {shape}, but has shape {array.shape}.")
-    if not jnp.issubdtype(array.dtype, kind):
-        raise TypeError(f"{name} must be {kind.__name__} {shape}, but has dtype {array.dtype}.")

@@ -89,6 +89,7 @@ class MoE(nn.Module):
     scale: float = 1.0
     capacity_factor: float | None = None
     expert_alignment: int = 1
+    wire_dtype: Any = None
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
     dtype: Any = None
     param_dtype: Any = jnp.float32

@@ -8,18 +8,20 @@ kernels' calls are lowered with.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep import pallas_exchange, routes
+from jax_ep import pallas_exchange, routes, wire
 from pallas_kernels.plan import LANES, Tiling, Window, align_up
 
 Operation = Literal["dispatch", "combine"]
 OPERATIONS: tuple[Operation, ...] = ("dispatch", "combine")
 IMPLEMENTATIONS = ("pallas", "xla")
+LAYOUTS = ("expert", "rank")
 
 _WORD = 4  # bytes of an int32 or a float32
 
@@ -35,6 +37,9 @@ def workspace_bytes(
     num_ranks: int,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     capacity: int | None = None,
+    layout: Literal["expert", "rank"] = "expert",
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Literal["dequantized", "quantized"] = "dequantized",
 ) -> dict[str, int]:
     """The buffers that one call of an operation holds: name -> bytes per rank.
 
@@ -43,8 +48,9 @@ def workspace_bytes(
     everything else is freed when the call returns, and two calls never hold theirs at once unless
     XLA runs them at once.
 
-    For "xla" these are the arrays the program names. XLA may fuse some of them away, or hold up to
-    K more [N, T, H] arrays where it does not fuse the sum over a token's choices.
+    For "xla" these are the arrays the program names. XLA may fuse some of them away, or hold more
+    where it does not fuse: up to K arrays [N, T, H] of the terms of a sum over a token's choices,
+    and a few of float32 rows around their quantization.
 
     Args:
       operation: "dispatch" or "combine".
@@ -55,17 +61,38 @@ def workspace_bytes(
       top_k: K.
       num_ranks: N.
       dtype: of the rows.
-      capacity: R, as given to `dispatch`.
+      capacity: R, as given to `dispatch`; N·T in the rank layout.
+      layout: of `dispatch`.
+      wire_dtype: of the operation.
+      output: of a dispatch with a wire_dtype; "pallas" writes a quantized one where it belongs.
 
     Raises:
       ValueError: an argument does not fit; the message names it.
     """
-    _check(operation, implementation, num_experts, num_ranks)
+    _check(operation, implementation, layout, num_experts, num_ranks)
+    if layout == "rank":
+        capacity = num_ranks * num_tokens
     if capacity is None:
         capacity = routes.dropless_capacity(
             num_ranks, num_tokens, top_k, num_experts // num_ranks, 1
         )
-    shape = _Shape(num_tokens, hidden, num_experts, top_k, num_ranks, jnp.dtype(dtype), capacity)
+    row = jax.ShapeDtypeStruct((hidden,), dtype)
+    wire_dtype = wire.checked("hidden", row, wire_dtype)
+    if wire_dtype is not None:
+        if (operation, implementation) == ("combine", "pallas"):
+            raise ValueError('implementation="pallas" combines without a wire_dtype only.')
+    shape = _Shape(
+        num_tokens,
+        hidden,
+        num_experts,
+        top_k,
+        num_ranks,
+        jnp.dtype(dtype),
+        capacity,
+        layout == "rank",
+        wire_dtype,
+        output == "quantized",
+    )
     count = _COUNTS[operation, implementation]
     return {name: size for name, size in count(shape).items() if size}
 
@@ -112,6 +139,9 @@ class _Shape:
     num_ranks: int
     dtype: jnp.dtype
     capacity: int
+    by_rank: bool
+    wire_dtype: jnp.dtype | None
+    quantized: bool  # what a dispatch hands out
 
     @property
     def pairs(self) -> int:
@@ -121,38 +151,64 @@ class _Shape:
     def rows(self, count: int) -> int:
         return count * self.hidden * self.dtype.itemsize
 
-    def routes(self) -> int:
-        return _WORD * (self.pairs * self.top_k + self.num_ranks * self.num_experts)
+    def sent_rows(self, count: int) -> int:
+        """Rows as they are on their way."""
+        return count * wire.row_bytes(self.hidden, self.dtype, self.wire_dtype)
 
-    def padded_rows(self, *counts: int) -> int:
-        """Copies of rows that the kernels need where a row is not whole 128-byte lines."""
-        padded = pallas_exchange.padded_hidden(self.hidden, self.dtype)
-        return 0 if padded == self.hidden else sum(counts) * padded * self.dtype.itemsize
+    def quantized_rows(self, count: int) -> int:
+        """Rows before or after their way, if that takes others than the caller's."""
+        return 0 if self.wire_dtype is None else self.sent_rows(count)
+
+    def routes(self) -> int:
+        """Rows or local experts of every choice; and counts, unless ranks own rows."""
+        counts = 0 if self.by_rank else self.num_ranks * self.num_experts
+        return _WORD * (self.pairs * self.top_k + counts)
+
+    @property
+    def padded_hidden(self) -> int:
+        """H as the kernels see it."""
+        return pallas_exchange.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
+
+    def padded_rows(self, count: int) -> int:
+        """Copies of the caller's rows that the kernels need where they want longer ones."""
+        padded = self.padded_hidden
+        return 0 if padded == self.hidden else count * padded * self.dtype.itemsize
 
 
 def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
-    hidden = pallas_exchange.padded_hidden(shape.hidden, shape.dtype)
-    plan = pallas_exchange.dispatch_plan(
-        jax.ShapeDtypeStruct((shape.num_tokens, hidden), shape.dtype),
-        shape.num_ranks,
-        shape.top_k,
-        shape.num_experts,
-    )
-    counts = align_up(shape.num_experts, LANES)
+    hidden, wire_dtype = shape.padded_hidden, shape.wire_dtype
+    rows = jax.ShapeDtypeStruct((shape.num_tokens, hidden), shape.dtype)
+    sizes = (shape.num_ranks, shape.top_k)
+    if shape.by_rank:
+        plan = pallas_exchange.rank_dispatch_plan(rows, *sizes, wire_dtype)
+    else:
+        plan = pallas_exchange.dispatch_plan(rows, *sizes, shape.num_experts, wire_dtype)
+    received = shape.capacity * wire.row_bytes(hidden, shape.dtype, wire_dtype)
+    if hidden == shape.hidden and (wire_dtype is None or shape.quantized):
+        received = 0  # they are the caller's
+    counts = 0 if shape.by_rank else align_up(shape.num_experts, LANES)
     entries = max(
         Window.of(tokens, plan, shape.num_tokens, shape.top_k).total
         for tokens in (plan.window_tokens, plan.step_tokens)
     )
     return {
         "routes": _WORD * shape.num_ranks * (entries + counts),
-        "counts before each block": _WORD * (plan.num_blocks + 1) * counts,
+        "choices of each expert": counts * _count_bytes(shape),
         "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
-        "padded rows": shape.padded_rows(shape.num_tokens, shape.capacity),
+        "padded rows": shape.padded_rows(shape.num_tokens),
+        "received rows": received,
     }
 
 
+def _count_bytes(shape: _Shape) -> int:
+    """Of one of the counts that peers read."""
+    topk_idx = jax.ShapeDtypeStruct((shape.num_tokens, shape.top_k), jnp.int32)
+    count = functools.partial(routes.count_experts, num_experts=shape.num_experts)
+    return jax.eval_shape(count, topk_idx).dtype.itemsize
+
+
 def _pallas_combine(shape: _Shape) -> dict[str, int]:
-    hidden = pallas_exchange.padded_hidden(shape.hidden, shape.dtype)
+    hidden = shape.padded_hidden
     plan = pallas_exchange.combine_plan(
         jax.ShapeDtypeStruct((shape.capacity, hidden), shape.dtype),
         shape.num_ranks,
@@ -165,14 +221,22 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
     return {
         "mailbox": plan.num_blocks * mailbox_rows * row_bytes,
         "semaphores": _WORD * plan.num_blocks * 2 * shape.num_ranks,
-        "padded rows": shape.padded_rows(shape.num_tokens, shape.capacity),
+        "padded rows": shape.padded_rows(shape.num_tokens + shape.capacity),
     }
 
 
 def _xla_dispatch(shape: _Shape) -> dict[str, int]:
     choices = shape.num_tokens * shape.top_k
+    if shape.by_rank:
+        return {
+            "gathered tokens": shape.sent_rows(shape.pairs),
+            "quantized rows": shape.quantized_rows(shape.num_tokens),
+            "gathered choices": _WORD * shape.num_ranks * choices,
+            "routes": shape.routes(),
+        }
     return {
-        "gathered tokens": shape.rows(shape.pairs),
+        "gathered tokens": shape.sent_rows(shape.pairs),
+        "quantized rows": shape.quantized_rows(shape.num_tokens),
         "gathered choices": _WORD * shape.num_ranks * (2 * choices + shape.num_experts),
         "counting choices": _WORD * align_up(choices, LANES) * shape.num_experts,
         "routes": shape.routes(),
@@ -182,7 +246,9 @@ def _xla_dispatch(shape: _Shape) -> dict[str, int]:
 
 def _xla_combine(shape: _Shape) -> dict[str, int]:
     sums = shape.pairs * shape.hidden * _WORD
-    rounded = shape.rows(shape.pairs)
+    rounded = shape.sent_rows(shape.pairs)
+    if shape.by_rank:
+        return {"sent sums": rounded, "received sums": rounded}
     return {
         "partial sums": sums,
         "rounded sums": 0 if rounded == sums else rounded,
@@ -199,7 +265,11 @@ _COUNTS = {
 }
 
 
-def _check(operation: str, implementation: str, num_experts: int, num_ranks: int) -> None:
+def _check(
+    operation: str, implementation: str, layout: str, num_experts: int, num_ranks: int
+) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, but is {layout!r}.")
     if operation not in OPERATIONS:
         raise ValueError(f"operation must be one of {OPERATIONS}, but is {operation!r}.")
     if implementation not in IMPLEMENTATIONS:

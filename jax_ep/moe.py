@@ -95,6 +95,9 @@ class MoEConfig:
             number c for one of c times the rows that a rank receives on average, T * K, plus room
             for `expert_alignment`; what does not fit is dropped, and counted.
         expert_alignment: each expert's block of rows starts at a multiple of this.
+        wire_dtype: None, or `jnp.float8_e4m3fn`, in which tokens cross the wire on their way to the
+            experts, H a multiple of 128; see `expert_parallel.dispatch`. What comes back, and every
+            gradient, stays in `dtype`.
         activation: of the gated MLP: (activation(x wi_0) * (x wi_1)) wo.
         dtype: of tokens, expert matmuls and output; None: what x and wi_0 promote to. The router
             works in float32.
@@ -116,6 +119,7 @@ class MoEConfig:
     scale: float = 1.0
     capacity_factor: float | None = None
     expert_alignment: int = 1
+    wire_dtype: Any = None
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
     dtype: Any = None
     expert_axis: str | tuple[str, ...] = "expert"
@@ -295,6 +299,7 @@ def _on_rank(
         axis_name=placement.expert_axes,
         capacity=_capacity(config, x.shape[0], _num_ranks(placement)),
         expert_alignment=config.expert_alignment,
+        wire_dtype=config.wire_dtype,
         implementation=config.implementation,
     )
     own_experts = functools.partial(_own_experts, config=config, placement=placement)

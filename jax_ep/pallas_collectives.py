@@ -33,12 +33,13 @@ _MAX_BLOCKS = 132  # one for each multiprocessor of a Hopper GPU
 _MAX_WARPGROUPS = 4
 _MAX_ROW_BLOCKS = 1056  # of all_reduce_rms_norm: blocks in several waves overlap their halves
 _FEW_TILES = 64  # a small payload is spread over this many blocks before one gets a second tile
+_MANY_ROUNDS = 2  # with more than this, warpgroups take two tiles at a time
 _MAX_HIDDEN = 16384  # of all_reduce_rms_norm: 32 elements of a row to a thread
 
 _forced_plan: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("plan", default=None)
 
-# A second trip costs about this many bytes' worth of time on the link: 2.5 us of NVLink.
-_BYTES_OF_A_TRIP = 2**20
+# A second trip costs about this many bytes' worth of time on the link: 1.5 us of NVLink.
+_BYTES_OF_A_TRIP = 2**19
 
 
 @contextlib.contextmanager
@@ -154,12 +155,15 @@ def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
 
 
 def _plan(num_elements: int, dtype: Any) -> Plan:
-    """For so many elements that each rank's blocks have to go over."""
+    """For so many elements that each rank's blocks have to go over; every block gets as many."""
     if forced := _forced_plan.get():
         return forced
-    num_tiles = -(-num_elements // tile_length(dtype))
+    num_tiles, num_vectors = -(-num_elements // tile_length(dtype)), 1
+    if num_tiles > _MANY_ROUNDS * _MAX_BLOCKS * _MAX_WARPGROUPS:
+        num_tiles, num_vectors = -(-num_tiles // 2), 2
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
-    return Plan(min(-(-num_tiles // num_warpgroups), _MAX_BLOCKS), num_warpgroups)
+    rounds = -(-num_tiles // (_MAX_BLOCKS * num_warpgroups))
+    return Plan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups, num_vectors)
 
 
 def _padded_size(size: int, dtype: Any) -> int:

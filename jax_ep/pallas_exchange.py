@@ -6,6 +6,7 @@ thread blocks and shared memory. The kernels themselves are in `pallas_kernels`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
@@ -13,13 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import routes
-from jax_ep.routes import Layout, Routes
+from jax_ep.routes import Layout, RankRoutes, Routes
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
+from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
+from pallas_kernels.quantize import BLOCK, ROW_MULTIPLE
 
 AxisName = tuple[str, ...]
+Array = jax.Array | jax.ShapeDtypeStruct
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
@@ -30,11 +34,13 @@ _MAX_SLOTS = 16
 
 # The two regimes: up to this many tokens every microsecond counts, beyond it the link's bandwidth.
 _FEW_TOKENS = 256
-# Thread blocks by (op, whether tokens are few), measured on 8 H200s; JAX_EP_NUM_BLOCKS overrides
-# it, say to leave part of the GPU to a kernel that runs beside.
+# Thread blocks by (op, whether tokens are few), measured on 4 and 8 H200s; JAX_EP_NUM_BLOCKS
+# overrides it, say to leave part of the GPU to a kernel that runs beside.
 _NUM_BLOCKS = {
     ("dispatch", True): 64,
     ("dispatch", False): 128,
+    ("quantized_dispatch", True): 128,
+    ("quantized_dispatch", False): 128,
     ("combine", True): 128,
     ("combine", False): 128,
 }
@@ -46,14 +52,19 @@ def unavailable_reason(
     num_ranks: int,
     top_k: int,
     num_experts: int,
+    wire_dtype: jnp.dtype | None = None,
 ) -> str | None:
     """Why such an exchange cannot go through the kernels, or None if it can."""
     if dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
-    hidden = padded_hidden(hidden, dtype)
-    rows = _dispatch_rows(hidden, dtype, num_ranks, top_k, num_experts)
-    if rows < 3 or _combine_slots(hidden, dtype, num_ranks, top_k) < 3:
+    hidden = padded_hidden(hidden, dtype, wire_dtype)
+    words = _dispatch_words(num_ranks, top_k, num_experts)
+    slots = min(
+        _Rows(hidden, dtype, wire_dtype).beside(words),
+        _combine_slots(hidden, dtype, num_ranks, top_k),
+    )
+    if slots < 3:
         return (
             f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
             f"holds the routes of {num_experts} experts and {top_k} choices"
@@ -69,16 +80,18 @@ def dispatch(
     axis_name: AxisName,
     capacity: int,
     expert_alignment: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, Layout]:
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, Layout]:
     """Routes [T, K] and sends [T, H].
 
-    Returns tokens [R, H], rows [N, T, K], counts [N, E], and how tokens is laid out.
+    Returns what arrives, rows [N, T, K], counts [N, E], and how the first is laid out. What arrives
+    is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
     """
     hidden = x.shape[1]
-    x = _pad_hidden(x)
+    x = _pad_hidden(x, wire_dtype)
     fabric = mesh_fabric(axis_name)
-    plan = dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts)
-    tokens, rows, counts, group_sizes, expert_counts, *totals = dispatch_kernel.dispatch(
+    plan = dispatch_plan(x, fabric.num_ranks, topk_idx.shape[1], num_experts, wire_dtype)
+    received, rows, counts, group_sizes, expert_counts, *totals = dispatch_kernel.dispatch(
         x,
         topk_idx,
         routes.count_experts(topk_idx, num_experts),
@@ -86,27 +99,36 @@ def dispatch(
         plan=plan,
         capacity=capacity,
         expert_alignment=expert_alignment,
+        wire_dtype=wire_dtype,
     )
     layout = Layout(group_sizes, expert_counts, *(total.reshape(()) for total in totals))
-    return tokens[:, :hidden], rows, counts, layout
+    return _unpadded(received, hidden), rows, counts, layout
 
 
 def dispatch_like(
-    x: jax.Array, route: Routes, *, axis_name: AxisName, capacity: int, expert_alignment: int
-) -> jax.Array:
-    """Sends [T, H] along known routes: [R, H]."""
+    x: jax.Array,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    capacity: int,
+    expert_alignment: int,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, ...]:
+    """Sends [T, H] along known routes: what arrives, as in `dispatch`."""
     hidden = x.shape[1]
-    x = _pad_hidden(x)
+    x = _pad_hidden(x, wire_dtype)
+    sizes = route.rows.shape[0], route.rows.shape[2], route.counts.shape[1]
     tokens = dispatch_kernel.dispatch_like(
         x,
         route.rows,
         route.counts,
         fabric=mesh_fabric(axis_name),
-        plan=dispatch_plan(x, route.rows.shape[0], route.rows.shape[2], route.counts.shape[1]),
+        plan=dispatch_plan(x, *sizes, wire_dtype),
         capacity=capacity,
         expert_alignment=expert_alignment,
+        wire_dtype=wire_dtype,
     )
-    return tokens[:, :hidden]
+    return _unpadded(tokens, hidden)
 
 
 def combine(
@@ -127,6 +149,55 @@ def combine(
         fabric=mesh_fabric(axis_name),
         plan=combine_plan(y, *route.rows.shape),
         num_experts=route.counts.shape[1],
+    )
+    return out[:, :hidden]
+
+
+def rank_dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, ...]:
+    """Sends [T, H]: what arrives, local_topk_idx [N, T, K] and, if given, the weights there.
+
+    What arrives is tokens [N, T, H]; or with a wire_dtype rows and scales [N, T, H / 128].
+    """
+    num_tokens, hidden = x.shape
+    x = _pad_hidden(x, wire_dtype)
+    fabric = mesh_fabric(axis_name)
+    list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
+    tokens, local_topk_idx, weights = rank_dispatch_kernel.rank_dispatch(
+        x,
+        topk_idx,
+        topk_weights,
+        num_experts=num_experts,
+        fabric=fabric,
+        plan=rank_dispatch_plan(x, fabric.num_ranks, list_words, wire_dtype),
+        wire_dtype=wire_dtype,
+    )
+    parts = [part.reshape(-1, num_tokens, part.shape[1]) for part in _unpadded(tokens, hidden)]
+    return (*parts, local_topk_idx) if weights is None else (*parts, local_topk_idx, weights)
+
+
+def rank_combine(
+    y: jax.Array, route: RankRoutes, *, num_experts: int, axis_name: AxisName
+) -> jax.Array:
+    """Returns the sums [N, T, H] to the tokens' owners and adds them: [T, H]."""
+    hidden = y.shape[-1]
+    y = _pad_hidden(y.reshape(-1, hidden))
+    out = combine_kernel.combine(
+        y,
+        None,
+        route.topk_idx,
+        route.local_topk_idx,
+        fabric=mesh_fabric(axis_name),
+        plan=combine_plan(y, *route.local_topk_idx.shape),
+        num_experts=num_experts,
+        by_rank=True,
     )
     return out[:, :hidden]
 
@@ -154,44 +225,107 @@ def _positive(variable: str, default: float, kind: type) -> float:
     return value
 
 
-def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike) -> int:
-    """H as the kernels see it: rows of whole 128-byte lines."""
-    multiple = _ROW_BYTES // jnp.dtype(dtype).itemsize
-    return -(-hidden // multiple) * multiple
+def padded_hidden(
+    hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jnp.dtype | None = None
+) -> int:
+    """H as the kernels see it: rows of whole 128-byte lines, and of whole parts if quantized."""
+    columns = _ROW_BYTES // jnp.dtype(dtype).itemsize
+    return align_up(hidden, columns if wire_dtype is None else ROW_MULTIPLE)
 
 
-def _pad_hidden(x: jax.Array) -> jax.Array:
-    padding = padded_hidden(x.shape[1], x.dtype) - x.shape[1]
+def _pad_hidden(x: jax.Array, wire_dtype: jnp.dtype | None = None) -> jax.Array:
+    padding = padded_hidden(x.shape[1], x.dtype, wire_dtype) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _dispatch_rows(
-    hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int, num_experts: int
-) -> int:
-    """Rows that shared memory has room for in a dispatch, beside a row of zeros."""
+def _unpadded(received: dispatch_kernel.Payload, hidden: int) -> tuple[jax.Array, ...]:
+    """Rows, or rows and their scales, as rows of `hidden` columns have them."""
+    if not isinstance(received, tuple):
+        return (received[:, :hidden],)
+    rows, scales = received
+    return rows[:, :hidden], scales[:, : hidden // BLOCK]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What the rows of a dispatch take of shared memory."""
+
+    hidden: int
+    dtype: jax.typing.DTypeLike
+    wire_dtype: jnp.dtype | None
+
+    @property
+    def parts(self) -> list[tuple[int, jax.typing.DTypeLike]]:
+        """Of a row on its way: columns and dtype of each."""
+        if self.wire_dtype is None:
+            return [(self.hidden, self.dtype)]
+        return [(self.hidden, self.wire_dtype), (self.hidden // BLOCK, jnp.float32)]
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of a row on its way."""
+        return sum(columns * jnp.dtype(dtype).itemsize for columns, dtype in self.parts)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a row of the sender's ring, which may hold it before and after quantization."""
+        wide = self.hidden * jnp.dtype(self.dtype).itemsize
+        return wide if self.wire_dtype is None else wide + self.copy_bytes
+
+    def room(self, words: int) -> int:
+        """Bytes beside so many words, and a row of zeros."""
+        zeros = sum(Tiling.of(*part).padded * jnp.dtype(part[1]).itemsize for part in self.parts)
+        return SHARED_MEMORY_BYTES - 4 * words - _PADDING_BYTES - zeros
+
+    def beside(self, words: int) -> int:
+        """Rows of the ring that there is room for beside so many words."""
+        return self.room(words) // self.slot_bytes
+
+
+def _dispatch_words(num_ranks: int, top_k: int, num_experts: int) -> int:
+    """Of routes and lists that a dispatch holds in shared memory."""
     choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
     lists = (_MAX_SLOTS + 2) * num_ranks * top_k
     counts = (5 + num_ranks) * align_up(num_experts, LANES) + LANES
-    reserved = 4 * (counts + choices + lists) + _PADDING_BYTES
-    zeros = Tiling.of(hidden, dtype).padded * jnp.dtype(dtype).itemsize
-    return (SHARED_MEMORY_BYTES - reserved - zeros) // (hidden * jnp.dtype(dtype).itemsize)
+    return counts + choices + lists
 
 
 def dispatch_plan(
-    x: jax.Array | jax.ShapeDtypeStruct, num_ranks: int, top_k: int, num_experts: int
+    x: Array, num_ranks: int, top_k: int, num_experts: int, wire_dtype: jnp.dtype | None = None
 ) -> Plan:
     """How a dispatch of x [T, H], its rows padded, is spread over blocks and shared memory."""
     num_tokens, hidden = x.shape
-    rows = _dispatch_rows(hidden, x.dtype, num_ranks, top_k, num_experts)
+    rows = _Rows(hidden, x.dtype, wire_dtype)
+    words = _dispatch_words(num_ranks, top_k, num_experts)
+    in_ring = rows.beside(words)
     few = num_tokens <= _FEW_TOKENS
-    num_copy_slots = min(8, 2 * rows // 3) if few else max(1, min(4, rows // 3))
-    num_slots = min(_MAX_SLOTS, rows - num_copy_slots)
+    num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(4, in_ring // 3))
+    room = rows.room(words) - num_copy_slots * rows.copy_bytes
+    num_slots = min(_MAX_SLOTS, room // rows.slot_bytes)
+    return Plan(
+        num_blocks=_num_blocks("quantized_dispatch" if wire_dtype else "dispatch", num_tokens),
+        num_slots=num_slots,
+        store_lag=num_slots // 2,
+        window_tokens=_WINDOW_TOKENS,
+        num_copy_slots=num_copy_slots,
+        step_tokens=2,
+    )
+
+
+def rank_dispatch_plan(
+    x: Array, num_ranks: int, list_words: int, wire_dtype: jnp.dtype | None = None
+) -> Plan:
+    """The same in the rank layout: nothing is copied, and a token's list may hold weights too."""
+    num_tokens, hidden = x.shape
+    choices = align_up(_WINDOW_TOKENS * list_words, LANES)
+    choices += num_ranks * align_up(2 * list_words, LANES)
+    words = choices + 2 * num_ranks * (list_words + 1)
+    num_slots = min(_MAX_SLOTS, _Rows(hidden, x.dtype, wire_dtype).beside(words))
     return Plan(
         num_blocks=_num_blocks("dispatch", num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
-        num_copy_slots=num_copy_slots,
         step_tokens=2,
     )
 
@@ -205,9 +339,7 @@ def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top
     return min(_MAX_SLOTS, room // (columns * itemsize))
 
 
-def combine_plan(
-    y: jax.Array | jax.ShapeDtypeStruct, num_ranks: int, num_tokens: int, top_k: int
-) -> Plan:
+def combine_plan(y: Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
     """How a combine of y [R, H], its rows padded, is spread over blocks and shared memory."""
     slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)
     return Plan(

@@ -1,22 +1,28 @@
 """The JAX primitives of the exchange: shapes, varying-axes types, and which kernel serves where.
 
-Four primitives, all without effects, all called inside `shard_map` over `axis_name`:
+Six primitives, all without effects, all called inside `shard_map` over `axis_name`:
 
   ep_dispatch       x [T, H], topk_idx [T, K]      -> tokens [R, H], rows [N, T, K], counts [N, E],
                                                      *layout
   ep_dispatch_like  x [T, H], *routes              -> tokens [R, H]
   ep_combine        y [R, H], *routes, weights?    -> out [T, H]
   ep_combine_grad   g [T, H], *routes, weights, y  -> dy [R, H], dweights [T, K]
+  ep_rank_dispatch  x [T, H], topk_idx, weights?   -> tokens [N, T, H], local_topk_idx [N, T, K],
+                                                      weights [N, T, K]?
+  ep_rank_combine   y [N, T, H], *rank routes      -> out [T, H]
 
-`routes` and `layout` are the arrays of their namesakes in `jax_ep.routes`; weights are float32.
-Each primitive lowers to the Pallas kernels on the GPUs they serve, and to XLA's collectives
-everywhere else.
+With a `wire_dtype`, what a dispatch gives for tokens is two arrays: rows in it, and their scales
+(`jax_ep.wire`); a combine rounds the sums that it sends. `routes` and `layout` are the arrays of
+their namesakes in `jax_ep.routes`, rank routes those of `RankRoutes`; weights are float32. Each
+primitive lowers to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere
+else.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -25,11 +31,12 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_ep import pallas_exchange, xla_exchange
-from jax_ep.routes import Layout, Routes
+from jax_ep import pallas_exchange, wire, xla_exchange
+from jax_ep.routes import Layout, RankRoutes, Routes
 
 Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
+Received = tuple[jax.Array, ...]  # rows; or with a wire_dtype, rows in it and their scales
 
 
 def pallas_unavailable_reason(devices: list[jax.Device] | None = None) -> str | None:
@@ -59,15 +66,36 @@ def mesh_unavailable_reason() -> str | None:
     return None
 
 
+def lowering_unavailable_reason(
+    ctx: mlir.LoweringRuleContext, axis_name: tuple[str, ...]
+) -> str | None:
+    """Why no kernel between the ranks of an axis can serve in the program that is being lowered."""
+    if "cuda" not in (ctx.platforms or ctx.module_context.platforms):
+        return "it needs NVIDIA GPUs, and this program is compiled for another platform"
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh) and math.prod(mesh.shape[a] for a in axis_name) > 1:
+        ids = [device.id for device in mesh.devices.flat]
+        if ids != list(range(len(ids))):
+            return f"it needs a mesh of the first devices in their order, and here it is of {ids}"
+    if jax.default_backend() != "gpu":
+        return None  # this lowers for a machine that is not here
+    return pallas_unavailable_reason()
+
+
 def choose_implementation(
     implementation: Implementation,
-    payload: jax.Array,
+    payload: jax.Array | jax.ShapeDtypeStruct,
     *,
     num_ranks: int,
     top_k: int,
     num_experts: int,
+    sent_as: jnp.dtype | None = None,
+    sums_as: jnp.dtype | None = None,
 ) -> Implementation:
     """What to bind: "xla" where only it is sure to serve, else None, or the name that was given.
+
+    `sent_as` is the dtype that a dispatch sends its rows in, and `sums_as` the one that a combine
+    sends its sums in; None is that of `payload`.
 
     Raises ValueError, with the reason, if a named implementation is sure not to serve. What this
     cannot know yet is decided when the program is lowered.
@@ -79,8 +107,10 @@ def choose_implementation(
     if implementation == "xla":
         return "xla"
     reason = mesh_unavailable_reason() or pallas_exchange.unavailable_reason(
-        payload.shape[1], payload.dtype, num_ranks, top_k, num_experts
+        payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts, sent_as
     )
+    if sums_as is not None:
+        reason = f"its combine sends sums in the dtype of the rows alone, not as {sums_as}"
     if implementation is None:
         return None if reason is None else "xla"
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -96,17 +126,41 @@ def choose_implementation(
     )
 
 
-def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[jax.Array, Routes, Layout]:
+def choose_implementations(
+    implementation: Implementation,
+    rows: jax.Array,
+    *,
+    axis_name: tuple[str, ...],
+    top_k: int,
+    num_experts: int,
+    use: Mapping[str, Any],
+    use_of_cotangents: Mapping[str, Any],
+) -> tuple[Implementation, Implementation]:
+    """What to bind for rows, and for their cotangents; each with its own use of a wire dtype."""
+    choose = functools.partial(
+        choose_implementation,
+        implementation,
+        rows,
+        num_ranks=lax.axis_size(axis_name),
+        top_k=top_k,
+        num_experts=num_experts,
+    )
+    return choose(**use), choose(**use_of_cotangents)
+
+
+def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes, Layout]:
     """Binds `ep_dispatch`: this rank's choices become routes, and its tokens follow them."""
     x, topk_idx = vary_alike((x, topk_idx), params["axis_name"])
-    tokens, rows, counts, *layout = ep_dispatch_p.bind(x, topk_idx, **params)
-    return tokens, Routes(topk_idx, rows, counts), Layout(*layout)
+    results = ep_dispatch_p.bind(x, topk_idx, **params)
+    *received, rows, counts = results[: -len(Layout._fields)]
+    layout = Layout(*results[-len(Layout._fields) :])
+    return tuple(received), Routes(topk_idx, rows, counts), layout
 
 
-def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> jax.Array:
+def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> Received:
     """Binds `ep_dispatch_like`."""
-    (tokens,) = ep_dispatch_like_p.bind(*vary_alike((x, *route), params["axis_name"]), **params)
-    return tokens
+    operands = vary_alike((x, *route), params["axis_name"])
+    return tuple(ep_dispatch_like_p.bind(*operands, **params))
 
 
 def combine(
@@ -143,6 +197,30 @@ def rows_to_choices(values: jax.Array, route: Routes, *, axis_name: tuple[str, .
     return xla_exchange.rows_to_choices(values, Routes(*routes), axis_name=axis_name)
 
 
+def rank_dispatch(
+    x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, **params: Any
+) -> tuple[Received, RankRoutes, jax.Array | None]:
+    """Binds `ep_rank_dispatch`."""
+    operands = (x, topk_idx) if topk_weights is None else (x, topk_idx, topk_weights)
+    x, topk_idx, *rest = vary_alike(operands, params["axis_name"])
+    results = ep_rank_dispatch_p.bind(x, topk_idx, *rest, **params)
+    weights = None if topk_weights is None else results.pop()
+    *received, local_topk_idx = results
+    return tuple(received), RankRoutes(topk_idx, local_topk_idx), weights
+
+
+def rank_combine(y: jax.Array, route: RankRoutes, **params: Any) -> jax.Array:
+    """Binds `ep_rank_combine`."""
+    (out,) = ep_rank_combine_p.bind(*vary_alike((y, *route), params["axis_name"]), **params)
+    return out
+
+
+def return_weights(g: jax.Array, route: RankRoutes, axis_name: tuple[str, ...]) -> jax.Array:
+    """The cotangent of the weights of an `ep_rank_dispatch`: of [N, T, K], [T, K]."""
+    g, *routes = vary_alike((g, *route), axis_name)
+    return xla_exchange.return_weights(g, RankRoutes(*routes), axis_name=axis_name)
+
+
 def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
     """Makes all operands vary over `axis_name` and over every axis that one of them varies over.
 
@@ -161,33 +239,57 @@ def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> l
 
 
 def _run_dispatch(exchange, x, topk_idx, **params):
-    tokens, rows, counts, layout = exchange.dispatch(x, topk_idx, **params)
-    return tokens, rows, counts, *layout
+    received, rows, counts, layout = exchange.dispatch(x, topk_idx, **params)
+    return *received, rows, counts, *layout
 
 
 def _run_dispatch_like(exchange, x, *route, num_experts, **params):
     del num_experts
-    return (exchange.dispatch_like(x, Routes(*route), **params),)
+    return exchange.dispatch_like(x, Routes(*route), **params)
 
 
-def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name, **_):
-    return (exchange.combine(y, weights, Routes(topk_idx, rows, counts), axis_name=axis_name),)
+def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name, wire_dtype, **_):
+    params = {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
+    route = Routes(topk_idx, rows, counts)
+    return (exchange.combine(y, weights, route, axis_name=axis_name, **params),)
 
 
-def _run_combine_grad(exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, **params):
+def _run_combine_grad(
+    exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, wire_dtype, **params
+):
     route = Routes(topk_idx, rows, counts)
     params = dict(axis_name=axis_name, expert_alignment=params["expert_alignment"])
-    g_rows = exchange.dispatch_like(g, route, capacity=y.shape[0], **params)
+    received = exchange.dispatch_like(
+        g, route, capacity=y.shape[0], wire_dtype=wire_dtype, **params
+    )
+    g_rows, _ = wire.handed_out(received, g.dtype, False)
     return xla_exchange.combine_grad_of_rows(g_rows, weights, y, route, axis_name=axis_name)
+
+
+def _run_rank_dispatch(exchange, x, topk_idx, topk_weights=None, **params):
+    return exchange.rank_dispatch(x, topk_idx, topk_weights, **params)
+
+
+def _run_rank_combine(exchange, y, *route, wire_dtype, **params):
+    params |= {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
+    return (exchange.rank_combine(y, RankRoutes(*route), **params),)
 
 
 # What each primitive returns: (shape, dtype) of every result.
 
 
-def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, **_):
+def _received_shapes(lead, x, wire_dtype):
+    """Rows [*lead, H], and if they come in a wire_dtype, their scales."""
+    if wire_dtype is None:
+        return [((*lead, x.shape[1]), x.dtype)]
+    scales = (*lead, x.shape[1] // wire.BLOCK), jnp.float32
+    return [((*lead, x.shape[1]), wire_dtype), scales]
+
+
+def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, wire_dtype, **_):
     num_ranks = lax.axis_size(axis_name)
     return [
-        ((capacity, x.shape[1]), x.dtype),
+        *_received_shapes((capacity,), x, wire_dtype),
         ((num_ranks, *topk_idx.shape), jnp.int32),
         ((num_ranks, num_experts), jnp.int32),
         ((num_experts // num_ranks,), jnp.int32),
@@ -197,8 +299,8 @@ def _dispatch_shapes(x, topk_idx, *, num_experts, axis_name, capacity, **_):
     ]
 
 
-def _dispatch_like_shapes(x, *_, capacity, **__):
-    return [((capacity, x.shape[1]), x.dtype)]
+def _dispatch_like_shapes(x, *_, capacity, wire_dtype, **__):
+    return _received_shapes((capacity,), x, wire_dtype)
 
 
 def _combine_shapes(y, topk_idx, *_, **__):
@@ -207,6 +309,18 @@ def _combine_shapes(y, topk_idx, *_, **__):
 
 def _combine_grad_shapes(g, topk_idx, rows, counts, weights, y, **_):
     return [(y.shape, y.dtype), (weights.shape, jnp.float32)]
+
+
+def _rank_dispatch_shapes(x, topk_idx, topk_weights=None, *, axis_name, wire_dtype, **_):
+    num_ranks = lax.axis_size(axis_name)
+    received = _received_shapes((num_ranks, x.shape[0]), x, wire_dtype)
+    of_ranks = (num_ranks, *topk_idx.shape)
+    weights = [] if topk_weights is None else [(of_ranks, topk_weights.dtype)]
+    return [*received, (of_ranks, jnp.int32), *weights]
+
+
+def _rank_combine_shapes(y, *_, **__):
+    return [(y.shape[1:], y.dtype)]
 
 
 def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Primitive:
@@ -226,9 +340,8 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
         ]
 
     def lower(ctx, *operands, implementation, **params):
-        on_cuda = "cuda" in (ctx.platforms or ctx.module_context.platforms)
-        exchange = _exchange_serving(implementation, on_cuda)
-        function = functools.partial(run, exchange)
+        reason = lowering_unavailable_reason(ctx, params["axis_name"])
+        function = functools.partial(run, _exchange_serving(implementation, reason))
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
     def no_batching(*_, **__):
@@ -245,16 +358,10 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
     return primitive
 
 
-def _exchange_serving(implementation: Implementation, on_cuda: bool) -> Any:
+def _exchange_serving(implementation: Implementation, reason: str | None) -> Any:
+    """The exchange to lower to; `reason`: why the kernels cannot serve, or None if they can."""
     if implementation == "xla":
         return xla_exchange
-    reason: str | None
-    if not on_cuda:
-        reason = "it needs NVIDIA GPUs, and this program is compiled for another platform"
-    elif jax.default_backend() == "gpu":
-        reason = pallas_unavailable_reason()
-    else:
-        reason = None  # this lowers for a machine that is not here
     if reason is None:
         return pallas_exchange
     if implementation == "pallas":
@@ -266,3 +373,5 @@ ep_dispatch_p = _primitive("ep_dispatch", _run_dispatch, _dispatch_shapes)
 ep_dispatch_like_p = _primitive("ep_dispatch_like", _run_dispatch_like, _dispatch_like_shapes)
 ep_combine_p = _primitive("ep_combine", _run_combine, _combine_shapes)
 ep_combine_grad_p = _primitive("ep_combine_grad", _run_combine_grad, _combine_grad_shapes)
+ep_rank_dispatch_p = _primitive("ep_rank_dispatch", _run_rank_dispatch, _rank_dispatch_shapes)
+ep_rank_combine_p = _primitive("ep_rank_combine", _run_rank_combine, _rank_combine_shapes)

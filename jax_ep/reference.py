@@ -225,6 +225,84 @@ def _scatter(
     return received
 
 
+# --------------------------------------------------------------------------------- the rank layout
+
+
+class RankDispatched(NamedTuple):
+    """What one rank holds after `rank_dispatch`."""
+
+    tokens: Array  # [N, T, H]: row (s, t) is token t of rank s, or zero if it chose nobody here
+    local_topk_idx: Array  # [N, T, K] int32: its choices as local expert ids, -1 if not here
+    topk_weights: Array | None  # [N, T, K]: their weights, 0 where local_topk_idx is -1
+
+
+def rank_dispatch(
+    x_per_rank: Sequence[Array],
+    topk_idx_per_rank: Sequence[Array],
+    topk_weights_per_rank: Sequence[Array] | None = None,
+    *,
+    num_experts: int,
+) -> list[RankDispatched]:
+    """Send every token to the ranks that own its experts, one row per (source rank, token)."""
+    num_local = num_experts // len(x_per_rank)
+    received = []
+    for rank in range(len(x_per_rank)):
+        topk_idx = np.stack(topk_idx_per_rank).astype(np.int64)
+        here = (topk_idx >= rank * num_local) & (topk_idx < (rank + 1) * num_local)
+        local = np.where(here, topk_idx - rank * num_local, -1).astype(np.int32)
+        x = np.stack(x_per_rank)
+        tokens = np.where(here.any(axis=-1)[..., None], x, np.zeros((), x.dtype))
+        weights = None
+        if topk_weights_per_rank is not None:
+            all_weights = np.stack(topk_weights_per_rank)
+            weights = np.where(here, all_weights, np.zeros((), all_weights.dtype))
+        received.append(RankDispatched(tokens, local, weights))
+    return received
+
+
+def rank_combine(
+    y_per_rank: Sequence[Array], local_topk_idx_per_rank: Sequence[Array]
+) -> list[Array]:
+    """Bring N partial sums [N, T, H] back: out[t] of rank s is the sum over ranks of y[s, t].
+
+    Only rows of tokens with an expert there count; accumulated in float32, in rank order.
+    """
+    outputs = []
+    for owner in range(len(y_per_rank)):
+        out = np.zeros(y_per_rank[0].shape[1:], np.float32)
+        for y, local in zip(y_per_rank, local_topk_idx_per_rank, strict=True):
+            sent = (local[owner] >= 0).any(axis=-1)
+            out[sent] += y[owner][sent].astype(np.float32)
+        outputs.append(out.astype(y_per_rank[0].dtype))
+    return outputs
+
+
+# ------------------------------------------------------------------------------- rows on the wire
+
+
+def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """Rows as they cross the wire in a float8: (rows [..., H], scales [..., H / 128] float32).
+
+    A block of 128 values is multiplied by 1 / scale, of scale = its largest finite magnitude / 448,
+    so that this one is sent as 448, the largest of float8_e4m3fn; NaN and infinities are sent as
+    NaN. `dtype` is the `ml_dtypes` one.
+    """
+    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 128)
+    finite = np.isfinite(blocks)
+    largest = np.abs(np.where(finite, blocks, np.float32(0))).max(axis=-1)
+    slightly_less = np.float32((1 - 2**-22) / 448)  # 448 * scale must not round up to more
+    scales = np.maximum(largest * slightly_less, np.float32(2.0**-117))
+    with np.errstate(invalid="ignore"):
+        values = np.where(finite, blocks * (np.float32(1) / scales)[..., None], np.float32(np.nan))
+    return values.astype(dtype).reshape(x.shape), scales
+
+
+def dequantize(rows: Array, scales: Array, dtype: Any) -> Array:
+    """What is handed out for (rows [..., H] float8, scales [..., H / 128]): [..., H] of `dtype`."""
+    blocks = rows.astype(np.float32).reshape(*scales.shape, 128)
+    return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
+
+
 # ---------------------------------------------------------------------------- routers and losses
 
 

@@ -27,6 +27,13 @@ class Routes(NamedTuple):
     counts: jax.Array  # [N, E] int32: how often each rank chose each expert
 
 
+class RankRoutes(NamedTuple):
+    """The routes of one dispatch into the rank layout: nobody's place depends on anybody else's."""
+
+    topk_idx: jax.Array  # [T, K] int32: this rank's choices
+    local_topk_idx: jax.Array  # [N, T, K] int32: every rank's choices here; -1: not of this rank
+
+
 class Layout(NamedTuple):
     """How the blocks of the local experts lie in a receive buffer of `capacity` rows."""
 

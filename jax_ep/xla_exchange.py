@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import routes
-from jax_ep.routes import Layout, Routes
+from jax_ep import routes, wire
+from jax_ep.routes import Layout, RankRoutes, Routes
 
 AxisName = tuple[str, ...]
 
@@ -30,10 +30,12 @@ def dispatch(
     axis_name: AxisName,
     capacity: int,
     expert_alignment: int,
-) -> tuple[jax.Array, jax.Array, jax.Array, Layout]:
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, Layout]:
     """Routes [T, K] and sends [T, H].
 
-    Returns tokens [R, H], rows [N, T, K], counts [N, E], and how tokens is laid out.
+    Returns what arrives, rows [N, T, K], counts [N, E], and how the first is laid out. What arrives
+    is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
     """
     rank = lax.axis_index(axis_name)
     counts, places = routes.count_choices(topk_idx, num_experts)
@@ -51,25 +53,40 @@ def dispatch(
         expert_alignment,
     )
     route = Routes(topk_idx, rows, all_counts)
-    tokens = dispatch_like(
-        x, route, axis_name=axis_name, capacity=capacity, expert_alignment=expert_alignment
+    received = dispatch_like(
+        x,
+        route,
+        axis_name=axis_name,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+        wire_dtype=wire_dtype,
     )
-    return tokens, rows, all_counts, routes.layout(recv_counts, capacity, expert_alignment)
+    return received, rows, all_counts, routes.layout(recv_counts, capacity, expert_alignment)
 
 
 def dispatch_like(
-    x: jax.Array, route: Routes, *, axis_name: AxisName, capacity: int, expert_alignment: int
-) -> jax.Array:
-    """Sends [T, H] along known routes: [R, H]."""
+    x: jax.Array,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    capacity: int,
+    expert_alignment: int,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, ...]:
+    """Sends [T, H] along known routes: what arrives, as in `dispatch`."""
     del expert_alignment  # the rows know
-    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")  # NaNs keep their payload
-    all_bits = _gather_ranks(bits, axis_name)
+    all_bits = _gather_ranks(wire.bits(x, wire_dtype), axis_name)
     sent = _fill(all_bits, _choice_of_row(route.rows, capacity) // route.rows.shape[2])
-    return lax.bitcast_convert_type(sent, x.dtype)
+    return wire.parts(sent, x, wire_dtype)
 
 
 def combine(
-    y: jax.Array, topk_weights: jax.Array | None, route: Routes, *, axis_name: AxisName
+    y: jax.Array,
+    topk_weights: jax.Array | None,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
     rows = route.rows
@@ -81,9 +98,9 @@ def combine(
     for choice in range(top_k):
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
-    partial_sums = _swap_ranks(partial_sum.astype(y.dtype), axis_name)
-    in_rank_order = (partial_sums[rank].astype(jnp.float32) for rank in range(num_ranks))
-    return functools.reduce(jnp.add, in_rank_order).astype(y.dtype)
+    if wire_dtype is None:
+        partial_sum = partial_sum.astype(y.dtype)
+    return _add_ranks(partial_sum, axis_name, wire_dtype).astype(y.dtype)
 
 
 def combine_grad_of_rows(
@@ -115,6 +132,64 @@ def rows_to_choices(values: jax.Array, route: Routes, *, axis_name: AxisName) ->
     """
     by_rank = _swap_ranks(_fill(values, route.rows), axis_name)
     return jnp.sum(by_rank, axis=0)  # at most one rank's term is not zero: the sum is exact
+
+
+def rank_dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, ...]:
+    """Sends [T, H]: what arrives, local_topk_idx [N, T, K] and, if given, the weights there.
+
+    What arrives is tokens [N, T, H]; or with a wire_dtype rows and scales [N, T, H / 128].
+    """
+    all_topk_idx = _stack_ranks(topk_idx, axis_name)
+    num_local_experts = num_experts // all_topk_idx.shape[0]
+    local = all_topk_idx - lax.axis_index(axis_name) * num_local_experts
+    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
+    here &= (local >= 0) & (local < num_local_experts)
+    all_bits = _stack_ranks(wire.bits(x, wire_dtype), axis_name)
+    received = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
+    results = *wire.parts(received, x, wire_dtype), jnp.where(here, local, -1)
+    if topk_weights is None:
+        return results
+    return *results, jnp.where(here, _stack_ranks(topk_weights, axis_name), 0)
+
+
+def rank_combine(
+    y: jax.Array,
+    route: RankRoutes,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
+) -> jax.Array:
+    """Returns the sums [N, T, H] to the tokens' owners and adds them: [T, H]."""
+    del num_experts  # the routes know
+    sent = jnp.any(route.local_topk_idx >= 0, axis=-1, keepdims=True)
+    return _add_ranks(jnp.where(sent, y, 0), axis_name, wire_dtype).astype(y.dtype)
+
+
+def return_weights(g: jax.Array, route: RankRoutes, *, axis_name: AxisName) -> jax.Array:
+    """The cotangent of weights that a rank dispatch sent, of [N, T, K]: [T, K]."""
+    returned = _swap_ranks(jnp.where(route.local_topk_idx >= 0, g, 0), axis_name)
+    return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
+
+
+def _add_ranks(sums: jax.Array, axis_name: AxisName, wire_dtype: jnp.dtype | None) -> jax.Array:
+    """Sends [N, T, H] by owner, as they are or quantized; adds what comes in: [T, H] float32."""
+    if wire_dtype is None:
+        sums = _swap_ranks(sums, axis_name)
+    else:
+        sent = _swap_ranks(wire.bits(sums, wire_dtype), axis_name)
+        rows, scales = wire.parts(sent, sums, wire_dtype)
+        sums = wire.dequantize(rows, scales, jnp.float32)
+    in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
+    return functools.reduce(jnp.add, in_rank_order)
 
 
 def _gather_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -31,7 +31,7 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         Tiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((size,), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot", puts=False)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot", reads=True)
 
 
 def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
@@ -48,4 +48,5 @@ def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         Tiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((num_shards, size), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_two_shot", puts=True)
+    name = "ep_all_reduce_two_shot"
+    return tiles.call(fabric, body, plan, [x], out_type, name=name, reads=True, puts=True)

@@ -110,6 +110,11 @@ class _Body:
         return tiles.tile_length(self.dtype)
 
     @property
+    def _one_row(self) -> bool:
+        """Whether each block has one: then its own operands come while it waits for peers."""
+        return self.plan.num_blocks == self.num_rows
+
+    @property
     def tiles_per_row(self) -> int:
         return pl.cdiv(self.padded, self.tile)
 
@@ -121,32 +126,49 @@ class _Body:
         first = lax.axis_index("block") * rows_per_block
         num_rows = jnp.clip(self.num_rows - first, 0, rows_per_block)
 
+        def operands(row):
+            """This warpgroup's part of what is added, loaded before it is needed."""
+            mine = fabric.mine(residual)
+            return [vectors.load(fabric, mine.at[row, i], self.vector) for i in self._my_tiles()]
+
+        def norm(row, residuals, buffer, tell=None):
+            sums = self._row_of_sums(x, normalized, row)
+            if tell:
+                fabric.stage(1)
+            refs = (normalized, new_residual, buffer, together)
+            self._norm(sums, row, residuals, scales, *refs, tell)
+
         def norm_row(i, _):
-            sums = self._row_of_sums(x, normalized, first + i)
-            self._norm(
-                sums,
-                first + i,
-                residual,
-                scale,
-                normalized,
-                new_residual,
-                squares.at[lax.rem(i, jnp.int32(2))],
-                together,
-            )
+            norm(first + i, operands(first + i), squares.at[lax.rem(i, jnp.int32(2))])
             return _
 
         fabric.stage(0)
         fabric.touch(x, *([normalized] if self.two_shot else []), semaphores)
+        scales = [
+            vectors.load(fabric, fabric.mine(scale).at[where], self.vector)
+            for where in self._my_tiles()
+        ]
+        residuals = operands(first) if self._one_row else None
         if self.two_shot and self.stage != "norm":
             self._sum_share(x, normalized, first, num_rows)
             fabric.stage(1)
-            self._rendezvous(semaphores, together, wrote=True)
+            self._meet(together)
+            self._tell(semaphores, wrote=True)
+            self._wait(semaphores)
             fabric.stage(2)
-        if self.stage != "sum":
+        if self.stage == "sum":
+            return
+        if self._one_row:
+            tell = None if self.two_shot else lambda: self._tell(semaphores, wrote=False)
+            norm(first, residuals, squares.at[0], tell)
+        else:
             lax.fori_loop(0, num_rows, norm_row, None)
         if not self.two_shot:
-            fabric.stage(1)
-            self._rendezvous(semaphores, together, wrote=False)
+            if not self._one_row:
+                fabric.stage(1)
+                self._meet(together)
+                self._tell(semaphores, wrote=False)
+            self._wait(semaphores)
 
     def _sum_share(self, x, out, first, num_rows):
         """Sums every N-th tile of the block's rows into all ranks' `out`."""
@@ -179,16 +201,13 @@ class _Body:
             for where in self._my_tiles()
         ]
 
-    def _norm(self, sums, row, residual, scale, normalized, new_residual, squares, together):
+    def _norm(
+        self, sums, row, residuals, scales, normalized, new_residual, squares, together, tell
+    ):
+        """`tell` is called once all warpgroups have their parts of the row."""
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
-
-        def load(ref, *where):
-            return vectors.load(fabric, ref.at[where], vector).astype(jnp.float32)
-
-        residuals = [load(fabric.mine(residual), row, where) for where in self._my_tiles()]
-        scales = [load(fabric.mine(scale), where) for where in self._my_tiles()]
         totals = [
-            (total.astype(jnp.float32) + old).astype(self.residual_dtype)
+            (total.astype(jnp.float32) + old.astype(jnp.float32)).astype(self.residual_dtype)
             for total, old in zip(sums, residuals, strict=True)
         ]
         for total, where in zip(totals, self._my_tiles(), strict=True):
@@ -200,6 +219,8 @@ class _Body:
         parts = pl.ds(warpgroup * vectors.SUMS_OF_WARPGROUP, vectors.SUMS_OF_WARPGROUP)
         vectors.partial_sums(fabric, square, squares.at[parts], vector)
         self._meet(together)
+        if tell:
+            tell()
         fabric.barrier()  # `together` orders the warpgroups, this the threads of each
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
@@ -207,7 +228,8 @@ class _Body:
         factor = lax.rsqrt(total_square * (1 / self.hidden) + self.eps)
         for value, weight, where in zip(values, scales, self._my_tiles(), strict=True):
             row_ref = fabric.mine(normalized).at[row, where]
-            tiles.store(fabric, row_ref, (value * factor * weight).astype(self.dtype))
+            normal = value * factor * weight.astype(jnp.float32)
+            tiles.store(fabric, row_ref, normal.astype(self.dtype))
 
     def _my_tiles(self):
         """The parts of a row that this warpgroup serves; the last tile is moved back to end it."""
@@ -236,12 +258,13 @@ class _Body:
         plgpu.barrier_arrive(together)
         plgpu.barrier_wait(together)
 
-    def _rendezvous(self, semaphores, together, *, wrote):
-        """This block of every rank comes here before this rank's goes on."""
-        self._meet(together)
+    def _tell(self, semaphores, *, wrote):
+        """This block has summed its share, or read all it needs: its warpgroups have met."""
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
             self.fabric.signal(semaphores, _SUMMED, wrote=wrote)
 
+    def _wait(self, semaphores):
+        """This block of every rank has told."""
         self.fabric.wait(semaphores, _SUMMED, 1, "all_reduce_rms_norm")

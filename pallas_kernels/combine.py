@@ -30,6 +30,7 @@ from pallas_kernels.plan import Plan, Tiling, Window
 # What a slot of the ring holds. A sum of one row is both first and last.
 _FIRST, _LAST, _NO_ROW, _END_OF_STEP = 1, 2, 4, 8
 
+_NOWHERE = -1
 _PUT, _READ = 0, 1  # channels: a step's sums are in the mailbox; a step's sums were read
 
 
@@ -42,6 +43,7 @@ def combine(
     fabric: fb.Fabric,
     plan: Plan,
     num_experts: int,
+    by_rank: bool = False,
     stage: str = "all",
     mailbox: jax.Array | None = None,
 ) -> jax.Array:
@@ -51,10 +53,12 @@ def combine(
       y: [R, H]; H · itemsize a multiple of 128 bytes.
       topk_weights: [T, K] float32, or None for a plain sum.
       topk_idx: [T, K] int32.
-      rows: [N, T, K] int32, from the dispatch.
+      rows: [N, T, K] int32, from the dispatch: the row of each choice, or where ranks own rows,
+        its local expert; less than 0 where it has none here.
       fabric: how ranks reach each other.
       plan: number of blocks, depth of the ring and of the mailbox.
       num_experts: E.
+      by_rank: whether y has one row for each (owner, token), at owner · T + token.
       stage: "all"; or, where ranks are stacked, "put" (returns the mailboxes) or "sum" (takes
         them as `mailbox` and returns the result).
       mailbox: see `stage`.
@@ -74,6 +78,7 @@ def combine(
         capacity=y.shape[-2],
         dtype=y.dtype,
         weighted=topk_weights is not None,
+        by_rank=by_rank,
         stage=stage,
         fabric=fabric,
         plan=plan,
@@ -119,6 +124,7 @@ class _Combine:
     capacity: int
     dtype: Any
     weighted: bool
+    by_rank: bool
     stage: str
     fabric: fb.Fabric
     plan: Plan
@@ -237,14 +243,15 @@ class _Combine:
                 def scout_pair(j, used):
                     owner = lax.rem(j + offset, jnp.int32(num_ranks))
                     places = [window_rows[owner, entry + choice] for choice in range(top_k)]
+                    if self.by_rank:
+                        place = owner * self.num_tokens + token
+                        places = [jnp.where(_any_of(places), place, _NOWHERE)]
                     held = [(place >= 0) & (place < self.capacity) for place in places]
                     num_held = sum(h.astype(jnp.int32) for h in held)
-                    sent = places[0] >= 0
-                    for place in places[1:]:
-                        sent = sent | (place >= 0)
+                    sent = _any_of(places)
 
                     seen = jnp.int32(0)
-                    for choice in range(top_k):
+                    for choice in range(len(places)):
                         kind = jnp.where(seen == 0, _FIRST, 0)
                         kind = kind + jnp.where(seen == num_held - 1, _LAST, 0)
 
@@ -461,3 +468,11 @@ class _Combine:
 
         lax.fori_loop(0, num_steps, receive_step, None)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _any_of(places):
+    """Whether any of them is 0 or more."""
+    found = places[0] >= 0
+    for place in places[1:]:
+        found = found | (place >= 0)
+    return found

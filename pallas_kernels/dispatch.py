@@ -16,6 +16,7 @@ peer reads of its inputs is read before that peer's last signal.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
+from pallas_kernels import quantize, short_copies
 from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
 _NOWHERE = -1
 _PUT = 0  # channel, signalled once for each step, and once where there is none
 _COUNTED = 1024  # choices that a block counts at a time
+
+Payload = jax.Array | tuple[jax.Array, ...]
+
+
+def payload(parts: Sequence[jax.Array]) -> Payload:
+    """What arrived: rows, or rows and their scales."""
+    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def dispatch(
@@ -41,8 +50,9 @@ def dispatch(
     plan: Plan,
     capacity: int,
     expert_alignment: int,
+    wire_dtype: Any = None,
     stage: str = "all",
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Routes and moves the rows. With a stacked fabric every array has a leading rank axis.
 
     Args:
@@ -54,26 +64,30 @@ def dispatch(
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
       expert_alignment: each expert's block starts at a multiple of this.
+      wire_dtype: None; or float8_e4m3fn, in which the rows travel and arrive, with a scale for
+        every 128 values; then H is a multiple of 512.
       stage: "all"; or, where ranks are stacked, "put", which leaves out the copies of `fan_out`.
 
     Returns:
-      tokens [R, H], rows [N, T, K] int32, counts [N, E] int32 of all ranks, and the layout of
-      tokens, all int32: group_sizes [L], expert_counts [L], num_dropped [1], rows_needed [1].
+      tokens [R, H], or with a wire_dtype two of them, (rows [R, H], scales [R, H / 128]);
+      rows [N, T, K] int32, counts [N, E] int32 of all ranks, and the layout of tokens, all int32:
+      group_sizes [L], expert_counts [L], num_dropped [1], rows_needed [1].
     """
     (num_tokens, top_k), num_experts = topk_idx.shape[-2:], counts.shape[-1]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        count_dtype=counts.dtype, routes_known=False, stage=stage,
+        count_dtype=counts.dtype, routes_known=False, stage=stage, wire_dtype=wire_dtype,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
-    tokens, rows, all_counts, *layout = kernel.call(
+    results = kernel.call(
         x,
         kernel.window.pad(topk_idx.reshape(flat), _NOWHERE),
         pad_last(counts, kernel.count_width - num_experts),
     )
+    parts, (rows, all_counts, *layout) = kernel.split(results)
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
-    return tokens, rows, all_counts[..., :num_experts], *layout
+    return payload(parts), rows, all_counts[..., :num_experts], *layout
 
 
 def dispatch_like(
@@ -85,19 +99,20 @@ def dispatch_like(
     plan: Plan,
     capacity: int,
     expert_alignment: int,
+    wire_dtype: Any = None,
     stage: str = "all",
-) -> jax.Array:
+) -> Payload:
     """Moves [T, H] along known routes (rows [N, T, K], counts [N, E]) to tokens [R, H]."""
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        count_dtype=counts.dtype, routes_known=True, stage=stage,
+        count_dtype=counts.dtype, routes_known=True, stage=stage, wire_dtype=wire_dtype,
     )  # fmt: skip
-    (tokens,) = kernel.call(
+    tokens = kernel.call(
         x,
         kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE),
         pad_last(counts, kernel.count_width - counts.shape[-1]),
     )
-    return tokens
+    return payload(tokens)
 
 
 def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Plan) -> jax.Array:
@@ -129,11 +144,12 @@ class _Dispatch:
     plan: Plan
     window: Window  # the sender's
     step_window: Window  # the receiver's
+    wire_dtype: Any = None
 
     @classmethod
     def of(
         cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
-        routes_known, stage,
+        routes_known, stage, wire_dtype=None,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
@@ -144,7 +160,19 @@ class _Dispatch:
             count_dtype, routes_known, stage, fabric, plan,
             window=dataclasses.replace(window, total=total),
             step_window=dataclasses.replace(step_window, total=total),
+            wire_dtype=wire_dtype,
         )  # fmt: skip
+
+    @property
+    def parts(self) -> list[tuple[int, Any]]:
+        """What a row consists of on its way and where it arrives: columns and dtype of each."""
+        if self.wire_dtype is None:
+            return [(self.hidden, self.dtype)]
+        return [(self.hidden, self.wire_dtype), (self.hidden // quantize.BLOCK, jnp.float32)]
+
+    def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The parts of what arrives, and what comes beside them."""
+        return results[: len(self.parts)], results[len(self.parts) :]
 
     @property
     def num_local_experts(self) -> int:
@@ -163,7 +191,7 @@ class _Dispatch:
         return min(self.plan.step_tokens, self.tokens_per_block)
 
     def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        out_type = [jax.ShapeDtypeStruct((self.capacity, self.hidden), self.dtype)]
+        out_type = [jax.ShapeDtypeStruct((self.capacity, width), t) for width, t in self.parts]
         if not self.routes_known:
             out_type += [
                 jax.ShapeDtypeStruct((self.num_ranks, self.window.total), jnp.int32),
@@ -196,27 +224,38 @@ class _Dispatch:
             choices=plgpu.SMEM(
                 (ranks if self.routes_known else 1, self.window.width), jnp.int32
             ),  # rows at each peer, or experts
-            slots=plgpu.SMEM((slots, self.hidden), self.dtype),
+            **self._row_types(),
             lists=plgpu.SMEM((slots, ranks, top_k), jnp.int32),
             step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
             step_copies=plgpu.SMEM((self.step_tokens * ranks, top_k), jnp.int32),
-            copies=plgpu.SMEM((copies, self.hidden), self.dtype),
-            zeros=plgpu.SMEM((Tiling.of(self.hidden, self.dtype).padded,), self.dtype),
+            copies=[plgpu.SMEM((copies, width), t) for width, t in self.parts],
+            zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in self.parts],
             counts_full=plgpu.Barrier(num_arrivals=ranks),
             laid_out=plgpu.Barrier(),
             full=plgpu.Barrier(num_barriers=(slots,)),
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
         )
 
+    def _row_types(self) -> dict[str, Any]:
+        """The sender's ring: rows as they leave and, if they are quantized first, as they are."""
+        slots = self.plan.num_slots
+        types: dict[str, Any] = dict(slots=[plgpu.SMEM((slots, w), t) for w, t in self.parts])
+        if self.wire_dtype is not None:
+            types["wide_slots"] = plgpu.SMEM((slots, self.hidden), self.dtype)
+        return types
+
     def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
+        tokens: Any  # the parts of what arrives
+        layout: Any = ()
         if self.stage == "fan_out":
-            put_tokens, rows, tokens = refs
+            put_tokens, rows, tokens = refs[:1], refs[1], refs[2:]
         elif self.routes_known:
-            x, rows, counts, tokens = refs
-            choices, all_counts_ref, layout, put_tokens = rows, None, [], tokens
+            x, rows, counts, *tokens = refs
+            choices, all_counts_ref, put_tokens = rows, None, tokens
         else:
-            x, choices, counts, tokens, rows, all_counts_ref, *layout = refs
+            x, choices, counts, *results = refs
+            tokens, (rows, all_counts_ref, *layout) = self.split(results)
             put_tokens = tokens
 
         if self.stage != "fan_out":
@@ -226,10 +265,11 @@ class _Dispatch:
                 self.fabric.stage(0)
                 self._fetch_counts(counts, **scratch)
                 self._fetch_first(x, **scratch)
-                self.fabric.touch(tokens, *(() if self.routes_known else (rows,)))
+                self.fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
                 self._open_window(choices, 0, **scratch)
                 if not self.routes_known:
                     self._count_earlier(choices, **scratch)
+                self._make_ready(x, 0, **scratch)
                 self._lay_out(all_counts_ref, **scratch)
                 plgpu.barrier_arrive(laid_out)
                 self._send(x, choices, tokens, rows, semaphores, **scratch)
@@ -262,19 +302,39 @@ class _Dispatch:
         _, num_tokens = self._range()
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
-    def _fetch(self, x, token, i, *, slots, full):
+    def _fetch(self, x, token, i, *, slots, full, wide_slots=None, **_):
         slot = lax.rem(i, jnp.int32(self.plan.num_slots))
+        (ring,) = slots if wide_slots is None else [wide_slots]
         plgpu.copy_gmem_to_smem(
-            self.fabric.mine(x).at[token], slots.at[slot], full.at[slot], oob_mode=fb.IN_BOUNDS
+            self.fabric.mine(x).at[token], ring.at[slot], full.at[slot], oob_mode=fb.IN_BOUNDS
         )
 
-    def _fetch_first(self, x, *, slots, full, **_):
+    def _fetch_first(self, x, **scratch):
         first, count = self._range()
 
         def fetch(i, _):
-            self._fetch(x, first + i, i, slots=slots, full=full)
+            self._fetch(x, first + i, i, **scratch)
 
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
+
+    def _make_ready(self, x, i, *, slots, full, wide_slots=None, **_):
+        """Waits until the i-th token's row is there, and quantizes it if it is to be."""
+        first_token, num_tokens = self._range()
+        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
+
+        @pl.when(i < num_tokens)
+        def _():
+            plgpu.barrier_wait(full.at[slot])
+            if wide_slots is not None:
+                parts = [part.at[slot] for part in slots]
+                quantize.quantize_row(self.fabric, wide_slots.at[slot], *parts)
+                plgpu.commit_smem()  # all have read the wide row, and the puts see the other
+                ahead = i + self.plan.num_slots
+
+                @pl.when(ahead < num_tokens)
+                def _():
+                    rings = dict(slots=slots, full=full, wide_slots=wide_slots)
+                    self._fetch(x, first_token + ahead, ahead, **rings)
 
     def _open_window(self, choices_ref, i, *, choices, **_):
         """Loads the choices of this block's tokens from the i-th on."""
@@ -364,46 +424,14 @@ class _Dispatch:
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _send(
-        self, x, choices_ref, tokens, rows, semaphores, *, choices, next_rows, slots, lists, full,
-        **_,
+        self, x, choices_ref, tokens, rows, semaphores, *, choices, slots, lists, full,
+        wide_slots=None, **bookkeeping,
     ):  # fmt: skip
         fabric, plan, window = self.fabric, self.plan, self.window
         top_k, lag = self.top_k, plan.store_lag
         num_slots, step_tokens = plan.num_slots, self.step_tokens
         rank, peers = fabric.rank(), self._peers()
         first_token, num_tokens = self._range()
-
-        def rows_at_peers(entry):
-            """[N][K]: the row of each choice at each rank, in the order of `peers`."""
-            if self.routes_known:
-                entries = [entry + choice for choice in range(top_k)]
-                return [[choices[peer, e] for e in entries] for peer in peers]
-            # Read where each expert's next row goes, all threads, then count this token's choices.
-            experts = [choices[0, entry + choice] for choice in range(top_k)]
-            valid = [(e >= 0) & (e < self.num_experts) for e in experts]
-            experts = [
-                jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)
-            ]
-            found = [next_rows[expert] for expert in experts]
-            for choice in range(top_k):
-                for earlier in range(choice):
-                    again = experts[earlier] == experts[choice]
-                    found[choice] = found[choice] + again.astype(jnp.int32)
-            fabric.barrier()
-            for expert, row in zip(experts, found, strict=True):
-                next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
-            fabric.barrier()  # the next token reads what this one has counted
-            owners = [
-                jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
-                for e, v in zip(experts, valid, strict=True)
-            ]
-            return [
-                [
-                    jnp.where(owner == peer, row, _NOWHERE)
-                    for owner, row in zip(owners, found, strict=True)
-                ]
-                for peer in peers
-            ]
 
         def put_lists(slot, entry, found):
             """Tells every peer the places of a token's choices there."""
@@ -431,25 +459,26 @@ class _Dispatch:
                 self._open_window(choices_ref, i, choices=choices)
 
             slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * top_k
-            found = rows_at_peers(entry - window.start(entry - in_window * top_k))
-            plgpu.barrier_wait(full.at[slot])
+            in_choices = entry - window.start(entry - in_window * top_k)
+            found = self._rows_at_peers(in_choices, peers, choices=choices, **bookkeeping)
             for peer, peer_rows in zip(peers, found, strict=True):
-                place = jnp.int32(_NOWHERE)
-                for row in reversed(peer_rows):
-                    place = jnp.where((row >= 0) & (row < self.capacity), row, place)
-                fb.put_if(fabric, place >= 0, slots.at[slot], fabric.peer(tokens, peer).at[place])
+                place = self._place(peer_rows, i)
+                for part, ref in zip(slots, tokens, strict=True):
+                    fb.put_if(fabric, place >= 0, part.at[slot], fabric.peer(ref, peer).at[place])
             if not self.routes_known:
                 put_lists(slot, entry, found)
             plgpu.commit_smem_to_gmem_group()
 
             # Once a slot's puts have read it, it takes the next token.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            ahead = i - lag + num_slots
+            if wide_slots is None:
+                ahead = i - lag + num_slots
 
-            @pl.when((i >= lag) & (ahead < num_tokens))
-            def _():
-                self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
+                @pl.when((i >= lag) & (ahead < num_tokens))
+                def _():
+                    self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
 
+            self._make_ready(x, i + 1, slots=slots, full=full, wide_slots=wide_slots)
             return carry
 
         def send_step(step, carry):
@@ -473,6 +502,44 @@ class _Dispatch:
         plgpu.wait_smem_to_gmem(0)
         fabric.stage(1)
         fabric.signal(semaphores, _PUT)
+
+    def _rows_at_peers(self, entry, peers, *, choices, next_rows, **_):
+        """[N][K]: the row of each choice at each rank, in the order of `peers`."""
+        if self.routes_known:
+            entries = [entry + choice for choice in range(self.top_k)]
+            return [[choices[peer, e] for e in entries] for peer in peers]
+        # Read where each expert's next row goes, all threads, then count this token's choices.
+        experts = [choices[0, entry + choice] for choice in range(self.top_k)]
+        valid = [(e >= 0) & (e < self.num_experts) for e in experts]
+        experts = [jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)]
+        found = [next_rows[expert] for expert in experts]
+        for choice in range(self.top_k):
+            for earlier in range(choice):
+                again = experts[earlier] == experts[choice]
+                found[choice] = found[choice] + again.astype(jnp.int32)
+        self.fabric.barrier()
+        for expert, row in zip(experts, found, strict=True):
+            next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
+        self.fabric.barrier()  # the next token reads what this one has counted
+        owners = [
+            jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
+            for e, v in zip(experts, valid, strict=True)
+        ]
+        return [
+            [
+                jnp.where(owner == peer, row, _NOWHERE)
+                for owner, row in zip(owners, found, strict=True)
+            ]
+            for peer in peers
+        ]
+
+    def _place(self, rows, i):
+        """Where the i-th token goes first at a peer, given its rows there; or nowhere."""
+        del i
+        place = jnp.int32(_NOWHERE)
+        for row in reversed(rows):
+            place = jnp.where((row >= 0) & (row < self.capacity), row, place)
+        return place
 
     def _receive(
         self,
@@ -529,24 +596,35 @@ class _Dispatch:
                 first = jnp.where(place >= 0, place, first)
             slot = lax.rem(begun + i, jnp.int32(num_copies))
             plgpu.copy_gmem_to_smem(
-                fabric.mine(put_tokens).at[first],
-                copies.at[slot],
+                fabric.mine(put_tokens[0]).at[first],
+                copies[0].at[slot],
                 copy_full.at[slot],
                 oob_mode=fb.IN_BOUNDS,
             )
+            if self.wire_dtype is not None:
+                scales, ring = put_tokens[1], copies[1]
+                short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[slot])
+                short_copies.commit_group(fabric)
 
-        def finish(i, begun):
+        def finish(i, begun, count):
             slot = lax.rem(begun + i, jnp.int32(num_copies))
             plgpu.barrier_wait(copy_full.at[slot])
+            if self.wire_dtype is not None:
+                lax.cond(
+                    i + num_copies <= count,  # as many were begun after this one, but for the last
+                    lambda: short_copies.wait(fabric, num_copies - 1),
+                    lambda: short_copies.wait(fabric, 0),
+                )
             copied_from = step_copies[i, 0] >= 0
             for choice in range(1, top_k):
                 place = step_copies[i, choice]
-                fb.put_if(
-                    fabric,
-                    copied_from & (place >= 0),
-                    copies.at[slot],
-                    fabric.mine(tokens).at[place],
-                )
+                for part, ref in zip(copies, tokens, strict=True):
+                    fb.put_if(
+                        fabric,
+                        copied_from & (place >= 0),
+                        part.at[slot],
+                        fabric.mine(ref).at[place],
+                    )
                 copied_from = copied_from | (place >= 0)
             plgpu.commit_smem_to_gmem_group()
 
@@ -562,7 +640,7 @@ class _Dispatch:
                 return carry
 
             def copy_row(i, carry):
-                finish(i, begun)
+                finish(i, begun, count)
 
                 @pl.when(i + num_copies < count)
                 def _():
@@ -610,7 +688,8 @@ class _Dispatch:
     def _fill(self, tokens, *, zeros, block_ends, **_):
         plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
-        zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
+        for part in zeros:
+            part[...] = jnp.zeros(part.shape, part.dtype)
         plgpu.commit_smem()
 
         def fill_gap(begin, end):
@@ -619,10 +698,9 @@ class _Dispatch:
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
 
             def fill_row(i, carry):
-                plgpu.copy_smem_to_gmem(
-                    zeros.at[pl.ds(0, self.hidden)],
-                    self.fabric.mine(tokens).at[begin + block + i * num_blocks],
-                )
+                row = begin + block + i * num_blocks
+                for part, ref, (width, _) in zip(zeros, tokens, self.parts, strict=True):
+                    plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
                 return carry
 
             lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)

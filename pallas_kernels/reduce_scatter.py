@@ -26,4 +26,4 @@ def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         Tiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((size,), x.dtype)
-    return tiles.call(fabric, body, plan, [x], out_type, name="ep_reduce_scatter", puts=False)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_reduce_scatter", reads=True)

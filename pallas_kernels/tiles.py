@@ -137,16 +137,17 @@ def call(
     out_type: jax.ShapeDtypeStruct,
     *,
     name: str,
-    puts: bool,
+    reads: bool = False,
+    puts: bool = False,
 ) -> jax.Array:
     """Runs `body` on input and output refs; its blocks leave when their peers have finished.
 
-    `puts`: whether the body writes to other ranks, or only reads there.
+    `reads` and `puts`: whether the body reads other ranks' inputs, and writes to their outputs.
     """
 
     def run(*refs: Any, semaphores: Any, finished: Any) -> None:
         fabric.stage(0)
-        fabric.touch(*refs, semaphores)
+        fabric.touch(*(refs[:-1] if reads else ()), *(refs[-1:] if puts else ()), semaphores)
         body(*refs)
         fabric.stage(1)
         plgpu.barrier_arrive(finished)

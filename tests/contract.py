@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import expert_mesh
 
 import jax_ep
-from jax_ep import reference
+from jax_ep import reference, wire
 
 AXIS = "expert"
 Implementation = Literal["pallas", "xla"]
@@ -300,3 +300,14 @@ def assert_sum_close(
     assert np.all(difference <= tolerance + float(jnp.finfo(expected.dtype).tiny)), (
         f"{message}: off by {worst} more than rounding explains"
     )
+
+
+def after_the_wire(x: np.ndarray, implementation: str) -> np.ndarray:
+    """x [..., H] as float8_e4m3fn rows bring it.
+
+    The kernels compute what the reference does; XLA divides less exactly on GPUs.
+    """
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
+    if implementation == "pallas":
+        return reference.dequantize(*reference.quantize(x, dtype), x.dtype)
+    return np.asarray(jax.jit(lambda x: wire.dequantize(*wire.quantize(x, dtype), x.dtype))(x))

@@ -6,7 +6,8 @@ the other: the interpreter has no semaphores.
 `simulate` runs whole kernels, all ranks at once, rendezvous included (`Simulated`). There, the
 ranks are the blocks of a cluster, which the interpreter runs concurrently. Added to it are:
 
-  signals and waits between ranks; they carry vector clocks, so races between ranks are found too;
+  signals and waits between ranks; they carry vector clocks, so races between ranks are found too,
+  and which writes they make visible: none, if the kernel says that it wrote nothing;
   groups of copies out of shared memory, counted as the hardware counts them;
   bounds of every access, where the interpreter would pad, clip or wrap;
   errors of its own: two blocks of the grid that touch the same memory, a rank that leaves while a
@@ -97,7 +98,7 @@ class Simulated(fb.Stacked):
         _on_host(_Barrier())
 
     def signal(self, semaphores: Any, channel: int, *, wrote: bool = True) -> None:
-        _on_host(_Signal(channel, self.num_ranks))
+        _on_host(_Signal(channel, self.num_ranks, wrote))
 
     def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
         _on_host(_Wait(channel, self.num_ranks, what), count)
@@ -117,13 +118,19 @@ def interpret(function: Callable[[], Any]) -> Any:
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
         with mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr), _watchdog(None):
-            results = jax.tree.map(np.asarray, function())
+            results = _on_cpu(function)
         if gpu_callbacks.get_races().races_found:
             raise KernelError("a race: its two sides are printed above")
         return results
     finally:
         _compiled.clear()
         gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _on_cpu(function: Callable[[], Any]) -> Any:
+    """Its results as NumPy arrays. XLA for GPUs would drop roundings that the kernels make."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.tree.map(np.asarray, function())
 
 
 def simulate(function: Callable[[], Any]) -> Any:
@@ -135,7 +142,7 @@ def simulate(function: Callable[[], Any]) -> Any:
     try:
         with _changed_interpreter(simulation), _watchdog(simulation):
             try:
-                results = jax.tree.map(np.asarray, function())
+                results = _on_cpu(function)
             except Exception as error:  # of JAX's runtime, with ours as text
                 raise simulation.failure or error from None
     finally:
@@ -166,13 +173,16 @@ class _Barrier:
 class _Signal:
     channel: int
     num_ranks: int
+    wrote: bool
 
     def run(self, simulation: _Simulation, thread: Any) -> None:
         simulation.lanes.barrier(thread)
         clock = simulation.memory.incr_clock(thread)
         with simulation.changed:
+            visible = simulation.visible.after_signal(thread.block_id) if self.wrote else {}
             for rank in range(self.num_ranks):
-                simulation.signals[self.channel, rank, thread.block_id].append(clock)
+                signals = simulation.signals[self.channel, rank, thread.block_id]
+                signals.append((clock, visible))
             simulation.changed.notify_all()
 
 
@@ -197,7 +207,10 @@ class _Wait:
                     )
             if count > 0:
                 with memory.lock:
-                    memory.clocks[thread].update(signals[int(count) - 1])
+                    memory.clocks[thread].update(signals[int(count) - 1][0])
+                with simulation.changed:
+                    for _, visible in signals[: int(count)]:
+                        simulation.visible.wait(thread.block_id, visible)
         simulation.lanes.barrier(thread)
 
 
@@ -291,6 +304,52 @@ class _Lanes:
         here["written in"][...] = now
 
 
+class _Visible:
+    """Which writes of other ranks each rank may rely on: those before a signal that released them.
+
+    The clocks order all that a rank did before a signal. But a signal that says that its rank wrote
+    nothing, only read, may overtake writes.
+    """
+
+    def __init__(self) -> None:
+        self._writes = 0  # so far, of all ranks
+        self._upto: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        self._writers: dict[Any, np.ndarray] = {}  # of each element: rank, -1 for none
+        self._numbers: dict[Any, np.ndarray] = {}  # of each element: which write it was
+        self._remote: list[tuple[int, int, int, str]] = []  # owner, writer, number, what
+
+    def after_signal(self, rank: int) -> dict[int, int]:
+        """What a signal that releases the rank's writes makes visible."""
+        return {**self._upto[rank], rank: self._writes}
+
+    def wait(self, rank: int, visible: dict[int, int]) -> None:
+        for writer, upto in visible.items():
+            self._upto[rank][writer] = max(self._upto[rank].get(writer, 0), upto)
+
+    def access(self, rank: int, key: Any, shape: Any, access: Any, write: bool, what: str) -> None:
+        if key not in self._writers:
+            self._writers[key] = np.full(shape, -1, np.int64)
+            self._numbers[key] = np.zeros(shape, np.int64)
+        writers, numbers = self._writers[key][access.range], self._numbers[key][access.range]
+        for writer in set(np.unique(writers)) - {-1, rank}:
+            last = int(np.max(numbers, where=writers == writer, initial=0))
+            self._check(rank, writer, last, what)
+        if write:
+            self._writes += 1
+            self._writers[key][access.range] = rank
+            self._numbers[key][access.range] = self._writes
+            if access.range[0] != rank:
+                self._remote.append((access.range[0], rank, self._writes, what))
+
+    def finish(self) -> None:
+        for owner, writer, number, what in self._remote:
+            self._check(owner, writer, number, f"the end of rank {owner} after a {what}")
+
+    def _check(self, rank: int, writer: int, number: int, what: str) -> None:
+        if number > self._upto[rank].get(writer, 0):
+            raise KernelError(f"no signal has released rank {writer}'s writes before: {what}")
+
+
 class _Simulation:
     """The state of one run, and of the current block of the grid."""
 
@@ -304,10 +363,11 @@ class _Simulation:
         self._begin_block()
 
     def _begin_block(self) -> None:
-        # (channel, to rank, from rank) -> the clocks of the signals sent
+        # (channel, to rank, from rank) -> of the signals sent, the clocks and what was visible
         self.signals: dict[Any, list[Any]] = collections.defaultdict(list)
         self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
         self.lanes = _Lanes()
+        self.visible = _Visible()
         self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
         self.exit_clocks: dict[int, Any] = {}
 
@@ -339,6 +399,7 @@ class _Simulation:
                 self.remote_accesses.append((owner, clock, what))
             if self.reads_ahead(key, access, write):
                 return
+            self.visible.access(thread.block_id, key, shape, access, write, what)
             for table in (self.writers, self.readers):
                 table.setdefault(key, np.full(shape, -1, np.int32))
             touched = [self.writers[key][access.range]]
@@ -358,10 +419,11 @@ class _Simulation:
         accesses = list(self.remote_accesses)
         for (channel, owner, source), clocks in self.signals.items():
             what = f"signal on channel {channel} of rank {source}"
-            accesses += [(owner, clock.generic_clock, what) for clock in clocks]
+            accesses += [(owner, clock.generic_clock, what) for clock, _ in clocks]
         for owner, clock, what in accesses:
             if np.any(clock.clock > self.exit_clocks[owner].generic_clock.clock):
                 raise KernelError(f"rank {owner} may leave before this has ended: {what}")
+        self.visible.finish()
         self.block += 1
         self._begin_block()
 

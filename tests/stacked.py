@@ -14,6 +14,7 @@ from contract import Case, owned_rows, routing, small_integers, small_weights, w
 from jax_ep import reference, routes
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import dispatch as dispatch_kernel
+from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Fabric
 from pallas_kernels.plan import Plan
 
@@ -65,9 +66,9 @@ class Problem:
         shape = (self.num_ranks, self.num_tokens, self.hidden)
         return self._generator().standard_normal(shape).astype(jnp.dtype(self.dtype))
 
-    def dispatched(self, num_rows: int) -> list[reference.Dispatched]:
+    def dispatched(self, num_rows: int, x: np.ndarray | None = None) -> list[reference.Dispatched]:
         return reference.dispatch(
-            list(self.x),
+            list(self.x if x is None else x),
             list(self.topk_idx),
             num_experts=self.num_experts,
             capacity=num_rows,
@@ -78,6 +79,17 @@ class Problem:
     def tokens(self) -> np.ndarray:
         """[N, R, H]: what a dispatch of `x` gives."""
         return np.stack([d.tokens for d in self.dispatched(self.num_rows)])
+
+    @functools.cached_property
+    def quantized(self) -> tuple[np.ndarray, np.ndarray]:
+        """`x` as float8_e4m3fn [N, T, H], and the scales [N, T, H / 128]."""
+        return reference.quantize(self.x, jnp.dtype(jnp.float8_e4m3fn))
+
+    @functools.cached_property
+    def quantized_tokens(self) -> tuple[np.ndarray, ...]:
+        """[N, R, H] and [N, R, H / 128]: what a dispatch of `x` with a wire_dtype gives."""
+        sent = [self.dispatched(self.num_rows, part) for part in self.quantized]
+        return tuple(np.stack([d.tokens for d in part]) for part in sent)
 
     @functools.cached_property
     def rows(self) -> np.ndarray:
@@ -117,6 +129,22 @@ class Problem:
         return small_weights(self._generator(), self.topk_idx.shape, np.float32)
 
     @functools.cached_property
+    def dispatched_by_rank(self) -> list[reference.RankDispatched]:
+        """What a dispatch of `x` gives in the rank layout."""
+        weights = None if self.weights is None else list(self.weights)
+        return reference.rank_dispatch(
+            list(self.x), list(self.topk_idx), weights, num_experts=self.num_experts
+        )
+
+    @functools.cached_property
+    def sums(self) -> np.ndarray:
+        """[N, N, T, H]: as `y`, in the rank layout."""
+        shape = (self.num_ranks, self.num_ranks, self.num_tokens, self.hidden)
+        sums = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
+        local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
+        return with_nan_elsewhere(sums, (local >= 0).any(axis=-1))
+
+    @functools.cached_property
     def combined(self) -> np.ndarray:
         """[N, T, H]: what a combine of `y` gives."""
         sent = [d.routes for d in self.dispatched(self.num_rows)]
@@ -127,7 +155,7 @@ class Problem:
 # The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
 
 
-def dispatch(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "all") -> Any:
+def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """A call of the dispatch kernel: -> tokens, rows, counts, *layout."""
     counts = jax.vmap(lambda idx: routes.count_experts(idx, problem.num_experts))(
         jnp.asarray(problem.topk_idx)
@@ -141,11 +169,11 @@ def dispatch(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "all") -
         plan=plan,
         capacity=problem.num_rows,
         expert_alignment=problem.alignment,
-        stage=stage,
+        **options,
     )
 
 
-def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "all") -> Any:
+def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """A call of the dispatch kernel along known routes: -> tokens."""
     return functools.partial(
         dispatch_kernel.dispatch_like,
@@ -156,7 +184,7 @@ def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, stage: str = "al
         plan=plan,
         capacity=problem.num_rows,
         expert_alignment=problem.alignment,
-        stage=stage,
+        **options,
     )
 
 
@@ -172,4 +200,34 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **stage: Any) -> Any:
         plan=plan,
         num_experts=problem.num_experts,
         **stage,
+    )
+
+
+def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the dispatch kernel of the rank layout: -> tokens, local_topk_idx, weights."""
+    return functools.partial(
+        rank_dispatch_kernel.rank_dispatch,
+        jnp.asarray(problem.x),
+        jnp.asarray(problem.topk_idx),
+        None if problem.weights is None else jnp.asarray(problem.weights),
+        num_experts=problem.num_experts,
+        fabric=fabric,
+        plan=plan,
+        **options,
+    )
+
+
+def rank_combine(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
+    """A call of the combine kernel on partial sums by rank: -> out."""
+    received = problem.dispatched_by_rank
+    return functools.partial(
+        combine_kernel.combine,
+        jnp.asarray(problem.sums).reshape(problem.num_ranks, -1, problem.hidden),
+        None,
+        jnp.asarray(problem.topk_idx),
+        jnp.asarray(np.stack([r.local_topk_idx for r in received])),
+        fabric=fabric,
+        plan=plan,
+        num_experts=problem.num_experts,
+        by_rank=True,
     )

@@ -20,10 +20,10 @@ from jax_ep.primitives import pallas_unavailable_reason
 IMPLEMENTATIONS = ["xla"] if pallas_unavailable_reason() else ["xla", "pallas"]
 
 
-def make_work(num_ranks: int, dtype=jnp.float32, **kwargs) -> operations.Work:
+def make_work(num_ranks: int, dtype=jnp.float32, hidden=24, **kwargs) -> operations.Work:
     topk_idx = operations.uniform_routing(num_ranks * 6, 16, 3, seed=5)
     capacity = operations.rows_needed(topk_idx, num_ranks, 16, kwargs.get("expert_alignment", 1))
-    return operations.Work(topk_idx, num_ranks, 16, 24, jnp.dtype(dtype), capacity, **kwargs)
+    return operations.Work(topk_idx, num_ranks, 16, hidden, jnp.dtype(dtype), capacity, **kwargs)
 
 
 def run_step(part, num_ranks: int):
@@ -42,8 +42,39 @@ def test_an_operation_agrees_with_the_reference_and_only_then(name, num_ranks, i
 
     leaves, structure = jax.tree.flatten(outputs)
     spoiled = [np.array(leaf) for leaf in leaves]
-    spoiled[0][-1, 3, 1] += 0.01
+    spoiled[0][-1].reshape(-1, work.hidden)[3, 1] += 0.01
     with pytest.raises(AssertionError, match=f"1 of .* differ.*first at .{3}, 1."):
+        operation.check(state, jax.tree.unflatten(structure, spoiled))
+
+
+@pytest.mark.parametrize("name", operations.OPERATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("layout", "wire_dtype", "output"),
+    [
+        ("rank", None, "dequantized"),
+        ("rank", "float8_e4m3fn", "quantized"),
+        ("expert", "float8_e4m3fn", "dequantized"),
+        ("expert", "float8_e4m3fn", "quantized"),
+    ],
+)
+def test_so_does_it_in_another_layout_and_wire_dtype(
+    name, implementation, layout, wire_dtype, output
+):
+    if wire_dtype and name not in operations.QUANTIZED:
+        pytest.skip("cotangents are not quantized")
+    if wire_dtype and name == "combine" and implementation == "pallas":
+        pytest.skip("the kernel does not quantize sums")
+    num_ranks = min(4, len(jax.devices()))
+    wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
+    work = make_work(num_ranks, hidden=128, layout=layout, wire_dtype=wire_dtype, output=output)
+    operation = operations.make_operation(name, work, implementation, seed=1)
+    state, outputs = run_step(operation, num_ranks)
+    operation.check(state, outputs)
+    leaves, structure = jax.tree.flatten(outputs)
+    spoiled = [np.array(leaf) for leaf in leaves]
+    spoiled[-1 if name == "round_trip" else 0][0, 0] = 77
+    with pytest.raises(AssertionError, match="differ from the reference"):
         operation.check(state, jax.tree.unflatten(structure, spoiled))
 
 
@@ -168,16 +199,45 @@ def test_bench_measures_every_case_and_writes_them(tmp_path, capsys):
     assert [(row["op"], row["implementation"]) for row in rows] == [
         (op, implementation)
         for op in operations.OPERATIONS
+        if op not in operations.OF_RANK_LAYOUT
         for implementation in ("xla", "all_to_all")
+        if implementation == "xla" or op in operations.DIRECTIONS
     ]
     assert all(row["checked"] and row["wall"]["median_us"] > 0 for row in rows)
     assert files[1].read_bytes().startswith(b"\x89PNG")
     assert len(out.strip().splitlines()) >= 2 + len(rows)
 
 
+def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    status = jax_ep.cli.main([
+        "jax_ep", "bench", *ARGS, "--hidden=128", "--implementations=xla", "--baselines=",
+        "--ranks=1", "--iterations=10", "--ops=dispatch,combine_grad,group,ungroup",
+        "--layouts=expert,rank", "--wire_dtypes=none,float8_e4m3fn", "--output=quantized",
+        "--check", f"--json={file}",
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    assert status == 0, out
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["op"], row["layout"], row["wire_dtype"]) for row in rows] == [
+        ("dispatch", "expert", "none"),
+        ("dispatch", "expert", "float8_e4m3fn"),
+        ("dispatch", "rank", "none"),
+        ("dispatch", "rank", "float8_e4m3fn"),
+        ("combine_grad", "expert", "none"),
+        ("combine_grad", "rank", "none"),
+        ("group", "rank", "none"),
+        ("group", "rank", "float8_e4m3fn"),
+        ("ungroup", "rank", "none"),
+    ]
+    assert "layout" in out and "wire" in out
+
+
 @pytest.mark.parametrize(
     ("arg", "message"),
     [
+        ("--layouts=row", "--layouts: 'row' is not one of expert, rank"),
+        ("--wire_dtypes=int8", "--wire_dtypes: 'int8' is not one of none, float8_e4m3fn"),
         ("--ops=dance", "--ops: 'dance' is not one of dispatch"),
         ("--tokens=many", "--tokens: 'many'"),
         ("--ranks=4096", "--ranks: 4096 ranks"),

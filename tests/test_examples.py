@@ -71,6 +71,17 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
     return folder, output
 
 
+def test_float8_on_the_wire_trains_alike(tmp_path):
+    """Its 300 steps are in WORKSPACE_NOTES.md; here, that the flag works, and does something."""
+    losses = []
+    for name, flags in (("plain", []), ("float8", ["--wire_dtype=float8_e4m3fn"])):
+        path = tmp_path / f"{name}.jsonl"
+        train("--steps=12", "--d_model=128", f"--metrics_file={path}", *flags)
+        losses.append([record["loss"] for record in read_metrics(path)])
+    np.testing.assert_allclose(*losses, rtol=0.03)
+    assert losses[0] != losses[1]
+
+
 def test_training_learns_and_reports(uninterrupted):
     folder, output = uninterrupted
     metrics = read_metrics(folder / "metrics.jsonl")

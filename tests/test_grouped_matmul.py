@@ -166,8 +166,9 @@ def test_second_order_gradient():
 
         return jax.grad(squared, (0, 1))(lhs, rhs)
 
-    got = slope(lambda a, b: grouped_matmul(a, b, sizes))
-    for mine, want in zip(got, slope(loop), strict=True):
+    with jax.default_matmul_precision("highest"):
+        got, wanted = slope(lambda a, b: grouped_matmul(a, b, sizes)), slope(loop)
+    for mine, want in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, want, rtol=0, atol=100 * TOLERANCE["float32"])
 
 

@@ -116,6 +116,7 @@ def test_attributes_reach_the_core():
         "scale": 2.5,
         "capacity_factor": 1.25,
         "expert_alignment": 8,
+        "wire_dtype": jnp.float8_e4m3fn,
         "activation": jax.nn.gelu,
         "dtype": jnp.bfloat16,
         "expert_axis": ("a", "b"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -251,6 +252,33 @@ def test_bfloat16_compute_with_float32_parameters():
     assert_close(metrics, want_metrics)
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
     assert_close(grads, want_grads, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_tokens_in_float8_on_the_wire(num_ranks):
+    """As if the experts had got the tokens that arrive; gradients pass the rounding."""
+    hidden, mlp_dim = 256, 32
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, g = (jax.random.normal(key, (16, hidden)) for key in keys[:2])
+    shapes = moe.weight_shapes(E, hidden, mlp_dim, 0) | {"gate": (hidden, E)}
+    params = moe.MoEParams(**{
+        name: jax.random.normal(key, shape) / shape[-2] ** 0.5
+        for key, (name, shape) in zip(keys[2:], shapes.items(), strict=True)
+    })  # fmt: skip
+    with jax.set_mesh(expert_mesh(num_ranks)):
+
+        def results(wire_dtype):
+            config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
+            return jax.jit(jax.vjp, static_argnums=0)(
+                lambda x: moe.moe_layer(params, x, config)[0], x
+            )
+
+        (out, pull), (plain, plain_pull) = results(jnp.float8_e4m3fn), results(None)
+        grad, plain_grad = pull(g)[0], plain_pull(g)[0]
+    # The router sees the tokens as they are, so the choices are the same.
+    for got, want in ((out, plain), (grad, plain_grad)):
+        error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+        assert 0 < error < 0.1
 
 
 def test_dtype_none_promotes():

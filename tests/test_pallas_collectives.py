@@ -102,6 +102,7 @@ def test_sizes_that_cannot_be_are_refused():
 NORM_CASES = {
     # num_ranks, rows, hidden, padded, dtype, residual dtype, plan
     "one_rank": (1, 3, 1024, 1024, "float32", "float32", Plan(2, 2)),
+    "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", Plan(3, 2)),
     "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", Plan(2, 1)),
     "padded": (3, 2, 1000, 1024, "float32", "bfloat16", Plan(3, 2)),
     "tiles_of_warpgroups": (2, 2, 4096, 4096, "bfloat16", "bfloat16", Plan(1, 2)),
@@ -251,6 +252,15 @@ def test_a_plan_can_be_forced():
     assert f"tensor<{2 * 5}xi32>" not in lower(None)
 
 
+def test_plans_give_every_warpgroup_as_many_tiles():
+    for num_tiles in (1, 5, 64, 128, 300, 512, 1000, 2048, 10**5):
+        plan = pallas_collectives._plan(num_tiles * tile_length("bfloat16"), "bfloat16")
+        workers = plan.num_blocks * plan.num_warpgroups
+        rounds = -(-num_tiles // (workers * plan.num_vectors))
+        fewer = (plan.num_blocks - 1) * plan.num_warpgroups * plan.num_vectors * rounds
+        assert plan.num_blocks <= 132 and plan.num_warpgroups <= 4 and fewer < num_tiles
+
+
 # ------------------------------------------------------------------- on GPUs that are out of step
 
 
@@ -304,13 +314,15 @@ def test_nobody_leaves_early(name, num_ranks):
 
 @on_gpus
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+@pytest.mark.parametrize("num_blocks", [8, 24], ids=["three_rows", "one_row"])
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
+def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
     mesh, calls = expert_mesh(num_ranks), 6
     arrays = norm_operands(num_ranks, 24, 2048, 2048, "bfloat16", "float32")
     for delay in delays(num_ranks):
         fabric = fb.Mesh((AXIS,), (num_ranks,), 20.0, delay)
-        options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=Plan(8, 2))
+        plan = Plan(num_blocks, 2)
+        options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
 
         def loop(x, residual, scale, options=options):
             def call(_, results):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -203,10 +205,10 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
     def types(x, topk_idx, weights):
         params = dict(axis_name=("expert",), expert_alignment=2)
         options = dict(params, capacity=20)
-        tokens, rows, counts, layout = exchange.dispatch(x, topk_idx, num_experts=4, **options)
+        (tokens,), rows, counts, layout = exchange.dispatch(x, topk_idx, num_experts=4, **options)
         assert all(a.dtype == jnp.int32 for a in (rows, counts, *layout))
         route = Routes(topk_idx, rows, counts)
-        again = exchange.dispatch_like(x, route, **options)
+        (again,) = exchange.dispatch_like(x, route, **options)
         out = exchange.combine(tokens, weights, route, axis_name=("expert",))
         assert all(a.dtype == jnp.float32 for a in (tokens, again, out))
         return x
@@ -261,3 +263,21 @@ def test_settings_that_make_no_sense_are_refused(variable, value, monkeypatch):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=variable):
         lowered(Shapes(16, 64, 2, 8), "pallas", forward)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1), slice(2, 4)])
+def test_only_the_first_devices_in_their_order_are_served(order):
+    """Mosaic knows a peer by its number; where that is not its rank, None goes through XLA."""
+    devices = np.asarray(jax.devices()[:4])[order]
+    mesh = jax.sharding.Mesh(devices, ("expert",))
+    function = functools.partial(forward, Shapes(8, 64, 2, 8), None)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    rows = 8 * len(devices)
+    arrays = (
+        jax.ShapeDtypeStruct((rows, 64), jnp.float32),
+        jax.ShapeDtypeStruct((rows, 2), jnp.int32),
+        jax.ShapeDtypeStruct((rows, 2), jnp.float32),
+    )
+    text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert bool(kernels(text)) == (order == slice(None))

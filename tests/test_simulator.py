@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 import simulator
 from simulator import KernelError, Simulated, simulate, simulated, simulated_ranks
 from stacked import Problem, combine, dispatch
 
+from pallas_kernels import tiles
+from pallas_kernels.all_reduce import one_shot, two_shot
 from pallas_kernels.plan import Plan
+from pallas_kernels.tiles import tile_length
 
 PROBLEM = Problem(2, 4, 32, 2, 4, "skewed")
 PLAN = Plan(1, 3)
@@ -38,6 +42,11 @@ class Chatty(Simulated):
         super().signal(semaphores, channel)
 
 
+class Overtaking(Simulated):
+    def signal(self, semaphores, channel, *, wrote=True):
+        super().signal(semaphores, channel, wrote=False)
+
+
 @pytest.mark.parametrize("kernel", [dispatch, combine])
 def test_a_wait_that_does_not_wait_is_found(kernel):
     with pytest.raises(KernelError, match="a race|may leave before"):
@@ -53,6 +62,21 @@ def test_a_signal_that_is_never_sent_is_found(monkeypatch):
 def test_a_signal_too_many_is_found():
     with pytest.raises(KernelError, match="a race|may leave before"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Chatty)))
+
+
+@pytest.mark.parametrize("kernel", [dispatch, combine])
+def test_a_signal_that_may_overtake_writes_is_found(kernel):
+    with pytest.raises(KernelError, match="no signal has released rank"):
+        simulate(kernel(PROBLEM, PLAN, faulty(Overtaking)))
+
+
+def test_writes_need_no_reader_to_be_released():
+    """A peer's output is whole when it leaves; of what was only read, nothing is to be seen."""
+    x = jnp.ones((2, 2, tile_length("float32")))
+    collective = dict(fabric=faulty(Overtaking), plan=tiles.Plan(1, 1))
+    with pytest.raises(KernelError, match="no signal has released .* the end of rank"):
+        simulate(lambda: two_shot(x, **collective))
+    assert (simulate(lambda: one_shot(x[0], **collective)) == 2).all()
 
 
 def test_a_deadlock_within_a_rank_is_found(monkeypatch):

@@ -23,12 +23,15 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
+from jax_ep import wire
 from jax_ep.cli import command_flags, report
 from jax_ep.cli.baselines import AXIS, BASELINES, Case, unavailable_reason
 from jax_ep.cli.info import versions
 from jax_ep.cli.operations import (
     DIRECTIONS,
+    OF_RANK_LAYOUT,
     OPERATIONS,
+    QUANTIZED,
     Work,
     make_operation,
     rows_needed,
@@ -36,6 +39,8 @@ from jax_ep.cli.operations import (
 )
 from jax_ep.cli.timing import DEVICE_TIMERS, Loop, peer_copy_bandwidth
 from jax_ep.primitives import pallas_unavailable_reason
+
+WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in wire.DTYPES)
 
 FLAGS = command_flags()
 _here: dict[str, Any] = {"flag_values": FLAGS}
@@ -67,6 +72,22 @@ _IMPLEMENTATIONS = flags.DEFINE_list(
 _BASELINES = flags.DEFINE_list(
     "baselines", None, f"Default: all that run here ({', '.join(BASELINES)}).", **_here
 )
+_LAYOUTS = flags.DEFINE_list("layouts", ["expert"], "Of what is received: expert, rank.", **_here)
+_WIRE_DTYPES = flags.DEFINE_list(
+    "wire_dtypes",
+    ["none"],
+    f"Of rows on their way: none (as they are), {', '.join(WIRE_DTYPES)}. Of "
+    f"{', '.join(QUANTIZED)} only, and of combine with xla only; a round_trip quantizes its "
+    "dispatch alone.",
+    **_here,
+)
+_OUTPUT = flags.DEFINE_enum(
+    "output",
+    "dequantized",
+    ["dequantized", "quantized"],
+    "What a dispatch with a wire dtype hands out.",
+    **_here,
+)
 _CHECK = flags.DEFINE_boolean(
     "check", False, "Compare every element with jax_ep.reference before timing.", **_here
 )
@@ -95,14 +116,16 @@ def run() -> int:
     devices = jax.devices()
     ranks = wanted_ranks or [len(devices)]
     platform = devices[0].platform
-    cases = list(_cases(ranks, platform))
     _check_flags(ranks, platform)
+    cases = list(_cases(ranks, platform))
+    if not cases:
+        raise flags.Error("nothing to measure: see --wire_dtypes, which not every operation takes")
 
     bandwidth = peer_copy_bandwidth(devices) if max(ranks) > 1 else None
     rows: list[report.Row] = []
     measured: dict[str, dict[str, Any]] = {}
     for number, case in enumerate(cases, 1):
-        text = "{op}, {tokens} tokens, {ranks} ranks, {dtype}, {implementation}".format(**case)
+        text = report.name(case)
         progress(f"[{number}/{len(cases)}] {text}")
         program = _program(case)
         if program not in measured:
@@ -153,7 +176,10 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
     devices = jax.devices()[: case["ranks"]]
     work = make_work(case)
     plain = work.case()
-    row_bytes = case["hidden"] * jnp.dtype(case["dtype"]).itemsize
+    row_bytes = work.wire_row_bytes(quantized=False)
+    wire_row_bytes = work.wire_row_bytes(quantized=work.wire_dtype is not None)
+    if case["op"] == "round_trip":
+        row_bytes, wire_row_bytes = 2 * row_bytes, wire_row_bytes + row_bytes
     if case["implementation"] in BASELINES:
         direction = DIRECTIONS[case["op"]]
         baseline = BASELINES[case["implementation"]](plain, direction)
@@ -162,7 +188,7 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
     else:
         operation = make_operation(case["op"], work, case["implementation"], case["seed"])
         arrays, prepare, step = operation.arrays, operation.prepare, operation.step
-        wire_rows = plain.wire_rows()
+        wire_rows = 0.0 if case["op"] in OF_RANK_LAYOUT else plain.wire_rows()
     mesh = Mesh(np.asarray(devices), (AXIS,))
     loop = Loop(prepare, step, arrays, mesh, case["iterations"])
 
@@ -179,7 +205,7 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
         "checked": case["check"],
         "rows": float(np.sum(plain.routing >= 0)) / case["ranks"],
         "wire_rows": wire_rows,
-        "wire_bytes": wire_rows * row_bytes,
+        "wire_bytes": wire_rows * wire_row_bytes,
         "wall": {"median_us": wall.median, "low_us": wall.low, "high_us": wall.high},
         "device": None,
     }
@@ -203,8 +229,8 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
     seconds = microseconds * 1e-6
     result["logical_gb_per_s"] = result["rows"] * row_bytes / seconds / 1e9
     result["wire_gb_per_s"] = result["wire_bytes"] / seconds / 1e9
-    if bandwidth is not None and case["ranks"] > 1:
-        result["link_fraction"] = plain.wire_rows() * row_bytes / bandwidth / seconds
+    if bandwidth is not None and case["ranks"] > 1 and wire_rows:
+        result["link_fraction"] = plain.wire_rows() * wire_row_bytes / bandwidth / seconds
     return result
 
 
@@ -226,6 +252,9 @@ def make_work(case: dict[str, Any]) -> Work:
         jnp.dtype(case["dtype"]),
         capacity,
         case["expert_alignment"],
+        case["layout"],
+        None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"]),
+        "dequantized" if case["wire_dtype"] == "none" else case["output"],
     )
 
 
@@ -253,13 +282,13 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
         for dtype in _DTYPES.value:
             for num_tokens in tokens:
                 for op in _OPS.value:
-                    for implementation in [*implementations, *baselines]:
-                        yield {
+                    for way in _ways(op, implementations, baselines):
+                        yield way | {
                             "op": op,
                             "tokens": num_tokens,
                             "ranks": num_ranks,
                             "dtype": dtype,
-                            "implementation": implementation,
+                            "output": _OUTPUT.value,
                             "hidden": _HIDDEN.value or (7168 if on_gpu else 256),
                             "num_experts": _NUM_EXPERTS.value,
                             "top_k": _TOP_K.value,
@@ -273,12 +302,34 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
                         }
 
 
+def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator[dict[str, str]]:
+    """How an operation is done: every implementation in every layout; a baseline has none."""
+    for layout in _LAYOUTS.value:
+        if layout != "rank" and op in OF_RANK_LAYOUT:
+            continue
+        for wire_dtype in _WIRE_DTYPES.value:
+            for implementation in implementations:
+                if wire_dtype != "none":
+                    if op not in QUANTIZED or (op == "combine" and implementation == "pallas"):
+                        continue
+                yield {
+                    "layout": layout,
+                    "wire_dtype": wire_dtype,
+                    "implementation": implementation,
+                }
+    if op in DIRECTIONS:
+        for baseline in baselines:
+            yield {"layout": "expert", "wire_dtype": "none", "implementation": baseline}
+
+
 def _check_flags(ranks: list[int], platform: str) -> None:
     known = {
         "ops": (_OPS.value, OPERATIONS),
         "implementations": (_IMPLEMENTATIONS.value or [], ("pallas", "xla")),
         "baselines": (_BASELINES.value or [], BASELINES),
         "dtypes": (_DTYPES.value, ("bfloat16", "float16", "float32")),
+        "layouts": (_LAYOUTS.value, ("expert", "rank")),
+        "wire_dtypes": (_WIRE_DTYPES.value, ("none", *WIRE_DTYPES)),
     }
     for flag, (values, allowed) in known.items():
         for value in values:

@@ -16,7 +16,6 @@ import concurrent.futures
 import dataclasses
 import datetime
 import json
-import math
 import os
 import re
 import sys
@@ -122,8 +121,8 @@ class Case:
         rows = self.rows // self.ranks if self.op == "all_gather" else self.rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
-    def operands(self, mesh: Mesh) -> tuple[jax.Array, ...]:
-        """[N * B, ...] each, B rows to a rank; small numbers, so that float64 can judge."""
+    def operands(self, mesh: Mesh) -> Callable[[], tuple[jax.Array, ...]]:
+        """Makes [N * B, ...] each, B rows to a rank; small numbers, so that float64 can judge."""
         shapes: list[tuple[int, ...]] = [(self.ranks * self.x.shape[0], self.hidden)]
         if self.op == "all_reduce_rms_norm":
             shapes += [(self.rows, self.hidden), (self.hidden,)]
@@ -138,7 +137,7 @@ class Case:
             same = [jnp.concatenate([array] * self.ranks) for array in arrays[1:]]
             return (arrays[0], *same)
 
-        return jax.jit(make, out_shardings=sharding)()
+        return jax.jit(make, out_shardings=sharding).lower().compile()
 
     def step(self, algorithm: str) -> Callable[[Any], Any]:
         """What is timed, per rank."""
@@ -199,20 +198,19 @@ class _InPlaceLoop(Loop):
     In a loop over one operand XLA would copy it for every call, as programs seldom need it to.
     """
 
-    def _loop(self, state: Any, before: Callable[[jax.Array], jax.Array]) -> Any:
+    def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
         first, *others = state
 
         def body(_, carry):
             total, link = carry
-            total, link = jax.lax.optimization_barrier((total, before(link)))
+            total, link = jax.lax.optimization_barrier((total, link))
             total = jax.lax.psum(total, AXIS)
             out = []
             if others:
                 residual = primitives.add(total, others[0])
                 out = [primitives.rms_norm(residual, others[1], 1e-6, total.dtype), residual]
             total, *out = jax.lax.optimization_barrier((total, *out))
-            link += sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in out)
-            return total, link
+            return total, after(link, [total, *out])
 
         total, link = jax.lax.fori_loop(0, self.iterations, body, (first, jnp.float32(0)))
         return total.reshape(-1)[0], link
@@ -301,7 +299,7 @@ def write_table(
 ) -> None:
     """Merges the choices that the times imply into the table of a file, which may not exist yet.
 
-    An algorithm's time is the geometric mean of its wall time and its device time, if it has both.
+    Device times decide if every algorithm has them at every size, wall times if not.
     """
     merged: dict[str, Any] = {}
     if os.path.exists(path):
@@ -309,13 +307,17 @@ def write_table(
             merged = json.load(file)
     capability = getattr(devices[0], "compute_capability", None) or devices[0].platform
     for op, ranks in dict.fromkeys((record["op"], record["ranks"]) for record in records):
+        timed = [
+            record
+            for record in records
+            if (record["op"], record["ranks"]) == (op, ranks)
+            and record["column"] in MEASURED[op]  # neither another plan nor "auto"
+            and "wall" in record
+        ]
+        clock = "device" if all("device" in record for record in timed) else "wall"
         times: dict[int, dict[str, float]] = {}
-        for record in records:
-            named = record["column"] in MEASURED[op]  # neither another plan nor "auto"
-            if named and (record["op"], record["ranks"]) == (op, ranks) and "wall" in record:
-                both = [record[clock] for clock in ("wall", "device") if clock in record]
-                mean = math.prod(both) ** (1 / len(both))
-                times.setdefault(record["bytes"], {})[record["column"]] = mean
+        for record in timed:
+            times.setdefault(record["bytes"], {})[record["column"]] = record[clock]
         sizes = sorted(size for size, at_size in times.items() if "xla" in at_size)
         if not sizes:
             continue
@@ -324,6 +326,7 @@ def write_table(
             "machine": f"{len(devices)} x {devices[0].device_kind}",
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "jax": jax.__version__,
+            "clock": clock,
             "us": {
                 str(size): {name: round(us, 2) for name, us in times[size].items()}
                 for size in sizes
@@ -351,10 +354,12 @@ def _measure(
             return error
 
     _progress(f"{cases[0].op}, {cases[0].ranks} ranks: compiling")
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         work = []
-        for case in cases:
-            operands = case.operands(mesh)
+        for case, make in zip(
+            cases, pool.map(lambda case: case.operands(mesh), cases), strict=True
+        ):
+            operands = make()
             work += [
                 (case, column, pool.submit(build, case, column, operands)) for column in columns
             ]
@@ -370,7 +375,7 @@ def _measure(
             "hidden": case.hidden,
             "bytes": case.num_bytes,
             "column": column.name,
-            "auto": primitives.choose(case.op, None, case.x, case.ranks, on_gpu),
+            "auto": primitives.choose(case.op, None, case.x, case.ranks, _no_kernels(on_gpu)),
         }
         records.append(record)
         if time.monotonic() - started > _SECONDS.value:
@@ -384,7 +389,9 @@ def _measure(
             record["wall"] = loop.wall_time(_REPEATS.value).median
             if on_gpu and _TIMER.value != "none":
                 timers = reversed(DEVICE_TIMERS) if _TIMER.value == "auto" else [_TIMER.value]
-                record["device"] = loop.device_time(2, tuple(timers)).median
+                device = loop.device_time(2, tuple(timers))
+                record["device"] = device.median
+                record["kernels"] = {name: round(us, 2) for name, us in device.by_kernel.items()}
         except Exception as error:  # one that fails must not cost the others their results
             lines = str(error).strip().splitlines() or [""]
             record["error"] = f"{type(error).__name__}: {lines[0][:200]}"
@@ -399,16 +406,25 @@ def _columns(op: str, case: Case, on_gpu: bool) -> list[Column]:
         serving = [
             name
             for name in MEASURED[op]
-            if primitives.unavailable_reason(op, name, case.x, on_gpu) is None
+            if primitives.unavailable_reason(op, name, case.x, _no_kernels(on_gpu)) is None
         ]
     else:
         serving = [name for name in names if name in primitives.ALGORITHMS[op]]
     columns = [Column(name) for name in serving if case.ranks > 1 or name == "xla"]
-    plans = [Plan(*map(int, text.split("x"))) for text in _PLANS.value or []]
+    plans = [_plan(text) for text in _PLANS.value or []]
     kernels = [column for column in columns if column.algorithm not in ("xla", "multimem")]
     for plan in plans:
         columns += [Column(kernel.algorithm, plan) for kernel in kernels]
     return columns
+
+
+def _no_kernels(on_gpu: bool) -> str | None:
+    return None if on_gpu else "the devices here are no GPUs"
+
+
+def _plan(text: str) -> Plan:
+    num_blocks, num_warpgroups, num_vectors = map(int, text.split("x"))
+    return Plan(num_blocks, num_warpgroups, num_vectors)
 
 
 def _check_flags(ranks: Sequence[int]) -> None:

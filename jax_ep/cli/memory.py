@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
+import jax.numpy as jnp
 from absl import flags
 
-from jax_ep import memory
+from jax_ep import memory, wire
 from jax_ep.cli import command_flags
 
 FLAGS = command_flags()
@@ -38,7 +40,7 @@ def run() -> int:
 
 def collect() -> dict[str, Any]:
     """Everything that `memory` prints, as JSON-serializable values; sizes in bytes per rank."""
-    model = {
+    model: dict[str, Any] = {
         "num_tokens": _TOKENS.value,
         "hidden": _HIDDEN.value,
         "num_experts": _NUM_EXPERTS.value,
@@ -46,19 +48,33 @@ def collect() -> dict[str, Any]:
         "num_ranks": _RANKS.value,
     }
     here = []
-    for implementation in memory.IMPLEMENTATIONS:
-        for operation in memory.OPERATIONS:
+    ways = itertools.product(memory.IMPLEMENTATIONS, memory.LAYOUTS, memory.OPERATIONS, _wires())
+    for implementation, layout, operation, wire_dtype in ways:
+        if wire_dtype is not None and (operation, implementation) == ("combine", "pallas"):
+            continue
+        outputs = ["dequantized"]
+        if operation == "dispatch" and wire_dtype is not None:
+            outputs.append("quantized")
+        for output in outputs:
+            way: dict[str, Any] = {
+                "operation": operation,
+                "implementation": implementation,
+                "layout": layout,
+                "wire_dtype": wire_dtype,
+                "output": output,
+            }
             buffers = memory.workspace_bytes(
-                operation,
-                implementation,  # type: ignore[arg-type]
-                dtype=_DTYPE.value,
-                capacity=_CAPACITY.value,
-                **model,
+                **way, dtype=_DTYPE.value, capacity=_CAPACITY.value, **model
             )
-            here.append(
-                {"operation": operation, "implementation": implementation, "buffers": buffers}
-            )
+            here.append(way | {"buffers": buffers})
     return {"model": model, "here": here, "others": memory.other_libraries(**model)}
+
+
+def _wires() -> list[str | None]:
+    """The wire dtypes that rows of this length can take."""
+    if _HIDDEN.value % wire.BLOCK:
+        return [None]
+    return [None, *(jnp.dtype(dtype).name for dtype in wire.DTYPES)]
 
 
 def render(facts: dict[str, Any]) -> str:
@@ -70,11 +86,15 @@ def render(facts: dict[str, Any]) -> str:
     ]
     for use in facts["here"]:
         buffers = use["buffers"]
-        name = f"{use['operation']}, {use['implementation']}"
+        name = f"{use['operation']}, {use['implementation']}, by {use['layout']}"
+        if use["wire_dtype"] is not None:
+            name += f", {use['wire_dtype']}"
+        if use["output"] == "quantized":
+            name += " kept"
         parts = ", ".join(f"{part} {_mib(size)}" for part, size in buffers.items())
-        lines.append(f"{name:<24}{_mib(sum(buffers.values())):>10}   {parts}")
+        lines.append(f"{name:<46}{_mib(sum(buffers.values())):>10}   {parts}")
     lines += ["", "Low-latency buffers of other libraries, by their formulas"]
-    lines += [f"{name:<24}{_mib(size):>10}" for name, size in facts["others"].items()]
+    lines += [f"{name:<46}{_mib(size):>10}" for name, size in facts["others"].items()]
     return "\n".join(lines)
 
 

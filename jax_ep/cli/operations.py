@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import combine, dispatch, reference
+from jax_ep import combine, dispatch, group_by_expert, reference, sum_by_token, wire
 from jax_ep.cli.baselines import AXIS, Case, random_rows, rank_seeds
 
 Array = np.ndarray[Any, Any]
@@ -25,6 +25,9 @@ class Work:
       dtype: of the rows.
       capacity: R; None: dropless.
       expert_alignment: of the expert blocks, in rows.
+      layout: "expert" or "rank".
+      wire_dtype: of the rows on their way, or None for their own.
+      output: of a dispatch with a wire_dtype: "dequantized" or "quantized".
     """
 
     topk_idx: Array
@@ -34,6 +37,9 @@ class Work:
     dtype: Any
     capacity: int | None
     expert_alignment: int = 1
+    layout: str = "expert"
+    wire_dtype: Any = None
+    output: str = "dequantized"
 
     @property
     def num_tokens(self) -> int:
@@ -49,6 +55,17 @@ class Work:
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
         return [received.routes for received in self._reference_dispatch(nothing, topk_idx)]
+
+    def wire_row_bytes(self, quantized: bool) -> int:
+        """Of a row on its way, quantized or not."""
+        return wire.row_bytes(self.hidden, self.dtype, self.wire_dtype if quantized else None)
+
+    def received(self, x=None) -> list[reference.RankDispatched]:
+        """What a dispatch of x into the rank layout gives, by `jax_ep.reference`."""
+        if x is None:
+            x = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
+        topk_idx = np.split(self.topk_idx, self.num_ranks)
+        return reference.rank_dispatch(x, topk_idx, num_experts=self.num_experts)
 
     def _reference_dispatch(self, x, topk_idx):
         return reference.dispatch(
@@ -96,15 +113,20 @@ def make_operation(name: str, work: Work, implementation: str, seed: int) -> Ope
 
 
 def _dispatcher(work: Work, implementation: Any) -> Callable[..., Any]:
+    options: dict[str, Any] = {"layout": "rank"}
+    if work.layout == "expert":
+        options = {"capacity": work.capacity, "expert_alignment": work.expert_alignment}
+
     def call(x, topk_idx):
-        return dispatch(
+        return dispatch(  # type: ignore[call-overload]
             x,
             topk_idx,
             num_experts=work.num_experts,
             axis_name=AXIS,
-            capacity=work.capacity,
-            expert_alignment=work.expert_alignment,
+            wire_dtype=work.wire_dtype,
+            output=work.output,
             implementation=implementation,
+            **options,
         )
 
     return call
@@ -117,12 +139,30 @@ def _dispatch(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Ope
         return random_rows(seed, (work.num_tokens, work.hidden), work.dtype), topk_idx
 
     def check(state, out):
-        wanted = work._reference_dispatch(*state)
-        for name in ("tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed"):
-            for rank, received in enumerate(wanted):
-                _agree(getattr(out, name)[rank], getattr(received, name), f"{name} of rank {rank}")
+        _check_dispatched(work, state, out)
 
     return Operation(arrays, prepare, lambda state: call(*state), check)
+
+
+def _check_dispatched(work: Work, state: Any, out: Any) -> None:
+    x, topk_idx = state
+    names: tuple[str, ...]
+    wanted: Sequence[Any]
+    if work.layout == "rank":
+        names, wanted = ("local_topk_idx",), work.received(x)
+    else:
+        names = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
+        wanted = work._reference_dispatch(x, topk_idx)
+    tolerance = 0.0
+    tokens = out.tokens
+    if work.wire_dtype is not None:  # of values below 1
+        tolerance = 2.0**-4 + float(jax.numpy.finfo(work.dtype).eps)
+    if out.scales is not None:
+        tokens = reference.dequantize(np.asarray(tokens), np.asarray(out.scales), np.float32)
+    for rank, received in enumerate(wanted):
+        _agree(tokens[rank], received.tokens, f"tokens of rank {rank}", tolerance)
+        for name in names:
+            _agree(getattr(out, name)[rank], getattr(received, name), f"{name} of rank {rank}")
 
 
 def _combine(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
@@ -132,15 +172,107 @@ def _combine(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Oper
         x = random_rows(seed, (work.num_tokens, work.hidden), work.dtype)
         received = call(x, topk_idx)
         y = random_rows(seed + 1, received.tokens.shape, work.dtype)
-        return y, received.handle, _random_weights(seed + 2, topk_idx.shape)
+        return y, received.handle, _weights(work, seed + 2, topk_idx.shape)
 
     def step(state):
-        return combine(*state, implementation=implementation)
+        return combine(*state, wire_dtype=work.wire_dtype, implementation=implementation)
 
     def check(state, out):
         y, _, weights = state
+        _check_combined(work, y, weights, out, quantized=work.wire_dtype is not None)
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _check_combined(work: Work, y: Any, weights: Any, out: Any, quantized: bool) -> None:
+    magnitude = 1.0
+    if work.layout == "rank":
+        magnitude = min(work.num_ranks, work.topk_idx.shape[1])
+        wanted = reference.rank_combine(y, [r.local_topk_idx for r in work.received()])
+    else:
         wanted = reference.combine(y, work.routes(), weights)
-        _agree_all(out, wanted, "out", _tolerance(work, 1.0))
+    # Half a step of e4m3 of each rank's sum.
+    tolerance = _tolerance(work, magnitude) + (2.0**-4 * magnitude if quantized else 0.0)
+    _agree_all(out, wanted, "out", tolerance)
+
+
+def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    """A dispatch, and a combine of ready rows along its routes: a layer without its experts."""
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        x = random_rows(seed, (work.num_tokens, work.hidden), work.dtype)
+        shape = jax.eval_shape(call, x, topk_idx).tokens.shape
+        y = random_rows(seed + 1, shape, work.dtype)
+        return x, topk_idx, y, _weights(work, seed + 2, topk_idx.shape)
+
+    def step(state):
+        x, topk_idx, y, weights = state
+        received = call(x, topk_idx)
+        return received, combine(y, received.handle, weights, implementation=implementation)
+
+    def check(state, outputs):
+        x, topk_idx, y, weights = state
+        received, out = outputs
+        _check_dispatched(work, (x, topk_idx), received)
+        _check_combined(work, y, weights, out, quantized=False)
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    """From what a dispatch gave in the rank layout to the blocks of the experts; all local."""
+    work = dataclasses.replace(work, layout="rank")
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        return call(random_rows(seed, (work.num_tokens, work.hidden), work.dtype), topk_idx)
+
+    def step(received):
+        return group_by_expert(
+            received,
+            capacity=work.capacity,
+            expert_alignment=work.expert_alignment,
+            implementation=None if received.scales is not None else implementation,
+        )
+
+    def check(received, out):
+        names = ("tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed")
+        per_rank = work.num_experts // work.num_ranks
+        for rank, tokens in enumerate(np.asarray(received.tokens)):
+            (wanted,) = reference.dispatch(
+                [tokens.reshape(-1, work.hidden)],
+                [np.asarray(received.local_topk_idx)[rank].reshape(-1, work.topk_idx.shape[1])],
+                num_experts=per_rank,
+                capacity=work.capacity,
+                expert_alignment=work.expert_alignment,
+            )
+            for name in names:
+                _agree(getattr(out, name)[rank], getattr(wanted, name), f"{name} of rank {rank}")
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    """From the blocks of the experts to the sums that a combine takes in the rank layout."""
+    group = _group(dataclasses.replace(work, wire_dtype=None), implementation, arrays)
+
+    def prepare(seed, topk_idx):
+        received = group.prepare(seed, topk_idx)
+        grouped = group.step(received)
+        return random_rows(seed + 1, grouped.tokens.shape, work.dtype), grouped, received
+
+    def step(state):
+        return sum_by_token(*state, implementation=implementation)
+
+    def check(state, out):
+        y, grouped, received = state
+        for rank, rows in enumerate(np.asarray(grouped.handle.routes.rows)):
+            # [N * T, K]: one rank's, since the exchange was among one.
+            routes = reference.Routes(np.zeros_like(rows[0]), rows[0], len(y[rank]))
+            (wanted,) = reference.combine([np.asarray(y[rank])], [routes], None)
+            got = np.asarray(out[rank]).reshape(wanted.shape)
+            _agree(got, wanted, f"sums of rank {rank}", _tolerance(work, work.topk_idx.shape[1]))
 
     return Operation(arrays, prepare, step, check)
 
@@ -160,7 +292,10 @@ def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -
 
     def check(state, out):
         _, g = state
-        wanted = reference.dispatch_grad(g, work.routes())
+        if work.layout == "rank":
+            wanted = reference.rank_combine(g, [r.local_topk_idx for r in work.received()])
+        else:
+            wanted = reference.dispatch_grad(g, work.routes())
         _agree_all(out, wanted, "dx", _tolerance(work, work.topk_idx.shape[1]))
 
     return Operation(arrays, prepare, step, check)
@@ -181,6 +316,9 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 
     def check(state, out):
         _, g, y, weights = state
+        if work.layout == "rank":
+            _agree_all(out[0], [r.tokens for r in work.received(g)], "dy", 0.0)
+            return
         wanted_dy, wanted_dweights = reference.combine_grad(g, y, work.routes(), weights)
         assert wanted_dweights is not None
         dy, dweights = out
@@ -194,8 +332,11 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "dispatch": _dispatch,
     "combine": _combine,
+    "round_trip": _round_trip,
     "dispatch_grad": _dispatch_grad,
     "combine_grad": _combine_grad,
+    "group": _group,
+    "ungroup": _ungroup,
 }
 # Which way an operation's rows travel: what a baseline beside it must do.
 DIRECTIONS = {
@@ -206,7 +347,15 @@ DIRECTIONS = {
 }
 
 
-def _random_weights(seed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+# Operations that a wire_dtype changes: cotangents travel as they are.
+QUANTIZED = ("dispatch", "combine", "round_trip", "group")
+# Those of the rank layout alone.
+OF_RANK_LAYOUT = ("group", "ungroup")
+
+
+def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
+    if work.layout == "rank":  # the experts' side has weighed
+        return None
     weights = random_rows(seed, shape, np.float32) + 1.5
     return weights / weights.sum(axis=-1, keepdims=True)
 

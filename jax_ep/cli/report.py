@@ -12,6 +12,8 @@ _COLUMNS = (
     ("tokens", "tokens"),
     ("ranks", "ranks"),
     ("dtype", "dtype"),
+    ("layout", "layout"),
+    ("wire", "wire_dtype"),
     ("implementation", "implementation"),
     ("device us", "device_us"),
     ("slowest", "slowest_us"),
@@ -23,15 +25,18 @@ _COLUMNS = (
     ("of link", "link_fraction"),
     ("vs ragged", "speedup_over_ragged"),
 )
+_DEFAULTS = {"layout": "expert", "wire_dtype": "none"}
+_TEXT = ("op", "dtype", "layout", "wire_dtype", "implementation")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Fixed-width text; a column that is empty in every row is left out."""
+    """Fixed-width text; a column that says nothing in any row is left out."""
     cells = [[_cell(row, key) for _, key in _COLUMNS] for row in rows]
-    kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
+    nothing = [("", _DEFAULTS.get(key, "")) for _, key in _COLUMNS]
+    kept = [i for i in range(len(_COLUMNS)) if any(line[i] not in nothing[i] for line in cells)]
     lines = [[_COLUMNS[i][0] for i in kept], *([line[i] for i in kept] for line in cells)]
-    out = aligned(lines, [_COLUMNS[i][1] in ("op", "dtype", "implementation") for i in kept])
-    failures = [f"{_name(row)}: {row['error']}" for row in rows if row.get("error")]
+    out = aligned(lines, [_COLUMNS[i][1] in _TEXT for i in kept])
+    failures = [f"{name(row)}: {row['error']}" for row in rows if row.get("error")]
     blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
     failures += [f"no device time: {error}" for error in blind]
     return "\n".join(out + ([""] + failures if failures else []))
@@ -65,7 +70,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     for axis, operation in zip(axes[0], operations, strict=True):
         lines: dict[str, list[tuple[int, float]]] = {}
         for row in (row for row in measured if row["op"] == operation):
-            label = f"{row['implementation']}, {row['ranks']} ranks, {row['dtype']}"
+            label = ", ".join([f"{row['ranks']} ranks", row["dtype"], *_way(row)])
             lines.setdefault(label, []).append((row["tokens"], row["wall"]["median_us"]))
         for label, points in lines.items():
             tokens, times = zip(*sorted(points), strict=True)
@@ -106,8 +111,13 @@ def _cell(row: Row, key: str) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _name(row: Row) -> str:
-    return (
-        f"{row['op']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['dtype']}, "
-        f"{row['implementation']}"
-    )
+def name(row: Row) -> str:
+    """The case that a row is of."""
+    case = f"{row['op']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['dtype']}"
+    return ", ".join([case, *_way(row)])
+
+
+def _way(row: Row) -> list[str]:
+    """The implementation, and what else is not as usual."""
+    unusual = [row[key] for key, usual in _DEFAULTS.items() if row.get(key, usual) != usual]
+    return [*unusual, row["implementation"]]

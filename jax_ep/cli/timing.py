@@ -5,7 +5,7 @@ of it, left out of it, or run beside the next iteration.
 
 A loop of short calls is bound by the host, which launches them on one device after the other, and
 the kernels of the first devices wait for the last. That is part of the wall time, and not of the
-device time: there, a kernel that only waits runs before each call, and the host gets ahead.
+device time: there, a kernel that only waits runs after each call, and the host gets ahead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels import ptx
 
 Kernel = tuple[str, float]  # name, microseconds
 DEVICE_TIMERS = ("trace", "cupti")
-SPACER = "spacer"  # the kernel that waits before each call
+SPACER = "spacer"  # the kernel that waits after each call
 SPACER_MICROSECONDS = 250
 
 
@@ -87,12 +87,12 @@ class Loop:
         self.compiled = self._compile(spaced=False)
 
     def _compile(self, spaced: bool) -> Any:
-        before = _wait_on_device if spaced else lambda link: link
-        loop = self._per_rank(lambda state: self._loop(state, before))
+        after = _wait_on_device if spaced else _add_up
+        loop = self._per_rank(lambda state: self._loop(state, after))
         return jax.jit(loop).lower(self.state).compile()
 
-    def _loop(self, state: Any, before: Callable[[jax.Array], jax.Array]) -> Any:
-        """The loop on one rank; `before(link)` runs before each call."""
+    def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
+        """The loop on one rank; `after(link, results)`, the next link, runs after each call."""
         step = self._step_on_rank
         # XLA for GPUs keeps barriers until everything is scheduled, so outputs behind one are
         # whole. XLA for CPUs drops them early: there the loop has to carry the outputs.
@@ -100,10 +100,9 @@ class Loop:
 
         def body(_, carry):
             link, out = carry
-            state_now, link, _ = lax.optimization_barrier((state, before(link), out))
+            state_now, link, _ = lax.optimization_barrier((state, link, out))
             out = lax.optimization_barrier(step(state_now))
-            leaves = [leaf for leaf in jax.tree.leaves(out) if leaf.size]
-            link += sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves) * 1e-6
+            link = after(link, [leaf for leaf in jax.tree.leaves(out) if leaf.size])
             return link, out if carry_outputs else None
 
         nothing = jax.tree.map(
@@ -130,7 +129,7 @@ class Loop:
     ) -> DeviceTime:
         """The first of `timers` that works here; RuntimeError, with every reason, if none does.
 
-        `spaced`: whether a wait comes before each call, which calls of a few milliseconds can do
+        `spaced`: whether a wait comes after each call, which calls of a few milliseconds can do
         without.
         """
         calls, failures = repeats * self.iterations, []
@@ -190,15 +189,19 @@ class Loop:
         return launches
 
 
-def _wait_on_device(link: jax.Array) -> jax.Array:
-    def wait(link_ref, out_ref):
+def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
+    return link + sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in results) * 1e-6
+
+
+def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
+    def wait(link_ref, *refs):
         ptx.pause(SPACER_MICROSECONDS * 1000)
-        out_ref[0] = link_ref[0]
+        refs[-1][0] = link_ref[0]
 
     options = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     out_type = jax.ShapeDtypeStruct((1,), link.dtype)
     kernel = plgpu.kernel(wait, out_type=out_type, compiler_params=options, kernel_name=SPACER)
-    return kernel(link.reshape(1)).reshape(())
+    return kernel(link.reshape(1), *(leaf.reshape(-1) for leaf in results)).reshape(())
 
 
 def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:

@@ -1,0 +1,131 @@
+"""Rows that the kernels quantize: the arithmetic on GPUs, the rest in Pallas' GPU interpreter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract import assert_bitwise_equal, random_bits
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from simulator import simulate, simulated, simulated_ranks
+from stacked import Problem, dispatch, dispatch_like, rank_dispatch
+
+from jax_ep import reference
+from jax_ep.primitives import pallas_unavailable_reason
+from pallas_kernels import fabric as fb
+from pallas_kernels import quantize
+from pallas_kernels.plan import Plan
+
+WIRE = jnp.float8_e4m3fn
+CASES = {
+    "one_rank": (Problem(1, 3, 512, 2, 4), Plan(1, 2)),
+    "half": (Problem(2, 5, 1024, 4, 4, "one_rank", "bfloat16"), Plan(2, 3, 2, step_tokens=3)),
+    "four_ranks": (Problem(4, 3, 512, 2, 8, "skewed", "float16"), Plan(1, 3)),
+    "two_slots": (Problem(2, 6, 512, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_slots=1)),
+    "lag_of_none": (Problem(2, 5, 512, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_slots=1)),
+    "one_expert": (
+        Problem(2, 4, 512, 6, 4, "one_expert", "bfloat16"),
+        Plan(1, 3, 1, step_tokens=4, num_copy_slots=3),
+    ),
+    "repeated": (Problem(2, 4, 512, 4, 4, "repeated", alignment=4), Plan(1, 3, step_tokens=2)),
+    "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), Plan(2, 3, step_tokens=2)),
+    "empty": (Problem(2, 3, 512, 4, 4, "empty", "float16", capacity=4), Plan(1, 3)),
+}
+
+
+def assert_same_parts(received, expected):
+    for part, wanted, name in zip(received, expected, ("rows", "scales"), strict=True):
+        assert_bitwise_equal(part.reshape(wanted.shape), wanted, name)
+
+
+@simulated
+@pytest.mark.parametrize("case", CASES)
+def test_dispatch(case):
+    problem, plan = CASES[case]
+    fabric = simulated_ranks(problem.num_ranks)
+    received, rows, counts, *_ = simulate(dispatch(problem, plan, fabric, wire_dtype=WIRE))
+    assert_same_parts(received, problem.quantized_tokens)
+    np.testing.assert_array_equal(rows, problem.rows, "rows")
+    np.testing.assert_array_equal(counts, problem.counts, "counts")
+
+
+@simulated
+@pytest.mark.parametrize("case", ["half", "one_expert", "overflow"])
+def test_dispatch_like(case):
+    problem, plan = CASES[case]
+    fabric = simulated_ranks(problem.num_ranks)
+    received = simulate(dispatch_like(problem, plan, fabric, wire_dtype=WIRE))
+    assert_same_parts(received, problem.quantized_tokens)
+
+
+@simulated
+@pytest.mark.parametrize("case", ["one_rank", "half", "two_slots", "lag_of_none", "empty"])
+def test_rank_dispatch(case):
+    problem, plan = CASES[case]
+    fabric = simulated_ranks(problem.num_ranks)
+    received, local, _ = simulate(rank_dispatch(problem, plan, fabric, wire_dtype=WIRE))
+    expected = [
+        reference.rank_dispatch(list(part), list(problem.topk_idx), num_experts=problem.num_experts)
+        for part in problem.quantized
+    ]
+    assert_same_parts(received, [np.stack([r.tokens for r in part]) for part in expected])
+    assert_bitwise_equal(local, np.stack([r.local_topk_idx for r in expected[0]]))
+
+
+def quantize_rows(x: jax.Array) -> list[jax.Array]:
+    """[T, H] -> rows and scales, a block of the grid to a row."""
+    hidden = x.shape[1]
+
+    def kernel(x_ref, values_ref, scales_ref, wide, values, scales, full):
+        row = lax.axis_index("block")
+        plgpu.copy_gmem_to_smem(x_ref.at[row], wide, full, oob_mode=fb.IN_BOUNDS)
+        plgpu.barrier_wait(full)
+        quantize.quantize_row(fb.Mesh((), ()), wide, values, scales)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(values, values_ref.at[row])
+        plgpu.copy_smem_to_gmem(scales, scales_ref.at[row])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(x.shape, WIRE),
+            jax.ShapeDtypeStruct((x.shape[0], hidden // quantize.BLOCK), jnp.float32),
+        ],
+        grid=(x.shape[0],),
+        grid_names=("block",),
+        scratch_types=[
+            plgpu.SMEM((hidden,), x.dtype),
+            plgpu.SMEM((hidden,), WIRE),
+            plgpu.SMEM((hidden // quantize.BLOCK,), jnp.float32),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(x)
+
+
+@pytest.mark.skipif(
+    pallas_unavailable_reason() is not None, reason=pallas_unavailable_reason() or ""
+)
+@pytest.mark.parametrize("hidden", [512, 7168])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_arithmetic_is_that_of_the_reference(dtype, hidden):
+    x = random_bits(np.random.default_rng(0), (64, hidden), dtype).copy()
+    x[1], x[2, ::2], x[3, 5:9] = 0, jnp.finfo(dtype).max, [np.nan, np.inf, -np.inf, -0.0]
+    values, scales = (np.asarray(part) for part in jax.jit(quantize_rows)(x))
+    expected_values, expected_scales = reference.quantize(x, values.dtype)
+    np.testing.assert_array_equal(scales, expected_scales)
+    nan = np.isnan(expected_values.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(values.astype(np.float32)), nan)
+    assert_bitwise_equal(np.where(nan, 0, values), np.where(nan, 0, expected_values))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_arithmetic_lowers(dtype):
+    shape = jax.ShapeDtypeStruct((4, 7168), dtype)
+    text = jax.jit(quantize_rows).trace(shape).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
