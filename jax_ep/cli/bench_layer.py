@@ -197,7 +197,7 @@ def measure_shape(
 
     rows: list[report.Row] = []
     expected: dict[str, tuple[str, Any]] = {}  # by direction: whose, and what
-    with ThreadPoolExecutor(max_workers=4) as pool:
+    with ThreadPoolExecutor(max_workers=len(cases)) as pool:
         futures = [pool.submit(build, case) for case in cases]
         for future in futures:  # compiled side by side, but timed alone
             future.exception()
