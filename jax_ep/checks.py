@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,3 +32,14 @@ def check_array(name: str, array: jax.Array, ndim: int, kind: type, shape: str) 
         raise ValueError(f"{name} must have rank {ndim}, {shape}, but has shape {array.shape}.")
     if not jnp.issubdtype(array.dtype, kind):
         raise TypeError(f"{name} must be {kind.__name__} {shape}, but has dtype {array.dtype}.")
+
+
+def check_integer(name: str, value: int, least: int = 1) -> int:
+    """A static integer of at least `least`; a traced value or a float is none."""
+    try:
+        value = operator.index(value)
+    except Exception as error:
+        raise TypeError(f"{name} must be a static integer, but is {value!r}.") from error
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, but is {value}.")
+    return value

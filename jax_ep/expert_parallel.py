@@ -186,7 +186,8 @@ def dispatch(
             f"x and topk_idx must not be empty, but have shapes {x.shape} and {topk_idx.shape}; "
             "a rank with nothing to send passes rows of -1."
         )
-    if num_experts < 1 or num_experts % num_ranks:
+    num_experts = checks.check_integer("num_experts", num_experts)
+    if num_experts % num_ranks:
         raise ValueError(
             f"num_experts must be a positive multiple of the {num_ranks} ranks along "
             f"{axis_name}, but is {num_experts}."
@@ -220,17 +221,13 @@ def dispatch(
             'topk_weights is an argument of dispatch only with layout="rank"; with "expert", give '
             "the weights to combine."
         )
-    if expert_alignment < 1:
-        raise ValueError(f"expert_alignment must be at least 1, but is {expert_alignment}.")
+    expert_alignment = checks.check_integer("expert_alignment", expert_alignment)
     if capacity is None:
         num_tokens, top_k = topk_idx.shape
         capacity = routes.dropless_capacity(
             num_ranks, num_tokens, top_k, num_experts // num_ranks, expert_alignment
         )
-    if capacity < 1:
-        raise ValueError(
-            f"capacity must be at least 1 row, but is {capacity}; None holds any routing."
-        )
+    capacity = checks.check_integer("capacity", capacity)
     chosen = primitives.choose_implementations(
         implementation,
         x,
@@ -241,16 +238,16 @@ def dispatch(
     )
     config = _Config(
         axis_name,
-        int(capacity),
-        int(num_experts),
-        int(expert_alignment),
+        capacity,
+        num_experts,
+        expert_alignment,
         *chosen,
         wire_dtype,
         grad_wire_dtype,
         output == "quantized",
     )
     (x,) = primitives.vary_alike((x,), axis_name)
-    tokens, scales, route, blocks = _dispatch(config, x, topk_idx.astype(jnp.int32))
+    tokens, scales, route, blocks = _dispatch(config, x, routes.expert_ids(topk_idx, num_experts))
     handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
     return Dispatched(tokens, *blocks, handle, scales)
 

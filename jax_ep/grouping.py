@@ -38,7 +38,12 @@ def group_by_expert(
     Returns:
       A `Dispatched`, bit for bit that of the expert layout; but its handle is local, for
       `sum_by_token`. Differentiable in `received.tokens`, unless they are quantized.
+
+    Raises:
+      TypeError: `received` is not of the rank layout.
+      ValueError: as `dispatch` does.
     """
+    _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
     flat = (num_ranks * num_tokens, -1)
     grouped = dispatch(
@@ -76,10 +81,29 @@ def sum_by_token(
     Returns:
       [N, T, H'], y's dtype, summed in float32 in the order of the choices and rounded once.
       Differentiable in y and the weights.
+
+    Raises:
+      TypeError: `received` is not of the rank layout.
+      ValueError: `grouped` is not of `received`, or as `combine` does.
     """
+    _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
+    rows, expected = grouped.handle.routes.rows, (1, num_ranks * num_tokens, top_k)
+    if grouped.handle.axis_name or rows.shape != expected:
+        raise ValueError(
+            f"grouped must be what group_by_expert makes of received, with routes of shape "
+            f"{expected} over no axis, but has {rows.shape} over {grouped.handle.axis_name}."
+        )
     weights = received.topk_weights
     if weights is not None:
         weights = weights.reshape(-1, top_k)
     sums = combine(y, grouped.handle, weights, implementation=implementation)
-    return sums.reshape(num_ranks, num_tokens, -1)
+    return sums.reshape(num_ranks, num_tokens, y.shape[1])
+
+
+def _check_received(received: RankDispatched) -> None:
+    if not isinstance(received, RankDispatched):
+        raise TypeError(
+            'received must be of a dispatch(layout="rank"), a RankDispatched, but is a '
+            f"{type(received).__name__}."
+        )

@@ -72,14 +72,18 @@ def lowering_unavailable_reason(
     """Why no kernel between the ranks of an axis can serve in the program that is being lowered."""
     if "cuda" not in (ctx.platforms or ctx.module_context.platforms):
         return "it needs NVIDIA GPUs, and this program is compiled for another platform"
+    is_here = jax.default_backend() == "gpu"  # else this lowers for a machine that is not
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    if isinstance(mesh, jax.sharding.Mesh) and math.prod(mesh.shape[a] for a in axis_name) > 1:
-        ids = [device.id for device in mesh.devices.flat]
-        if ids != list(range(len(ids))):
-            return f"it needs a mesh of the first devices in their order, and here it is of {ids}"
-    if jax.default_backend() != "gpu":
-        return None  # this lowers for a machine that is not here
-    return pallas_unavailable_reason()
+    if mesh is not None and math.prod(mesh.shape[name] for name in axis_name) > 1:
+        if isinstance(mesh, jax.sharding.Mesh):
+            ids = [device.id for device in mesh.devices.flat]
+            if ids != list(range(len(ids))):
+                return (
+                    f"it needs a mesh of the first devices in their order, and here it is of {ids}"
+                )
+        elif is_here:
+            return "it needs to know the devices' order, and shard_map was given an abstract mesh"
+    return pallas_unavailable_reason() if is_here else None
 
 
 def choose_implementation(
@@ -110,7 +114,10 @@ def choose_implementation(
         payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts, sent_as
     )
     if sums_as is not None:
-        reason = f"its combine sends sums in the dtype of the rows alone, not as {sums_as}"
+        reason = reason or (
+            f"it sends the sums of a combine, and of the gradient of a dispatch, in the rows' own "
+            f"dtype alone, not as {sums_as} (wire_dtype of combine, grad_wire_dtype of dispatch)"
+        )
     if implementation is None:
         return None if reason is None else "xla"
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ep import checks, primitives, wire
+from jax_ep import checks, primitives, routes, wire
 from jax_ep.primitives import Implementation
 from jax_ep.routes import RankRoutes
 
@@ -62,7 +62,8 @@ class RankDispatched:
       topk_weights: [N, T, K], the dtype they were given in: their weights, zero where
         local_topk_idx is -1; None if none were given.
       handle: the routes, for `combine` and `dispatch_like`.
-      scales: [N, T, H / 128] float32 where `output="quantized"` was asked for, else None.
+      scales: [N, T, H / 128] float32 where `output="quantized"` was asked for, else None. With it
+        neither tokens nor topk_weights have a gradient.
     """
 
     tokens: jax.Array
@@ -106,7 +107,8 @@ def dispatch(
         **wire.uses("x", wire_dtype, grad_wire_dtype),
     )
     config = _Config(axis_name, num_experts, *chosen, wire_dtype, grad_wire_dtype, quantized)
-    tokens, scales, route, weights = _dispatch(config, x, topk_idx.astype(jnp.int32), weights)
+    topk_idx = routes.expert_ids(topk_idx, num_experts)
+    tokens, scales, route, weights = _dispatch(config, x, topk_idx, weights)
     if weights is not None and topk_weights is not None:
         weights = weights.astype(topk_weights.dtype)
     handle = RankHandle(route, axis_name, num_experts)

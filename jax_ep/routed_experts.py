@@ -18,7 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_ep import primitives
+from jax_ep import checks, primitives
 from jax_ep.expert_mlp import Activation, backward, check_operands, forward
 from jax_ep.expert_parallel import Dispatched, Handle, Implementation, combine, dispatch_like
 from jax_ep.grouped_matmul import Implementation as MatmulImplementation
@@ -67,6 +67,7 @@ def routed_experts(
     """
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     check_operands(tokens, wi_0, wi_1, wo, group_sizes, matmul_implementation)
+    checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     operands = (tokens, wi_0, wi_1, wo, topk_weights.astype(jnp.float32), group_sizes)
     config = _Config(activation, implementation, matmul_implementation)
     return _routed_experts(config, *primitives.vary_alike(operands, handle.axis_name), handle)

@@ -53,6 +53,13 @@ def dropless_capacity(
     return max(1, -(-rows // expert_alignment)) * expert_alignment
 
 
+def expert_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """[T, K] integers -> int32, with no expert where a wider integer names none."""
+    if topk_idx.dtype.itemsize > 4:
+        topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
+    return topk_idx.astype(jnp.int32)
+
+
 def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     """Counts this rank's choices of each expert, and each choice's place among them.
 

@@ -93,7 +93,7 @@ def _split(x: jax.Array, count: int) -> list[jax.Array]:
     for _ in range(count):
         part = lax.reduce_precision(x, 8, 7)  # XLA may skip a cast there and back, but not this
         parts.append(part.astype(jnp.bfloat16))
-        x = x - part
+        x = jnp.where(jnp.isfinite(part), x - part, 0)  # of infinity nothing is left, not NaN
     return parts
 
 

@@ -842,6 +842,9 @@ def _zeros(*shape: int, dtype: str = "float32") -> Any:
         ({"topk_idx": ((4, 2), "int32")}, [r"\btopk_idx\b", r"\b5\b", r"\b4\b"]),
         ({"capacity": 0}, [r"\bcapacity\b", r"\b0\b"]),
         ({"capacity": -3}, [r"\bcapacity\b", "-3"]),
+        ({"capacity": 2.5}, [r"\bcapacity\b", r"2\.5", "integer"]),
+        ({"num_experts": 0}, [r"\bnum_experts\b", r"\b0\b"]),
+        ({"num_experts": 4.0}, [r"\bnum_experts\b", r"4\.0", "integer"]),
         ({"expert_alignment": 0}, [r"\bexpert_alignment\b", r"\b0\b"]),
         ({"implementation": "nccl"}, [r"\bimplementation\b", "nccl", "xla", "pallas"]),
         ({"axis_name": "nowhere"}, [r"\baxis_name\b", "nowhere", r"jax\.shard_map"]),
@@ -954,3 +957,19 @@ def test_a_named_implementation_never_falls_back(function: str):
     with pytest.raises(ERRORS) as error:
         _trace(call)
     _assert_message(error, r"\bimplementation\b", "pallas", r"cannot serve here: \w+")
+
+
+def test_a_wide_integer_names_no_other_expert(implementation: Implementation):
+    """What a cast to 32 bits would make an expert of is none."""
+    with jax.enable_x64(True):
+        topk_idx = np.array([[0, 2**32], [-(2**32) + 1, 3]])
+
+        def counts(topk_idx: Any) -> Any:
+            x = jnp.ones((2, 64), jnp.float32)
+            options: dict[str, Any] = dict(num_experts=4, axis_name=AXIS)
+            return jax_ep.dispatch(
+                x, topk_idx, implementation=implementation, **options
+            ).expert_counts
+
+        got = jax.jit(per_rank(counts, 1))(topk_idx[None])
+    np.testing.assert_array_equal(got[0], [1, 0, 0, 1])

@@ -281,3 +281,13 @@ def test_only_the_first_devices_in_their_order_are_served(order):
     )
     text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert bool(kernels(text)) == (order == slice(None))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
+@pytest.mark.parametrize("gpus_are_here", [True, False])
+def test_an_abstract_mesh_hides_the_devices_order(gpus_are_here, monkeypatch):
+    """Where the program is to run, rows might go to other ranks than they are meant for."""
+    if gpus_are_here:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr("jax_ep.primitives.pallas_unavailable_reason", lambda *_: None)
+    assert bool(kernels(lowered(Shapes(8, 64, 2, 8), None, forward))) != gpus_are_here

@@ -386,3 +386,21 @@ def test_a_handle_of_other_ranks_is_refused():
 def _raises(call: Any, message: str, num_ranks: int = 1) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         jax.make_jaxpr(per_rank(call, num_ranks))(np.zeros((num_ranks, 1), np.float32))
+
+
+def test_grouping_refuses_what_is_not_of_the_rank_layout():
+    def on_rank(_: Any) -> Any:
+        x, topk_idx = jnp.ones((4, 8)), jnp.zeros((4, 2), jnp.int32)
+        options: dict[str, Any] = dict(num_experts=2, axis_name="expert")
+        expert = jax_ep.dispatch(x, topk_idx, **options)
+        received = jax_ep.dispatch(x, topk_idx, layout="rank", **options)
+        grouped = jax_ep.group_by_expert(received)
+        with pytest.raises(TypeError, match='received must be of a dispatch.layout="rank".'):
+            jax_ep.group_by_expert(expert)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="received must be"):
+            jax_ep.sum_by_token(grouped.tokens, grouped, expert)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="grouped must be what group_by_expert makes"):
+            jax_ep.sum_by_token(expert.tokens, expert, received)
+        return x
+
+    jax.make_jaxpr(per_rank(on_rank, 1))(np.zeros((1, 1), np.float32))

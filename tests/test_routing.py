@@ -77,6 +77,13 @@ def test_logits_are_those_of_float32(dtype, gate_dtype):
         assert norm_error(got, want) < (1e-5 if like.dtype == jnp.float32 else 3e-3)
 
 
+def test_logits_of_an_infinite_gate_are_infinite():
+    gate = jnp.array([[jnp.inf, 1.0, -jnp.inf]])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        logits = routing.router_logits(jnp.full((2, 1), 2, dtype), gate)
+        np.testing.assert_array_equal(logits, np.array([[np.inf, 2, -np.inf]] * 2))
+
+
 def test_logits_of_bfloat16_are_bfloat16_products():
     x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
     gate = jax.ShapeDtypeStruct((512, 64), jnp.float32)
