@@ -192,10 +192,7 @@ def dispatch(
             f"num_experts must be a positive multiple of the {num_ranks} ranks along "
             f"{axis_name}, but is {num_experts}."
         )
-    if output not in ("dequantized", "quantized"):
-        raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
-    if output == "quantized" and wire_dtype is None:
-        raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
+    wire.check_output(output, wire_dtype)
     if layout not in ("expert", "rank"):
         raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
     wire_dtype, grad_wire_dtype = wire.both_checked("x", x, wire_dtype, grad_wire_dtype)

@@ -15,7 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jax_ep import pallas_exchange, routes, wire
+from jax_ep import checks, pallas_exchange, routes, wire
 from pallas_kernels.plan import LANES, Tiling, Window, align_up
 
 Operation = Literal["dispatch", "combine"]
@@ -61,7 +61,7 @@ def workspace_bytes(
       top_k: K.
       num_ranks: N.
       dtype: of the rows.
-      capacity: R, as given to `dispatch`; N·T in the rank layout.
+      capacity: R, as given to `dispatch`; it does not matter in the rank layout, which has N·T rows.
       layout: of `dispatch`.
       wire_dtype: of the operation.
       output: of a dispatch with a wire_dtype; "pallas" writes a quantized one where it belongs.
@@ -70,6 +70,9 @@ def workspace_bytes(
       ValueError: an argument does not fit; the message names it.
     """
     _check(operation, implementation, layout, num_experts, num_ranks)
+    sizes = dict(num_tokens=num_tokens, hidden=hidden, top_k=top_k)
+    for name, size in sizes.items():
+        checks.check_integer(name, size)
     if layout == "rank":
         capacity = num_ranks * num_tokens
     if capacity is None:
@@ -78,6 +81,7 @@ def workspace_bytes(
         )
     row = jax.ShapeDtypeStruct((hidden,), dtype)
     wire_dtype = wire.checked("hidden", row, wire_dtype)
+    wire.check_output(output, wire_dtype)
     if wire_dtype is not None:
         if (operation, implementation) == ("combine", "pallas"):
             raise ValueError('implementation="pallas" combines without a wire_dtype only.')

@@ -79,6 +79,13 @@ def both_checked(
     )
 
 
+def check_output(output: str, wire_dtype: jnp.dtype | None) -> None:
+    if output not in ("dequantized", "quantized"):
+        raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
+    if output == "quantized" and wire_dtype is None:
+        raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
+
+
 def uses(
     name: Literal["x", "y"], wire_dtype: jnp.dtype | None, grad_wire_dtype: jnp.dtype | None
 ) -> dict[str, Any]:

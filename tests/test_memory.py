@@ -249,6 +249,9 @@ def test_other_libraries_hold_what_they_say():
         (dict(wire_dtype="int8"), "wire_dtype must be None or float8_e4m3fn"),
         (dict(wire_dtype="float8_e4m3fn", hidden=200), "hidden has 200 columns"),
         (dict(implementation="nccl"), "implementation must be one of .* 'nccl'"),
+        (dict(output="bits"), "output must be .* 'bits'"),
+        (dict(output="quantized"), 'output="quantized" needs a wire_dtype'),
+        (dict(num_tokens=0), "num_tokens must be at least 1, but is 0"),
         (dict(num_ranks=7), "num_experts must be a positive multiple of num_ranks.* 256 for 7"),
     ],
 )
