@@ -61,7 +61,7 @@ def workspace_bytes(
       top_k: K.
       num_ranks: N.
       dtype: of the rows.
-      capacity: R, as given to `dispatch`; it does not matter in the rank layout, which has N·T rows.
+      capacity: R, as given to `dispatch`; of no matter in the rank layout, which has N·T rows.
       layout: of `dispatch`.
       wire_dtype: of the operation.
       output: of a dispatch with a wire_dtype; "pallas" writes a quantized one where it belongs.

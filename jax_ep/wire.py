@@ -79,7 +79,7 @@ def both_checked(
     )
 
 
-def check_output(output: str, wire_dtype: jnp.dtype | None) -> None:
+def check_output(output: str, wire_dtype: jax.typing.DTypeLike | None) -> None:
     if output not in ("dequantized", "quantized"):
         raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
     if output == "quantized" and wire_dtype is None:
