@@ -251,7 +251,7 @@ def rank_dispatch(
         here = (topk_idx >= rank * num_local) & (topk_idx < (rank + 1) * num_local)
         local = np.where(here, topk_idx - rank * num_local, -1).astype(np.int32)
         x = np.stack(x_per_rank)
-        tokens = np.where(here.any(axis=-1)[..., None], x, np.zeros((), x.dtype))
+        tokens = np.where(here.any(axis=-1, keepdims=True), x, np.zeros((), x.dtype))
         weights = None
         if topk_weights_per_rank is not None:
             all_weights = np.stack(topk_weights_per_rank)
