@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -258,14 +257,3 @@ def _batch_rms_norm(*_: Any, **__: Any) -> Any:
 
 
 batching.primitive_batchers[ep_all_reduce_rms_norm_p] = _batch_rms_norm
-
-
-def num_ranks_along(axis_name: AxisName) -> int:
-    """N; ValueError where the axes are not bound."""
-    try:
-        return int(np.prod([lax.axis_size(name) for name in axis_name], initial=1))
-    except NameError as error:
-        raise ValueError(
-            f"axis_name {axis_name} is not bound here: call this inside jax.shard_map over "
-            f"{axis_name}."
-        ) from error

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep import checks
 from jax_ep import collective_primitives as primitives
 from jax_ep.collective_primitives import ALGORITHMS, Algorithm
 from jax_ep.primitives import vary_alike
@@ -139,7 +140,7 @@ def all_reduce_rms_norm(
       ValueError, TypeError: as for `all_reduce`.
     """
     axes = _as_axes(axis_name)
-    num_ranks = primitives.num_ranks_along(axes)
+    num_ranks = checks.num_ranks(axes)
     for name, array in (("x", x), ("residual", residual), ("scale", scale)):
         _check_floating(name, array)
     if x.ndim < 1 or residual.shape != x.shape or scale.shape != x.shape[-1:]:
@@ -192,7 +193,7 @@ def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
 
 def _collective(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm) -> jax.Array:
     axes = _as_axes(axis_name)
-    num_ranks = primitives.num_ranks_along(axes)
+    num_ranks = checks.num_ranks(axes)
     _check_floating("x", x)
     if op != "all_reduce" and x.ndim == 0:
         raise ValueError(f"{op} works along the first axis of x, but x is a scalar.")

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import checks, primitives, rank_layout, routes, wire
 from jax_ep.checks import AxisName
+from jax_ep.exchange import Exchange
 from jax_ep.primitives import Implementation
 from jax_ep.rank_layout import RankDispatched, RankHandle
 from jax_ep.routes import Layout, Routes
@@ -195,7 +196,6 @@ def dispatch(
     wire.check_output(output, wire_dtype)
     if layout not in ("expert", "rank"):
         raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
-    wire_dtype, grad_wire_dtype = wire.both_checked("x", x, wire_dtype, grad_wire_dtype)
     if layout == "rank":
         if capacity is not None or expert_alignment != 1:
             raise ValueError(
@@ -206,7 +206,7 @@ def dispatch(
             x,
             topk_idx,
             topk_weights,
-            num_experts=int(num_experts),
+            num_experts=num_experts,
             axis_name=axis_name,
             wire_dtype=wire_dtype,
             grad_wire_dtype=grad_wire_dtype,
@@ -225,23 +225,18 @@ def dispatch(
             num_ranks, num_tokens, top_k, num_experts // num_ranks, expert_alignment
         )
     capacity = checks.check_integer("capacity", capacity)
-    chosen = primitives.choose_implementations(
-        implementation,
+    config = _Exchange.of(
+        "x",
         x,
-        axis_name=axis_name,
         top_k=topk_idx.shape[1],
+        axis_name=axis_name,
         num_experts=num_experts,
-        **wire.uses("x", wire_dtype, grad_wire_dtype),
-    )
-    config = _Config(
-        axis_name,
-        capacity,
-        num_experts,
-        expert_alignment,
-        *chosen,
-        wire_dtype,
-        grad_wire_dtype,
-        output == "quantized",
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+        implementation=implementation,
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=grad_wire_dtype,
+        quantized=output == "quantized",
     )
     (x,) = primitives.vary_alike((x,), axis_name)
     tokens, scales, route, blocks = _dispatch(config, x, routes.expert_ids(topk_idx, num_experts))
@@ -302,7 +297,7 @@ def combine(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "
             f"{handle.capacity}, but y has shape {y.shape}."
         )
-    config = _Config.of(handle, implementation, "y", y, wire_dtype, grad_wire_dtype)
+    config = _along(handle, "y", y, implementation, wire_dtype, grad_wire_dtype)
     if topk_weights is None:
         (y,) = primitives.vary_alike((y,), axis_name)
         return _combine(config, y, handle.routes)
@@ -354,69 +349,38 @@ def dispatch_like(
             f"x must have one row for each of the {handle.rows.shape[1]} tokens of the handle's "
             f"dispatch and at least one column, but has shape {x.shape}."
         )
-    config = _Config.of(handle, implementation, "x", x, wire_dtype, grad_wire_dtype)
+    config = _along(handle, "x", x, implementation, wire_dtype, grad_wire_dtype)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Config:
-    """The static arguments of an exchange."""
-
-    axis_name: tuple[str, ...]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Exchange(Exchange):
     capacity: int
-    num_experts: int
     expert_alignment: int
-    implementation: Implementation
-    implementation_of_cotangents: Implementation
-    wire_dtype: jnp.dtype | None = None
-    grad_wire_dtype: jnp.dtype | None = None
-    quantized: bool = False  # whether rows are handed out as they came
 
-    @classmethod
-    def of(
-        cls,
-        handle: Handle,
-        implementation: Implementation,
-        name: Literal["x", "y"],
-        rows: jax.Array,
-        wire_dtype: jax.typing.DTypeLike | None,
-        grad_wire_dtype: jax.typing.DTypeLike | None,
-    ) -> _Config:
-        """Of rows "x" to be sent, or "y" to be summed; checks the dtypes."""
-        wire_dtypes = wire.both_checked(name, rows, wire_dtype, grad_wire_dtype)
-        chosen = primitives.choose_implementations(
-            implementation,
-            rows,
-            axis_name=handle.axis_name,
-            top_k=handle.rows.shape[2],
-            num_experts=handle.num_experts,
-            **wire.uses(name, *wire_dtypes),
-        )
-        return cls(
-            handle.axis_name,
-            handle.capacity,
-            handle.num_experts,
-            handle.expert_alignment,
-            *chosen,
-            *wire_dtypes,
-        )
 
-    @property
-    def exchange(self) -> dict[str, Any]:
-        """The parameters of the primitives."""
-        names = ("axis_name", "capacity", "num_experts", "expert_alignment", "implementation")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def of_cotangents(self) -> _Config:
-        return dataclasses.replace(
-            self,
-            implementation=self.implementation_of_cotangents,
-            wire_dtype=self.grad_wire_dtype,
-            grad_wire_dtype=None,
-            quantized=False,
-        )
+def _along(
+    handle: Handle,
+    name: Literal["x", "y"],
+    rows: jax.Array,
+    implementation: Implementation,
+    wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
+) -> _Exchange:
+    """The exchange of other rows along the routes of a dispatch: see `Exchange.of`."""
+    return _Exchange.of(
+        name,
+        rows,
+        top_k=handle.rows.shape[2],
+        axis_name=handle.axis_name,
+        num_experts=handle.num_experts,
+        capacity=handle.capacity,
+        expert_alignment=handle.expert_alignment,
+        implementation=implementation,
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=grad_wire_dtype,
+    )
 
 
 # The custom gradients. dispatch and combine are each other's transposes, so each one's backward
@@ -425,10 +389,10 @@ class _Config:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(
-    config: _Config, x: jax.Array, topk_idx: jax.Array
+    config: _Exchange, x: jax.Array, topk_idx: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, Routes, Layout]:
     received, route, blocks = primitives.dispatch(
-        x, topk_idx, wire_dtype=config.wire_dtype, **config.exchange
+        x, topk_idx, wire_dtype=config.wire_dtype, **config.parameters
     )
     return *wire.handed_out(received, x.dtype, config.quantized), route, blocks
 
@@ -448,8 +412,8 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch_like(config: _Config, x: jax.Array, route: Routes) -> jax.Array:
-    received = primitives.dispatch_like(x, route, wire_dtype=config.wire_dtype, **config.exchange)
+def _dispatch_like(config: _Exchange, x: jax.Array, route: Routes) -> jax.Array:
+    received = primitives.dispatch_like(x, route, wire_dtype=config.wire_dtype, **config.parameters)
     return wire.handed_out(received, x.dtype, False)[0]
 
 
@@ -460,8 +424,8 @@ _dispatch_like.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(config: _Config, y: jax.Array, route: Routes) -> jax.Array:
-    return primitives.combine(y, None, route, wire_dtype=config.wire_dtype, **config.exchange)
+def _combine(config: _Exchange, y: jax.Array, route: Routes) -> jax.Array:
+    return primitives.combine(y, None, route, wire_dtype=config.wire_dtype, **config.parameters)
 
 
 _combine.defvjp(
@@ -472,9 +436,9 @@ _combine.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighted_combine(
-    config: _Config, y: jax.Array, weights: jax.Array, route: Routes
+    config: _Exchange, y: jax.Array, weights: jax.Array, route: Routes
 ) -> jax.Array:
-    return primitives.combine(y, weights, route, wire_dtype=config.wire_dtype, **config.exchange)
+    return primitives.combine(y, weights, route, wire_dtype=config.wire_dtype, **config.parameters)
 
 
 def _weighted_combine_fwd(config, y, weights, route):
@@ -485,7 +449,7 @@ def _weighted_combine_bwd(config, residuals, g):
     y, weights, route = residuals
     config = config.of_cotangents
     dy, dweights = primitives.combine_grad(
-        g, weights, y, route, wire_dtype=config.wire_dtype, **config.exchange
+        g, weights, y, route, wire_dtype=config.wire_dtype, **config.parameters
     )
     return dy, dweights, None
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import checks, primitives, routes, wire
+from jax_ep.exchange import Exchange
 from jax_ep.primitives import Implementation
 from jax_ep.routes import RankRoutes
 
@@ -80,8 +81,8 @@ def dispatch(
     *,
     num_experts: int,
     axis_name: tuple[str, ...],
-    wire_dtype: jnp.dtype | None,
-    grad_wire_dtype: jnp.dtype | None,
+    wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
     quantized: bool,
     implementation: Implementation,
 ) -> RankDispatched:
@@ -98,15 +99,17 @@ def dispatch(
         x, weights = primitives.vary_alike((x, weights), axis_name)
     else:
         (x,) = primitives.vary_alike((x,), axis_name)
-    chosen = primitives.choose_implementations(
-        implementation,
+    config = Exchange.of(
+        "x",
         x,
-        axis_name=axis_name,
         top_k=topk_idx.shape[1] * (1 if weights is None else 2),  # words of a token's list
+        axis_name=axis_name,
         num_experts=num_experts,
-        **wire.uses("x", wire_dtype, grad_wire_dtype),
+        implementation=implementation,
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=grad_wire_dtype,
+        quantized=quantized,
     )
-    config = _Config(axis_name, num_experts, *chosen, wire_dtype, grad_wire_dtype, quantized)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
     tokens, scales, route, weights = _dispatch(config, x, topk_idx, weights)
     if weights is not None and topk_weights is not None:
@@ -137,7 +140,7 @@ def combine(
             "topk_weights must be None in the rank layout, whose y is summed over a token's "
             "choices already: give them to dispatch, and weigh with RankDispatched.topk_weights."
         )
-    config = _Config.of(handle, implementation, "y", y, wire_dtype, grad_wire_dtype)
+    config = _along(handle, "y", y, implementation, wire_dtype, grad_wire_dtype)
     (y,) = primitives.vary_alike((y,), handle.axis_name)
     return _combine(config, y, handle.routes)
 
@@ -158,61 +161,30 @@ def dispatch_like(
             f"x must have one row for each of the {handle.shape[1]} tokens of the handle's "
             f"dispatch and at least one column, but has shape {x.shape}."
         )
-    config = _Config.of(handle, implementation, "x", x, wire_dtype, grad_wire_dtype)
+    config = _along(handle, "x", x, implementation, wire_dtype, grad_wire_dtype)
     (x,) = primitives.vary_alike((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Config:
-    """The static arguments of an exchange."""
-
-    axis_name: tuple[str, ...]
-    num_experts: int
-    implementation: Implementation
-    implementation_of_cotangents: Implementation
-    wire_dtype: jnp.dtype | None = None
-    grad_wire_dtype: jnp.dtype | None = None
-    quantized: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        handle: RankHandle,
-        implementation: Implementation,
-        name: Literal["x", "y"],
-        rows: jax.Array,
-        wire_dtype: jax.typing.DTypeLike | None,
-        grad_wire_dtype: jax.typing.DTypeLike | None,
-    ) -> _Config:
-        """Of rows "x" to be sent, or "y" to be summed; checks the dtypes."""
-        wire_dtypes = wire.both_checked(name, rows, wire_dtype, grad_wire_dtype)
-        chosen = primitives.choose_implementations(
-            implementation,
-            rows,
-            axis_name=handle.axis_name,
-            top_k=handle.shape[2],
-            num_experts=handle.num_experts,
-            **wire.uses(name, *wire_dtypes),
-        )
-        return cls(handle.axis_name, handle.num_experts, *chosen, *wire_dtypes)
-
-    @property
-    def exchange(self) -> dict[str, Any]:
-        """The parameters of the primitives."""
-        return {
-            name: getattr(self, name) for name in ("axis_name", "num_experts", "implementation")
-        }
-
-    @property
-    def of_cotangents(self) -> _Config:
-        return dataclasses.replace(
-            self,
-            implementation=self.implementation_of_cotangents,
-            wire_dtype=self.grad_wire_dtype,
-            grad_wire_dtype=None,
-            quantized=False,
-        )
+def _along(
+    handle: RankHandle,
+    name: Literal["x", "y"],
+    rows: jax.Array,
+    implementation: Implementation,
+    wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
+) -> Exchange:
+    """The exchange of other rows along the routes of a dispatch: see `Exchange.of`."""
+    return Exchange.of(
+        name,
+        rows,
+        top_k=handle.shape[2],
+        axis_name=handle.axis_name,
+        num_experts=handle.num_experts,
+        implementation=implementation,
+        wire_dtype=wire_dtype,
+        grad_wire_dtype=grad_wire_dtype,
+    )
 
 
 # The custom gradients: as in `expert_parallel`, dispatch and combine are each other's transposes.
@@ -220,10 +192,10 @@ class _Config:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(
-    config: _Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
+    config: Exchange, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, RankRoutes, jax.Array | None]:
     received, route, weights = primitives.rank_dispatch(
-        x, topk_idx, topk_weights, wire_dtype=config.wire_dtype, **config.exchange
+        x, topk_idx, topk_weights, wire_dtype=config.wire_dtype, **config.parameters
     )
     return *wire.handed_out(received, x.dtype, config.quantized), route, weights
 
@@ -247,9 +219,9 @@ _dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch_like(config: _Config, x: jax.Array, route: RankRoutes) -> jax.Array:
+def _dispatch_like(config: Exchange, x: jax.Array, route: RankRoutes) -> jax.Array:
     received, _, _ = primitives.rank_dispatch(
-        x, route.topk_idx, None, wire_dtype=config.wire_dtype, **config.exchange
+        x, route.topk_idx, None, wire_dtype=config.wire_dtype, **config.parameters
     )
     return wire.handed_out(received, x.dtype, False)[0]
 
@@ -261,8 +233,8 @@ _dispatch_like.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(config: _Config, y: jax.Array, route: RankRoutes) -> jax.Array:
-    return primitives.rank_combine(y, route, wire_dtype=config.wire_dtype, **config.exchange)
+def _combine(config: Exchange, y: jax.Array, route: RankRoutes) -> jax.Array:
+    return primitives.rank_combine(y, route, wire_dtype=config.wire_dtype, **config.parameters)
 
 
 _combine.defvjp(

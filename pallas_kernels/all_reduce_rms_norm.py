@@ -250,7 +250,7 @@ class _Body:
         if exact and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
             return value
         counted = index * self.tile - jnp.minimum(index * self.tile, self.padded - self.tile)
-        position = vectors.iota(self.fabric, self.tile, self.vector)
+        position = fb.iota(self.fabric, self.tile, self.vector)
         return jnp.where(position >= counted, value, jnp.zeros_like(value))
 
     def _meet(self, together):

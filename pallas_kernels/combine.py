@@ -30,7 +30,6 @@ from pallas_kernels.plan import Plan, Tiling, Window
 # What a slot of the ring holds. A sum of one row is both first and last.
 _FIRST, _LAST, _NO_ROW, _END_OF_STEP = 1, 2, 4, 8
 
-_NOWHERE = -1
 _PUT, _READ = 0, 1  # channels: a step's sums are in the mailbox; a step's sums were read
 
 
@@ -245,10 +244,10 @@ class _Combine:
                     places = [window_rows[owner, entry + choice] for choice in range(top_k)]
                     if self.by_rank:
                         place = owner * self.num_tokens + token
-                        places = [jnp.where(_any_of(places), place, _NOWHERE)]
+                        places = [jnp.where(fb.any_of(places), place, fb.NOWHERE)]
                     held = [(place >= 0) & (place < self.capacity) for place in places]
                     num_held = sum(h.astype(jnp.int32) for h in held)
-                    sent = _any_of(places)
+                    sent = fb.any_of(places)
 
                     seen = jnp.int32(0)
                     for choice in range(len(places)):
@@ -468,11 +467,3 @@ class _Combine:
 
         lax.fori_loop(0, num_steps, receive_step, None)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _any_of(places):
-    """Whether any of them is 0 or more."""
-    found = places[0] >= 0
-    for place in places[1:]:
-        found = found | (place >= 0)
-    return found

@@ -29,7 +29,6 @@ from pallas_kernels import fabric as fb
 from pallas_kernels import quantize, short_copies
 from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
 
-_NOWHERE = -1
 _PUT = 0  # channel, signalled once for each step, and once where there is none
 _COUNTED = 1024  # choices that a block counts at a time
 
@@ -82,7 +81,7 @@ def dispatch(
     flat = (*lead, num_tokens * top_k)
     results = kernel.call(
         x,
-        kernel.window.pad(topk_idx.reshape(flat), _NOWHERE),
+        kernel.window.pad(topk_idx.reshape(flat), fb.NOWHERE),
         pad_last(counts, kernel.count_width - num_experts),
     )
     parts, (rows, all_counts, *layout) = kernel.split(results)
@@ -109,7 +108,7 @@ def dispatch_like(
     )  # fmt: skip
     tokens = kernel.call(
         x,
-        kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE),
+        kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
         pad_last(counts, kernel.count_width - counts.shape[-1]),
     )
     return payload(tokens)
@@ -121,7 +120,7 @@ def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Pla
         tokens, rows.shape[-3:], fabric.num_ranks, tokens.shape[-2], 1, fabric, plan,
         count_dtype=jnp.int32, routes_known=True, stage="fan_out",
     )  # fmt: skip
-    (out,) = kernel.call(tokens, kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), _NOWHERE))
+    (out,) = kernel.call(tokens, kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE))
     return out
 
 
@@ -374,7 +373,7 @@ class _Dispatch:
             entries = start + fb.iota(fabric, width)
             experts = fb.load(fabric, fabric.mine(choices_ref).at[pl.ds(start, width)], 1)
             new = (entries >= i * width) & (entries < end)
-            fb.count(fabric, next_rows, jnp.where(new, experts, _NOWHERE), self.num_experts)
+            fb.count(fabric, next_rows, jnp.where(new, experts, fb.NOWHERE), self.num_experts)
 
         lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
         fabric.barrier()
@@ -522,12 +521,12 @@ class _Dispatch:
             next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
         self.fabric.barrier()  # the next token reads what this one has counted
         owners = [
-            jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), _NOWHERE)
+            jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), fb.NOWHERE)
             for e, v in zip(experts, valid, strict=True)
         ]
         return [
             [
-                jnp.where(owner == peer, row, _NOWHERE)
+                jnp.where(owner == peer, row, fb.NOWHERE)
                 for owner, row in zip(owners, found, strict=True)
             ]
             for peer in peers
@@ -536,7 +535,7 @@ class _Dispatch:
     def _place(self, rows, i):
         """Where the i-th token goes first at a peer, given its rows there; or nowhere."""
         del i
-        place = jnp.int32(_NOWHERE)
+        place = jnp.int32(fb.NOWHERE)
         for row in reversed(rows):
             place = jnp.where((row >= 0) & (row < self.capacity), row, place)
         return place
@@ -577,7 +576,7 @@ class _Dispatch:
                     for choice in range(top_k):
                         row = step_rows[source, (step_token + i) * top_k - start + choice]
                         here = (row >= 0) & (row < self.capacity)
-                        places.append(jnp.where(here, row, _NOWHERE))
+                        places.append(jnp.where(here, row, fb.NOWHERE))
                         held = held + here.astype(jnp.int32)
                     for choice, place in enumerate(places):
                         step_copies[count, choice] = place  # stays if the next one is counted on
@@ -590,7 +589,7 @@ class _Dispatch:
             return count
 
         def begin(i, begun):
-            first = jnp.int32(_NOWHERE)
+            first = jnp.int32(fb.NOWHERE)
             for choice in reversed(range(top_k)):
                 place = step_copies[i, choice]
                 first = jnp.where(place >= 0, place, first)

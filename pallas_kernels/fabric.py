@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import ptx
 from pallas_kernels.plan import LANES
 
+NOWHERE = -1  # in place of a row, or of an expert
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 INLINE_TAKES_PEERS = jax.__version_info__ >= (0, 11)  # else signal one by one: correct, slower
@@ -245,11 +247,11 @@ def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) 
         plgpu.copy_smem_to_gmem(source, destination, commit_group=False)
 
 
-def iota(fabric: Fabric, size: int) -> jax.Array:
-    """[size] int32 in registers, neighbouring threads holding neighbouring numbers."""
+def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
+    """[size] int32 in registers, `vector` neighbours to a thread."""
     if fabric.interpret:
         return jnp.arange(size, dtype=jnp.int32)
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
 
@@ -266,6 +268,11 @@ def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
         bins[...] += jnp.where(jnp.arange(bins.shape[0]) < num_bins, found, 0)
     else:
         ptx.count(bins, values, num_bins)
+
+
+def any_of(places: Sequence[jax.Array]) -> jax.Array:
+    """Whether any of them is a place, and not `NOWHERE`."""
+    return functools.reduce(operator.or_, [place >= 0 for place in places])
 
 
 def drain(empty: Any, used: jax.Array, num_slots: int) -> None:

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
-from pallas_kernels.dispatch import _NOWHERE, _PUT, Payload, _Dispatch, payload
+from pallas_kernels.dispatch import _PUT, Payload, _Dispatch, payload
 from pallas_kernels.plan import Plan, Tiling
 
 
@@ -63,7 +63,7 @@ def rank_dispatch(
     )  # fmt: skip
     kernel = dataclasses.replace(kernel, num_choices=top_k)
     flat = choices.reshape(*lead, num_tokens * width)
-    *parts, lists = kernel.call(x, kernel.window.pad(flat, _NOWHERE))
+    *parts, lists = kernel.call(x, kernel.window.pad(flat, fb.NOWHERE))
     tokens = payload(parts)
     lists = lists[..., : num_tokens * width].reshape(*lead, num_ranks, num_tokens, width)
     if topk_weights is None:
@@ -133,7 +133,7 @@ class _RankDispatch(_Dispatch):
                 (expert >= 0) & (expert < self.num_experts) & (i >= 0) & (i < per_rank)
                 for expert, i in zip(experts, local, strict=True)
             ]
-            ids = [jnp.where(h, i, _NOWHERE) for h, i in zip(here, local, strict=True)]
+            ids = [jnp.where(h, i, fb.NOWHERE) for h, i in zip(here, local, strict=True)]
             ids += [jnp.where(h, w, 0) for h, w in zip(here, weights, strict=False)]
             lists.append(ids)
         return lists
@@ -141,13 +141,10 @@ class _RankDispatch(_Dispatch):
     def _place(self, words, i):
         first_token, _ = self._range()
         token = self.fabric.rank() * self.num_tokens + first_token + i
-        return jnp.where(self._any_expert(words), token, _NOWHERE)
+        return jnp.where(self._any_expert(words), token, fb.NOWHERE)
 
     def _any_expert(self, words):
-        chosen = words[0] >= 0
-        for word in words[1 : self.num_choices]:
-            chosen = chosen | (word >= 0)
-        return chosen
+        return fb.any_of(words[: self.num_choices])
 
     def _receive_lists(self, lists_ref, tokens, semaphores, *, step_rows, zeros, **_):
         fabric, window, width = self.fabric, self.step_window, self.top_k

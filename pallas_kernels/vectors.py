@@ -126,14 +126,6 @@ def _select(
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=arrays)(emit)(predicate, *yes, *no)
 
 
-def iota(fabric: fb.Fabric, size: int, elements: int) -> jax.Array:
-    """[size] int32, `elements` neighbours to a thread."""
-    if fabric.interpret:
-        return jnp.arange(size, dtype=jnp.int32)
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=elements)
-    return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
-
-
 SUMS_OF_WARPGROUP = _WARPS
 
 
