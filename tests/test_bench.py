@@ -169,6 +169,22 @@ def test_launches_of_unknown_rank_are_summed_by_kernel():
     assert list(time.by_kernel) == ["put", "setup"]
 
 
+def test_what_the_loop_itself_runs_is_taken_off_every_device_time():
+    time = timing.summarize_by_rank([[("put", 10.0), ("count", 1.0), ("put", 14.0)]], calls=2)
+    less = time.without(0.5)
+    assert (less.median, less.low, less.high) == (12.0, 10.0, 14.0)
+    assert (less.slowest, less.of_loop, less.by_kernel) == (12.0, 0.5, time.by_kernel)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU's profiler")
+def test_a_call_of_nothing_takes_no_device_time():
+    mesh = meshes.expert_mesh(min(2, len(jax.devices())))
+    loop = timing.Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, 20)
+    device = loop.device_time(2)
+    assert abs(device.median) < 1
+    assert device.of_loop >= 0
+
+
 def test_a_table_leaves_out_what_was_not_measured_and_names_failures():
     good = {
         "op": "dispatch", "tokens": 8, "ranks": 2, "dtype": "float32", "implementation": "xla",

@@ -224,6 +224,7 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
                 "low_us": device.low,
                 "high_us": device.high,
                 "timer": device.timer,
+                "of_loop_us": device.of_loop,
                 "by_kernel_us": device.by_kernel,
             }
     seconds = microseconds * 1e-6

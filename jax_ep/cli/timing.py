@@ -5,11 +5,13 @@ of it, left out of it, or run beside the next iteration.
 
 A loop of short calls is bound by the host, which launches them on one device after the other, and
 the kernels of the first devices wait for the last. That is part of the wall time, and not of the
-device time: there, a kernel that only waits runs after each call, and the host gets ahead.
+device time: there, a kernel that only waits runs after each call, and the host gets ahead; and what
+the loop itself runs on the device, a counter and a copy of it, is taken off.
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import statistics
@@ -52,8 +54,16 @@ class DeviceTime(NamedTuple):
     slowest: float  # the slowest rank's median over calls
     low: float  # 10th percentile over ranks and calls
     high: float  # 90th
-    by_kernel: dict[str, float]  # name -> microseconds of one call, mean over ranks
+    by_kernel: dict[str, float]  # name -> microseconds of one call, mean over ranks; the loop's too
     timer: str  # one of DEVICE_TIMERS
+    of_loop: float = 0.0  # what the loop itself runs for each call, and is taken off
+
+    def without(self, of_loop: float) -> DeviceTime:
+        """The same without so many microseconds of each call that are the loop's."""
+        times = {
+            name: getattr(self, name) - of_loop for name in ("median", "slowest", "low", "high")
+        }
+        return self._replace(of_loop=of_loop, **times)
 
 
 class Loop:
@@ -129,20 +139,29 @@ class Loop:
     ) -> DeviceTime:
         """The first of `timers` that works here; RuntimeError, with every reason, if none does.
 
-        `spaced`: whether a wait comes after each call, which calls of a few milliseconds can do
-        without.
+        `spaced`: whether a wait comes after each call and the loop's own share is taken off, which
+        calls of a few milliseconds can do without.
         """
-        calls, failures = repeats * self.iterations, []
-        compiled = self._compile(spaced=True) if spaced else self.compiled
-        jax.block_until_ready(compiled(self.state))
+        failures = []
         for timer in timers:
             try:
-                if timer == "trace":
-                    return summarize_by_rank(self._trace(compiled, repeats), calls)
-                return summarize_mixed(self._cupti(compiled, repeats), calls, self.mesh.size)
+                device = self._timed_by(timer, repeats, spaced)
+                return device.without(_of_a_loop(self.mesh, timer)) if spaced else device
             except Exception as error:  # profilers fail in their own ways; say how and go on
                 failures.append(f"{timer}: {type(error).__name__}: {error}")
         raise RuntimeError("; ".join(failures))
+
+    @functools.cached_property
+    def _spaced(self) -> Any:
+        return self._compile(spaced=True)
+
+    def _timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
+        compiled = self._spaced if spaced else self.compiled
+        jax.block_until_ready(compiled(self.state))
+        calls = repeats * self.iterations
+        if timer == "trace":
+            return summarize_by_rank(self._trace(compiled, repeats), calls)
+        return summarize_mixed(self._cupti(compiled, repeats), calls, self.mesh.size)
 
     def _per_rank(self, function: Callable[[Any], Any], unstack: bool = True) -> Callable:
         spec = PartitionSpec(*self.mesh.axis_names)
@@ -187,6 +206,13 @@ class Loop:
         if not launches:
             raise RuntimeError("CUPTI saw no kernel")
         return launches
+
+
+@functools.cache
+def _of_a_loop(mesh: Mesh, timer: str) -> float:
+    """Microseconds of everything but the wait that a loop of calls of nothing runs for each."""
+    loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
+    return loop._timed_by(timer, repeats=2, spaced=True).median
 
 
 def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
