@@ -29,10 +29,9 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep import collective_primitives as primitives
+from jax_ep.checks import AxisName, as_axes
 from jax_ep.collective_primitives import ALGORITHMS, Algorithm
 from jax_ep.primitives import vary_alike
-
-AxisName = str | tuple[str, ...]
 
 
 def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -139,7 +138,7 @@ def all_reduce_rms_norm(
     Raises:
       ValueError, TypeError: as for `all_reduce`.
     """
-    axes = _as_axes(axis_name)
+    axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
     for name, array in (("x", x), ("residual", residual), ("scale", scale)):
         _check_floating(name, array)
@@ -192,7 +191,7 @@ def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
 
 
 def _collective(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm) -> jax.Array:
-    axes = _as_axes(axis_name)
+    axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
     _check_floating("x", x)
     if op != "all_reduce" and x.ndim == 0:
@@ -210,10 +209,6 @@ def _collective(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm
         x, axis_name=axes, num_ranks=num_ranks, algorithm=algorithm
     )
     return out
-
-
-def _as_axes(axis_name: AxisName) -> tuple[str, ...]:
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def _check_floating(name: str, array: Any) -> None:

@@ -21,6 +21,7 @@ from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import routing
+from jax_ep.checks import as_axes
 from jax_ep.expert_parallel import Implementation, dispatch
 from jax_ep.grouped_matmul import Implementation as MatmulImplementation
 from jax_ep.routed_experts import routed_experts
@@ -359,7 +360,7 @@ def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.A
 def _place(config: MoEConfig) -> _Placement:
     """Finds the mesh that the call is to run on."""
     ambient = jax.sharding.get_abstract_mesh()
-    expert_axes = _as_axes(config.expert_axis)
+    expert_axes = as_axes(config.expert_axis)
     if ambient.manual_axes:
         bound = tuple(ambient.manual_axes)
         if not set(expert_axes) & set(ambient.axis_names):
@@ -391,7 +392,7 @@ def _batch_axes(
     config: MoEConfig, expert_axes: tuple[str, ...], axes: tuple[str, ...]
 ) -> tuple[str, ...]:
     """The axes that tokens are spread over, of those that are or will be bound."""
-    batch_axes = tuple(axes) if config.batch_axes is None else _as_axes(config.batch_axes)
+    batch_axes = tuple(axes) if config.batch_axes is None else as_axes(config.batch_axes)
     if not set(expert_axes) <= set(batch_axes) <= set(axes):
         raise ValueError(
             f"batch_axes must be among the mesh axes {axes} and hold expert_axis {expert_axes}, "
@@ -407,10 +408,6 @@ def _mesh_of_with_statement() -> Mesh | None:
         resources = getattr(pxla, "thread_resources", None)
     mesh = None if resources is None else resources.env.physical_mesh
     return None if mesh is None or mesh.empty else mesh
-
-
-def _as_axes(axes: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _num_ranks(placement: _Placement) -> int:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.checks import AxisName
 from jax_ep.primitives import vary_alike
 
 Score = Literal["softmax", "sigmoid"]
-AxisName = str | tuple[str, ...]
 
 # Keeps a normalization and its derivative finite when every chosen score is zero: far below any
 # score that matters, and its square does not underflow.
