@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -77,13 +78,34 @@ def lowering_unavailable_reason(
     if mesh is not None and math.prod(mesh.shape[name] for name in axis_name) > 1:
         if isinstance(mesh, jax.sharding.Mesh):
             ids = [device.id for device in mesh.devices.flat]
-            if ids != list(range(len(ids))):
-                return (
-                    f"it needs a mesh of the first devices in their order, and here it is of {ids}"
-                )
-        elif is_here:
-            return "it needs to know the devices' order, and shard_map was given an abstract mesh"
+            if sorted(ids) != list(range(len(ids))):
+                return f"it needs a mesh of the machine's first devices, and here it is of {ids}"
+        elif is_here and mesh.size != jax.device_count():
+            return "it needs to know the devices, and shard_map was given an abstract mesh of some"
     return pallas_unavailable_reason() if is_here else None
+
+
+def lower_by_position(
+    ctx: mlir.LoweringRuleContext, function: Callable[..., Any], *operands: Any, **params: Any
+) -> Any:
+    """Lowers a function of several results, with kernels that know a rank by its place in the mesh.
+
+    So does XLA, but Mosaic's lowering asks for devices in their order where it means those places.
+    """
+    context: Any = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+        devices = sorted(mesh.devices.flat, key=lambda device: device.id)
+    elif isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size == jax.device_count():
+        devices = jax.devices()
+    else:
+        devices = []
+    if mesh is not None and devices:
+        in_order = np.asarray(devices).reshape(tuple(mesh.shape.values()))
+        mesh = jax.sharding.Mesh(in_order, mesh.axis_names, axis_types=mesh.axis_types)
+        context = type(context)(mesh, context.manual_axes)
+        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
 
 def choose_implementation(
@@ -349,7 +371,7 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
     def lower(ctx, *operands, implementation, **params):
         reason = lowering_unavailable_reason(ctx, params["axis_name"])
         function = functools.partial(run, _exchange_serving(implementation, reason))
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
+        return lower_by_position(ctx, function, *operands, **params)
 
     def no_batching(*_, **__):
         raise NotImplementedError(
