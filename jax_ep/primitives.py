@@ -80,7 +80,7 @@ def lowering_unavailable_reason(
             ids = [device.id for device in mesh.devices.flat]
             if sorted(ids) != list(range(len(ids))):
                 return f"it needs a mesh of the machine's first devices, and here it is of {ids}"
-        elif is_here and mesh.size != jax.device_count():
+        elif is_here and mesh.size < jax.device_count():  # a larger one is for another machine
             return "it needs to know the devices, and shard_map was given an abstract mesh of some"
     return pallas_unavailable_reason() if is_here else None
 
