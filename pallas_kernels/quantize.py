@@ -1,4 +1,4 @@
-"""Rows to float8 with one float32 scale for every 128 values: for XLA, and for a warpgroup.
+"""Rows to float8 with one float32 scale for every 128 values, and back: for XLA, for a warpgroup.
 
 Both are the same arithmetic, step by step, so they agree bit for bit wherever XLA divides as IEEE
 754 says. What the format keeps and what becomes of strange values is told in `jax_ep.wire`.
@@ -6,16 +6,19 @@ Both are the same arithmetic, step by step, so they agree bit for bit wherever X
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels import fabric as fb
+from pallas_kernels import vectors
 from pallas_kernels.plan import LANES
 
 BLOCK = 128  # values to a scale
@@ -37,6 +40,12 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.
     scales = jnp.maximum(largest * _SCALE_OF_LARGEST, _MIN_SCALE)
     values = jnp.where(finite, blocks * (1 / scales)[..., None], jnp.nan)
     return values.astype(dtype).reshape(x.shape), scales
+
+
+def dequantize(rows: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """(rows [..., H] float8, scales [..., H / 128]) -> [..., H] of `dtype`."""
+    blocks = rows.astype(jnp.float32).reshape(*scales.shape, BLOCK)
+    return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
 
 
 def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> None:
@@ -114,6 +123,105 @@ def _quantize_block(elements: ir.Value, element_type: ir.Type) -> tuple[ir.Value
         *scaled,
     )
     return quantized, scale
+
+
+def add_rows(
+    fabric: fb.Fabric, values: Sequence[Any], scales: Sequence[Any], sent: Sequence[jax.Array]
+) -> jax.Array:
+    """The sum of dequantized rows in this rank's global memory, in their order: [H] float32.
+
+    values[i] is [H] and scales[i] is [H / 128]; H is a multiple of `ROW_MULTIPLE`. A row that was
+    not `sent`, a scalar bool, counts as zeros, whatever is in its place. No sum is -0.0.
+    """
+    (hidden,) = values[0].shape
+    if fabric.interpret:
+        total = jnp.zeros((hidden,), jnp.float32)
+        for row, of_blocks, was_sent in zip(values, scales, sent, strict=True):
+            row = dequantize(row[...], of_blocks[...], jnp.float32)
+            total = total + jnp.where(was_sent, row, 0)
+        return total
+    elements = next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
+    num_rows = len(values)
+
+    def emit(ctx: Any, *args: Any) -> Any:
+        del ctx
+        taken = [
+            arith.cmpi(arith.CmpIPredicate.ne, flag.registers.item(), _integer(0))
+            for flag in args[:num_rows]
+        ]
+        rows, of_blocks = args[num_rows : 2 * num_rows], args[2 * num_rows :]
+        num_vectors = hidden // (LANES * elements)
+        values_at = [vectors.pointers(row, elements, num_vectors) for row in rows]
+        scales_at = [_scale_pointers(scale, elements, num_vectors) for scale in of_blocks]
+
+        def load(i: int) -> list[tuple[list[ir.Value], ir.Value]]:
+            return [
+                _load_quantized(value[i], scale[i], elements, ok)
+                for value, scale, ok in zip(values_at, scales_at, taken, strict=True)
+            ]
+
+        totals, ahead = [], load(0)
+        for i in range(num_vectors):  # the next vectors are under way while these are added
+            loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
+            totals.append(_add_vectors(loaded, elements))
+        return mgpu.FragmentedArray(
+            _registers=np.array(totals, dtype=object),
+            _layout=mgpu.WGStridedFragLayout((hidden,), elements),
+            _is_signed=None,
+        )
+
+    layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=elements)
+    arg_types = (plgpu.Layout.WG_SPLAT(()),) * num_rows + (plgpu.RefType(),) * (2 * num_rows)
+    array = plgpu.ShapeDtypeStruct((hidden,), jnp.float32, layout=layout)
+    flags = [was_sent.astype(jnp.int32) for was_sent in sent]
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=array)(emit)(*flags, *values, *scales)
+
+
+def _scale_pointers(memref: ir.Value, elements: int, count: int) -> list[ir.Value]:
+    """Where the scale of each of this thread's vectors of so many values is."""
+    thread = arith.remui(mgpu.utils.thread_idx(), _integer(LANES))
+    block = arith.divui(thread, _integer(BLOCK // elements))
+    return vectors.pointers(memref, 4, count, index=block, stride=LANES * elements // BLOCK)
+
+
+def _load_quantized(
+    values_at: ir.Value, scale_at: ir.Value, elements: int, taken: ir.Value
+) -> tuple[list[ir.Value], ir.Value]:
+    """A thread's vector of float8, in words of 4, and its scale; zeros unless they are taken."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    words = llvm.load(ir.VectorType.get((elements // 4,), i32), values_at, alignment=elements)
+    of_words = [llvm.extractelement(words, _integer(i)) for i in range(elements // 4)]
+    scale = llvm.load(f32, scale_at)
+    return (
+        [arith.select(taken, word, _integer(0)) for word in of_words],
+        arith.select(taken, scale, _float(0.0)),
+    )
+
+
+def _add_vectors(loaded: Sequence[tuple[list[ir.Value], ir.Value]], elements: int) -> ir.Value:
+    """The sum of vectors of float8, each times its scale, from 0 on."""
+    f32 = ir.F32Type.get()
+    total = [_float(0.0)] * elements
+    for words, scale in loaded:
+        row = [value for word in words for value in _widened(word)]
+        total = [arith.addf(t, arith.mulf(v, scale)) for t, v in zip(total, row, strict=True)]
+    vector = llvm.mlir_undef(ir.VectorType.get((elements,), f32))
+    for i, value in enumerate(total):
+        vector = llvm.insertelement(vector, value, _integer(i))
+    return vector
+
+
+def _widened(word: ir.Value) -> list[ir.Value]:
+    """4 float8_e4m3fn in an int32 -> 4 float32."""
+    i16, i32, f32 = (*(ir.IntegerType.get_signless(bits) for bits in (16, 32)), ir.F32Type.get())
+    halves = ir.VectorType.get((2,), ir.F16Type.get())
+    wide = []
+    for shift in (0, 16):
+        pair = arith.trunci(i16, arith.shrui(word, _integer(shift)))
+        pair = llvm.inline_asm(i32, [pair], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+        pair = llvm.bitcast(halves, pair)
+        wide += [arith.extf(f32, llvm.extractelement(pair, _integer(i))) for i in range(2)]
+    return wide
 
 
 def _asm(result: ir.Type, text: str, constraints: str, *operands: ir.Value) -> ir.Value:
