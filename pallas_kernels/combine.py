@@ -495,7 +495,7 @@ class _Combine:
                         num_blocks = tiling.tile // quantize.BLOCK
                         of_tile = tile, pl.ds(j * num_blocks, num_blocks)
                         values, scales = map(received, mailbox, of_tile)
-                        total = quantize.add_rows(fabric, values, scales, sent)
+                        total = quantize.add_rows(fabric, values, scales, sent, self.dtype)
                     out_row[tile] = total.astype(self.dtype)
                     return _
 

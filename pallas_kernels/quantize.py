@@ -18,7 +18,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels import fabric as fb
-from pallas_kernels import vectors
 from pallas_kernels.plan import LANES
 
 BLOCK = 128  # values to a scale
@@ -30,6 +29,7 @@ _WARP = 32
 _VALUES = BLOCK // _WARP  # of a thread
 _INFINITY = 0x7F800000  # as bits; NaNs are above it
 _NAN = 0x7FC00000
+_GLOBAL_MEMORY = 1  # address space
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -126,12 +126,17 @@ def _quantize_block(elements: ir.Value, element_type: ir.Type) -> tuple[ir.Value
 
 
 def add_rows(
-    fabric: fb.Fabric, values: Sequence[Any], scales: Sequence[Any], sent: Sequence[jax.Array]
+    fabric: fb.Fabric,
+    values: Sequence[Any],
+    scales: Sequence[Any],
+    sent: Sequence[jax.Array],
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """The sum of dequantized rows in this rank's global memory, in their order: [H] float32.
+    """The sum of dequantized rows in this rank's global memory, in their order: [H] of `dtype`.
 
     values[i] is [H] and scales[i] is [H / 128]; H is a multiple of `ROW_MULTIPLE`. A row that was
-    not `sent`, a scalar bool, counts as zeros, whatever is in its place. No sum is -0.0.
+    not `sent`, a scalar bool, counts as zeros, whatever is in its place. Sums are float32 until
+    they are rounded at the end; none is -0.0.
     """
     (hidden,) = values[0].shape
     if fabric.interpret:
@@ -139,7 +144,7 @@ def add_rows(
         for row, of_blocks, was_sent in zip(values, scales, sent, strict=True):
             row = dequantize(row[...], of_blocks[...], jnp.float32)
             total = total + jnp.where(was_sent, row, 0)
-        return total
+        return total.astype(dtype)
     elements = next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
     num_rows = len(values)
 
@@ -151,19 +156,20 @@ def add_rows(
         ]
         rows, of_blocks = args[num_rows : 2 * num_rows], args[2 * num_rows :]
         num_vectors = hidden // (LANES * elements)
-        values_at = [vectors.pointers(row, elements, num_vectors) for row in rows]
-        scales_at = [_scale_pointers(scale, elements, num_vectors) for scale in of_blocks]
+        thread = arith.remui(mgpu.utils.thread_idx(), _integer(LANES))
+        first = arith.muli(thread, _integer(elements))
 
         def load(i: int) -> list[tuple[list[ir.Value], ir.Value]]:
+            column = arith.addi(first, _integer(i * LANES * elements))
             return [
-                _load_quantized(value[i], scale[i], elements, ok)
-                for value, scale, ok in zip(values_at, scales_at, taken, strict=True)
+                _load_quantized(row, of_row, column, elements, ok)
+                for row, of_row, ok in zip(rows, of_blocks, taken, strict=True)
             ]
 
         totals, ahead = [], load(0)
         for i in range(num_vectors):  # the next vectors are under way while these are added
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
-            totals.append(_add_vectors(loaded, elements))
+            totals.append(_rounded(_add_vectors(loaded, elements), dtype))
         return mgpu.FragmentedArray(
             _registers=np.array(totals, dtype=object),
             _layout=mgpu.WGStridedFragLayout((hidden,), elements),
@@ -172,23 +178,24 @@ def add_rows(
 
     layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=elements)
     arg_types = (plgpu.Layout.WG_SPLAT(()),) * num_rows + (plgpu.RefType(),) * (2 * num_rows)
-    array = plgpu.ShapeDtypeStruct((hidden,), jnp.float32, layout=layout)
+    array = plgpu.ShapeDtypeStruct((hidden,), dtype, layout=layout)
     flags = [was_sent.astype(jnp.int32) for was_sent in sent]
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=array)(emit)(*flags, *values, *scales)
 
 
-def _scale_pointers(memref: ir.Value, elements: int, count: int) -> list[ir.Value]:
-    """Where the scale of each of this thread's vectors of so many values is."""
-    thread = arith.remui(mgpu.utils.thread_idx(), _integer(LANES))
-    block = arith.divui(thread, _integer(BLOCK // elements))
-    return vectors.pointers(memref, 4, count, index=block, stride=LANES * elements // BLOCK)
-
-
 def _load_quantized(
-    values_at: ir.Value, scale_at: ir.Value, elements: int, taken: ir.Value
+    values: ir.Value, scales: ir.Value, column: ir.Value, elements: int, taken: ir.Value
 ) -> tuple[list[ir.Value], ir.Value]:
     """A thread's vector of float8, in words of 4, and its scale; zeros unless they are taken."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    i8, i32, f32 = (*(ir.IntegerType.get_signless(bits) for bits in (8, 32)), ir.F32Type.get())
+    block = arith.divui(column, _integer(BLOCK))
+    pointer = llvm.PointerType.get(_GLOBAL_MEMORY)
+    values_at, scale_at = (
+        mgpu.utils.getelementptr(
+            llvm.addrspacecast(pointer, mgpu.utils.memref_ptr(ref)), [index], element
+        )
+        for ref, index, element in ((values, column, i8), (scales, block, f32))
+    )
     words = llvm.load(ir.VectorType.get((elements // 4,), i32), values_at, alignment=elements)
     of_words = [llvm.extractelement(words, _integer(i)) for i in range(elements // 4)]
     scale = llvm.load(f32, scale_at)
@@ -209,6 +216,13 @@ def _add_vectors(loaded: Sequence[tuple[list[ir.Value], ir.Value]], elements: in
     for i, value in enumerate(total):
         vector = llvm.insertelement(vector, value, _integer(i))
     return vector
+
+
+def _rounded(vector: ir.Value, dtype: jax.typing.DTypeLike) -> ir.Value:
+    """A vector of float32, in a floating type of that size or a smaller one."""
+    element_type = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
+    vector_type = ir.VectorType.get(ir.VectorType(vector.type).shape, element_type)
+    return vector if vector.type == vector_type else arith.truncf(vector_type, vector)
 
 
 def _widened(word: ir.Value) -> list[ir.Value]:

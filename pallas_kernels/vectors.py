@@ -44,9 +44,9 @@ def load(fabric: fb.Fabric, ref: Any, elements: int) -> jax.Array:
         del ctx
         of_thread = ir.VectorType.get((elements,), ir.MemRefType(memref.type).element_type)
         num_bytes = elements * jnp.dtype(ref.dtype).itemsize
-        places = pointers(memref, num_bytes, ref.shape[0] // (LANES * elements))
+        pointers = _pointers(memref, num_bytes, ref.shape[0] // (LANES * elements))
         alignment = min(BYTES, num_bytes)
-        registers = [llvm.load(of_thread, place, alignment=alignment) for place in places]
+        registers = [llvm.load(of_thread, pointer, alignment=alignment) for pointer in pointers]
         return mgpu.FragmentedArray(
             _registers=np.array(registers, dtype=object),
             _layout=mgpu.WGStridedFragLayout(tuple(ref.shape), elements),
@@ -68,10 +68,10 @@ def store(fabric: fb.Fabric, refs: Sequence[Any], value: jax.Array, elements: in
     def emit(ctx: Any, array: Any, *memrefs: ir.Value) -> None:
         del ctx
         num_bytes = elements * jnp.dtype(value.dtype).itemsize
-        places = [pointers(memref, num_bytes, array.registers.size) for memref in memrefs]
-        for of_ref in places:
-            for register, place in zip(array.registers.flat, of_ref, strict=True):
-                llvm.store(register, place, alignment=min(BYTES, num_bytes))
+        pointers = [_pointers(memref, num_bytes, array.registers.size) for memref in memrefs]
+        for of_ref in pointers:
+            for register, pointer in zip(array.registers.flat, of_ref, strict=True):
+                llvm.store(register, pointer, alignment=min(BYTES, num_bytes))
 
     arg_types = (layout, *(plgpu.RefType(),) * len(refs))
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(value, *refs)
@@ -160,22 +160,14 @@ def partial_sums(fabric: fb.Fabric, value: jax.Array, ref: Any, elements: int) -
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(emit)(ref, value)
 
 
-def pointers(
-    memref: ir.Value,
-    num_bytes: int,
-    count: int,
-    index: ir.Value | None = None,
-    stride: int = LANES,
-) -> list[ir.Value]:
-    """Where this thread's vectors of `num_bytes` are: the `index`-th, by default the thread's, of
-    every `stride`."""
+def _pointers(memref: ir.Value, num_bytes: int, count: int) -> list[ir.Value]:
+    """Where this thread's vectors of `num_bytes` are."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    if index is None:
-        index = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, LANES))
-    offset = arith.extui(i64, arith.muli(index, arith.constant(i32, num_bytes)))
+    thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, LANES))
+    offset = arith.extui(i64, arith.muli(thread, arith.constant(i32, num_bytes)))
     base = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(memref)), offset)
     pointer = llvm.PointerType.get(_GLOBAL_MEMORY)
     return [
-        llvm.inttoptr(pointer, arith.addi(base, arith.constant(i64, i * stride * num_bytes)))
+        llvm.inttoptr(pointer, arith.addi(base, arith.constant(i64, i * LANES * num_bytes)))
         for i in range(count)
     ]
