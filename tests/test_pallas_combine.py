@@ -41,11 +41,10 @@ CASES = {
 }
 
 WIRE = jnp.float8_e4m3fn
-WIRE_CASES = {
+WIRE_CASES = {  # of two ranks: XLA's threads for the simulated ones may not suffice for more
     "one_rank": (Problem(1, 3, 512, 2, 4), Plan(1, 2)),
     "half": (Problem(2, 4, 1536, 4, 4, "masked", "bfloat16"), Plan(2, 3, 2, step_tokens=2)),
     "half_plain": (Problem(2, 3, 512, 4, 4, "skewed", "float16", weighted=False), Plan(1, 3)),
-    "four_ranks": (Problem(4, 3, 512, 2, 8, "skewed", "bfloat16", weighted=False), Plan(1, 4, 3)),
     "one_choice": (Problem(2, 3, 512, 1, 2, weighted=False), Plan(3, 2)),
     "mailbox_reused": (Problem(2, 7, 512, 2, 4, dtype="bfloat16"), Plan(1, 3, 2)),
     "mailbox_of_three": (Problem(2, 9, 512, 2, 4), Plan(1, 4, 1, step_tokens=2, mailbox_steps=3)),
@@ -83,7 +82,7 @@ def test_combine_of_quantized_sums(problem, plan):
 
 @interpreted
 @pytest.mark.parametrize("wire_dtype", [None, WIRE])
-@pytest.mark.parametrize("case", ["two_ranks", "windows", "all_dropped", "half"])
+@pytest.mark.parametrize("case", ["two_ranks", "four_ranks", "windows", "all_dropped", "half"])
 def test_stage_by_stage(case, wire_dtype):
     """The scout and the summer alone, then the owner alone: no simulated signals needed."""
     problem, plan = CASES[case]
