@@ -147,7 +147,7 @@ def combine(
         route.topk_idx,
         route.rows,
         fabric=mesh_fabric(axis_name),
-        plan=combine_plan(y, *route.rows.shape, wire_dtype),
+        plan=combine_plan(y, *route.rows.shape, wire_dtype=wire_dtype),
         num_experts=route.counts.shape[1],
         wire_dtype=wire_dtype,
     )
@@ -201,7 +201,7 @@ def rank_combine(
         route.topk_idx,
         route.local_topk_idx,
         fabric=mesh_fabric(axis_name),
-        plan=combine_plan(y, *route.local_topk_idx.shape, wire_dtype),
+        plan=combine_plan(y, *route.local_topk_idx.shape, wire_dtype=wire_dtype),
         num_experts=num_experts,
         by_rank=True,
         wire_dtype=wire_dtype,
