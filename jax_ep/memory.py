@@ -215,7 +215,7 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
         shape.num_ranks,
         shape.num_tokens,
         shape.top_k,
-        shape.wire_dtype,
+        wire_dtype=shape.wire_dtype,
     )
     steps = math.ceil(plan.tokens_per_block(shape.num_tokens) / plan.step_tokens)
     columns = Tiling.of(hidden, shape.dtype).padded

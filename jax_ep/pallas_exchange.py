@@ -360,7 +360,7 @@ def _sums_under_way(slots: int) -> int:
 
 
 def combine_plan(
-    y: Array, num_ranks: int, num_tokens: int, top_k: int, wire_dtype: jnp.dtype | None = None
+    y: Array, num_ranks: int, num_tokens: int, top_k: int, *, wire_dtype: jnp.dtype | None = None
 ) -> Plan:
     """How a combine of y [R, H], its rows padded, is spread over blocks and shared memory."""
     slots = _combine_slots(_Rows(y.shape[1], y.dtype, wire_dtype), num_ranks, top_k)
