@@ -17,7 +17,8 @@ block alone.
 
 XLA on CPUs, the kernels and `jax_ep.reference` give the same bits. Where XLA divides in fewer steps
 than IEEE 754 asks for, as on GPUs, 1 / scale may be off by 2^-22 of itself, so a value just between
-two numbers of e4m3 may go to the other one.
+two numbers of e4m3 may go to the other one. Where sums are sent, XLA may multiply by a scale and
+add to the sum over ranks in one rounding; the kernels round twice, as `jax_ep.reference` would.
 """
 
 from __future__ import annotations
