@@ -82,9 +82,6 @@ def workspace_bytes(
     row = jax.ShapeDtypeStruct((hidden,), dtype)
     wire_dtype = wire.checked("hidden", row, wire_dtype)
     wire.check_output(output, wire_dtype)
-    if wire_dtype is not None:
-        if (operation, implementation) == ("combine", "pallas"):
-            raise ValueError('implementation="pallas" combines without a wire_dtype only.')
     shape = _Shape(
         num_tokens,
         hidden,
@@ -218,9 +215,11 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
         shape.num_ranks,
         shape.num_tokens,
         shape.top_k,
+        wire_dtype=shape.wire_dtype,
     )
     steps = math.ceil(plan.tokens_per_block(shape.num_tokens) / plan.step_tokens)
-    row_bytes = Tiling.of(hidden, shape.dtype).padded * shape.dtype.itemsize
+    columns = Tiling.of(hidden, shape.dtype).padded
+    row_bytes = wire.row_bytes(columns, shape.dtype, shape.wire_dtype)
     mailbox_rows = min(plan.mailbox_steps, steps) * shape.num_ranks * plan.step_tokens
     return {
         "mailbox": plan.num_blocks * mailbox_rows * row_bytes,

@@ -60,11 +60,10 @@ def unavailable_reason(
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
     hidden = padded_hidden(hidden, dtype, wire_dtype)
     words = _dispatch_words(num_ranks, top_k, num_experts)
-    slots = min(
-        _Rows(hidden, dtype, wire_dtype).beside(words),
-        _combine_slots(hidden, dtype, num_ranks, top_k),
-    )
-    if slots < 3:
+    rows = _Rows(hidden, dtype, wire_dtype)
+    # A slot of a combine is free again once its row is summed, if sums have slots of their own.
+    slots_of_combine = 3 if wire_dtype is None else 2
+    if rows.beside(words) < 3 or _combine_slots(rows, num_ranks, top_k) < slots_of_combine:
         return (
             f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
             f"holds the routes of {num_experts} experts and {top_k} choices"
@@ -137,18 +136,20 @@ def combine(
     route: Routes,
     *,
     axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
     hidden = y.shape[1]
-    y = _pad_hidden(y)
+    y = _pad_hidden(y, wire_dtype)
     out = combine_kernel.combine(
         y,
         topk_weights,
         route.topk_idx,
         route.rows,
         fabric=mesh_fabric(axis_name),
-        plan=combine_plan(y, *route.rows.shape),
+        plan=combine_plan(y, *route.rows.shape, wire_dtype=wire_dtype),
         num_experts=route.counts.shape[1],
+        wire_dtype=wire_dtype,
     )
     return out[:, :hidden]
 
@@ -184,20 +185,26 @@ def rank_dispatch(
 
 
 def rank_combine(
-    y: jax.Array, route: RankRoutes, *, num_experts: int, axis_name: AxisName
+    y: jax.Array,
+    route: RankRoutes,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Returns the sums [N, T, H] to the tokens' owners and adds them: [T, H]."""
     hidden = y.shape[-1]
-    y = _pad_hidden(y.reshape(-1, hidden))
+    y = _pad_hidden(y.reshape(-1, hidden), wire_dtype)
     out = combine_kernel.combine(
         y,
         None,
         route.topk_idx,
         route.local_topk_idx,
         fabric=mesh_fabric(axis_name),
-        plan=combine_plan(y, *route.local_topk_idx.shape),
+        plan=combine_plan(y, *route.local_topk_idx.shape, wire_dtype=wire_dtype),
         num_experts=num_experts,
         by_rank=True,
+        wire_dtype=wire_dtype,
     )
     return out[:, :hidden]
 
@@ -248,7 +255,7 @@ def _unpadded(received: dispatch_kernel.Payload, hidden: int) -> tuple[jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """What the rows of a dispatch take of shared memory."""
+    """What rows, and what is sent of them, take of shared memory."""
 
     hidden: int
     dtype: jax.typing.DTypeLike
@@ -330,22 +337,37 @@ def rank_dispatch_plan(
     )
 
 
-def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int) -> int:
-    """Rows that shared memory has room for in a combine, beside a sum and a result."""
-    itemsize = jnp.dtype(dtype).itemsize
-    columns = Tiling.of(hidden, dtype).padded
+def _combine_slots(rows: _Rows, num_ranks: int, top_k: int) -> int:
+    """Rows that shared memory has room for in a combine, beside a sum and a result.
+
+    And, with a wire_dtype, beside the quantized sums under way: see `_sums_under_way`.
+    """
+    itemsize = jnp.dtype(rows.dtype).itemsize
+    columns = Tiling.of(rows.hidden, rows.dtype).padded
     reserved = 8 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES) + _PADDING_BYTES
     room = SHARED_MEMORY_BYTES - reserved - columns * (4 + itemsize)
-    return min(_MAX_SLOTS, room // (columns * itemsize))
+
+    def size(slots: int) -> int:
+        sums = 0 if rows.wire_dtype is None else (_sums_under_way(slots) + 1) * rows.copy_bytes
+        return slots * columns * itemsize + sums
+
+    return max((slots for slots in range(1, _MAX_SLOTS + 1) if size(slots) <= room), default=0)
 
 
-def combine_plan(y: Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
+def _sums_under_way(slots: int) -> int:
+    """The puts of a combine that may be waiting to be read from shared memory."""
+    return slots // 3
+
+
+def combine_plan(
+    y: Array, num_ranks: int, num_tokens: int, top_k: int, *, wire_dtype: jnp.dtype | None = None
+) -> Plan:
     """How a combine of y [R, H], its rows padded, is spread over blocks and shared memory."""
-    slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)
+    slots = _combine_slots(_Rows(y.shape[1], y.dtype, wire_dtype), num_ranks, top_k)
     return Plan(
         num_blocks=_num_blocks("combine", num_tokens),
         num_slots=slots,
-        store_lag=slots // 3,
+        store_lag=_sums_under_way(slots),
         window_tokens=_WINDOW_TOKENS,
         step_tokens=1,
         mailbox_steps=4,

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -115,13 +115,12 @@ def choose_implementation(
     num_ranks: int,
     top_k: int,
     num_experts: int,
-    sent_as: jnp.dtype | None = None,
-    sums_as: jnp.dtype | None = None,
+    wire_dtype: jnp.dtype | None = None,
 ) -> Implementation:
     """What to bind: "xla" where only it is sure to serve, else None, or the name that was given.
 
-    `sent_as` is the dtype that a dispatch sends its rows in, and `sums_as` the one that a combine
-    sends its sums in; None is that of `payload`.
+    `wire_dtype` is what a dispatch sends its rows in, or a combine its sums; None is the dtype of
+    `payload`.
 
     Raises ValueError, with the reason, if a named implementation is sure not to serve. What this
     cannot know yet is decided when the program is lowered.
@@ -133,13 +132,8 @@ def choose_implementation(
     if implementation == "xla":
         return "xla"
     reason = mesh_unavailable_reason() or pallas_exchange.unavailable_reason(
-        payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts, sent_as
+        payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts, wire_dtype
     )
-    if sums_as is not None:
-        reason = reason or (
-            f"it sends the sums of a combine, and of the gradient of a dispatch, in the rows' own "
-            f"dtype alone, not as {sums_as} (wire_dtype of combine, grad_wire_dtype of dispatch)"
-        )
     if implementation is None:
         return None if reason is None else "xla"
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -162,10 +156,9 @@ def choose_implementations(
     axis_name: tuple[str, ...],
     top_k: int,
     num_experts: int,
-    use: Mapping[str, Any],
-    use_of_cotangents: Mapping[str, Any],
+    wire_dtypes: tuple[jnp.dtype | None, jnp.dtype | None],
 ) -> tuple[Implementation, Implementation]:
-    """What to bind for rows, and for their cotangents; each with its own use of a wire dtype."""
+    """What to bind for rows, and for their cotangents; each has its own wire dtype."""
     choose = functools.partial(
         choose_implementation,
         implementation,
@@ -174,7 +167,8 @@ def choose_implementations(
         top_k=top_k,
         num_experts=num_experts,
     )
-    return choose(**use), choose(**use_of_cotangents)
+    of_rows, of_cotangents = wire_dtypes
+    return choose(wire_dtype=of_rows), choose(wire_dtype=of_cotangents)
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes, Layout]:
@@ -278,9 +272,8 @@ def _run_dispatch_like(exchange, x, *route, num_experts, **params):
 
 
 def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name, wire_dtype, **_):
-    params = {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
     route = Routes(topk_idx, rows, counts)
-    return (exchange.combine(y, weights, route, axis_name=axis_name, **params),)
+    return (exchange.combine(y, weights, route, axis_name=axis_name, wire_dtype=wire_dtype),)
 
 
 def _run_combine_grad(
@@ -299,8 +292,7 @@ def _run_rank_dispatch(exchange, x, topk_idx, topk_weights=None, **params):
     return exchange.rank_dispatch(x, topk_idx, topk_weights, **params)
 
 
-def _run_rank_combine(exchange, y, *route, wire_dtype, **params):
-    params |= {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
+def _run_rank_combine(exchange, y, *route, **params):
     return (exchange.rank_combine(y, RankRoutes(*route), **params),)
 
 

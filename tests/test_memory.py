@@ -171,6 +171,8 @@ def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
         ("dispatch", "rank", "float8_e4m3fn", "quantized"),
         ("combine", "expert", None, "dequantized"),
         ("combine", "rank", None, "dequantized"),
+        ("combine", "expert", "float8_e4m3fn", "dequantized"),
+        ("combine", "rank", "float8_e4m3fn", "dequantized"),
     ],
 )
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     multiple = 512 if wire_dtype is not None else 128 // itemsize
     padded = -(-hidden // multiple) * multiple
     num_rows = 8 * num_tokens if layout == "rank" else model["capacity"]
-    received = [((num_rows, padded), num_rows * padded * itemsize)]
+    y = received = [((num_rows, padded), num_rows * padded * itemsize)]
     if wire_dtype is not None:
         scales = padded // 128
         received = [
@@ -214,7 +216,7 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
         if padded != hidden:
             held += operands[:1]
     else:
-        assert operands[0] == received[0]
+        assert operands[0] == y[0]
         held = results[1:] + ([operands[0], results[0]] if padded != hidden else [])
     counted = memory.workspace_bytes(name, "pallas", dtype=dtype, **way, **model)
     assert sum(size for _, size in held) == sum(counted.values())

@@ -248,6 +248,36 @@ def test_none_always_lowers(shapes):
         assert "cannot serve here" in str(error)
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        Shapes(128, 7168, 8, 256),
+        Shapes(4096, 7168, 8, 256, "float32"),
+        Shapes(17, 128, 3, 8, "float16", **ranks(2)),
+        Shapes(4096, 10368, 8, 512),
+        Shapes(4096, 14336, 8, 256),
+        Shapes(128, 16384, 8, 256),
+        Shapes(128, 10240, 16, 512, "float32"),
+        Shapes(128, 12288, 8, 256, "float32"),
+    ],
+    ids=str,
+)
+def test_quantized_sums_lower_where_they_are_served(shapes):
+    def there_and_back(shapes, implementation, x, topk_idx, weights):
+        sent = send(shapes, implementation, x, topk_idx)
+        options = dict(wire_dtype=jnp.float8_e4m3fn, implementation=implementation)
+        return jax_ep.combine(sent.tokens, sent.handle, weights, **options)
+
+    served = kernels(lowered(shapes, None, there_and_back))
+    if shapes.hidden * jnp.dtype(shapes.dtype).itemsize <= 2**15:
+        assert served == [COMBINE, DISPATCH]
+    if COMBINE in served:
+        assert kernels(lowered(shapes, "pallas", there_and_back)) == served
+    else:
+        with pytest.raises(ValueError, match="too long for shared memory"):
+            lowered(shapes, "pallas", there_and_back)
+
+
 @pytest.mark.parametrize("num_blocks", [1, 24])
 def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))

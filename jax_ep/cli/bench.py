@@ -310,9 +310,8 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
             continue
         for wire_dtype in _WIRE_DTYPES.value:
             for implementation in implementations:
-                if wire_dtype != "none":
-                    if op not in QUANTIZED or (op == "combine" and implementation == "pallas"):
-                        continue
+                if wire_dtype != "none" and op not in QUANTIZED:
+                    continue
                 yield {
                     "layout": layout,
                     "wire_dtype": wire_dtype,

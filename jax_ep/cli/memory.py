@@ -50,8 +50,6 @@ def collect() -> dict[str, Any]:
     here = []
     ways = itertools.product(memory.IMPLEMENTATIONS, memory.LAYOUTS, memory.OPERATIONS, _wires())
     for implementation, layout, operation, wire_dtype in ways:
-        if wire_dtype is not None and (operation, implementation) == ("combine", "pallas"):
-            continue
         outputs = ["dequantized"]
         if operation == "dispatch" and wire_dtype is not None:
             outputs.append("quantized")
