@@ -21,6 +21,7 @@ from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
 from pallas_kernels.quantize import BLOCK, ROW_MULTIPLE
+from pallas_kernels.sender import Payload
 
 AxisName = tuple[str, ...]
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -238,7 +239,7 @@ def _pad_hidden(x: jax.Array, wire_dtype: jnp.dtype | None = None) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _unpadded(received: dispatch_kernel.Payload, hidden: int) -> tuple[jax.Array, ...]:
+def _unpadded(received: Payload, hidden: int) -> tuple[jax.Array, ...]:
     """Rows, or rows and their scales, as rows of `hidden` columns have them."""
     if not isinstance(received, tuple):
         return (received[:, :hidden],)
