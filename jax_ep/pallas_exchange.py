@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import routes
+from jax_ep import routes, wire, xla_exchange
 from jax_ep.routes import Layout, RankRoutes, Routes
 from pallas_kernels import combine as combine_kernel
+from pallas_kernels import combine_grad as combine_grad_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
@@ -44,6 +45,8 @@ _NUM_BLOCKS = {
     ("quantized_dispatch", False): 128,
     ("combine", True): 128,
     ("combine", False): 128,
+    ("combine_grad", True): 128,
+    ("combine_grad", False): 128,
 }
 
 
@@ -64,6 +67,7 @@ def unavailable_reason(
     slots = min(
         _Rows(hidden, dtype, wire_dtype).beside(words),
         _combine_slots(hidden, dtype, num_ranks, top_k),
+        _combine_grad_slots(hidden, dtype, num_ranks, top_k, num_experts),
     )
     if slots < 3:
         return (
@@ -152,6 +156,48 @@ def combine(
         num_experts=route.counts.shape[1],
     )
     return out[:, :hidden]
+
+
+def combine_grad(
+    g: jax.Array,
+    topk_weights: jax.Array,
+    y: jax.Array,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    expert_alignment: int,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32.
+
+    `g` [T, H] is the cotangent of the result. With a wire_dtype it is dispatched in it, and what
+    becomes of the rows that arrive is XLA's.
+    """
+    if wire_dtype is not None:
+        received = dispatch_like(
+            g,
+            route,
+            axis_name=axis_name,
+            capacity=y.shape[0],
+            expert_alignment=expert_alignment,
+            wire_dtype=wire_dtype,
+        )
+        g_rows, _ = wire.handed_out(received, g.dtype, False)
+        return xla_exchange.combine_grad_of_rows(
+            g_rows, topk_weights, y, route, axis_name=axis_name
+        )
+    hidden = y.shape[1]
+    g, y = _pad_hidden(g), _pad_hidden(y)
+    dy, dweights = combine_grad_kernel.combine_grad(
+        g,
+        topk_weights,
+        y,
+        *route,
+        fabric=mesh_fabric(axis_name),
+        plan=combine_grad_plan(y, *route.rows.shape, route.counts.shape[1]),
+        expert_alignment=expert_alignment,
+    )
+    return dy[:, :hidden], dweights
 
 
 def rank_dispatch(
@@ -350,4 +396,30 @@ def combine_plan(y: Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
         window_tokens=_WINDOW_TOKENS,
         step_tokens=1,
         mailbox_steps=4,
+    )
+
+
+def _combine_grad_slots(
+    hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int, num_experts: int
+) -> int:
+    """Rows that shared memory has room for in the gradient of a combine."""
+    windows = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
+    counts = (4 + num_ranks) * align_up(num_experts, LANES)
+    row_bytes = combine_grad_kernel.padded_columns(hidden, dtype) * jnp.dtype(dtype).itemsize
+    return _Rows(hidden, dtype, None).room(windows + counts) // row_bytes
+
+
+def combine_grad_plan(
+    y: Array, num_ranks: int, num_tokens: int, top_k: int, num_experts: int
+) -> Plan:
+    """How the gradient of a combine of y [R, H], its rows padded, is spread."""
+    slots = _combine_grad_slots(y.shape[1], y.dtype, num_ranks, top_k, num_experts)
+    num_g_slots = max(1, min(6, slots // 3))
+    num_slots = min(_MAX_SLOTS, slots - num_g_slots)
+    return Plan(
+        num_blocks=_num_blocks("combine_grad", num_tokens),
+        num_slots=num_slots,
+        store_lag=num_slots // 3,
+        window_tokens=_WINDOW_TOKENS,
+        num_g_slots=num_g_slots,
     )
