@@ -18,6 +18,8 @@ read what is theirs and written what they get, and waits to be told the same.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -141,7 +143,7 @@ class _CombineGrad:
             slots=plgpu.SMEM((slots, columns), self.dtype),
             slot_notes=plgpu.SMEM((slots, 4), jnp.int32),  # kind, owner, choice of the owner, row
             g_slots=plgpu.SMEM((g_slots, columns), self.dtype),
-            sums=plgpu.SMEM((2, vectors.SUMS_OF_WARPGROUP), jnp.float32),  # of this row, and before
+            sums=plgpu.SMEM((vectors.SUMS_OF_WARPGROUP,), jnp.float32),
             full=plgpu.Barrier(num_barriers=(slots,)),
             empty=plgpu.Barrier(num_barriers=(slots,)),
             g_full=plgpu.Barrier(num_barriers=(g_slots,)),
@@ -164,7 +166,7 @@ class _CombineGrad:
         @pl.when(warpgroup == 2)
         def _filler():
             self.fabric.stage(3)
-            self._fill(topk_idx, counts, dy, dweights, **scratch)
+            self._fill(g, topk_idx, counts, dy, dweights, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array]:
         """This block's tokens, the same on every rank: first, and end."""
@@ -262,9 +264,15 @@ class _CombineGrad:
                     used_rows = lax.cond(held[choice], fetch, lambda used: used, used_rows)
                     seen = seen + held[choice].astype(jnp.int32)
 
-                    @pl.when(place >= capacity)
-                    def _(choice=choice):
-                        fabric.peer(dweights, owner)[entry + choice] = jnp.float32(0)
+                dropped = [place >= capacity for place in places]
+
+                @pl.when(functools.reduce(operator.or_, dropped))
+                def _():
+                    for choice in range(top_k):
+
+                        @pl.when(dropped[choice])
+                        def _(choice=choice):
+                            fabric.peer(dweights, owner)[entry + choice] = jnp.float32(0)
 
                 return used_rows, used_g + (num_held > 0).astype(jnp.int32)
 
@@ -274,7 +282,6 @@ class _CombineGrad:
             plgpu.barrier_arrive(full.at[slot])
             return used_rows + 1, used_g
 
-        fabric.touch(g)
         zero = jnp.int32(0)
         used = lax.fori_loop(0, self._num_windows(), scout_window, (zero, zero))
         fb.drain(empty, used[0], num_slots)
@@ -305,7 +312,7 @@ class _CombineGrad:
             fabric.barrier()
             return start
 
-        def multiply(slot, g_slot, weight, its_sums):
+        def multiply(slot, g_slot, weight):
             """slots[slot] = weight * g, and what it was times g goes into the sums."""
             vector = vectors.length(self.dtype)
             size, total = LANES * vector, None
@@ -320,7 +327,7 @@ class _CombineGrad:
                     product = jnp.where(inside, product, jnp.zeros_like(product))
                 total = product if total is None else total + product
                 slots[slot, columns] = (cotangent * weight).astype(self.dtype)
-            vectors.partial_sums(fabric, total, its_sums, vector)
+            vectors.partial_sums(fabric, total, sums, vector)
 
         def take_slot(start, state):
             used, used_g, _ = state
@@ -335,15 +342,14 @@ class _CombineGrad:
 
             @pl.when(~end)
             def _():
-                its_sums = sums.at[lax.rem(used, 2)]
-                multiply(slot, g_slot, window_weights[owner, choice - start], its_sums)
+                multiply(slot, g_slot, window_weights[owner, choice - start])
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     slots.at[slot, pl.ds(0, self.hidden)],
                     fabric.mine(dy).at[place],
                     commit_group=False,
                 )
-                vectors.store_total(fabric, its_sums, fabric.peer(dweights, owner), choice)
+                vectors.store_total(fabric, sums, fabric.peer(dweights, owner), choice)
 
             @pl.when(last)
             def _():
@@ -369,7 +375,6 @@ class _CombineGrad:
             )
             return tuple(used)
 
-        fabric.touch(dweights)
         zero = jnp.int32(0)
         used, _ = lax.fori_loop(0, self._num_windows(), weigh_window, (zero, zero))
         plgpu.wait_smem_to_gmem(0)
@@ -385,11 +390,12 @@ class _CombineGrad:
         fabric.stage(2)
         fabric.wait(semaphores, _DONE, 1, "the gradient of combine")
 
-    def _fill(self, topk_idx, counts, dy, dweights, **scratch):
+    def _fill(self, g, topk_idx, counts, dy, dweights, **scratch):
         fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
         of_experts.fetch_counts(
             [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)], **scratch
         )
+        fabric.touch(g, dweights)  # for the others
 
         def clear_token(token, _):
             entries = [token * top_k + choice for choice in range(top_k)]
