@@ -186,7 +186,7 @@ def combine_grad(
         return xla_exchange.combine_grad_of_rows(
             g_rows, topk_weights, y, route, axis_name=axis_name
         )
-    hidden = y.shape[1]
+    hidden, sizes = y.shape[1], (*route.rows.shape, route.counts.shape[1])
     g, y = _pad_hidden(g), _pad_hidden(y)
     dy, dweights = combine_grad_kernel.combine_grad(
         g,
@@ -194,7 +194,7 @@ def combine_grad(
         y,
         *route,
         fabric=mesh_fabric(axis_name),
-        plan=combine_grad_plan(y, *route.rows.shape, route.counts.shape[1]),
+        plan=combine_grad_plan(y, *sizes),
         expert_alignment=expert_alignment,
     )
     return dy[:, :hidden], dweights

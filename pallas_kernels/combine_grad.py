@@ -130,11 +130,8 @@ class _CombineGrad:
     expert_rows: ExpertRows
 
     def scratch_types(self) -> dict[str, Any]:
-        num_ranks, slots, g_slots = (
-            self.fabric.num_ranks,
-            self.plan.num_slots,
-            self.plan.num_g_slots,
-        )
+        num_ranks = self.fabric.num_ranks
+        slots, g_slots = self.plan.num_slots, self.plan.num_g_slots
         columns = padded_columns(self.hidden, self.dtype)
         return dict(
             **self.expert_rows.scratch_types(),
@@ -187,14 +184,9 @@ class _CombineGrad:
         self, g, y, rows, dweights, *, window_rows, slots, slot_notes, g_slots, full, empty,
         g_full, g_empty, **_,
     ):  # fmt: skip
-        fabric, window, top_k, num_ranks = (
-            self.fabric,
-            self.window,
-            self.top_k,
-            self.fabric.num_ranks,
-        )
+        fabric, window, top_k = self.fabric, self.window, self.top_k
         num_slots, num_g_slots = self.plan.num_slots, self.plan.num_g_slots
-        capacity = self.expert_rows.capacity
+        num_ranks, capacity = fabric.num_ranks, self.expert_rows.capacity
         first_token, end_token = self._range()
 
         def open_slot(used, *notes):
@@ -292,12 +284,8 @@ class _CombineGrad:
         sums, full, empty, g_full, g_empty, **_,
     ):  # fmt: skip
         fabric, window, num_ranks = self.fabric, self.window, self.fabric.num_ranks
-        num_slots, num_g_slots, lag = (
-            self.plan.num_slots,
-            self.plan.num_g_slots,
-            self.plan.store_lag,
-        )
-        first_token, _ = self._range()
+        num_slots, num_g_slots = self.plan.num_slots, self.plan.num_g_slots
+        lag, first_token = self.plan.store_lag, self._range()[0]
 
         def open_window(index):
             """Loads the weights of its tokens at all owners; returns the first one's number."""
@@ -307,15 +295,16 @@ class _CombineGrad:
                 fabric.peer(weights, owner).at[pl.ds(start, window.width)][...] for owner in owners
             ]
             fabric.barrier()  # the window before this one has been read
-            for owner, value in zip(owners, values, strict=True):
-                window_weights[owner] = value
+            for i, owner in enumerate(owners):
+                window_weights[owner] = values[i]
             fabric.barrier()
             return start
 
         def multiply(slot, g_slot, weight):
             """slots[slot] = weight * g, and what it was times g goes into the sums."""
             vector = vectors.length(self.dtype)
-            size, total = LANES * vector, None
+            size = LANES * vector
+            total: Any = None
             for first in range(0, self.hidden, size):
                 columns = pl.ds(first, size)
                 cotangent = fb.load(fabric, g_slots.at[g_slot, columns], vector)
