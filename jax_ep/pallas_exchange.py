@@ -13,14 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import routes
+from jax_ep import routes, wire, xla_exchange
 from jax_ep.routes import Layout, RankRoutes, Routes
 from pallas_kernels import combine as combine_kernel
+from pallas_kernels import combine_grad as combine_grad_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
 from pallas_kernels.quantize import BLOCK, ROW_MULTIPLE
+from pallas_kernels.sender import Payload
 
 AxisName = tuple[str, ...]
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -43,6 +45,8 @@ _NUM_BLOCKS = {
     ("quantized_dispatch", False): 128,
     ("combine", True): 128,
     ("combine", False): 128,
+    ("combine_grad", True): 128,
+    ("combine_grad", False): 128,
 }
 
 
@@ -63,7 +67,11 @@ def unavailable_reason(
     rows = _Rows(hidden, dtype, wire_dtype)
     # A slot of a combine is free again once its row is summed, if sums have slots of their own.
     slots_of_combine = 3 if wire_dtype is None else 2
-    if rows.beside(words) < 3 or _combine_slots(rows, num_ranks, top_k) < slots_of_combine:
+    if (
+        rows.beside(words) < 3
+        or _combine_slots(rows, num_ranks, top_k) < slots_of_combine
+        or _combine_grad_slots(hidden, dtype, num_ranks, top_k, num_experts) < 3
+    ):
         return (
             f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
             f"holds the routes of {num_experts} experts and {top_k} choices"
@@ -152,6 +160,48 @@ def combine(
         wire_dtype=wire_dtype,
     )
     return out[:, :hidden]
+
+
+def combine_grad(
+    g: jax.Array,
+    topk_weights: jax.Array,
+    y: jax.Array,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    expert_alignment: int,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32.
+
+    `g` [T, H] is the cotangent of the result. With a wire_dtype it is dispatched in it, and what
+    becomes of the rows that arrive is XLA's.
+    """
+    if wire_dtype is not None:
+        received = dispatch_like(
+            g,
+            route,
+            axis_name=axis_name,
+            capacity=y.shape[0],
+            expert_alignment=expert_alignment,
+            wire_dtype=wire_dtype,
+        )
+        g_rows, _ = wire.handed_out(received, g.dtype, False)
+        return xla_exchange.combine_grad_of_rows(
+            g_rows, topk_weights, y, route, axis_name=axis_name
+        )
+    hidden, sizes = y.shape[1], (*route.rows.shape, route.counts.shape[1])
+    g, y = _pad_hidden(g), _pad_hidden(y)
+    dy, dweights = combine_grad_kernel.combine_grad(
+        g,
+        topk_weights,
+        y,
+        *route,
+        fabric=mesh_fabric(axis_name),
+        plan=combine_grad_plan(y, *sizes),
+        expert_alignment=expert_alignment,
+    )
+    return dy[:, :hidden], dweights
 
 
 def rank_dispatch(
@@ -245,7 +295,7 @@ def _pad_hidden(x: jax.Array, wire_dtype: jnp.dtype | None = None) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _unpadded(received: dispatch_kernel.Payload, hidden: int) -> tuple[jax.Array, ...]:
+def _unpadded(received: Payload, hidden: int) -> tuple[jax.Array, ...]:
     """Rows, or rows and their scales, as rows of `hidden` columns have them."""
     if not isinstance(received, tuple):
         return (received[:, :hidden],)
@@ -371,4 +421,30 @@ def combine_plan(
         window_tokens=_WINDOW_TOKENS,
         step_tokens=1,
         mailbox_steps=4,
+    )
+
+
+def _combine_grad_slots(
+    hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int, num_experts: int
+) -> int:
+    """Rows that shared memory has room for in the gradient of a combine."""
+    windows = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
+    counts = (4 + num_ranks) * align_up(num_experts, LANES)
+    row_bytes = combine_grad_kernel.padded_columns(hidden, dtype) * jnp.dtype(dtype).itemsize
+    return _Rows(hidden, dtype, None).room(windows + counts) // row_bytes
+
+
+def combine_grad_plan(
+    y: Array, num_ranks: int, num_tokens: int, top_k: int, num_experts: int
+) -> Plan:
+    """How the gradient of a combine of y [R, H], its rows padded, is spread."""
+    slots = _combine_grad_slots(y.shape[1], y.dtype, num_ranks, top_k, num_experts)
+    num_g_slots = max(1, min(6, slots // 3))
+    num_slots = min(_MAX_SLOTS, slots - num_g_slots)
+    return Plan(
+        num_blocks=_num_blocks("combine_grad", num_tokens),
+        num_slots=num_slots,
+        store_lag=num_slots // 3,
+        window_tokens=_WINDOW_TOKENS,
+        num_g_slots=num_g_slots,
     )

@@ -277,15 +277,10 @@ def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name
 
 
 def _run_combine_grad(
-    exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, wire_dtype, **params
+    exchange, g, topk_idx, rows, counts, weights, y, *, num_experts, capacity, **params
 ):
-    route = Routes(topk_idx, rows, counts)
-    params = dict(axis_name=axis_name, expert_alignment=params["expert_alignment"])
-    received = exchange.dispatch_like(
-        g, route, capacity=y.shape[0], wire_dtype=wire_dtype, **params
-    )
-    g_rows, _ = wire.handed_out(received, g.dtype, False)
-    return xla_exchange.combine_grad_of_rows(g_rows, weights, y, route, axis_name=axis_name)
+    del num_experts, capacity
+    return exchange.combine_grad(g, weights, y, Routes(topk_idx, rows, counts), **params)
 
 
 def _run_rank_dispatch(exchange, x, topk_idx, topk_weights=None, **params):

@@ -13,6 +13,7 @@ from contract import Case, owned_rows, routing, small_integers, small_weights, w
 
 from jax_ep import reference, routes
 from pallas_kernels import combine as combine_kernel
+from pallas_kernels import combine_grad as combine_grad_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Fabric
@@ -204,6 +205,18 @@ class Problem:
                 total += reference.dequantize(rows, scales, np.dtype(np.float32))
             return total.astype(jnp.dtype(self.dtype))
 
+    def g(self) -> np.ndarray:
+        """[N, T, H]: a cotangent of `combined`; its sums with `y` are exact in any order."""
+        return small_integers(self._generator(), self.x.shape, jnp.dtype(self.dtype))
+
+    @functools.cached_property
+    def combine_grads(self) -> tuple[np.ndarray, np.ndarray]:
+        """[N, R, H] and [N, T, K]: what `g` gives for `y` and for `weights`."""
+        assert self.weights is not None
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        dy, dweights = reference.combine_grad(list(self.g), list(self.y), sent, list(self.weights))
+        return np.stack(dy), np.stack(dweights)
+
 
 # The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
 
@@ -253,6 +266,19 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any
         plan=plan,
         num_experts=problem.num_experts,
         **options,
+    )
+
+
+def combine_grad(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
+    """A call of the kernel of a combine's gradient: -> dy, dweights."""
+    return functools.partial(
+        combine_grad_kernel.combine_grad,
+        *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
+        jnp.asarray(problem.rows),
+        jnp.asarray(problem.counts),
+        fabric=fabric,
+        plan=plan,
+        expert_alignment=problem.alignment,
     )
 
 

@@ -15,7 +15,7 @@ from meshes import expert_mesh
 
 import jax_ep
 import jax_ep.cli
-from jax_ep import memory
+from jax_ep import memory, pallas_exchange
 from jax_ep.routes import RankRoutes, Routes
 
 MIB = 2**20
@@ -220,6 +220,28 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
         held = results[1:] + ([operands[0], results[0]] if padded != hidden else [])
     counted = memory.workspace_bytes(name, "pallas", dtype=dtype, **way, **model)
     assert sum(size for _, size in held) == sum(counted.values())
+
+
+@pytest.mark.parametrize("num_tokens", [128, 4096])
+def test_the_gradient_of_a_weighted_combine_holds_semaphores_alone(num_tokens):
+    model = MODEL | {"num_tokens": num_tokens, "capacity": num_tokens * 9}
+    mesh = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    combine, shapes = operation(
+        "combine", "pallas", model, "bfloat16", mesh, layout="expert", wire_dtype=None
+    )
+
+    def gradient(y, topk_idx, rows, counts, weights):
+        out, pull = jax.vjp(lambda y, w: combine(y, topk_idx, rows, counts, w), y, weights)
+        return pull(out)
+
+    text = jax.jit(gradient).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    (results,) = [tensors(types) for _, types in _KERNEL.findall(text)[1:]]
+    rows, choices = model["capacity"] * model["hidden"] * 2, num_tokens * model["top_k"] * 4
+    blocks = pallas_exchange.combine_grad_plan(
+        jax.ShapeDtypeStruct((model["capacity"], model["hidden"]), "bfloat16"),
+        8, num_tokens, model["top_k"], model["num_experts"],
+    ).num_blocks  # fmt: skip
+    assert [size for _, size in results] == [rows, choices, blocks * 8 * 4]
 
 
 def test_the_kernels_need_little():
