@@ -205,6 +205,7 @@ class Problem:
                 total += reference.dequantize(rows, scales, np.dtype(np.float32))
             return total.astype(jnp.dtype(self.dtype))
 
+    @functools.cached_property
     def g(self) -> np.ndarray:
         """[N, T, H]: a cotangent of `combined`; its sums with `y` are exact in any order."""
         return small_integers(self._generator(), self.x.shape, jnp.dtype(self.dtype))
