@@ -29,6 +29,7 @@ _WARP = 32
 _VALUES = BLOCK // _WARP  # of a thread
 _INFINITY = 0x7F800000  # as bits; NaNs are above it
 _NAN = 0x7FC00000
+_AT_ONCE = 7  # blocks of a warp whose steps overlap
 _GLOBAL_MEMORY = 1  # address space
 
 
@@ -69,26 +70,32 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
         warp, lane = (op(thread, _integer(_WARP)) for op in (arith.divui, arith.remui))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, _integer(0))
         warps = LANES // _WARP
-        for i in range(source.shape[0] // BLOCK // warps):
+        num_blocks = source.shape[0] // BLOCK // warps
+
+        def load(i: int) -> tuple[ir.Value, ir.Value, ir.Value]:
             block = arith.addi(warp, _integer(i * warps))
             column = arith.addi(
                 arith.muli(block, _integer(BLOCK)), arith.muli(lane, _integer(_VALUES))
             )
-            source_at = mgpu.utils.getelementptr(pointers[0], [column], source_type)
             elements = llvm.load(
                 ir.VectorType.get((_VALUES,), source_type),
-                source_at,
+                mgpu.utils.getelementptr(pointers[0], [column], source_type),
                 alignment=_VALUES * jnp.dtype(source.dtype).itemsize,
             )
-            quantized, scale = _quantize_block(elements, source_type)
-            values_at = mgpu.utils.getelementptr(
-                pointers[1], [column], ir.IntegerType.get_signless(8)
-            )
-            llvm.store(quantized, values_at, alignment=_VALUES)
-            if_first = scf.IfOp(is_first)
-            with ir.InsertionPoint(if_first.then_block):
-                llvm.store(scale, mgpu.utils.getelementptr(pointers[2], [block], f32))
-                scf.yield_([])
+            return block, column, elements
+
+        for first in range(0, num_blocks, _AT_ONCE):
+            loaded = [load(i) for i in range(first, min(first + _AT_ONCE, num_blocks))]
+            results = [_quantize_block(elements, source_type) for _, _, elements in loaded]
+            for (block, column, _), (quantized, scale) in zip(loaded, results, strict=True):
+                values_at = mgpu.utils.getelementptr(
+                    pointers[1], [column], ir.IntegerType.get_signless(8)
+                )
+                llvm.store(quantized, values_at, alignment=_VALUES)
+                if_first = scf.IfOp(is_first)
+                with ir.InsertionPoint(if_first.then_block):
+                    llvm.store(scale, mgpu.utils.getelementptr(pointers[2], [block], f32))
+                    scf.yield_([])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(emit)(source, values, scales)
 
@@ -107,7 +114,7 @@ def _quantize_block(elements: ir.Value, element_type: ir.Type) -> tuple[ir.Value
     largest = _asm(i32, "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", largest)
     scale = arith.mulf(arith.bitcast(f32, largest), _float(_SCALE_OF_LARGEST))
     scale = arith.maximumf(scale, _float(_MIN_SCALE))
-    inverse = _asm(f32, "rcp.rn.f32 $0, $1;", "=f,f", scale)
+    inverse = _reciprocal(scale)
     nan = arith.bitcast(f32, _integer(_NAN))
     scaled = [
         arith.select(ok, arith.mulf(value, inverse), nan)
@@ -123,6 +130,24 @@ def _quantize_block(elements: ir.Value, element_type: ir.Type) -> tuple[ir.Value
         *scaled,
     )
     return quantized, scale
+
+
+def _reciprocal(scale: ir.Value) -> ir.Value:
+    """1 / scale, rounded as IEEE 754 says.
+
+    These are the steps of `rcp.rn` where nothing is subnormal, without its branch for the rest, so
+    that blocks overlap.
+    """
+    return _asm(
+        ir.F32Type.get(),
+        "{ .reg .f32 near, error;"
+        " rcp.approx.ftz.f32 near, $1;"
+        " neg.f32 error, near;"
+        " fma.rn.f32 error, $1, error, 0f3F800000;"
+        " fma.rn.f32 $0, near, error, near; }",
+        "=f,f",
+        scale,
+    )
 
 
 def add_rows(
