@@ -358,6 +358,13 @@ def test_errors_name_the_argument_and_its_value():
         call(lambda x: all_reduce_rms_norm(x, x, jnp.arange(4), AXIS)[0], (4, 4))
 
 
+def test_any_floating_dtype_has_a_collective():
+    """With algorithm=None; a kernel that sums has fewer, and says which."""
+    for op in LINEAR:
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn):
+            call(function(op), (8, 2), dtype=dtype)
+
+
 @pytest.mark.skipif(not pallas_unavailable_reason(), reason="the kernels serve here")
 @pytest.mark.parametrize(
     ("op", "algorithm"),
