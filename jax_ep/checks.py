@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import operator
+import reprlib
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 AxisName = str | tuple[str, ...]
 
 
-def as_axes(axis_name: AxisName) -> tuple[str, ...]:
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+MAX_INT32 = 2**31 - 1  # what rows, experts and tokens are counted in
+
+_KINDS = {
+    jnp.floating: "a floating array",
+    jnp.integer: "an integer array",
+    jnp.bool_: "a bool array",
+    jnp.number: "an array of numbers",
+}
+
+
+def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
+    """The axes of an argument `name`, each of them once; () are none, and one rank."""
+    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    for axis in axes:
+        if not isinstance(axis, str):
+            raise TypeError(
+                f"{name} must be the name of a mesh axis or a tuple of names, but is {axis_name!r}."
+            )
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{name} must name each mesh axis once, but is {axes}.")
+    return axes
 
 
 def num_ranks(axis_name: tuple[str, ...]) -> int:
@@ -25,21 +45,42 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
         ) from error
 
 
-def check_array(name: str, array: jax.Array, ndim: int, kind: type, shape: str) -> None:
-    if not hasattr(array, "dtype") or not hasattr(array, "ndim"):
-        raise TypeError(f"{name} must be an array {shape}, but is {type(array)}.")
-    if array.ndim != ndim:
-        raise ValueError(f"{name} must have rank {ndim}, {shape}, but has shape {array.shape}.")
+def check_array(
+    name: str, array: Any, ndim: int | None, kind: Any, shape: str, *, may_be_empty: bool = True
+) -> None:
+    """Raises TypeError or ValueError unless it is an array of that many axes (None: any) and kind.
+
+    `kind` is one of `jnp.floating`, `jnp.integer`, `jnp.bool_` and `jnp.number`; `shape` is for the
+    message, as "[T, H]".
+    """
+    wanted = f"{name} must be {_KINDS[kind]} {shape}"
+    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        raise TypeError(f"{wanted}, but is {described(array)}.")
+    if ndim is not None and len(array.shape) != ndim:
+        raise ValueError(f"{wanted}, but has shape {array.shape}.")
     if not jnp.issubdtype(array.dtype, kind):
-        raise TypeError(f"{name} must be {kind.__name__} {shape}, but has dtype {array.dtype}.")
+        raise TypeError(f"{wanted}, but has dtype {array.dtype}.")
+    if not may_be_empty and 0 in array.shape:
+        raise ValueError(f"{wanted} with no empty axis, but has shape {array.shape}.")
 
 
-def check_integer(name: str, value: int, least: int = 1) -> int:
-    """A static integer of at least `least`; a traced value or a float is none."""
+def described(value: Any) -> str:
+    """What is no array, for a message: numbers, strings and lists are short, others may not be."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"the {type(value).__name__} {reprlib.repr(value)}"
+    return f"of type {type(value).__name__}"
+
+
+def check_integer(name: str, value: int, least: int = 1, most: int | None = None) -> int:
+    """A static integer from `least` to `most`; a traced value or a float is none."""
     try:
         value = operator.index(value)
     except Exception as error:
         raise TypeError(f"{name} must be a static integer, but is {value!r}.") from error
     if value < least:
         raise ValueError(f"{name} must be at least {least}, but is {value}.")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, but is {value}.")
     return value

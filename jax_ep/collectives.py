@@ -47,7 +47,8 @@ def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
 
     Raises:
       ValueError, TypeError: an argument does not fit, or the named algorithm cannot serve here;
-        the message says why.
+        the message says why. One that sums takes bfloat16, float16 and float32 if it is not "xla";
+        None and "xla" take any floating dtype.
     """
     return _collective("all_reduce", x, axis_name, algorithm)
 
@@ -82,6 +83,8 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
       `all_gather`.
 
     Raises:
+      ValueError: the first axis of x is not a multiple of N, as `jax.lax.psum_scatter` asks for
+        too; pad it.
       ValueError, TypeError: as for `all_reduce`.
     """
     return _collective("reduce_scatter", x, axis_name, algorithm)
@@ -99,6 +102,8 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
       [N * n, ...]: [r * n : (r + 1) * n] is from rank r. It is its own transpose.
 
     Raises:
+      ValueError: the first axis of x is not a multiple of N, as `jax.lax.all_to_all` asks for too;
+        pad it.
       ValueError, TypeError: as for `all_reduce`.
     """
     return _collective("all_to_all", x, axis_name, algorithm)
@@ -198,8 +203,8 @@ def _collective(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm
         raise ValueError(f"{op} works along the first axis of x, but x is a scalar.")
     if op in ("reduce_scatter", "all_to_all") and x.shape[0] % num_ranks:
         raise ValueError(
-            f"{op} needs as many rows of x for each of the {num_ranks} ranks along {axes}, but x "
-            f"has shape {x.shape}; pad its first axis to a multiple of {num_ranks}."
+            f"{op}: the first axis of x must be a multiple of the {num_ranks} ranks along {axes}, "
+            f"but x has shape {x.shape}; pad it."
         )
     is_for_xla = _is_for_xla(op, algorithm, x, num_ranks)
     (x,) = vary_alike((x,), axes)
@@ -212,13 +217,7 @@ def _collective(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm
 
 
 def _check_floating(name: str, array: Any) -> None:
-    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-        raise TypeError(f"{name} must be an array, but is {type(array)}.")
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            f"{name} must be floating, but has dtype {array.dtype}; the collectives of jax.lax "
-            "take any."
-        )
+    checks.check_array(name, array, None, jnp.floating, "(the collectives of jax.lax take any)")
 
 
 def _is_for_xla(op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int) -> bool:

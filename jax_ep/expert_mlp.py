@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep import checks
 from jax_ep import grouped_matmul as gmm
 from jax_ep.primitives import vary_alike
 
@@ -139,8 +139,11 @@ def check_operands(
     implementation: gmm.Implementation,
 ) -> None:
     """Raises what `expert_mlp` says it raises."""
-    _check("tokens", tokens, 2, "[R, H]")
-    _check("wi_0", wi_0, 3, "[L, H, F]")
+    for name, weights in (("wi_0", wi_0), ("wi_1", wi_1), ("wo", wo)):
+        shape = "[L, F, H]" if name == "wo" else "[L, H, F]"
+        checks.check_array(name, weights, 3, jnp.floating, shape, may_be_empty=False)
+    checks.check_array("tokens", tokens, 2, jnp.floating, "[R, H]", may_be_empty=False)
+    checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]")
     num_experts, hidden, mlp = wi_0.shape
     expected = {
         "tokens": (tokens.shape[0], hidden),
@@ -149,10 +152,10 @@ def check_operands(
         "group_sizes": (num_experts,),
     }
     arrays = {"tokens": tokens, "wi_1": wi_1, "wo": wo, "group_sizes": group_sizes}
-    for name, shape in expected.items():
-        if arrays[name].shape != shape:
+    for name, wanted in expected.items():
+        if arrays[name].shape != wanted:
             raise ValueError(
-                f"{name} must have shape {shape} for wi_0 [L, H, F] of shape {wi_0.shape}, but "
+                f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape {wi_0.shape}, but "
                 f"has shape {arrays[name].shape}."
             )
     for name in ("wi_0", "wi_1", "wo"):
@@ -162,15 +165,4 @@ def check_operands(
                 f"{name} must have the dtype of tokens, {tokens.dtype}, but has {dtype}; "
                 "cast it with .astype."
             )
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes must be integers [L], but has dtype {group_sizes.dtype}.")
     gmm.check_implementation(implementation, wi_0)
-
-
-def _check(name: str, x: Any, ndim: int, dims: str) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating-point array {dims}, but has dtype {x.dtype}.")
-    if x.ndim != ndim or 0 in x.shape:
-        raise ValueError(
-            f"{name} must be an array {dims} with no empty axis, but has shape {x.shape}."
-        )

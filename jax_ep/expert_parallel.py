@@ -187,7 +187,7 @@ def dispatch(
             f"x and topk_idx must not be empty, but have shapes {x.shape} and {topk_idx.shape}; "
             "a rank with nothing to send passes rows of -1."
         )
-    num_experts = checks.check_integer("num_experts", num_experts)
+    num_experts = checks.check_integer("num_experts", num_experts, most=checks.MAX_INT32)
     if num_experts % num_ranks:
         raise ValueError(
             f"num_experts must be a positive multiple of the {num_ranks} ranks along "
@@ -224,7 +224,12 @@ def dispatch(
         capacity = routes.dropless_capacity(
             num_ranks, num_tokens, top_k, num_experts // num_ranks, expert_alignment
         )
-    capacity = checks.check_integer("capacity", capacity)
+        if capacity > checks.MAX_INT32:
+            raise ValueError(
+                f"capacity must be given, and be at most {checks.MAX_INT32}, since any routing of "
+                f"topk_idx {topk_idx.shape} on {num_ranks} ranks needs {capacity} rows."
+            )
+    capacity = checks.check_integer("capacity", capacity, most=checks.MAX_INT32)
     config = _Exchange.of(
         "x",
         x,
@@ -290,7 +295,6 @@ def combine(
             grad_wire_dtype=grad_wire_dtype,
             implementation=implementation,
         )
-    axis_name = handle.axis_name
     _check_handle(handle)
     checks.check_array("y", y, 2, jnp.floating, "[R, H]")
     if y.shape[0] != handle.capacity:
@@ -300,7 +304,7 @@ def combine(
         )
     config = _along(handle, "y", y, implementation, wire_dtype, grad_wire_dtype)
     if topk_weights is None:
-        (y,) = primitives.vary_alike((y,), axis_name)
+        (y,) = primitives.vary_alike((y,), handle.axis_name)
         return _combine(config, y, handle.routes)
     checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     if topk_weights.shape != handle.rows.shape[1:]:
@@ -308,7 +312,8 @@ def combine(
             f"topk_weights must have topk_idx's shape {handle.rows.shape[1:]}, "
             f"but has shape {topk_weights.shape}."
         )
-    y, weights = primitives.vary_alike((y, topk_weights.astype(jnp.float32)), axis_name)
+    weights = topk_weights.astype(jnp.float32)
+    y, weights = primitives.vary_alike((y, weights), handle.axis_name)
     return _weighted_combine(config, y, weights, handle.routes)
 
 
@@ -459,8 +464,16 @@ _weighted_combine.defvjp(_weighted_combine_fwd, _weighted_combine_bwd)
 
 
 def _check_handle(handle: Handle) -> None:
+    if isinstance(handle, (Dispatched, RankDispatched)):
+        raise TypeError(
+            "handle must be the handle of a dispatch, but is all that it returned, a "
+            f"{type(handle).__name__}; pass received.handle."
+        )
     if not isinstance(handle, Handle):
-        raise TypeError(f"handle must be the Handle of a dispatch, but is {type(handle)}.")
+        raise TypeError(
+            "handle must be the handle of a dispatch, such as received.handle, but is "
+            f"{checks.described(handle)}."
+        )
     num_ranks = checks.num_ranks(handle.axis_name)
     if handle.rows.ndim != 3 or handle.rows.shape[0] != num_ranks:
         raise ValueError(

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jax_ep import checks
 from jax_ep import grouped_matmul_kernels as kernels
 from jax_ep.primitives import vary_alike
 
@@ -75,9 +75,9 @@ def grouped_matmul(
       TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
         it here; the message says why.
     """
-    _check("lhs", lhs, 2, jnp.floating, "[R, H]")
-    _check("rhs", rhs, 3, jnp.floating, "[L, H, F]")
-    _check("group_sizes", group_sizes, 1, jnp.integer, "[L]")
+    checks.check_array("lhs", lhs, 2, jnp.floating, "[R, H]", may_be_empty=False)
+    checks.check_array("rhs", rhs, 3, jnp.floating, "[L, H, F]", may_be_empty=False)
+    checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]", may_be_empty=False)
     if lhs.dtype != rhs.dtype:
         raise TypeError(
             f"lhs and rhs must have one dtype, but have {lhs.dtype} and {rhs.dtype}; "
@@ -324,15 +324,3 @@ def _jitted(primitive: Primitive, **params: Any) -> Any:
 
 grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product)
 grouped_matmul_drhs_p = _primitive("grouped_matmul_drhs", _drhs_shape, _compute_drhs)
-
-
-def _check(name: str, x: Any, ndim: int, kind: Any, dims: str) -> None:
-    kind_name = "floating-point" if kind is jnp.floating else "integer"
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise TypeError(f"{name} must be a {kind_name} array {dims}, but is {type(x).__name__}.")
-    if not jnp.issubdtype(x.dtype, kind):
-        raise TypeError(f"{name} must be a {kind_name} array {dims}, but has dtype {x.dtype}.")
-    if x.ndim != ndim or 0 in x.shape:
-        raise ValueError(
-            f"{name} must be an array {dims} with no empty axis, but has shape {x.shape}."
-        )

@@ -17,6 +17,7 @@ import dataclasses
 
 import jax
 
+from jax_ep import checks
 from jax_ep.expert_parallel import Dispatched, combine, dispatch, dispatch_like
 from jax_ep.primitives import Implementation
 from jax_ep.rank_layout import RankDispatched
@@ -83,10 +84,15 @@ def sum_by_token(
       Differentiable in y and the weights.
 
     Raises:
-      TypeError: `received` is not of the rank layout.
+      TypeError: `received` is not of the rank layout, or `grouped` of no dispatch.
       ValueError: `grouped` is not of `received`, or as `combine` does.
     """
     _check_received(received)
+    if not isinstance(grouped, Dispatched):
+        raise TypeError(
+            "grouped must be what group_by_expert makes of received, a Dispatched, but is "
+            f"{checks.described(grouped)}."
+        )
     num_ranks, num_tokens, top_k = received.handle.shape
     rows, expected = grouped.handle.routes.rows, (1, num_ranks * num_tokens, top_k)
     if grouped.handle.axis_name or rows.shape != expected:
@@ -104,6 +110,6 @@ def sum_by_token(
 def _check_received(received: RankDispatched) -> None:
     if not isinstance(received, RankDispatched):
         raise TypeError(
-            'received must be of a dispatch(layout="rank"), a RankDispatched, but is a '
-            f"{type(received).__name__}."
+            'received must be of a dispatch(layout="rank"), a RankDispatched, but is '
+            f"{checks.described(received)}."
         )

@@ -20,7 +20,7 @@ from jax import lax
 from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import routing
+from jax_ep import checks, routing
 from jax_ep.checks import as_axes
 from jax_ep.expert_parallel import Implementation, dispatch
 from jax_ep.grouped_matmul import Implementation as MatmulImplementation
@@ -360,7 +360,7 @@ def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.A
 def _place(config: MoEConfig) -> _Placement:
     """Finds the mesh that the call is to run on."""
     ambient = jax.sharding.get_abstract_mesh()
-    expert_axes = as_axes(config.expert_axis)
+    expert_axes = as_axes(config.expert_axis, "expert_axis")
     if ambient.manual_axes:
         bound = tuple(ambient.manual_axes)
         if not set(expert_axes) & set(ambient.axis_names):
@@ -382,7 +382,9 @@ def _place(config: MoEConfig) -> _Placement:
 
     missing = [a for a in expert_axes if a not in mesh.axis_names]
     if missing and (config.mesh is not None or len(missing) < len(expert_axes)):
-        raise ValueError(f"expert_axis {expert_axes} must name axes of the mesh, got {mesh.shape}")
+        raise ValueError(
+            f"expert_axis {expert_axes} must name axes of the mesh, but it has {mesh.shape}."
+        )
     if missing:
         expert_axes = ()
     return _Placement(expert_axes, _batch_axes(config, expert_axes, mesh.axis_names), mesh)
@@ -392,11 +394,13 @@ def _batch_axes(
     config: MoEConfig, expert_axes: tuple[str, ...], axes: tuple[str, ...]
 ) -> tuple[str, ...]:
     """The axes that tokens are spread over, of those that are or will be bound."""
-    batch_axes = tuple(axes) if config.batch_axes is None else as_axes(config.batch_axes)
+    batch_axes = (
+        tuple(axes) if config.batch_axes is None else as_axes(config.batch_axes, "batch_axes")
+    )
     if not set(expert_axes) <= set(batch_axes) <= set(axes):
         raise ValueError(
             f"batch_axes must be among the mesh axes {axes} and hold expert_axis {expert_axes}, "
-            f"got {batch_axes}"
+            f"but is {batch_axes}."
         )
     return batch_axes
 
@@ -418,30 +422,58 @@ def _num_ranks(placement: _Placement) -> int:
 
 
 def _check(params: MoEParams, x: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
-    if params.gate.ndim != 2 or params.gate.shape[1] != config.num_experts:
-        raise ValueError(
-            f"gate must be [H, num_experts={config.num_experts}], got shape {params.gate.shape}"
-        )
+    checks.check_array("gate", params.gate, 2, jnp.floating, "[H, E]")
     hidden = params.gate.shape[0]
-    if x.ndim < 1 or x.shape[-1] != hidden:
-        raise ValueError(f"x must be [..., H={hidden}], got shape {x.shape}")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x must be floating, got {x.dtype}")
-    if np.prod(x.shape) == 0:
-        raise ValueError(f"x must hold at least one token, got shape {x.shape}")
-    if mask is not None and mask.shape != x.shape[:-1]:
+    if params.gate.shape[1] != config.num_experts:
         raise ValueError(
-            f"mask must have one value for each token of x {x.shape}, got shape {mask.shape}"
+            f"gate must be [H, num_experts={config.num_experts}], but has shape "
+            f"{params.gate.shape}."
         )
-    if mask is not None and mask.dtype != jnp.bool_:
-        raise TypeError(f"mask must be bool, got {mask.dtype}")
+    for name, shape in (("wi_0", "[E, H, F]"), ("wi_1", "[E, H, F]"), ("wo", "[E, F, H]")):
+        checks.check_array(name, getattr(params, name), None, jnp.floating, shape)
+    _check_shared(params, hidden)
+    checks.check_array("x", x, None, jnp.floating, f"[..., H={hidden}]")
+    if x.ndim < 1 or x.shape[-1] != hidden:
+        raise ValueError(f"x must be [..., H={hidden}], but has shape {x.shape}.")
+    if np.prod(x.shape) == 0:
+        raise ValueError(f"x must hold at least one token, but has shape {x.shape}.")
+    if mask is not None:
+        checks.check_array("mask", mask, None, jnp.bool_, "[...], x's without its last axis")
+        if mask.shape != x.shape[:-1]:
+            raise ValueError(
+                f"mask must have one value for each token of x {x.shape}, but has shape "
+                f"{mask.shape}."
+            )
     if config.capacity_factor is not None and not config.capacity_factor > 0:
         raise ValueError(
-            "capacity_factor must be above 0, or None to drop nothing, "
-            f"got {config.capacity_factor}"
+            "capacity_factor must be above 0, or None to drop nothing, but is "
+            f"{config.capacity_factor}."
         )
-    if config.expert_alignment < 1:
-        raise ValueError(f"expert_alignment must be at least 1, got {config.expert_alignment}")
+    checks.check_integer("expert_alignment", config.expert_alignment)
+
+
+def _check_shared(params: MoEParams, hidden: int) -> None:
+    """All three weights of the shared experts, of shapes that fit each other, or none."""
+    names = ("shared_wi_0", "shared_wi_1", "shared_wo")
+    given = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
+    if not given:
+        return
+    if len(given) < len(names):
+        raise ValueError(
+            f"{', '.join(names)} must be given together or be None, but only "
+            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given."
+        )
+    for name, array in given.items():
+        shape = "[S * F, H]" if name == "shared_wo" else "[H, S * F]"
+        checks.check_array(name, array, 2, jnp.floating, shape)
+    shared = given["shared_wi_0"].shape[1]
+    for name, array in given.items():
+        wanted = (shared, hidden) if name == "shared_wo" else (hidden, shared)
+        if array.shape != wanted:
+            raise ValueError(
+                f"{name} must have shape {wanted} for H={hidden} and shared_wi_0 of shape "
+                f"{given['shared_wi_0'].shape}, but has shape {array.shape}."
+            )
 
 
 def _check_experts(params: MoEParams, config: MoEConfig, placement: _Placement) -> None:
@@ -449,7 +481,7 @@ def _check_experts(params: MoEParams, config: MoEConfig, placement: _Placement) 
     if config.num_experts % num_ranks:
         raise ValueError(
             f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis "
-            f"{placement.expert_axes}, got {config.num_experts}"
+            f"{placement.expert_axes}, but is {config.num_experts}."
         )
     allowed = {config.num_experts}
     if placement.mesh is None:  # inside the caller's shard_map: they may be this rank's own
@@ -459,7 +491,7 @@ def _check_experts(params: MoEParams, config: MoEConfig, placement: _Placement) 
         if len(shape) != 3 or shape[0] not in allowed:
             raise ValueError(
                 f"{name} must hold {' or '.join(map(str, sorted(allowed)))} experts "
-                f"(num_experts={config.num_experts}), got shape {shape}"
+                f"(num_experts={config.num_experts}), but has shape {shape}."
             )
     if not placement.expert_axes and config.implementation == "pallas":
         raise ValueError(

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import jax
+
+from jax_ep import driver
 
 _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
-    """Why multicast memory cannot be had on these devices (default: all), or None if it may."""
+    """Why multicast memory cannot be had on these devices (default: all), or None if it may.
+
+    The driver answers for the hardware, not for the host: where an administrator, a container or
+    the fabric manager forbids multicast, it may still say yes, and the kernels fail when they run.
+    Only an attempt would tell, and this makes none.
+    """
     devices = jax.devices() if devices is None else devices
     if any(device.platform != "gpu" for device in devices):
         return "multicast memory is a feature of NVIDIA GPUs with NVSwitch"
     if len(devices) < 2:
         return "multicast memory needs several GPUs, and there is one"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return f"the CUDA driver cannot be asked for multicast memory ({error})"
     for device in devices:
-        handle, supported = ctypes.c_int(), ctypes.c_int()
-        ordinal = ctypes.c_int(device.local_hardware_id)
-        if driver.cuDeviceGet(ctypes.byref(handle), ordinal) or driver.cuDeviceGetAttribute(
-            ctypes.byref(supported), _MULTICAST_SUPPORTED, handle
-        ):
+        supported = driver.attribute(device.local_hardware_id, _MULTICAST_SUPPORTED)
+        if supported is None:
             return f"the CUDA driver does not say whether {device} has multicast memory"
-        if not supported.value:
+        if not supported:
             return f"multicast memory is missing: the driver offers none on {device}"
     return None

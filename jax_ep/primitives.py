@@ -32,7 +32,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from jax_ep import pallas_exchange, wire, xla_exchange
+from jax_ep import driver, pallas_exchange, wire, xla_exchange
 from jax_ep.routes import Layout, RankRoutes, Routes
 
 Implementation = Literal["pallas", "xla"] | None
@@ -55,6 +55,19 @@ def pallas_unavailable_reason(devices: list[jax.Device] | None = None) -> str | 
                 f"it needs compute capability 9.0 or newer, and {device.device_kind} has "
                 f"{capability}"
             )
+    return _peers_unavailable_reason(devices)
+
+
+def _peers_unavailable_reason(devices: list[jax.Device]) -> str | None:
+    """Which GPU cannot address the memory of which; None if all can, or if the driver won't say."""
+    ordinals = [device.local_hardware_id for device in devices]
+    for device, row in zip(devices, driver.peer_access(ordinals) or (), strict=False):
+        for peer, can in zip(devices, row, strict=True):
+            if not can:
+                return (
+                    "it needs peer access between all GPUs, and the CUDA driver offers none from "
+                    f"GPU {device.id} to GPU {peer.id}"
+                )
     return None
 
 

@@ -338,7 +338,7 @@ def top_k_routing(
     elif score == "sigmoid":
         probs = 1 / (1 + np.exp(-logits))
     else:
-        raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
+        raise ValueError(f"score must be 'softmax' or 'sigmoid', but is {score!r}.")
 
     merit = probs if bias is None else probs + bias.astype(np.float64)
     if num_groups > 1:

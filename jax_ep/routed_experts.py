@@ -65,6 +65,11 @@ def routed_experts(
     Raises:
       TypeError, ValueError: as `expert_mlp` and `combine` do.
     """
+    if not isinstance(received, Dispatched):
+        raise TypeError(
+            "received must be what a dispatch returned, a Dispatched, but is "
+            f"{checks.described(received)}."
+        )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     check_operands(tokens, wi_0, wi_1, wo, group_sizes, matmul_implementation)
     checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")

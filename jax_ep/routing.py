@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep import checks
 from jax_ep.checks import AxisName
 from jax_ep.primitives import vary_alike
 
@@ -51,6 +52,8 @@ def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     Returns:
         [T, E] float32.
     """
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
+    checks.check_array("gate", gate, 2, jnp.floating, "[H, E]")
     if x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32) @ gate.astype(jnp.float32)
     if gate.dtype != jnp.bfloat16:
@@ -148,33 +151,35 @@ def top_k_routing(
         ValueError: naming the argument, for a shape, name or number that does not fit.
         TypeError: logits or bias that are not floating.
     """
-    if logits.ndim != 2:
-        raise ValueError(f"logits must be [tokens, experts], got shape {logits.shape}")
-    _require_floating("logits", logits)
+    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
     num_experts = logits.shape[1]
+    k = checks.check_integer("k", k, least=0)
+    num_groups = checks.check_integer("num_groups", num_groups, least=0)
+    groups_kept = checks.check_integer("groups_kept", groups_kept, least=0)
     if score not in get_args(Score):
-        raise ValueError(f"score must be one of {get_args(Score)}, got {score!r}")
+        raise ValueError(f"score must be one of {get_args(Score)}, but is {score!r}.")
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(
             f"num_groups must divide the {num_experts} experts of logits {logits.shape}, "
-            f"got {num_groups}"
+            f"but is {num_groups}."
         )
     if not 1 <= groups_kept <= num_groups:
         raise ValueError(
-            f"groups_kept must be between 1 and num_groups={num_groups}, got {groups_kept}"
+            f"groups_kept must be between 1 and num_groups={num_groups}, but is {groups_kept}."
         )
     selectable = num_experts // num_groups * groups_kept
     if not 1 <= k <= selectable:
         raise ValueError(
             f"k must be between 1 and the {selectable} experts a token may choose from "
             f"(num_experts={num_experts}, num_groups={num_groups}, groups_kept={groups_kept}), "
-            f"got {k}"
+            f"but is {k}."
         )
     if bias is not None:
-        _require_floating("bias", bias)
+        checks.check_array("bias", bias, None, jnp.floating, "[E]")
         if bias.shape != (num_experts,):
             raise ValueError(
-                f"bias must have one value per expert, shape ({num_experts},), got {bias.shape}"
+                f"bias must have one value per expert, shape ({num_experts},), but has shape "
+                f"{bias.shape}."
             )
 
     logits = logits.astype(jnp.float32)
@@ -233,19 +238,16 @@ def load_balance_loss(
         sum over ranks, for gradients that are then averaged over ranks.
 
     Raises:
-        ValueError: shapes that do not fit, naming the argument.
+        ValueError: shapes that do not fit, or an axis that is not bound, naming the argument.
         TypeError: probs not floating or topk_idx not integer.
     """
-    if probs.ndim != 2:
-        raise ValueError(f"probs must be [tokens, experts], got shape {probs.shape}")
-    _require_floating("probs", probs)
-    if topk_idx.ndim != 2 or topk_idx.shape[0] != probs.shape[0]:
+    checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
+    checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
+    if topk_idx.shape[0] != probs.shape[0]:
         raise ValueError(
-            f"topk_idx must be [tokens, choices] with the {probs.shape[0]} tokens of probs "
-            f"{probs.shape}, got shape {topk_idx.shape}"
+            f"topk_idx must have the {probs.shape[0]} tokens of probs {probs.shape}, but has shape "
+            f"{topk_idx.shape}."
         )
-    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
-        raise TypeError(f"topk_idx must hold integers, got {topk_idx.dtype}")
     num_experts = probs.shape[1]
     routed = jnp.any(topk_idx >= 0, axis=-1)
     sums = (
@@ -253,8 +255,7 @@ def load_balance_loss(
         jnp.sum(jnp.where(routed[:, None], _normalize(probs.astype(jnp.float32)), 0.0), axis=0),
         jnp.sum(routed, dtype=jnp.int32),
     )
-    if axis_name is not None:
-        sums = lax.psum(sums, axis_name)
+    sums = _sum_over_ranks(sums, axis_name)
     counts, prob_sum, tokens = sums
     f = counts / jnp.maximum(jnp.sum(counts), 1)
     p = prob_sum / jnp.maximum(tokens, 1)
@@ -280,21 +281,18 @@ def router_z_loss(
         ValueError: shapes that do not fit, naming the argument.
         TypeError: logits not floating, or a mask that is not bool.
     """
-    if logits.ndim != 2:
-        raise ValueError(f"logits must be [tokens, experts], got shape {logits.shape}")
-    _require_floating("logits", logits)
+    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
     if mask is None:
         mask = jnp.ones(logits.shape[:1], jnp.bool_)
+    checks.check_array("mask", mask, None, jnp.bool_, "[T]")
     if mask.shape != logits.shape[:1]:
         raise ValueError(
-            f"mask must have one value per token of logits {logits.shape}, got {mask.shape}"
+            f"mask must have one value per token of logits {logits.shape}, but has shape "
+            f"{mask.shape}."
         )
-    if mask.dtype != jnp.bool_:
-        raise TypeError(f"mask must be bool, got {mask.dtype}")
     squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
     sums = jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.int32)
-    if axis_name is not None:
-        sums = lax.psum(sums, axis_name)
+    sums = _sum_over_ranks(sums, axis_name)
     total, tokens = sums
     return total / jnp.maximum(tokens, 1)
 
@@ -319,22 +317,25 @@ def update_expert_bias(
         ValueError: shapes that differ, naming the argument.
         TypeError: bias not floating.
     """
-    _require_floating("bias", bias)
-    if bias.ndim != 1:
-        raise ValueError(f"bias must have one value per expert, shape [E], got shape {bias.shape}")
+    checks.check_array("bias", bias, 1, jnp.floating, "[E]")
+    checks.check_array("expert_counts", expert_counts, None, jnp.number, "[E]")
     if expert_counts.shape != bias.shape:
         raise ValueError(
-            f"expert_counts must have the shape of bias {bias.shape}, got {expert_counts.shape}"
+            f"expert_counts must have the shape of bias {bias.shape}, but has shape "
+            f"{expert_counts.shape}."
         )
     counts = expert_counts.astype(jnp.float32)
     step = rate * jnp.sign(jnp.mean(counts) - counts)
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)
 
 
+def _sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
+    if axis_name is None:
+        return sums
+    axes = checks.as_axes(axis_name)
+    checks.num_ranks(axes)
+    return lax.psum(sums, axes)
+
+
 def _normalize(scores: jax.Array) -> jax.Array:
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
-
-
-def _require_floating(name: str, value: jax.Array) -> None:
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating, got {value.dtype}")

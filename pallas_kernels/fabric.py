@@ -101,7 +101,8 @@ class Mesh:
     def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
         """Waits until every rank has signalled `count` times on this channel."""
         from_ranks = [semaphores.at[channel, rank] for rank in range(self.num_ranks)]
-        ptx.wait(from_ranks, count, timeout_s=self.timeout_s, what=what)
+        axes = self._axes()
+        ptx.wait(from_ranks, count, timeout_s=self.timeout_s, what=what, axes=axes)
 
     def barrier(self) -> None:
         """All threads of this warpgroup come here before any goes on."""
@@ -118,6 +119,20 @@ class Mesh:
             for r, nanoseconds in enumerate(self.delays_ns[number]):
                 delay = jnp.where(rank == r, nanoseconds, delay)
             ptx.pause(delay)
+
+    def _axes(self) -> list[tuple[int, int]]:
+        """Of each axis: how far apart its neighbours are among the mesh's devices, and its size."""
+        if self.num_ranks == 1:
+            return []
+        mesh = jax.sharding.get_abstract_mesh()
+        strides, stride = {}, 1
+        for name, size in reversed(mesh.shape.items()):
+            strides[name] = stride
+            stride *= size
+        return [
+            (strides[name], size)
+            for name, size in zip(self.axis_names, self.axis_sizes, strict=True)
+        ]
 
     def _device_id(self, rank: Any) -> dict[str, jax.Array]:
         device_id = {}

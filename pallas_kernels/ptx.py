@@ -43,15 +43,22 @@ def signal(semaphores: Sequence[Any], *, release: bool = True) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(semaphores))(emit)(*semaphores)
 
 
-def wait(semaphores: Sequence[Any], count: Any, *, timeout_s: float, what: str) -> None:
+def wait(
+    semaphores: Sequence[Any],
+    count: Any,
+    *,
+    timeout_s: float,
+    what: str,
+    axes: Sequence[tuple[int, int]] = (),
+) -> None:
     """Waits until each semaphore has reached `count`; traps, with a message, after `timeout_s`.
 
     Semaphore i is awaited by thread i, so that the waits overlap; i stands for a rank in the
-    message.
+    message. Which rank waited is found out only then: `axes` are those that ranks are counted
+    along, each by its stride among the devices and its size; none where there is one rank.
     """
 
     def emit(ctx: Any, target: Any, *refs: ir.Value) -> None:
-        del ctx
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         lane, pointer = _lane(), _pointer_of_lane(refs)
         target = target.registers.item()
@@ -89,7 +96,9 @@ def wait(semaphores: Sequence[Any], count: Any, *, timeout_s: float, what: str) 
         with ir.InsertionPoint(late.then_block):
             block = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))
             gpu.printf(
-                f"jax_ep: {what}: waited over {timeout_s:g} s for rank %d (block %d); giving up.\n",
+                f"jax_ep: {what}: rank %d waited over {timeout_s:g} s for rank %d (block %d); "
+                "giving up.\n",
+                _rank(ctx, axes),
                 lane,
                 block,
             )
@@ -182,6 +191,19 @@ def _lane() -> ir.Value:
 
 def _below(lane: ir.Value, count: int) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.ult, lane, arith.constant(lane.type, count))
+
+
+def _rank(ctx: Any, axes: Sequence[tuple[int, int]]) -> ir.Value:
+    """This device's, along axes of (stride among the devices, size), the last one fastest."""
+    i32 = ir.IntegerType.get_signless(32)
+    rank = arith.constant(i32, 0)
+    if axes:  # a kernel that asks for its device is a collective one
+        device = ctx.device_id()
+    for stride, size in axes:
+        along = arith.divui(device, arith.constant(i32, stride))
+        along = arith.remui(along, arith.constant(i32, size))
+        rank = arith.addi(arith.muli(rank, arith.constant(i32, size)), along)
+    return rank
 
 
 def _pointer_of_lane(refs: Sequence[ir.Value]) -> ir.Value:

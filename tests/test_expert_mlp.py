@@ -210,12 +210,18 @@ def test_lowers_for_cuda():
             ValueError,
             r"tokens must have shape \(8, 64\).*\(8, 66\)",
         ),
-        ("tokens", (8, H), "int32", TypeError, r"tokens must be a floating-point array"),
+        ("tokens", (8, H), "int32", TypeError, r"tokens must be a floating array"),
         ("wi_1", (2, H, F + 1), "float32", ValueError, r"wi_1 must have shape \(2, 64, 128\)"),
         ("wi_1", (2, H, F), "bfloat16", TypeError, r"wi_1 must have the dtype of tokens, float32"),
         ("wo", (2, H, F), "float32", ValueError, r"wo must have shape \(2, 128, 64\)"),
         ("group_sizes", (3,), "int32", ValueError, r"group_sizes must have shape \(2,\)"),
-        ("group_sizes", (2,), "float32", TypeError, r"group_sizes must be integers.*float32"),
+        (
+            "group_sizes",
+            (2,),
+            "float32",
+            TypeError,
+            r"group_sizes must be an integer array.*float32",
+        ),
     ],
 )
 def test_errors(name, shape, dtype, error, message):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,13 +21,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import routes, xla_exchange
+from jax_ep import reference, routes, xla_exchange
 from jax_ep.primitives import pallas_unavailable_reason
-from jax_ep.routes import Routes
+from jax_ep.routes import RankRoutes, Routes
 from pallas_kernels import combine as combine_kernel
 from pallas_kernels import combine_grad as combine_grad_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels import fabric as fb
+from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.plan import Plan
 
 NUM_DEVICES = len(jax.devices())
@@ -32,6 +37,8 @@ needs_gpus = pytest.mark.skipif(
     reason=f"{pallas_unavailable_reason() or 'there is one GPU'}",
 )
 
+KINDS = ("expert", "rank", "float8")
+WIRE = jnp.dtype(jnp.float8_e4m3fn)
 TIMEOUT_SECONDS = 20.0
 LONGEST_DELAY_NS = 200_000
 NUM_STAGES = 4
@@ -62,14 +69,15 @@ class Work:
 
     num_ranks: int
     top_k: int = 4
+    kind: str = "expert"  # of program: "expert", "rank" or "float8"
     num_tokens: int = 67
-    hidden: int = 256
+    hidden: int = 512
     dtype: str = "bfloat16"
     alignment: int = 2
     plan: Plan = Plan(16, 4, 2, step_tokens=2, mailbox_steps=2)
 
     def __str__(self) -> str:
-        return f"N{self.num_ranks}-K{self.top_k}"
+        return f"{self.kind}-N{self.num_ranks}-K{self.top_k}"
 
     @property
     def num_experts(self) -> int:
@@ -79,13 +87,28 @@ class Work:
     def capacity(self) -> int:  # some rows are dropped
         return 3 * self.num_tokens * self.top_k // 4
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the results of a program."""
+        if self.kind == "expert":
+            combines = "combine", "combine without weights", "dy", "dweights"
+            return "dispatch", "dispatch_like", *combines
+        if self.kind == "rank":
+            return "tokens", "local_topk_idx", "topk_weights", "combine"
+        return "tokens", "scales", "dispatch_like", "its scales", "by rank", "scales by rank"
+
+    @property
+    def num_kernels(self) -> int:
+        return {"expert": 5, "rank": 2, "float8": 3}[self.kind]
+
     def inputs(self) -> tuple[np.ndarray, ...]:
-        """x [N T, H], topk_idx and weights [N T, K], y [N R, H]."""
+        """x [N T, H], topk_idx and weights [N T, K], y [N R, H]; by rank, y [N N T, H]."""
         rng = np.random.default_rng(self.num_ranks)
         sizes = (self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts)
         idx = routing("masked", ContractCase(*sizes), rng)
         x = rng.standard_normal((*idx.shape[:2], self.hidden)).astype(jnp.dtype(self.dtype))
-        y_shape = (self.num_ranks * self.capacity, self.hidden)
+        rows = self.num_ranks * self.num_tokens if self.kind == "rank" else self.capacity
+        y_shape = (self.num_ranks * rows, self.hidden)
         return (
             x.reshape(-1, self.hidden),
             idx.reshape(-1, self.top_k),
@@ -94,36 +117,73 @@ class Work:
         )
 
     def by_kernels(self, fabric: fb.Mesh, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
-        """A dispatch, another payload along its routes, two combines, and a gradient."""
-        plan, num_experts = self.plan, self.num_experts
+        """Dispatches, other payloads along their routes, combines, and a gradient."""
+        num_experts = self.num_experts
+        common: dict[str, Any] = dict(fabric=fabric, plan=self.plan)
+        by_expert = dict(common, capacity=self.capacity, expert_alignment=self.alignment)
+        by_rank = dict(common, num_experts=num_experts)
         counts = routes.count_experts(topk_idx, num_experts)
-        common: dict[str, Any] = dict(fabric=fabric, plan=plan)
-        options = dict(common, capacity=self.capacity, expert_alignment=self.alignment)
-        tokens, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **options)
-        again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **options)
-        dy, dweights = combine_grad_kernel.combine_grad(
-            whole(x), weights, y, topk_idx, rows, all_counts, expert_alignment=self.alignment,
-            **common,
-        )  # fmt: skip
-        common["num_experts"] = num_experts
-        out = combine_kernel.combine(y, weights, topk_idx, rows, **common)
-        plain = combine_kernel.combine(y, None, topk_idx, rows, **common)
-        return tokens, again, out, plain, dy, dweights
 
-    def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
+        if self.kind == "rank":
+            sent = rank_dispatch_kernel.rank_dispatch(x, topk_idx, weights, **by_rank)
+            return *sent, combine_kernel.combine(
+                y, None, topk_idx, sent[1], by_rank=True, **by_rank
+            )
+
+        if self.kind == "float8":
+            by_expert["wire_dtype"] = by_rank["wire_dtype"] = WIRE
+            sent, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **by_expert)
+            again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
+            ranked, *_ = rank_dispatch_kernel.rank_dispatch(x, topk_idx, None, **by_rank)
+            return *sent, *again, *ranked
+
+        tokens, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **by_expert)
+        again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
+        out = combine_kernel.combine(y, weights, topk_idx, rows, **by_rank)
+        plain = combine_kernel.combine(y, None, topk_idx, rows, **by_rank)
+        grads = combine_grad_kernel.combine_grad(
+            whole(x), weights, y, topk_idx, rows, all_counts,
+            expert_alignment=self.alignment, **common,
+        )  # fmt: skip
+        return tokens, again, out, plain, *grads
+
+    def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any, *quantized: Any) -> Any:
+        """The same; `quantized` is x as float8 and its scales, as XLA divides otherwise on GPUs."""
         axis: dict[str, Any] = dict(axis_name=("expert",))
-        options = dict(axis, capacity=self.capacity, expert_alignment=self.alignment)
-        (tokens,), rows, counts, _ = xla_exchange.dispatch(
-            x, topk_idx, num_experts=self.num_experts, **options
+        by_rank = dict(axis, num_experts=self.num_experts)
+        by_expert = dict(axis, capacity=self.capacity, expert_alignment=self.alignment)
+        _, rows, counts, _ = xla_exchange.dispatch(
+            x, topk_idx, num_experts=self.num_experts, **by_expert
         )
         route = Routes(topk_idx, rows, counts)
-        (again,) = xla_exchange.dispatch_like(-x, route, **options)
+
+        def dispatch(x: Any) -> Any:
+            return xla_exchange.dispatch_like(x, route, **by_expert)[0]
+
+        def dispatch_by_rank(x: Any, weights: Any = None) -> Any:
+            tokens, *others = xla_exchange.rank_dispatch(x, topk_idx, weights, **by_rank)
+            return tokens.reshape(-1, tokens.shape[-1]), *others
+
+        if self.kind == "rank":
+            sent = dispatch_by_rank(x, weights)
+            sums = y.reshape(self.num_ranks, self.num_tokens, self.hidden)
+            ranks = RankRoutes(topk_idx, sent[1])
+            return *sent, xla_exchange.rank_combine(sums, ranks, **by_rank)
+
+        if self.kind == "float8":
+            values, scales = quantized
+            again = dispatch(-values), dispatch(scales)
+            return (
+                dispatch(values), dispatch(scales), *again,
+                dispatch_by_rank(values)[0], dispatch_by_rank(scales)[0],
+            )  # fmt: skip
+
         out = xla_exchange.combine(y, weights, route, **axis)
         plain = xla_exchange.combine(y, None, route, **axis)
         grads = xla_exchange.combine_grad(
             whole(x), weights, y, route, expert_alignment=self.alignment, **axis
         )
-        return tokens, again, out, plain, *grads
+        return dispatch(x), dispatch(-x), out, plain, *grads
 
     def fabric(self, seed: int | None = None) -> fb.Mesh:
         """One whose ranks are late by random times, unless there is no seed."""
@@ -167,6 +227,10 @@ def whole(x: jax.Array) -> jax.Array:
     return jnp.round(x)
 
 
+def quantized(x: np.ndarray) -> tuple[np.ndarray, ...]:
+    return reference.quantize(x, WIRE)
+
+
 def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:
     sharded = jax.shard_map(
         function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False
@@ -174,19 +238,74 @@ def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:
     return jax.jit(sharded)
 
 
-@pytest.mark.parametrize("work", [Work(2), Work(8, top_k=3)], ids=str)
+@pytest.mark.parametrize(
+    "work",
+    [Work(2), Work(8, 3), Work(2, 3, "rank"), Work(8, 4, "rank"), Work(4, 4, "float8")],
+    ids=str,
+)
 def test_the_programs_for_gpus_lower(work):
     mesh = AbstractMesh((work.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]
     fabric = work.fabric(seed=0)
-    for function, num_kernels in (
-        (lambda *inputs: work.by_kernels(fabric, *inputs), 5),
-        (lambda *inputs: work.differences(fabric, 1000, *inputs), 20),
+    for function, times in (
+        (lambda *inputs: work.by_kernels(fabric, *inputs), 1),
+        (lambda *inputs: work.differences(fabric, 1000, *inputs), 4),
     ):
         traced = on_all_ranks(function, mesh).trace(*shapes)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
-        assert len(calls) == num_kernels
+        assert len(calls) == times * work.num_kernels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_programs_give_as_many_results_as_xla(kind):
+    """What the tests on GPUs compare is of the same shapes and types, for all that has a name."""
+    work = Work(2, kind=kind)
+    mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    inputs = work.inputs()
+    kernels = on_all_ranks(lambda *a: work.by_kernels(work.fabric(), *a), mesh)
+    by_xla = on_all_ranks(work.by_xla, mesh)
+    results = jax.eval_shape(kernels, *inputs)
+    expected = jax.eval_shape(by_xla, *inputs, *quantized(inputs[0]))
+    assert results == expected and len(results) == len(work.names)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [((8,), "a"), ((2, 4), "ab"), ((2, 4), "ba"), ((2, 4), "a"), ((2, 2, 2), "ca")],
+)
+def test_a_device_knows_its_rank(sizes, names):
+    """What a wait that gives up computes from the device's number is `lax.axis_index`."""
+    mesh = AbstractMesh(sizes, tuple("abc"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
+    axes = []
+
+    def trace(x: jax.Array) -> jax.Array:
+        fabric = fb.Mesh(tuple(names), tuple(lax.axis_size(name) for name in names))
+        axes.extend(fabric._axes())
+        return x
+
+    spec = P(mesh.axis_names)
+    jax.eval_shape(jax.shard_map(trace, mesh=mesh, in_specs=spec, out_specs=spec), np.zeros(8))
+    for device in range(8):
+        place = dict(zip(mesh.axis_names, np.unravel_index(device, sizes), strict=True))
+        along = [mesh.shape[name] for name in names]
+        expected = np.ravel_multi_index([place[name] for name in names], along)
+        rank = 0
+        for stride, size in axes:
+            rank = rank * size + device // stride % size
+        assert rank == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_wait_that_gives_up_names_op_rank_and_peer(num_ranks):
+    work = Work(num_ranks)
+    mesh = AbstractMesh((num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]
+    program = on_all_ranks(lambda *inputs: work.by_kernels(work.fabric(), *inputs), mesh)
+    text = program.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    for op in ("dispatch", "combine"):
+        message = f"jax_ep: {op}: rank %d waited over 20 s for rank %d (block %d); giving up."
+        assert message in text
 
 
 # ------------------------------------------------------------------------------------------ on GPUs
@@ -199,36 +318,76 @@ def gpu_counts() -> list[int]:
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", gpu_counts())
 @pytest.mark.parametrize("top_k", [3, 4])
-def test_ranks_out_of_step_change_nothing(num_ranks, top_k):
-    work = Work(num_ranks, top_k)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_out_of_step_change_nothing(kind, num_ranks, top_k):
+    work = Work(num_ranks, top_k, kind)
     mesh = Mesh(np.asarray(jax.devices()[:num_ranks]), ("expert",))
     inputs = work.inputs()
-    expected = jax.device_get(on_all_ranks(work.by_xla, mesh)(*inputs))
+    expected = jax.device_get(on_all_ranks(work.by_xla, mesh)(*inputs, *quantized(inputs[0])))
     for seed in (None, 0, 1, 2, 3):
         fabric = work.fabric(seed)
         program = on_all_ranks(lambda *args, fabric=fabric: work.by_kernels(fabric, *args), mesh)
         results = jax.device_get(program(*inputs))
-        names = (
-            "dispatch",
-            "dispatch_like",
-            "combine",
-            "combine without weights",
-            "dy",
-            "dweights",
-        )
-        for name, got, want in zip(names, results, expected, strict=True):
+        for name, got, want in zip(work.names, results, expected, strict=True):
             assert_bitwise_equal(got, want, f"{name}, seed {seed}")
 
 
 @needs_gpus
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("seed", "repeats"), [(None, 1000), (7, 1000)])
-def test_a_thousand_repeats_are_alike(seed, repeats):
-    work = Work(max(gpu_counts()))
+def test_a_thousand_repeats_are_alike(kind, seed, repeats):
+    work = Work(max(gpu_counts()), kind=kind)
     mesh = Mesh(np.asarray(jax.devices()[: work.num_ranks]), ("expert",))
     fabric = work.fabric(seed)
     program = on_all_ranks(lambda *inputs: work.differences(fabric, repeats, *inputs), mesh)
     different = np.asarray(program(*work.inputs()))
     np.testing.assert_array_equal(different, np.zeros(work.num_ranks))
+
+
+LATE = """
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ep import pallas_exchange
+from test_fabric import Work, on_all_ranks
+
+LATE_RANK, DELAY_NS = 1, 2_000_000_000
+
+
+def run(*inputs):
+    fabric = pallas_exchange.mesh_fabric(("expert",))
+    delays = tuple(DELAY_NS * (rank == LATE_RANK) for rank in range(fabric.num_ranks))
+    return work.by_kernels(dataclasses.replace(fabric, delays_ns=(delays,)), *inputs)
+
+
+work = Work(2)
+program = on_all_ranks(run, Mesh(np.asarray(jax.devices()[:2]), ("expert",)))
+jax.block_until_ready(program(*work.inputs()))
+"""
+
+
+@needs_gpus
+def test_a_rank_that_never_comes_ends_the_program():
+    """With a message that says which op, which rank waits, and for whom; not with a hang."""
+    tests = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", LATE],
+        env={
+            **os.environ,
+            "JAX_EP_TIMEOUT_SECONDS": "0.25",
+            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process has memory of its own
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode != 0, output
+    assert "jax_ep: dispatch: rank 0 waited over 0.25 s for rank 1 (block " in output, output
 
 
 def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:

@@ -341,7 +341,7 @@ def call(lhs=((8, H), "float32"), rhs=((2, H, F), "float32"), sizes=((2,), "int3
     [
         ({"lhs": ((8, 4, H), "float32")}, ValueError, r"lhs must be .*\[R, H\].*\(8, 4, 64\)"),
         ({"lhs": ((0, H), "float32")}, ValueError, r"lhs .*no empty axis.*\(0, 64\)"),
-        ({"lhs": ((8, H), "int32")}, TypeError, r"lhs must be a floating-point .*int32"),
+        ({"lhs": ((8, H), "int32")}, TypeError, r"lhs must be a floating array .*int32"),
         (
             {"lhs": ((8, H + 1), "float32")},
             ValueError,
@@ -350,7 +350,7 @@ def call(lhs=((8, H), "float32"), rhs=((2, H, F), "float32"), sizes=((2,), "int3
         ({"rhs": ((H, F), "float32")}, ValueError, r"rhs must be .*\[L, H, F\].*\(64, 128\)"),
         ({"rhs": ((2, H, F), "bfloat16")}, TypeError, r"one dtype.*float32 and bfloat16.*astype"),
         ({"sizes": ((3,), "int32")}, ValueError, r"group_sizes must have one entry.*\(3,\)"),
-        ({"sizes": ((2,), "float32")}, TypeError, r"group_sizes must be a integer|an integer"),
+        ({"sizes": ((2,), "float32")}, TypeError, r"group_sizes must be an integer array"),
         ({"implementation": "cutlass"}, ValueError, r"must be one of .*mosaic.*'cutlass'"),
         ({"implementation": "mosaic"}, ValueError, r'"mosaic" cannot serve.*not float32'),
         ({"implementation": "pallas"}, ValueError, r'"pallas" cannot serve.*not float32'),

@@ -363,13 +363,19 @@ X = jnp.zeros((8, H))
             r"gate must be .*num_experts=4.*\(16, 8\)",
         ),
         (CONFIG, jnp.zeros((8, 5)), None, ValueError, r"x must be .*H=16.* \(8, 5\)"),
-        (CONFIG, X.astype(int), None, TypeError, "x must be floating"),
+        (CONFIG, X.astype(int), None, TypeError, "x must be a floating array"),
         (CONFIG, X[:0], None, ValueError, r"x must hold at least one token.*\(0, 16\)"),
         (CONFIG, X, jnp.ones(4, bool), ValueError, r"mask must .*\(8, 16\).*\(4,\)"),
-        (CONFIG, X, jnp.ones(8), TypeError, "mask must be bool, got float32"),
-        (config_with(capacity_factor=0.0), X, None, ValueError, "capacity_factor must .* got 0.0"),
-        (config_with(expert_alignment=0), X, None, ValueError, "expert_alignment must .* got 0"),
-        (config_with(num_experts_per_token=9), X, None, ValueError, "k must .* got 9"),
+        (CONFIG, X, jnp.ones(8), TypeError, "mask must be a bool array .*has dtype float32"),
+        (
+            config_with(capacity_factor=0.0),
+            X,
+            None,
+            ValueError,
+            "capacity_factor must .* but is 0.0",
+        ),
+        (config_with(expert_alignment=0), X, None, ValueError, "expert_alignment must .* but is 0"),
+        (config_with(num_experts_per_token=9), X, None, ValueError, "k must .* but is 9"),
         (config_with(implementation="pallas"), X, None, ValueError, "there is no mesh with that"),
         (config_with(implementation="nccl"), X, None, ValueError, "implementation must .*'nccl'"),
         (config_with(matmul_implementation="x"), X, None, ValueError, "implementation must .*'x'"),
@@ -383,9 +389,9 @@ def test_errors_name_the_argument(config, x, mask, error, message):
 def test_errors_about_the_mesh_name_the_argument():
     devices = mesh((2, 4), ("data", "expert"))
     with jax.set_mesh(devices):
-        with pytest.raises(ValueError, match=r"batch_axes must .*'expert'.* got \('data',\)"):
+        with pytest.raises(ValueError, match=r"batch_axes must .*'expert'.* but is \('data',\)"):
             moe.moe_layer(make_params(), X, config_with(batch_axes="data"))
-        with pytest.raises(ValueError, match=r"batch_axes must .* got \('expert', 'rows'\)"):
+        with pytest.raises(ValueError, match=r"batch_axes must .* but is \('expert', 'rows'\)"):
             moe.moe_layer(make_params(), X, config_with(batch_axes=("expert", "rows")))
         with pytest.raises(ValueError, match=r"expert_axis \('expert', 'node'\) must name axes"):
             moe.moe_layer(make_params(), X, config_with(expert_axis=("expert", "node")))

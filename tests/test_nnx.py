@@ -280,10 +280,10 @@ def test_training_learns_and_leaves_the_bias_alone():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(num_experts_per_token=9), "k must be between 1 and the 8 experts .* got 9"),
-        (dict(num_groups=3), "num_groups must divide the 8 experts .* got 3"),
-        (dict(score="tanh"), "score must be one of .* got 'tanh'"),
-        (dict(capacity_factor=-1.0), "capacity_factor must be above 0.* got -1.0"),
+        (dict(num_experts_per_token=9), "k must be between 1 and the 8 experts .* but is 9"),
+        (dict(num_groups=3), "num_groups must divide the 8 experts .* but is 3"),
+        (dict(score="tanh"), "score must be one of .* but is 'tanh'"),
+        (dict(capacity_factor=-1.0), "capacity_factor must be above 0.* but is -1.0"),
         (dict(expert_axis="ep", mesh=expert_mesh(1)), r"expert_axis \('ep',\) must name axes"),
     ],
 )
@@ -300,6 +300,8 @@ def test_update_bias_without_a_bias():
 def test_num_experts_must_be_a_multiple_of_the_ranks():
     with (
         jax.set_mesh(expert_mesh(8)),
-        pytest.raises(ValueError, match="num_experts must be a multiple of the 8 ranks .* got 12"),
+        pytest.raises(
+            ValueError, match="num_experts must be a multiple of the 8 ranks .* but is 12"
+        ),
     ):
         layer(num_experts=12)(make_x())

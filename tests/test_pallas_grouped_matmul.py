@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from simulator import KernelError, interpret, stacked
 
 from jax_ep import grouped_matmul_kernels as kernels
 from pallas_kernels import grouped_matmul as pallas
 from pallas_kernels.grouped_matmul import Tiles
 
 interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX has no GPU interpreter"
+    not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX's GPU interpreter has no matmuls"
 )
 NUM_BLOCKS = 2
 
@@ -27,6 +30,11 @@ def operands(num_rows, sizes, depth, width):
     grad[sum(sizes) :] = np.nan
     arrays = [jnp.asarray(array, jnp.bfloat16) for array in (lhs, rhs, grad)]
     return (*arrays, jnp.asarray(sizes, jnp.int32))
+
+
+def options(tiles):
+    """Of a kernel that `interpret` runs: it looks for races, and raises if there are any."""
+    return dict(tiles=tiles, num_blocks=NUM_BLOCKS, interpret=stacked(1).interpret)
 
 
 def assert_close(got, want):
@@ -47,23 +55,16 @@ def assert_close(got, want):
     ids=str,
 )
 def test_data_movement(num_rows, sizes, depth, tiles):
-    with jax.default_device(jax.devices("cpu")[0]):
-        check_data_movement(num_rows, sizes, depth, tiles)
-
-
-def check_data_movement(num_rows, sizes, depth, tiles):
     lhs, rhs, grad, group_sizes = operands(num_rows, sizes, depth, 128)
-    options = dict(
-        tiles=tiles,
-        num_blocks=NUM_BLOCKS,
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-    )
-    out = pallas.product([(lhs, rhs)], group_sizes, transpose_rhs=False, **options)
-    dlhs = pallas.product([(grad, rhs)], group_sizes, transpose_rhs=True, **options)
-    both = pallas.product(
-        [(lhs, rhs), (grad, rhs[:, :128])], group_sizes, transpose_rhs=False, **options
-    )
-    drhs = pallas.drhs(lhs, grad, group_sizes, **options)
+
+    def product(*pairs, transpose_rhs=False):
+        call = functools.partial(pallas.product, transpose_rhs=transpose_rhs, **options(tiles))
+        return interpret(lambda: call(pairs, group_sizes))
+
+    out = product((lhs, rhs))
+    dlhs = product((grad, rhs), transpose_rhs=True)
+    both = product((lhs, rhs), (grad, rhs[:, :128]))
+    drhs = interpret(lambda: pallas.drhs(lhs, grad, group_sizes, **options(tiles)))
 
     x, w, g = (np.asarray(array).astype(np.float64) for array in (lhs, rhs, grad))
     ends = np.cumsum(sizes)
@@ -80,6 +81,21 @@ def check_data_movement(num_rows, sizes, depth, tiles):
     assert_close(drhs, want_drhs)
     for rows in (out, dlhs, both):
         assert not np.any(np.asarray(rows)[ends[-1] :])
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", ["product", "drhs"])
+def test_a_race_is_found(kernel, monkeypatch):
+    """Race detection is alive: a tile is sent from shared memory before all of it is there."""
+    monkeypatch.setattr("pallas_kernels.grouped_matmul.plgpu.commit_smem", lambda: None)
+    lhs, rhs, grad, group_sizes = operands(80, [0, 37, 30], 128, 128)
+    tiles = options(Tiles(64, 128, 2, 1))
+    with pytest.raises(KernelError, match="a race"):
+        if kernel == "product":
+            pairs = [(lhs, rhs)]
+            interpret(lambda: pallas.product(pairs, group_sizes, transpose_rhs=False, **tiles))
+        else:
+            interpret(lambda: pallas.drhs(lhs, grad, group_sizes, **tiles))
 
 
 @pytest.mark.parametrize("height", [64, 128])

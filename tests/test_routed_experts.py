@@ -319,7 +319,11 @@ def test_lowers_for_cuda_without_float32_rows(check_vma):
         (dict(wo=jnp.zeros((E, F + 1, H))), ValueError, r"wo must have shape \(8, 64, 64\)"),
         (dict(wi_1=jnp.zeros((E, H, F), jnp.bfloat16)), TypeError, "wi_1 must have the dtype"),
         (dict(weights=jnp.zeros((T, K + 1))), ValueError, "topk_weights must have"),
-        (dict(weights=jnp.zeros((T, K), jnp.int32)), TypeError, "topk_weights must be floating"),
+        (
+            dict(weights=jnp.zeros((T, K), jnp.int32)),
+            TypeError,
+            "topk_weights must be a floating array",
+        ),
         (dict(matmul="cutlass"), ValueError, "implementation must be one of .*'cutlass'"),
         (dict(exchange="nccl"), ValueError, "implementation must be one of .*'nccl'"),
     ],

@@ -370,9 +370,13 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
     "call, error, message",
     [
         (lambda: routing.top_k_routing(LOGITS[0], 1), ValueError, r"logits must .*\(8,\)"),
-        (lambda: routing.top_k_routing(IDX, 1), TypeError, "logits must be floating, got int32"),
-        (lambda: routing.top_k_routing(LOGITS, 0), ValueError, "k must .* 8 .* got 0"),
-        (lambda: routing.top_k_routing(LOGITS, 9), ValueError, "k must .* 8 .* got 9"),
+        (
+            lambda: routing.top_k_routing(IDX, 1),
+            TypeError,
+            "logits must be a floating array .*has dtype int32",
+        ),
+        (lambda: routing.top_k_routing(LOGITS, 0), ValueError, "k must .* 8 .* but is 0"),
+        (lambda: routing.top_k_routing(LOGITS, 9), ValueError, "k must .* 8 .* but is 9"),
         (
             lambda: routing.top_k_routing(LOGITS, 3, num_groups=4, groups_kept=1),
             ValueError,
@@ -381,58 +385,62 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
         (
             lambda: routing.top_k_routing(LOGITS, 1, score="relu"),  # type: ignore[arg-type]
             ValueError,
-            "score must be one of .*'softmax', 'sigmoid'.* got 'relu'",
+            "score must be one of .*'softmax', 'sigmoid'.* but is 'relu'",
         ),
         (
             lambda: routing.top_k_routing(LOGITS, 1, num_groups=3),
             ValueError,
-            "num_groups must divide the 8 experts .* got 3",
+            "num_groups must divide the 8 experts .* but is 3",
         ),
         (
             lambda: routing.top_k_routing(LOGITS, 1, num_groups=2, groups_kept=3),
             ValueError,
-            "groups_kept must be .* num_groups=2, got 3",
+            "groups_kept must be .* num_groups=2.* but is 3",
         ),
         (
             lambda: routing.top_k_routing(LOGITS, 1, bias=jnp.zeros(4)),
             ValueError,
-            r"bias must .* \(8,\), got \(4,\)",
+            r"bias must .* \(8,\).* but has shape \(4,\)",
         ),
         (
             lambda: routing.top_k_routing(LOGITS, 1, bias=jnp.zeros(8, jnp.int32)),
             TypeError,
-            "bias must be floating",
+            "bias must be a floating array",
         ),
         (lambda: routing.load_balance_loss(LOGITS[0], IDX), ValueError, "probs must be"),
-        (lambda: routing.load_balance_loss(IDX, IDX), TypeError, "probs must be floating"),
+        (lambda: routing.load_balance_loss(IDX, IDX), TypeError, "probs must be a floating array"),
         (lambda: routing.load_balance_loss(LOGITS, IDX[:3]), ValueError, r"topk_idx .* \(3, 2\)"),
         (
             lambda: routing.load_balance_loss(LOGITS, LOGITS),
             TypeError,
-            "topk_idx must hold integers",
+            "topk_idx must be an integer array",
         ),
         (lambda: routing.router_z_loss(LOGITS[0]), ValueError, "logits must be"),
-        (lambda: routing.router_z_loss(IDX), TypeError, "logits must be floating"),
+        (lambda: routing.router_z_loss(IDX), TypeError, "logits must be a floating array"),
         (
             lambda: routing.router_z_loss(LOGITS, mask=jnp.ones(3, bool)),
             ValueError,
-            r"mask must .* got \(3,\)",
+            r"mask must .* but has shape \(3,\)",
         ),
-        (lambda: routing.router_z_loss(LOGITS, mask=jnp.ones(4)), TypeError, "mask must be bool"),
+        (
+            lambda: routing.router_z_loss(LOGITS, mask=jnp.ones(4)),
+            TypeError,
+            "mask must be a bool array",
+        ),
         (
             lambda: routing.update_expert_bias(jnp.zeros(8), jnp.zeros(4), 0.1),
             ValueError,
-            r"expert_counts must .* \(8,\), got \(4,\)",
+            r"expert_counts must .* \(8,\).* but has shape \(4,\)",
         ),
         (
             lambda: routing.update_expert_bias(LOGITS, LOGITS, 0.1),
             ValueError,
-            r"bias must .* got shape \(4, 8\)",
+            r"bias must .* but has shape \(4, 8\)",
         ),
         (
             lambda: routing.update_expert_bias(jnp.zeros(8, jnp.int32), jnp.zeros(8), 0.1),
             TypeError,
-            "bias must be floating",
+            "bias must be a floating array",
         ),
     ],
 )

@@ -12,7 +12,8 @@ import jax
 from absl import flags
 
 import jax_ep
-from jax_ep.cli import command_flags, driver
+from jax_ep import driver
+from jax_ep.cli import command_flags
 from jax_ep.primitives import pallas_unavailable_reason
 
 FLAGS = command_flags()
@@ -90,7 +91,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _peer_access(devices: list[jax.Device]) -> list[list[bool]] | None:
+def _peer_access(devices: list[jax.Device]) -> tuple[tuple[bool, ...], ...] | None:
     local = [d for d in devices if d.process_index == jax.process_index()]
     if len(local) < 2 or local[0].platform != "gpu":
         return None

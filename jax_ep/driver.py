@@ -1,4 +1,7 @@
-"""What the CUDA driver says, through ctypes: no dependency, and no error where there is none."""
+"""What the CUDA driver says, through ctypes: no dependency, and no error where there is none.
+
+It is asked, and nothing is changed. It numbers the GPUs as CUDA_VISIBLE_DEVICES lets them be seen.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +39,37 @@ def kernel_module_version() -> str | None:
     return next((word for word in words if word[:1].isdigit() and "." in word), None)
 
 
-def peer_access(ordinals: Sequence[int]) -> list[list[bool]] | None:
+def attribute(ordinal: int, number: int) -> int | None:
+    """A `CUdevice_attribute` of a GPU of this process; None: the driver won't say."""
+    library, value = _libcuda(), ctypes.c_int()
+    if library is None or (handle := _handle(library, ordinal)) is None:
+        return None
+    if library.cuDeviceGetAttribute(ctypes.byref(value), ctypes.c_int(number), handle) != 0:
+        return None
+    return value.value
+
+
+def peer_access(ordinals: Sequence[int]) -> tuple[tuple[bool, ...], ...] | None:
     """Whether GPU i can address the memory of GPU j, for every pair; None: the driver won't say.
 
     Args:
-      ordinals: CUDA device ordinals of this process (`jax.Device.local_hardware_id`).
+      ordinals: of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order: what
+        `jax.Device.local_hardware_id` is.
 
     Returns:
       A square matrix in the order of `ordinals`; a GPU reaches itself.
     """
+    return _peer_access(tuple(ordinals))
+
+
+@functools.cache
+def _peer_access(ordinals: tuple[int, ...]) -> tuple[tuple[bool, ...], ...] | None:
     library = _libcuda()
     if library is None:
         return None
-    handles = []
-    for ordinal in ordinals:
-        handle = ctypes.c_int()
-        if library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
-            return None
-        handles.append(handle)
+    handles = [_handle(library, ordinal) for ordinal in ordinals]
+    if None in handles:
+        return None
     matrix = []
     for i, one in enumerate(handles):
         row = []
@@ -62,5 +78,12 @@ def peer_access(ordinals: Sequence[int]) -> list[list[bool]] | None:
             if i != j and library.cuDeviceCanAccessPeer(ctypes.byref(can), one, other) != 0:
                 return None
             row.append(bool(can.value))
-        matrix.append(row)
-    return matrix
+        matrix.append(tuple(row))
+    return tuple(matrix)
+
+
+def _handle(library: ctypes.CDLL, ordinal: int | None) -> ctypes.c_int | None:
+    handle = ctypes.c_int()
+    if ordinal is None or library.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(ordinal)) != 0:
+        return None
+    return handle

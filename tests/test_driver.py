@@ -1,0 +1,165 @@
+"""What the CUDA driver is asked for, and what follows from its answers; the driver is a fake."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from jax_ep import driver, multicast
+from jax_ep.cli import info
+from jax_ep.primitives import pallas_unavailable_reason
+
+SUCCESS, ERROR = 0, 1
+FIRST_HANDLE = 100  # the driver's names of GPUs are not their ordinals
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """As much of a `jax.Device` as is looked at."""
+
+    id: int
+    local_hardware_id: int | None
+    platform: str = "gpu"
+    process_index: int = 0
+    compute_capability: str = "9.0"
+    device_kind: str = "GPU"
+
+
+@dataclasses.dataclass
+class Driver:
+    """libcuda of a host with some GPUs."""
+
+    num_gpus: int = 4
+    no_access: frozenset[tuple[int, int]] = frozenset()
+    answers: bool = True
+    attributes: dict[int, int] = dataclasses.field(default_factory=dict)
+    asked: int = 0
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 13000
+        return SUCCESS
+
+    def cuDeviceGet(self, handle: Any, ordinal: ctypes.c_int) -> int:
+        handle._obj.value = FIRST_HANDLE + ordinal.value
+        return SUCCESS if 0 <= ordinal.value < self.num_gpus else ERROR
+
+    def cuDeviceCanAccessPeer(self, can: Any, one: ctypes.c_int, other: ctypes.c_int) -> int:
+        self.asked += 1
+        pair = one.value - FIRST_HANDLE, other.value - FIRST_HANDLE
+        can._obj.value = pair not in self.no_access
+        return SUCCESS if self.answers else ERROR
+
+    def cuDeviceGetAttribute(self, value: Any, number: ctypes.c_int, handle: ctypes.c_int) -> int:
+        assert number.value == 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
+        value._obj.value = self.attributes.get(handle.value - FIRST_HANDLE, 1)
+        return SUCCESS if self.answers else ERROR
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def install(library: Driver | None) -> Driver | None:
+        driver._peer_access.cache_clear()
+        monkeypatch.setattr(driver, "_libcuda", lambda: library)
+        return library
+
+    yield install
+    driver._peer_access.cache_clear()
+
+
+def gpus(*ordinals: int | None) -> list[Any]:
+    return [Gpu(id, ordinal) for id, ordinal in enumerate(ordinals)]
+
+
+def test_peer_access_of_all_pairs_serves(install):
+    install(Driver())
+    assert pallas_unavailable_reason(gpus(0, 1, 2, 3)) is None
+    assert driver.peer_access([0, 1]) == ((True, True), (True, True))
+
+
+def test_a_missing_pair_is_named(install):
+    install(Driver(no_access=frozenset({(3, 1)})))
+    reason = pallas_unavailable_reason(gpus(0, 1, 2, 3))
+    assert reason is not None and "peer access" in reason and "from GPU 3 to GPU 1" in reason
+    assert pallas_unavailable_reason(gpus(0, 1, 2)) is None  # the others can
+
+
+def test_devices_are_asked_for_by_their_ordinals(install):
+    """JAX may number the devices otherwise, say with jax_cuda_visible_devices."""
+    install(Driver(no_access=frozenset({(3, 1)})))
+    reason = pallas_unavailable_reason(gpus(1, 3))
+    assert reason is not None and "from GPU 1 to GPU 0" in reason
+
+
+def test_the_driver_is_asked_once(install):
+    library = install(Driver())
+    for _ in range(2):
+        assert pallas_unavailable_reason(gpus(0, 1, 2)) is None
+    assert library.asked == 6
+
+
+@pytest.mark.parametrize(
+    ("library", "ordinals"),
+    [(None, (0, 1)), (Driver(answers=False), (0, 1)), (Driver(), (0, 9)), (Driver(), (0, None))],
+    ids=["no driver", "no answer", "no such GPU", "no ordinal"],
+)
+def test_what_the_driver_does_not_say_is_assumed(install, library, ordinals):
+    install(library)
+    assert driver.peer_access(ordinals) is None
+    assert pallas_unavailable_reason(gpus(*ordinals)) is None
+
+
+def test_a_driver_that_fails_to_start_is_none(monkeypatch):
+    class Broken:
+        def cuInit(self, flags: int) -> int:
+            return 999
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Broken())
+    driver._libcuda.cache_clear()
+    driver._peer_access.cache_clear()
+    try:
+        assert driver.cuda_version() is None and driver.attribute(0, 132) is None
+        assert driver.peer_access([0, 1]) is None
+    finally:
+        driver._libcuda.cache_clear()
+        driver._peer_access.cache_clear()
+
+
+def test_info_and_the_reason_agree(install, monkeypatch):
+    install(Driver(no_access=frozenset({(0, 2)})))
+    monkeypatch.setattr(jax, "devices", lambda: gpus(0, 1, 2))
+    facts = info.collect() | {"backend": "gpu"}
+    text = info.render(facts)
+    assert "(CUDA 13.0)" in text
+    assert "missing between GPUs 0->2\n" in text
+    assert "does not: it needs peer access" in text
+
+
+def test_multicast_that_a_gpu_lacks_is_refused(install):
+    install(Driver(attributes={2: 0}))
+    assert multicast.unavailable_reason(gpus(0, 1)) is None
+    reason = multicast.unavailable_reason(gpus(0, 2))
+    assert reason is not None and "missing" in reason and "id=1" in reason
+
+
+@pytest.mark.parametrize("library", [None, Driver(answers=False)])
+def test_multicast_that_the_driver_does_not_speak_of_is_refused(install, library):
+    install(library)
+    assert "does not say" in (multicast.unavailable_reason(gpus(0, 1)) or "")
+
+
+def test_multicast_is_a_matter_of_several_gpus(install):
+    install(Driver())
+    assert "several" in (multicast.unavailable_reason(gpus(0)) or "")
+
+
+def test_the_driver_here_agrees_with_jax():
+    """On GPUs it must answer; without them, it must not raise."""
+    if jax.default_backend() != "gpu":
+        assert driver.peer_access([0]) in (None, ((True,),))
+        return
+    ordinals = [device.local_hardware_id for device in jax.devices()]
+    assert driver.cuda_version() is not None and len(driver.peer_access(ordinals)) == len(ordinals)
