@@ -368,7 +368,7 @@ def _xla_dispatch_like(shape: _Shape) -> dict[str, int]:
         "gathered tokens": shape.gathered(shape.sent_rows(shape.pairs)),
         "quantized rows": shape.quantized_rows(shape.num_tokens),
         "received rows": shape.quantized_rows(shape.capacity),
-        "choice of each row": _WORD * shape.capacity,
+        "choice of each row": _WORD * (shape.capacity + 2 * shape.pairs * shape.top_k),
     }
 
 
@@ -396,6 +396,7 @@ def _xla_combine_grad(shape: _Shape) -> dict[str, int]:
     return {
         **_xla_dispatch_like(shape),
         "g in the rows": shape.rows(shape.capacity),
+        "products with y": _WORD * shape.capacity * shape.hidden,
         "gathered weights": shape.gathered(numbers),
         "weights and their gradient by row": 2 * _WORD * shape.capacity,
         "weights' gradient by rank": numbers + shape.gathered(numbers),
