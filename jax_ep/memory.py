@@ -155,13 +155,13 @@ class OtherLibrary(NamedTuple):
       name: which, and in which state.
       formula: bytes per rank, of B = T tokens and P bytes of a message.
       source: where the formula comes from.
-      count: the formula, of (N, E, K, B·P).
+      size: the formula, of (N, E, K, B·P).
     """
 
     name: str
     formula: str
     source: str
-    count: Callable[[int, int, int, int], int]
+    size: Callable[[int, int, int, int], int]
 
 
 def message_bytes(hidden: int) -> int:
@@ -219,7 +219,7 @@ def other_libraries(
     """
     rows = num_tokens * message_bytes(hidden)
     return {
-        other.name: other.count(num_ranks, num_experts, top_k, rows) for other in OTHER_LIBRARIES
+        other.name: other.size(num_ranks, num_experts, top_k, rows) for other in OTHER_LIBRARIES
     }
 
 
