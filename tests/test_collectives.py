@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -508,6 +509,18 @@ def test_the_shipped_table_is_well_formed():
                 names = {name for _, name in entry["choices"]}
                 assert names <= set(ALGORITHMS[op]) - {"multimem"}
                 assert entry["machine"] and entry["date"] and entry["jax"]
+
+
+def test_the_notes_have_the_shipped_times_of_all_reduce():
+    notes = (Path(__file__).parents[1] / "WORKSPACE_NOTES.md").read_text(encoding="utf-8")
+    told = re.search(r"^\| all_reduce, MB .*\n\|[-|]+\n((?:\|.*\n)+)", notes, re.MULTILINE)
+    of_ranks = collectives_table.current()["9.0"]["all_reduce"]
+    columns = [(ranks, name) for ranks in "24" for name in ("xla", "one_shot", "two_shot")]
+    lines = told[1].splitlines()
+    assert len(lines) == len(of_ranks["2"]["us"])
+    for line, size in zip(lines, of_ranks["2"]["us"], strict=True):
+        times = [f"{of_ranks[ranks]['us'][size][name]:.1f}" for ranks, name in columns]
+        assert line.strip("| ").split(" | ") == [f"{int(size) / 1e6:.3g}", *times]
 
 
 # ------------------------------------------------------------------------------------------ bench
