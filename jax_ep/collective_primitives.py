@@ -27,6 +27,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_ep import collectives_table, multicast, pallas_collectives
 from jax_ep.primitives import (
+    lower_by_position,
     lowering_unavailable_reason,
     mesh_unavailable_reason,
     pallas_unavailable_reason,
@@ -182,7 +183,7 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]]) -> Primitive:
         here = lowering_unavailable_reason(ctx, params["axis_name"])
         serving = choose(op, algorithm, ctx.avals_in[0], num_ranks, here)
         function = functools.partial(run, op, serving)
-        return mlir.lower_fun(function, multiple_results=True)(ctx, x, *operands, **params)
+        return lower_by_position(ctx, function, x, *operands, **params)
 
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cuda")

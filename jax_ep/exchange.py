@@ -44,7 +44,7 @@ class Exchange:
             axis_name=parameters["axis_name"],
             top_k=top_k,
             num_experts=parameters["num_experts"],
-            **wire.uses(name, *wire_dtypes),
+            wire_dtypes=wire_dtypes,
         )
         return cls(
             implementation=serving,

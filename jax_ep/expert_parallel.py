@@ -256,8 +256,9 @@ def combine(
     """Brings the experts' outputs back to the tokens' owners and sums them.
 
     `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. The sum over one rank's rows is taken
-    in float32 next to the experts and rounded to y's dtype once, to cross the wire; the sum over
-    ranks is taken in float32, in rank order. A dropped or masked choice counts as zero.
+    in float32 next to the experts and rounded once, to y's dtype or the wire_dtype, to cross the
+    wire; the sum over ranks is taken in float32, in rank order. A dropped or masked choice counts
+    as zero.
 
     Args:
       y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank layout,
@@ -268,9 +269,9 @@ def combine(
       wire_dtype: None, or `jnp.float8_e4m3fn`: the sums over each rank's rows cross the wire in
         it, as in `dispatch`, instead of in y's dtype. Each of up to N of them is off by what
         `jax_ep.wire` says, which grows with the largest sum of its block; the sum over ranks is
-        off by no more than these errors together. Only "xla" serves it.
+        off by no more than these errors together.
       grad_wire_dtype: as wire_dtype, of the cotangent of the result, which is sent as a dispatch
-        sends rows; "pallas" serves it.
+        sends rows.
       implementation: as in `dispatch`.
 
     Returns:

@@ -33,8 +33,6 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # Within one rank, between the rank layout and blocks of rows: nothing crosses the wire.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-# What sends sums back and not rows out.
-_COMBINES = ("combine", "dispatch_grad", "sum_by_token")
 
 _WORD = 4  # bytes of an int32 or a float32
 
@@ -143,7 +141,7 @@ def workspace_bytes(
         output == "quantized",
     )
     if implementation == "pallas":
-        _check_kernels_serve(operation, shape)
+        _check_kernels_serve(shape)
     count = _COUNTS[operation, implementation]
     return {name: size for name, size in count(shape).items() if size}
 
@@ -320,9 +318,11 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
         shape.num_ranks,
         shape.num_tokens,
         shape.top_k,
+        wire_dtype=shape.wire_dtype,
     )
     steps = math.ceil(plan.tokens_per_block(shape.num_tokens) / plan.step_tokens)
-    row_bytes = Tiling.of(hidden, shape.dtype).padded * shape.dtype.itemsize
+    columns = Tiling.of(hidden, shape.dtype).padded
+    row_bytes = wire.row_bytes(columns, shape.dtype, shape.wire_dtype)
     mailbox_rows = min(plan.mailbox_steps, steps) * shape.num_ranks * plan.step_tokens
     return {
         "mailbox": plan.num_blocks * mailbox_rows * row_bytes,
@@ -332,12 +332,20 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
 
 
 def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
-    """One kernel, which weighs g's rows where they arrive and sends back a number for each."""
     if shape.by_rank:
         return _pallas_dispatch_like(shape)
-    held = _pallas_dispatch_like(shape)
+    if shape.wire_dtype is not None:  # rows that came as it are weighed by XLA
+        return _pallas_dispatch_like(shape) | _xla_grad_of_rows(shape)
+    hidden = shape.padded_hidden
+    plan = pallas_exchange.combine_grad_plan(
+        jax.ShapeDtypeStruct((shape.capacity, hidden), shape.dtype),
+        shape.num_ranks,
+        shape.num_tokens,
+        shape.top_k,
+        shape.num_experts,
+    )
     return {
-        "semaphores": held["semaphores"],
+        "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
         "weights' gradient": _WORD * shape.num_tokens * shape.top_k,
         "padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity),  # g, y and dy
     }
@@ -392,9 +400,13 @@ def _xla_combine(shape: _Shape, weighted: bool = True) -> dict[str, int]:
 def _xla_combine_grad(shape: _Shape) -> dict[str, int]:
     if shape.by_rank:
         return _xla_dispatch_like(shape)
+    return _xla_dispatch_like(shape) | _xla_grad_of_rows(shape)
+
+
+def _xla_grad_of_rows(shape: _Shape) -> dict[str, int]:
+    """From g in the rows to the gradients of y and the weights."""
     numbers = _WORD * shape.pairs * shape.top_k
     return {
-        **_xla_dispatch_like(shape),
         "g in the rows": shape.rows(shape.capacity),
         "products with y": _WORD * shape.capacity * shape.hidden,
         "gathered weights": shape.gathered(numbers),
@@ -421,20 +433,14 @@ _COUNTS: dict[tuple[str, str], Callable[[_Shape], dict[str, int]]] = {
 }
 
 
-def _check_kernels_serve(operation: str, shape: _Shape) -> None:
-    sums = operation in _COMBINES
-    if sums and shape.wire_dtype is not None:
-        raise ValueError(
-            'implementation="pallas" cannot serve: wire_dtype must be None where it sends sums, in '
-            "combine and dispatch_grad."
-        )
+def _check_kernels_serve(shape: _Shape) -> None:
     reason = pallas_exchange.unavailable_reason(
         shape.hidden,
         shape.dtype,
         shape.num_ranks,
         shape.top_k,
         shape.num_experts,
-        None if sums else shape.wire_dtype,
+        shape.wire_dtype,
     )
     if reason is not None:
         raise ValueError(f'implementation="pallas" cannot serve: {reason}.')

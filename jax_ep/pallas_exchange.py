@@ -13,14 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import routes
+from jax_ep import routes, wire, xla_exchange
 from jax_ep.routes import Layout, RankRoutes, Routes
 from pallas_kernels import combine as combine_kernel
+from pallas_kernels import combine_grad as combine_grad_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
 from pallas_kernels.quantize import BLOCK, ROW_MULTIPLE
+from pallas_kernels.sender import Payload
 
 AxisName = tuple[str, ...]
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -43,6 +45,8 @@ _NUM_BLOCKS = {
     ("quantized_dispatch", False): 128,
     ("combine", True): 128,
     ("combine", False): 128,
+    ("combine_grad", True): 128,
+    ("combine_grad", False): 128,
 }
 
 
@@ -60,11 +64,14 @@ def unavailable_reason(
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
     hidden = padded_hidden(hidden, dtype, wire_dtype)
     words = _dispatch_words(num_ranks, top_k, num_experts)
-    slots = min(
-        _Rows(hidden, dtype, wire_dtype).beside(words),
-        _combine_slots(hidden, dtype, num_ranks, top_k),
-    )
-    if slots < 3:
+    rows = _Rows(hidden, dtype, wire_dtype)
+    # A slot of a combine is free again once its row is summed, if sums have slots of their own.
+    slots_of_combine = 3 if wire_dtype is None else 2
+    if (
+        rows.beside(words) < 3
+        or _combine_slots(rows, num_ranks, top_k) < slots_of_combine
+        or _combine_grad_slots(hidden, dtype, num_ranks, top_k, num_experts) < 3
+    ):
         return (
             f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
             f"holds the routes of {num_experts} experts and {top_k} choices"
@@ -137,20 +144,64 @@ def combine(
     route: Routes,
     *,
     axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
     hidden = y.shape[1]
-    y = _pad_hidden(y)
+    y = _pad_hidden(y, wire_dtype)
     out = combine_kernel.combine(
         y,
         topk_weights,
         route.topk_idx,
         route.rows,
         fabric=mesh_fabric(axis_name),
-        plan=combine_plan(y, *route.rows.shape),
+        plan=combine_plan(y, *route.rows.shape, wire_dtype=wire_dtype),
         num_experts=route.counts.shape[1],
+        wire_dtype=wire_dtype,
     )
     return out[:, :hidden]
+
+
+def combine_grad(
+    g: jax.Array,
+    topk_weights: jax.Array,
+    y: jax.Array,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    expert_alignment: int,
+    wire_dtype: jnp.dtype | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32.
+
+    `g` [T, H] is the cotangent of the result. With a wire_dtype it is dispatched in it, and what
+    becomes of the rows that arrive is XLA's.
+    """
+    if wire_dtype is not None:
+        received = dispatch_like(
+            g,
+            route,
+            axis_name=axis_name,
+            capacity=y.shape[0],
+            expert_alignment=expert_alignment,
+            wire_dtype=wire_dtype,
+        )
+        g_rows, _ = wire.handed_out(received, g.dtype, False)
+        return xla_exchange.combine_grad_of_rows(
+            g_rows, topk_weights, y, route, axis_name=axis_name
+        )
+    hidden, sizes = y.shape[1], (*route.rows.shape, route.counts.shape[1])
+    g, y = _pad_hidden(g), _pad_hidden(y)
+    dy, dweights = combine_grad_kernel.combine_grad(
+        g,
+        topk_weights,
+        y,
+        *route,
+        fabric=mesh_fabric(axis_name),
+        plan=combine_grad_plan(y, *sizes),
+        expert_alignment=expert_alignment,
+    )
+    return dy[:, :hidden], dweights
 
 
 def rank_dispatch(
@@ -184,20 +235,26 @@ def rank_dispatch(
 
 
 def rank_combine(
-    y: jax.Array, route: RankRoutes, *, num_experts: int, axis_name: AxisName
+    y: jax.Array,
+    route: RankRoutes,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    wire_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """Returns the sums [N, T, H] to the tokens' owners and adds them: [T, H]."""
     hidden = y.shape[-1]
-    y = _pad_hidden(y.reshape(-1, hidden))
+    y = _pad_hidden(y.reshape(-1, hidden), wire_dtype)
     out = combine_kernel.combine(
         y,
         None,
         route.topk_idx,
         route.local_topk_idx,
         fabric=mesh_fabric(axis_name),
-        plan=combine_plan(y, *route.local_topk_idx.shape),
+        plan=combine_plan(y, *route.local_topk_idx.shape, wire_dtype=wire_dtype),
         num_experts=num_experts,
         by_rank=True,
+        wire_dtype=wire_dtype,
     )
     return out[:, :hidden]
 
@@ -238,7 +295,7 @@ def _pad_hidden(x: jax.Array, wire_dtype: jnp.dtype | None = None) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _unpadded(received: dispatch_kernel.Payload, hidden: int) -> tuple[jax.Array, ...]:
+def _unpadded(received: Payload, hidden: int) -> tuple[jax.Array, ...]:
     """Rows, or rows and their scales, as rows of `hidden` columns have them."""
     if not isinstance(received, tuple):
         return (received[:, :hidden],)
@@ -248,7 +305,7 @@ def _unpadded(received: dispatch_kernel.Payload, hidden: int) -> tuple[jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """What the rows of a dispatch take of shared memory."""
+    """What rows, and what is sent of them, take of shared memory."""
 
     hidden: int
     dtype: jax.typing.DTypeLike
@@ -330,23 +387,64 @@ def rank_dispatch_plan(
     )
 
 
-def _combine_slots(hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int) -> int:
-    """Rows that shared memory has room for in a combine, beside a sum and a result."""
-    itemsize = jnp.dtype(dtype).itemsize
-    columns = Tiling.of(hidden, dtype).padded
+def _combine_slots(rows: _Rows, num_ranks: int, top_k: int) -> int:
+    """Rows that shared memory has room for in a combine, beside a sum and a result.
+
+    And, with a wire_dtype, beside the quantized sums under way: see `_sums_under_way`.
+    """
+    itemsize = jnp.dtype(rows.dtype).itemsize
+    columns = Tiling.of(rows.hidden, rows.dtype).padded
     reserved = 8 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES) + _PADDING_BYTES
     room = SHARED_MEMORY_BYTES - reserved - columns * (4 + itemsize)
-    return min(_MAX_SLOTS, room // (columns * itemsize))
+
+    def size(slots: int) -> int:
+        sums = 0 if rows.wire_dtype is None else (_sums_under_way(slots) + 1) * rows.copy_bytes
+        return slots * columns * itemsize + sums
+
+    return max((slots for slots in range(1, _MAX_SLOTS + 1) if size(slots) <= room), default=0)
 
 
-def combine_plan(y: Array, num_ranks: int, num_tokens: int, top_k: int) -> Plan:
+def _sums_under_way(slots: int) -> int:
+    """The puts of a combine that may be waiting to be read from shared memory."""
+    return slots // 3
+
+
+def combine_plan(
+    y: Array, num_ranks: int, num_tokens: int, top_k: int, *, wire_dtype: jnp.dtype | None = None
+) -> Plan:
     """How a combine of y [R, H], its rows padded, is spread over blocks and shared memory."""
-    slots = _combine_slots(y.shape[1], y.dtype, num_ranks, top_k)
+    slots = _combine_slots(_Rows(y.shape[1], y.dtype, wire_dtype), num_ranks, top_k)
     return Plan(
         num_blocks=_num_blocks("combine", num_tokens),
         num_slots=slots,
-        store_lag=slots // 3,
+        store_lag=_sums_under_way(slots),
         window_tokens=_WINDOW_TOKENS,
         step_tokens=1,
         mailbox_steps=4,
+    )
+
+
+def _combine_grad_slots(
+    hidden: int, dtype: jax.typing.DTypeLike, num_ranks: int, top_k: int, num_experts: int
+) -> int:
+    """Rows that shared memory has room for in the gradient of a combine."""
+    windows = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
+    counts = (4 + num_ranks) * align_up(num_experts, LANES)
+    row_bytes = combine_grad_kernel.padded_columns(hidden, dtype) * jnp.dtype(dtype).itemsize
+    return _Rows(hidden, dtype, None).room(windows + counts) // row_bytes
+
+
+def combine_grad_plan(
+    y: Array, num_ranks: int, num_tokens: int, top_k: int, num_experts: int
+) -> Plan:
+    """How the gradient of a combine of y [R, H], its rows padded, is spread."""
+    slots = _combine_grad_slots(y.shape[1], y.dtype, num_ranks, top_k, num_experts)
+    num_g_slots = max(1, min(6, slots // 3))
+    num_slots = min(_MAX_SLOTS, slots - num_g_slots)
+    return Plan(
+        num_blocks=_num_blocks("combine_grad", num_tokens),
+        num_slots=num_slots,
+        store_lag=num_slots // 3,
+        window_tokens=_WINDOW_TOKENS,
+        num_g_slots=num_g_slots,
     )

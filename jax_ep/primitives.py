@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -77,13 +78,34 @@ def lowering_unavailable_reason(
     if mesh is not None and math.prod(mesh.shape[name] for name in axis_name) > 1:
         if isinstance(mesh, jax.sharding.Mesh):
             ids = [device.id for device in mesh.devices.flat]
-            if ids != list(range(len(ids))):
-                return (
-                    f"it needs a mesh of the first devices in their order, and here it is of {ids}"
-                )
-        elif is_here:
-            return "it needs to know the devices' order, and shard_map was given an abstract mesh"
+            if sorted(ids) != list(range(len(ids))):
+                return f"it needs a mesh of the machine's first devices, and here it is of {ids}"
+        elif is_here and mesh.size < jax.device_count():  # a larger one is for another machine
+            return "it needs to know the devices, and shard_map was given an abstract mesh of some"
     return pallas_unavailable_reason() if is_here else None
+
+
+def lower_by_position(
+    ctx: mlir.LoweringRuleContext, function: Callable[..., Any], *operands: Any, **params: Any
+) -> Any:
+    """Lowers a function of several results, with kernels that know a rank by its place in the mesh.
+
+    So does XLA, but Mosaic's lowering asks for devices in their order where it means those places.
+    """
+    context: Any = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+        devices = sorted(mesh.devices.flat, key=lambda device: device.id)
+    elif isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size == jax.device_count():
+        devices = jax.devices()
+    else:
+        devices = []
+    if mesh is not None and devices:
+        in_order = np.asarray(devices).reshape(tuple(mesh.shape.values()))
+        mesh = jax.sharding.Mesh(in_order, mesh.axis_names, axis_types=mesh.axis_types)
+        context = type(context)(mesh, context.manual_axes)
+        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
 
 def choose_implementation(
@@ -93,13 +115,12 @@ def choose_implementation(
     num_ranks: int,
     top_k: int,
     num_experts: int,
-    sent_as: jnp.dtype | None = None,
-    sums_as: jnp.dtype | None = None,
+    wire_dtype: jnp.dtype | None = None,
 ) -> Implementation:
     """What to bind: "xla" where only it is sure to serve, else None, or the name that was given.
 
-    `sent_as` is the dtype that a dispatch sends its rows in, and `sums_as` the one that a combine
-    sends its sums in; None is that of `payload`.
+    `wire_dtype` is what a dispatch sends its rows in, or a combine its sums; None is the dtype of
+    `payload`.
 
     Raises ValueError, with the reason, if a named implementation is sure not to serve. What this
     cannot know yet is decided when the program is lowered.
@@ -111,13 +132,8 @@ def choose_implementation(
     if implementation == "xla":
         return "xla"
     reason = mesh_unavailable_reason() or pallas_exchange.unavailable_reason(
-        payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts, sent_as
+        payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts, wire_dtype
     )
-    if sums_as is not None:
-        reason = reason or (
-            f"it sends the sums of a combine, and of the gradient of a dispatch, in the rows' own "
-            f"dtype alone, not as {sums_as} (wire_dtype of combine, grad_wire_dtype of dispatch)"
-        )
     if implementation is None:
         return None if reason is None else "xla"
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -140,10 +156,9 @@ def choose_implementations(
     axis_name: tuple[str, ...],
     top_k: int,
     num_experts: int,
-    use: Mapping[str, Any],
-    use_of_cotangents: Mapping[str, Any],
+    wire_dtypes: tuple[jnp.dtype | None, jnp.dtype | None],
 ) -> tuple[Implementation, Implementation]:
-    """What to bind for rows, and for their cotangents; each with its own use of a wire dtype."""
+    """What to bind for rows, and for their cotangents; each has its own wire dtype."""
     choose = functools.partial(
         choose_implementation,
         implementation,
@@ -152,7 +167,8 @@ def choose_implementations(
         top_k=top_k,
         num_experts=num_experts,
     )
-    return choose(**use), choose(**use_of_cotangents)
+    of_rows, of_cotangents = wire_dtypes
+    return choose(wire_dtype=of_rows), choose(wire_dtype=of_cotangents)
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes, Layout]:
@@ -256,29 +272,22 @@ def _run_dispatch_like(exchange, x, *route, num_experts, **params):
 
 
 def _run_combine(exchange, y, topk_idx, rows, counts, weights=None, *, axis_name, wire_dtype, **_):
-    params = {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
     route = Routes(topk_idx, rows, counts)
-    return (exchange.combine(y, weights, route, axis_name=axis_name, **params),)
+    return (exchange.combine(y, weights, route, axis_name=axis_name, wire_dtype=wire_dtype),)
 
 
 def _run_combine_grad(
-    exchange, g, topk_idx, rows, counts, weights, y, *, axis_name, wire_dtype, **params
+    exchange, g, topk_idx, rows, counts, weights, y, *, num_experts, capacity, **params
 ):
-    route = Routes(topk_idx, rows, counts)
-    params = dict(axis_name=axis_name, expert_alignment=params["expert_alignment"])
-    received = exchange.dispatch_like(
-        g, route, capacity=y.shape[0], wire_dtype=wire_dtype, **params
-    )
-    g_rows, _ = wire.handed_out(received, g.dtype, False)
-    return xla_exchange.combine_grad_of_rows(g_rows, weights, y, route, axis_name=axis_name)
+    del num_experts, capacity
+    return exchange.combine_grad(g, weights, y, Routes(topk_idx, rows, counts), **params)
 
 
 def _run_rank_dispatch(exchange, x, topk_idx, topk_weights=None, **params):
     return exchange.rank_dispatch(x, topk_idx, topk_weights, **params)
 
 
-def _run_rank_combine(exchange, y, *route, wire_dtype, **params):
-    params |= {} if wire_dtype is None else dict(wire_dtype=wire_dtype)
+def _run_rank_combine(exchange, y, *route, **params):
     return (exchange.rank_combine(y, RankRoutes(*route), **params),)
 
 
@@ -349,7 +358,7 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
     def lower(ctx, *operands, implementation, **params):
         reason = lowering_unavailable_reason(ctx, params["axis_name"])
         function = functools.partial(run, _exchange_serving(implementation, reason))
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
+        return lower_by_position(ctx, function, *operands, **params)
 
     def no_batching(*_, **__):
         raise NotImplementedError(

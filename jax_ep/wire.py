@@ -17,18 +17,17 @@ block alone.
 
 XLA on CPUs, the kernels and `jax_ep.reference` give the same bits. Where XLA divides in fewer steps
 than IEEE 754 asks for, as on GPUs, 1 / scale may be off by 2^-22 of itself, so a value just between
-two numbers of e4m3 may go to the other one.
+two numbers of e4m3 may go to the other one. Where sums are sent, XLA may multiply by a scale and
+add to the sum over ranks in one rounding; the kernels round twice, as `jax_ep.reference` would.
 """
 
 from __future__ import annotations
-
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantize import BLOCK, quantize
+from pallas_kernels.quantize import BLOCK, dequantize, quantize
 
 Rows = jax.Array | jax.ShapeDtypeStruct
 
@@ -86,15 +85,6 @@ def check_output(output: str, wire_dtype: jax.typing.DTypeLike | None) -> None:
         raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
 
 
-def uses(
-    name: Literal["x", "y"], wire_dtype: jnp.dtype | None, grad_wire_dtype: jnp.dtype | None
-) -> dict[str, Any]:
-    """What `primitives.choose_implementations` must know: rows "x" are sent and their cotangents
-    summed, rows "y" are summed and their cotangents sent."""
-    way, way_back = ("sent_as", "sums_as") if name == "x" else ("sums_as", "sent_as")
-    return {"use": {way: wire_dtype}, "use_of_cotangents": {way_back: grad_wire_dtype}}
-
-
 def handed_out(
     received: tuple[jax.Array, ...], dtype: jax.typing.DTypeLike, quantized: bool
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -103,12 +93,6 @@ def handed_out(
         return received[0], None
     rows, scales = received
     return (rows, scales) if quantized else (dequantize(rows, scales, dtype), None)
-
-
-def dequantize(rows: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """(rows [..., H] float8, scales [..., H / 128]) -> [..., H] of `dtype`."""
-    blocks = rows.astype(jnp.float32).reshape(*scales.shape, BLOCK)
-    return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
 
 
 def row_bytes(

@@ -103,13 +103,36 @@ def combine(
     return _add_ranks(partial_sum, axis_name, wire_dtype).astype(y.dtype)
 
 
-def combine_grad_of_rows(
-    g_rows: jax.Array, topk_weights: jax.Array, y: jax.Array, route: Routes, *, axis_name: AxisName
+def combine_grad(
+    g: jax.Array,
+    topk_weights: jax.Array,
+    y: jax.Array,
+    route: Routes,
+    *,
+    axis_name: AxisName,
+    expert_alignment: int,
+    wire_dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32.
 
-    `g_rows` [R, H] is the cotangent of the result, sent to the rows it belongs to.
+    `g` [T, H] is the cotangent of the result, `wire_dtype` what it is sent as.
     """
+    received = dispatch_like(
+        g,
+        route,
+        axis_name=axis_name,
+        capacity=y.shape[0],
+        expert_alignment=expert_alignment,
+        wire_dtype=wire_dtype,
+    )
+    g_rows, _ = wire.handed_out(received, g.dtype, False)
+    return combine_grad_of_rows(g_rows, topk_weights, y, route, axis_name=axis_name)
+
+
+def combine_grad_of_rows(
+    g_rows: jax.Array, topk_weights: jax.Array, y: jax.Array, route: Routes, *, axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
+    """The same of the cotangent [R, H] in the rows that it belongs to."""
     row_weights = choices_to_rows(topk_weights, route, axis_name=axis_name, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
     dy = (g_rows * row_weights[:, None]).astype(y.dtype)

@@ -4,7 +4,8 @@ Each block serves a range of tokens of every owner, a step of a few tokens at a 
 warpgroups:
 
   scout    finds the rows of each (owner, token) and fetches them into a ring in shared memory;
-  summer   sums them in float32, weighted, and puts the sum into the owner's mailbox;
+  summer   sums them in float32, weighted, and puts the sum into the owner's mailbox, rounded to
+           the rows' dtype, or to a narrower one with a scale for every 128 values;
   owner    waits until every rank has put this step's sums, adds them in rank order, and writes
            the result.
 
@@ -16,6 +17,7 @@ meant for it, and peers send nothing that is not waited for, so no rank leaves e
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
+from pallas_kernels import quantize
 from pallas_kernels.plan import Plan, Tiling, Window
 
 # What a slot of the ring holds. A sum of one row is both first and last.
@@ -43,9 +46,10 @@ def combine(
     plan: Plan,
     num_experts: int,
     by_rank: bool = False,
+    wire_dtype: Any = None,
     stage: str = "all",
-    mailbox: jax.Array | None = None,
-) -> jax.Array:
+    mailbox: Sequence[jax.Array] = (),
+) -> Any:
     """Weighs, sums and returns rows. With a stacked fabric every array has a leading rank axis.
 
     Args:
@@ -58,8 +62,10 @@ def combine(
       plan: number of blocks, depth of the ring and of the mailbox.
       num_experts: E.
       by_rank: whether y has one row for each (owner, token), at owner · T + token.
-      stage: "all"; or, where ranks are stacked, "put" (returns the mailboxes) or "sum" (takes
-        them as `mailbox` and returns the result).
+      wire_dtype: None; or float8_e4m3fn, in which the sums travel, with a scale for every 128
+        values; then H is a multiple of 512.
+      stage: "all"; or, where ranks are stacked, "put" (returns the parts of the mailboxes) or
+        "sum" (takes them as `mailbox` and returns the result).
       mailbox: see `stage`.
 
     Returns:
@@ -83,6 +89,7 @@ def combine(
         plan=plan,
         window=window,
         tiling=Tiling.of(y.shape[-1], y.dtype),
+        wire_dtype=wire_dtype,
     )
     operands = [
         y,
@@ -91,14 +98,14 @@ def combine(
     ]
     if topk_weights is not None:
         operands.append(window.pad(topk_weights.reshape(*lead, num_tokens * top_k), 0))
-    if mailbox is not None:
-        operands.append(mailbox)
-    out_type = [jax.ShapeDtypeStruct(call.mailbox_shape, y.dtype)]
-    if stage != "put":
-        out_type.insert(0, jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype))
-    if stage == "sum":
-        out_type.pop()
-    out, *_ = fb.kernel(
+    operands += mailbox
+    result = [jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype)]
+    out_type = {
+        "all": result + call.mailbox_types,
+        "put": call.mailbox_types,
+        "sum": result,
+    }[stage]
+    results = fb.kernel(
         fabric,
         call,
         name="ep_combine",
@@ -108,7 +115,7 @@ def combine(
         scratch_types=call.scratch_types(),
         num_channels=2,
     )(*operands)
-    return out
+    return results if stage == "put" else results[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +136,7 @@ class _Combine:
     plan: Plan
     window: Window
     tiling: Tiling
+    wire_dtype: Any = None
 
     @property
     def tokens_per_block(self) -> int:
@@ -142,19 +150,25 @@ class _Combine:
     def mailbox_steps(self) -> int:
         return min(self.plan.mailbox_steps, self.steps_per_block)
 
+    def _parts(self, hidden: int) -> list[tuple[int, Any]]:
+        """What a sum consists of on its way: columns and dtype of each."""
+        if self.wire_dtype is None:
+            return [(hidden, self.dtype)]
+        return [(hidden, self.wire_dtype), (hidden // quantize.BLOCK, jnp.float32)]
+
     @property
-    def mailbox_shape(self) -> tuple[int, ...]:
-        return (
-            self.plan.num_blocks,
-            self.mailbox_steps,
-            self.num_ranks,
-            self.plan.step_tokens,
-            self.tiling.padded,
-        )
+    def parts(self) -> list[tuple[int, Any]]:
+        return self._parts(self.hidden)
+
+    @property
+    def mailbox_types(self) -> list[jax.ShapeDtypeStruct]:
+        sums = (self.plan.num_blocks, self.mailbox_steps, self.num_ranks, self.plan.step_tokens)
+        parts = self._parts(self.tiling.padded)
+        return [jax.ShapeDtypeStruct((*sums, columns), dtype) for columns, dtype in parts]
 
     def scratch_types(self) -> dict[str, Any]:
         slots = self.plan.num_slots
-        return dict(
+        types: dict[str, Any] = dict(
             window_rows=plgpu.SMEM((self.num_ranks, self.window.width), jnp.int32),
             window_weights=plgpu.SMEM((self.num_ranks, self.window.width), jnp.float32),
             slots=plgpu.SMEM((slots, self.tiling.padded), self.dtype),
@@ -165,11 +179,19 @@ class _Combine:
             full=plgpu.Barrier(num_barriers=(slots,)),
             empty=plgpu.Barrier(num_barriers=(slots,)),
         )
+        if self.wire_dtype is not None:  # a ring of its own for the quantized sums under way
+            ring = self.plan.store_lag + 1
+            types["sent"] = [plgpu.SMEM((ring, columns), dtype) for columns, dtype in self.parts]
+        return types
 
     def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
         y, topk_idx, rows, *rest = refs
         weights = rest.pop(0) if self.weighted else None
-        mailbox = rest.pop(0 if self.stage == "sum" else -1)
+        num_parts = len(self.parts)
+        if self.stage == "sum":
+            mailbox, rest = rest[:num_parts], rest[num_parts:]
+        else:
+            mailbox, rest = rest[-num_parts:], rest[:-num_parts]
         warpgroup = lax.axis_index("warpgroup")
 
         if self.stage != "sum":
@@ -181,7 +203,7 @@ class _Combine:
 
             @pl.when(warpgroup == 1)
             def _summer():
-                self.fabric.touch(mailbox)
+                self.fabric.touch(*mailbox)
                 self._sum_and_put(mailbox, semaphores, **scratch)
 
         if self.stage != "put":
@@ -295,15 +317,18 @@ class _Combine:
         fb.drain(empty, used, num_slots)
 
     def _sum_and_put(
-        self, mailbox, semaphores, *, slots, slot_notes, slot_weights, sums, full, empty, **_
-    ):
+        self, mailbox, semaphores, *, slots, slot_notes, slot_weights, sums, full, empty,
+        sent=None, **_,
+    ):  # fmt: skip
         fabric, tiling = self.fabric, self.tiling
         num_slots, lag = self.plan.num_slots, self.plan.store_lag
+        held = lag if sent is None else 0  # slots that wait for what was put from them
         rank, block = fabric.rank(), lax.axis_index("block")
         num_steps = self._range()[2]
 
         def add(slot, kind, weight):
-            """sums (+)= weight * slots[slot]; the last one leaves the sum in the slot."""
+            """sums (+)= weight * slots[slot]; the last sum stays there if it is quantized next,
+            and else goes into the slot."""
 
             def add_tile(i, _):
                 tile = pl.ds(i * tiling.tile, tiling.tile)
@@ -318,6 +343,9 @@ class _Combine:
                     return fb.load(fabric, sums.at[tile], tiling.vector) + row
 
                 value = lax.cond((kind & _FIRST) != 0, first, later)
+                if sent is not None:
+                    sums[tile] = value
+                    return _
 
                 @pl.when((kind & _LAST) != 0)
                 def _():
@@ -330,6 +358,18 @@ class _Combine:
                 return _
 
             lax.fori_loop(0, tiling.num_tiles, add_tile, None)
+
+        def quantized(used, slot, as_it_is):
+            """The slot's row, or the sum, as it is sent: in a place that no put still reads."""
+            place = lax.rem(used, jnp.int32(lag + 1))
+            columns, parts = pl.ds(0, self.hidden), [part.at[place] for part in sent]
+            lax.cond(
+                as_it_is,
+                lambda: quantize.quantize_row(fabric, slots.at[slot, columns], *parts),
+                lambda: quantize.quantize_row(fabric, sums.at[columns], *parts),
+            )
+            plgpu.commit_smem()  # all have read the row or the sum, and the puts see the parts
+            return parts
 
         def take_slot(state):
             used, step, _ = state
@@ -354,21 +394,24 @@ class _Combine:
 
             @pl.when((kind & _LAST) != 0)
             def _():
-                mailbox_row = fabric.peer(mailbox, owner).at[
-                    block, lax.rem(step, self.mailbox_steps), rank, token, pl.ds(0, self.hidden)
-                ]
-                plgpu.copy_smem_to_gmem(
-                    slots.at[slot, pl.ds(0, self.hidden)], mailbox_row, commit_group=False
-                )
+                if sent is None:
+                    parts = [slots.at[slot, pl.ds(0, self.hidden)]]
+                else:
+                    parts = quantized(used, slot, as_it_is)
+                for part, ref, (columns, _) in zip(parts, mailbox, self.parts, strict=True):
+                    mailbox_row = fabric.peer(ref, owner).at[
+                        block, lax.rem(step, self.mailbox_steps), rank, token, pl.ds(0, columns)
+                    ]
+                    plgpu.copy_smem_to_gmem(part, mailbox_row, commit_group=False)
 
             # A slot is free once what was put from it has been read. Every slot is a group of
             # its own, empty or not, so that slots become free in the order they are filled.
             plgpu.commit_smem_to_gmem_group()
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
 
-            @pl.when(used >= lag)
+            @pl.when(used >= held)
             def _():
-                plgpu.barrier_arrive(empty.at[lax.rem(used - lag, num_slots)])
+                plgpu.barrier_arrive(empty.at[lax.rem(used - held, num_slots)])
 
             return used + 1, step, ~end
 
@@ -405,7 +448,7 @@ class _Combine:
         def free_slot(i, _):
             plgpu.barrier_arrive(empty.at[lax.rem(i, num_slots)])
 
-        lax.fori_loop(jnp.maximum(used - lag, 0), used, free_slot, None)
+        lax.fori_loop(jnp.maximum(used - held, 0), used, free_slot, None)
 
     def _receive(self, topk_idx, mailbox, out, semaphores, *, out_row, **_):
         fabric, tiling, top_k = self.fabric, self.tiling, self.top_k
@@ -433,18 +476,26 @@ class _Combine:
 
                 def add_tile(j, _):
                     tile = pl.ds(j * tiling.tile, tiling.tile)
-                    parts = [
-                        fb.load(
-                            fabric,
-                            fabric.mine(mailbox).at[block, slot, source, i, tile],
-                            tiling.vector,
-                        )
-                        for source in range(self.num_ranks)
-                    ]
-                    total = jnp.float32(0)  # so that no sum is -0.0
-                    for part, was_sent in zip(parts, sent, strict=True):
-                        part = part.astype(jnp.float32)
-                        total = total + jnp.where(was_sent, part, jnp.zeros_like(part))
+
+                    def received(ref, columns):
+                        mine = fabric.mine(ref)
+                        return [
+                            mine.at[block, slot, source, i, columns]
+                            for source in range(self.num_ranks)
+                        ]
+
+                    if self.wire_dtype is None:
+                        rows = received(mailbox[0], tile)
+                        parts = [fb.load(fabric, row, tiling.vector) for row in rows]
+                        total = jnp.float32(0)  # so that no sum is -0.0
+                        for part, was_sent in zip(parts, sent, strict=True):
+                            part = part.astype(jnp.float32)
+                            total = total + jnp.where(was_sent, part, jnp.zeros_like(part))
+                    else:
+                        num_blocks = tiling.tile // quantize.BLOCK
+                        of_tile = tile, pl.ds(j * num_blocks, num_blocks)
+                        values, scales = map(received, mailbox, of_tile)
+                        total = quantize.add_rows(fabric, values, scales, sent, self.dtype)
                     out_row[tile] = total.astype(self.dtype)
                     return _
 

@@ -16,6 +16,7 @@ peer reads of its inputs is read before that peer's last signal.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,18 +27,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
-from pallas_kernels import quantize, short_copies
-from pallas_kernels.plan import LANES, Plan, Tiling, Window, align_up, pad_last
+from pallas_kernels import short_copies
+from pallas_kernels.expert_rows import ExpertRows
+from pallas_kernels.plan import LANES, Plan, pad_last
+from pallas_kernels.sender import PUT, Payload, Sender, parts_of_row, payload
 
-_PUT = 0  # channel, signalled once for each step, and once where there is none
 _COUNTED = 1024  # choices that a block counts at a time
-
-Payload = jax.Array | tuple[jax.Array, ...]
-
-
-def payload(parts: Sequence[jax.Array]) -> Payload:
-    """What arrived: rows, or rows and their scales."""
-    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 def dispatch(
@@ -81,8 +76,8 @@ def dispatch(
     flat = (*lead, num_tokens * top_k)
     results = kernel.call(
         x,
-        kernel.window.pad(topk_idx.reshape(flat), fb.NOWHERE),
-        pad_last(counts, kernel.count_width - num_experts),
+        kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE),
+        pad_last(counts, kernel.expert_rows.count_width - num_experts),
     )
     parts, (rows, all_counts, *layout) = kernel.split(results)
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
@@ -108,8 +103,8 @@ def dispatch_like(
     )  # fmt: skip
     tokens = kernel.call(
         x,
-        kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
-        pad_last(counts, kernel.count_width - counts.shape[-1]),
+        kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
+        pad_last(counts, kernel.expert_rows.count_width - counts.shape[-1]),
     )
     return payload(tokens)
 
@@ -120,7 +115,9 @@ def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Pla
         tokens, rows.shape[-3:], fabric.num_ranks, tokens.shape[-2], 1, fabric, plan,
         count_dtype=jnp.int32, routes_known=True, stage="fan_out",
     )  # fmt: skip
-    (out,) = kernel.call(tokens, kernel.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE))
+    (out,) = kernel.call(
+        tokens, kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE)
+    )
     return out
 
 
@@ -128,22 +125,11 @@ def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Pla
 class _Dispatch:
     """The kernel: its static arguments, and its body warpgroup by warpgroup."""
 
-    num_ranks: int
-    num_tokens: int
-    hidden: int
     top_k: int
-    num_experts: int
-    capacity: int
-    alignment: int
-    dtype: Any
-    count_dtype: Any
     routes_known: bool
     stage: str
-    fabric: fb.Fabric
-    plan: Plan
-    window: Window  # the sender's
-    step_window: Window  # the receiver's
-    wire_dtype: Any = None
+    sender: Sender
+    expert_rows: ExpertRows
 
     @classmethod
     def of(
@@ -151,54 +137,44 @@ class _Dispatch:
         routes_known, stage, wire_dtype=None,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
-        window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
-        step_window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
-        total = max(window.total, step_window.total)
+        row = x.shape[-1], x.dtype, wire_dtype
+        sources = num_ranks if routes_known else 1  # of rows, or of experts
         return cls(
-            num_ranks, num_tokens, x.shape[-1], top_k, num_experts, capacity, alignment, x.dtype,
-            count_dtype, routes_known, stage, fabric, plan,
-            window=dataclasses.replace(window, total=total),
-            step_window=dataclasses.replace(step_window, total=total),
-            wire_dtype=wire_dtype,
-        )  # fmt: skip
+            top_k,
+            routes_known,
+            stage,
+            Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
+            ExpertRows(
+                fabric, plan, num_experts, capacity, alignment, count_dtype, parts_of_row(*row)
+            ),
+        )
 
     @property
-    def parts(self) -> list[tuple[int, Any]]:
-        """What a row consists of on its way and where it arrives: columns and dtype of each."""
-        if self.wire_dtype is None:
-            return [(self.hidden, self.dtype)]
-        return [(self.hidden, self.wire_dtype), (self.hidden // quantize.BLOCK, jnp.float32)]
+    def fabric(self) -> fb.Fabric:
+        return self.sender.fabric
+
+    @property
+    def plan(self) -> Plan:
+        return self.sender.plan
+
+    @property
+    def quantized(self) -> bool:
+        return self.sender.wire_dtype is not None
 
     def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The parts of what arrives, and what comes beside them."""
-        return results[: len(self.parts)], results[len(self.parts) :]
-
-    @property
-    def num_local_experts(self) -> int:
-        return self.num_experts // self.num_ranks
-
-    @property
-    def count_width(self) -> int:
-        return align_up(self.num_experts, LANES)
-
-    @property
-    def tokens_per_block(self) -> int:
-        return self.plan.tokens_per_block(self.num_tokens)
-
-    @property
-    def step_tokens(self) -> int:
-        return min(self.plan.step_tokens, self.tokens_per_block)
+        num_parts = len(self.sender.parts)
+        return results[:num_parts], results[num_parts:]
 
     def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        out_type = [jax.ShapeDtypeStruct((self.capacity, width), t) for width, t in self.parts]
+        num_ranks, of_experts = self.fabric.num_ranks, self.expert_rows
+        capacity, per_rank = of_experts.capacity, of_experts.num_local_experts
+        out_type = [jax.ShapeDtypeStruct((capacity, width), t) for width, t in self.sender.parts]
         if not self.routes_known:
             out_type += [
-                jax.ShapeDtypeStruct((self.num_ranks, self.window.total), jnp.int32),
-                jax.ShapeDtypeStruct((self.num_ranks, self.count_width), jnp.int32),
-                *(
-                    jax.ShapeDtypeStruct((size,), jnp.int32)
-                    for size in (self.num_local_experts, self.num_local_experts, 1, 1)
-                ),
+                jax.ShapeDtypeStruct((num_ranks, self.sender.window.total), jnp.int32),
+                jax.ShapeDtypeStruct((num_ranks, of_experts.count_width), jnp.int32),
+                *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
             ]
         return fb.kernel(
             self.fabric,
@@ -212,39 +188,25 @@ class _Dispatch:
         )(*operands)
 
     def _scratch_types(self) -> dict[str, Any]:
-        slots, copies, width = self.plan.num_slots, self.plan.num_copy_slots, self.count_width
-        ranks, top_k = self.num_ranks, self.top_k
-        return dict(
-            all_counts=plgpu.SMEM((ranks, width), self.count_dtype),
-            scan=plgpu.SMEM((2 * width,), jnp.int32),
+        copies, ranks, sender = self.plan.num_copy_slots, self.fabric.num_ranks, self.sender
+        types: dict[str, Any] = {}
+        if not self.routes_known:
             # Where each expert's next row goes; one entry more, for choices of no expert.
-            next_rows=plgpu.SMEM((width + LANES,), jnp.int32),
-            block_ends=plgpu.SMEM((2, width), jnp.int32),  # of each expert's rows, and padded
-            choices=plgpu.SMEM(
-                (ranks if self.routes_known else 1, self.window.width), jnp.int32
-            ),  # rows at each peer, or experts
-            **self._row_types(),
-            lists=plgpu.SMEM((slots, ranks, top_k), jnp.int32),
-            step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
-            step_copies=plgpu.SMEM((self.step_tokens * ranks, top_k), jnp.int32),
-            copies=[plgpu.SMEM((copies, width), t) for width, t in self.parts],
-            zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in self.parts],
-            counts_full=plgpu.Barrier(num_arrivals=ranks),
+            types["next_rows"] = plgpu.SMEM((self.expert_rows.count_width + LANES,), jnp.int32)
+        return dict(
+            **types,
+            **sender.scratch_types(),
+            **self.expert_rows.scratch_types(),
+            step_rows=plgpu.SMEM((ranks, sender.step_window.width), jnp.int32),
+            step_copies=plgpu.SMEM((sender.step_tokens * ranks, self.top_k), jnp.int32),
+            copies=[plgpu.SMEM((copies, width), t) for width, t in sender.parts],
             laid_out=plgpu.Barrier(),
-            full=plgpu.Barrier(num_barriers=(slots,)),
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
         )
 
-    def _row_types(self) -> dict[str, Any]:
-        """The sender's ring: rows as they leave and, if they are quantized first, as they are."""
-        slots = self.plan.num_slots
-        types: dict[str, Any] = dict(slots=[plgpu.SMEM((slots, w), t) for w, t in self.parts])
-        if self.wire_dtype is not None:
-            types["wide_slots"] = plgpu.SMEM((slots, self.hidden), self.dtype)
-        return types
-
     def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
+        fabric, sender = self.fabric, self.sender
         tokens: Any  # the parts of what arrives
         layout: Any = ()
         if self.stage == "fan_out":
@@ -261,25 +223,36 @@ class _Dispatch:
 
             @pl.when(warpgroup == 0)
             def _sender():
-                self.fabric.stage(0)
+                fabric.stage(0)
                 self._fetch_counts(counts, **scratch)
-                self._fetch_first(x, **scratch)
-                self.fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
-                self._open_window(choices, 0, **scratch)
+                sender.fetch_first(x, **scratch)
+                fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
+                sources = functools.partial(self._sources, choices)
+                sender.open_window(sources, 0, **scratch)
                 if not self.routes_known:
                     self._count_earlier(choices, **scratch)
-                self._make_ready(x, 0, **scratch)
-                self._lay_out(all_counts_ref, **scratch)
+                sender.make_ready(x, 0, **scratch)
+                self.expert_rows.lay_out(all_counts_ref, **scratch)
                 plgpu.barrier_arrive(laid_out)
-                self._send(x, choices, tokens, rows, semaphores, **scratch)
+                find = self._known_rows if self.routes_known else self._new_rows
+                sender.send(
+                    x,
+                    sources,
+                    tokens,
+                    None if self.routes_known else rows,
+                    semaphores,
+                    lists_for=functools.partial(find, **scratch),
+                    place_of=self._first_place,
+                    **scratch,
+                )
 
             @pl.when(warpgroup == 2)
             def _filler():
                 plgpu.barrier_wait(laid_out)
-                self.fabric.stage(3)
+                fabric.stage(3)
                 if not self.routes_known:
-                    self._describe_layout(*layout, **scratch)
-                self._fill(tokens, **scratch)
+                    self.expert_rows.describe(*layout, **scratch)
+                self.expert_rows.fill(tokens, **scratch)
 
         if self.stage != "put":
 
@@ -287,230 +260,56 @@ class _Dispatch:
             def _receiver():
                 self._receive(put_tokens, rows, tokens, semaphores, **scratch)
 
-    def _range(self) -> tuple[jax.Array, jax.Array]:
-        """This block's tokens, the same on every rank: first, and how many."""
-        first = lax.axis_index("block") * self.tokens_per_block
-        return first, jnp.clip(self.num_tokens - first, 0, self.tokens_per_block)
+    def _fetch_counts(self, counts, **scratch):
+        """Of every rank: from this rank's copy, where routes are known, else from the rank."""
+        fabric = self.fabric
+        sources = [
+            (peer, fabric.mine(counts).at[peer] if self.routes_known else fabric.peer(counts, peer))
+            for peer in self.sender.peers()
+        ]
+        self.expert_rows.fetch_counts(sources, **scratch)
 
-    def _peers(self) -> list[jax.Array]:
-        """All ranks, in the order in which this block turns to them."""
-        offset = self.plan.peer_offset(self.fabric.rank(), lax.axis_index("block"))
-        return [lax.rem(i + offset, jnp.int32(self.num_ranks)) for i in range(self.num_ranks)]
-
-    def _num_steps(self) -> jax.Array:
-        _, num_tokens = self._range()
-        return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
-
-    def _fetch(self, x, token, i, *, slots, full, wide_slots=None, **_):
-        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
-        (ring,) = slots if wide_slots is None else [wide_slots]
-        plgpu.copy_gmem_to_smem(
-            self.fabric.mine(x).at[token], ring.at[slot], full.at[slot], oob_mode=fb.IN_BOUNDS
-        )
-
-    def _fetch_first(self, x, **scratch):
-        first, count = self._range()
-
-        def fetch(i, _):
-            self._fetch(x, first + i, i, **scratch)
-
-        lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
-
-    def _make_ready(self, x, i, *, slots, full, wide_slots=None, **_):
-        """Waits until the i-th token's row is there, and quantizes it if it is to be."""
-        first_token, num_tokens = self._range()
-        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
-
-        @pl.when(i < num_tokens)
-        def _():
-            plgpu.barrier_wait(full.at[slot])
-            if wide_slots is not None:
-                parts = [part.at[slot] for part in slots]
-                quantize.quantize_row(self.fabric, wide_slots.at[slot], *parts)
-                plgpu.commit_smem()  # all have read the wide row, and the puts see the other
-                ahead = i + self.plan.num_slots
-
-                @pl.when(ahead < num_tokens)
-                def _():
-                    rings = dict(slots=slots, full=full, wide_slots=wide_slots)
-                    self._fetch(x, first_token + ahead, ahead, **rings)
-
-    def _open_window(self, choices_ref, i, *, choices, **_):
-        """Loads the choices of this block's tokens from the i-th on."""
-        fabric, window = self.fabric, self.window
-        first_token = self._range()[0]
-        if self.routes_known:
-            peers = range(self.num_ranks)
-            sources = [fabric.peer(choices_ref, r).at[fabric.rank()] for r in peers]
-        else:
-            sources = [fabric.mine(choices_ref)]
-        entries = pl.ds(window.start((first_token + i) * self.top_k), window.width)
-        values = [source.at[entries][...] for source in sources]
-        fabric.barrier()  # the window before this one has been read
-        for i, value in enumerate(values):
-            choices[i] = value
-        fabric.barrier()
-
-    def _fetch_counts(self, counts, *, all_counts, counts_full, **_):
-        """Starts to load every rank's choices of each expert."""
-        for peer in self._peers():
-            if self.routes_known:
-                source = self.fabric.mine(counts).at[peer]
-            else:
-                source = self.fabric.peer(counts, peer)
-            plgpu.copy_gmem_to_smem(source, all_counts.at[peer], counts_full, oob_mode=fb.IN_BOUNDS)
+    def _sources(self, choices):
+        """What the sender reads: where this rank's rows go at every peer, or its choices."""
+        fabric = self.fabric
+        if not self.routes_known:
+            return [fabric.mine(choices)]
+        return [fabric.peer(choices, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
 
     def _count_earlier(self, choices_ref, *, next_rows, **_):
         """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
         fabric = self.fabric
-        fb.clear(next_rows, self.count_width)
+        fb.clear(next_rows, self.expert_rows.count_width)
         fabric.barrier()
-        end = jnp.minimum(self._range()[0], self.num_tokens) * self.top_k
-        width = min(_COUNTED, self.window.total // LANES * LANES)
+        num_tokens, num_choices = self.sender.num_tokens, self.sender.window.total
+        end = jnp.minimum(self.sender.range()[0], num_tokens) * self.top_k
+        width = min(_COUNTED, num_choices // LANES * LANES)
 
         def count(i, _):
-            start = jnp.minimum(i * width, self.window.total - width)
+            start = jnp.minimum(i * width, num_choices - width)
             entries = start + fb.iota(fabric, width)
             experts = fb.load(fabric, fabric.mine(choices_ref).at[pl.ds(start, width)], 1)
             new = (entries >= i * width) & (entries < end)
-            fb.count(fabric, next_rows, jnp.where(new, experts, fb.NOWHERE), self.num_experts)
+            experts = jnp.where(new, experts, fb.NOWHERE)
+            fb.count(fabric, next_rows, experts, self.expert_rows.num_experts)
 
         lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
         fabric.barrier()
 
-    def _lay_out(
-        self, all_counts_ref, *, all_counts, counts_full, scan, next_rows, block_ends, **_
-    ):
-        """Where each expert's block starts and ends at its rank, and this block's rows in it."""
-        fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
-        rank = fabric.rank()
-        plgpu.barrier_wait(counts_full)
-        per_source = [
-            fb.load(fabric, all_counts.at[source], 1).astype(jnp.int32)
-            for source in range(self.num_ranks)
-        ]
-        total = sum(per_source[1:], per_source[0])
-        sizes = total
-        if self.alignment > 1:
-            alignment = jnp.int32(self.alignment)
-            sizes = lax.div(total + (alignment - 1), alignment) * alignment
-        # An inclusive scan over each rank's experts: `scan` holds zeros, then the sums so far.
-        local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
-        fb.clear(scan, width)
-        ends, shift = sizes, 1
-        while shift < per_rank:
-            scan[pl.ds(width, width)] = ends
-            fabric.barrier()
-            before = fb.load(fabric, scan.at[pl.ds(width - shift, width)], 1)
-            fabric.barrier()
-            ends = ends + jnp.where(local_expert >= shift, before, jnp.zeros_like(before))
-            shift *= 2
-        starts = ends - sizes
-        if not self.routes_known:
-            row = starts + fb.load(fabric, next_rows.at[pl.ds(0, width)], 1)
-            for source in range(self.num_ranks):
-                counted = per_source[source]
-                row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
-            next_rows[pl.ds(0, width)] = row
-        block_ends[0] = starts + total
-        block_ends[1] = ends
-        fabric.barrier()
-        if all_counts_ref is not None:
-
-            @pl.when(lax.axis_index("block") == 0)
-            def _():
-                for source in range(self.num_ranks):
-                    fabric.mine(all_counts_ref)[source] = per_source[source]
-
-    def _send(
-        self, x, choices_ref, tokens, rows, semaphores, *, choices, slots, lists, full,
-        wide_slots=None, **bookkeeping,
-    ):  # fmt: skip
-        fabric, plan, window = self.fabric, self.plan, self.window
-        top_k, lag = self.top_k, plan.store_lag
-        num_slots, step_tokens = plan.num_slots, self.step_tokens
-        rank, peers = fabric.rank(), self._peers()
-        first_token, num_tokens = self._range()
-
-        def put_lists(slot, entry, found):
-            """Tells every peer the places of a token's choices there."""
-            if top_k % 4:  # bulk copies are of whole 16 bytes
-                for peer, peer_rows in zip(peers, found, strict=True):
-                    for choice, row in enumerate(peer_rows):
-                        fabric.peer(rows, peer)[rank, entry + choice] = row
-                return
-            for peer, peer_rows in zip(peers, found, strict=True):
-                for choice, row in enumerate(peer_rows):
-                    lists[slot, peer, choice] = row
-            plgpu.commit_smem()
-            for peer in peers:
-                plgpu.copy_smem_to_gmem(
-                    lists.at[slot, peer],
-                    fabric.peer(rows, peer).at[rank, pl.ds(entry, top_k)],
-                    commit_group=False,
-                )
-
-        def send_token(i, carry):
-            in_window = lax.rem(i, jnp.int32(window.tokens))
-
-            @pl.when((in_window == 0) & (i > 0))
-            def _():
-                self._open_window(choices_ref, i, choices=choices)
-
-            slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * top_k
-            in_choices = entry - window.start(entry - in_window * top_k)
-            found = self._rows_at_peers(in_choices, peers, choices=choices, **bookkeeping)
-            for peer, peer_rows in zip(peers, found, strict=True):
-                place = self._place(peer_rows, i)
-                for part, ref in zip(slots, tokens, strict=True):
-                    fb.put_if(fabric, place >= 0, part.at[slot], fabric.peer(ref, peer).at[place])
-            if not self.routes_known:
-                put_lists(slot, entry, found)
-            plgpu.commit_smem_to_gmem_group()
-
-            # Once a slot's puts have read it, it takes the next token.
-            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            if wide_slots is None:
-                ahead = i - lag + num_slots
-
-                @pl.when((i >= lag) & (ahead < num_tokens))
-                def _():
-                    self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
-
-            self._make_ready(x, i + 1, slots=slots, full=full, wide_slots=wide_slots)
-            return carry
-
-        def send_step(step, carry):
-            begin = step * step_tokens
-            end = jnp.minimum(begin + step_tokens, num_tokens)
-            lax.fori_loop(begin, end, send_token, None)
-
-            @pl.when(step > 0)
-            def _():  # with only this step under way, the one before has arrived
-                lax.cond(
-                    end - begin == step_tokens,
-                    lambda: plgpu.wait_smem_to_gmem(step_tokens),
-                    lambda: plgpu.wait_smem_to_gmem(0),
-                )
-                fabric.stage(1)
-                fabric.signal(semaphores, _PUT)
-
-            return carry
-
-        lax.fori_loop(0, self._num_steps(), send_step, None)
-        plgpu.wait_smem_to_gmem(0)
-        fabric.stage(1)
-        fabric.signal(semaphores, _PUT)
-
-    def _rows_at_peers(self, entry, peers, *, choices, next_rows, **_):
+    def _known_rows(self, entry, peers, *, choices, **_):
         """[N][K]: the row of each choice at each rank, in the order of `peers`."""
-        if self.routes_known:
-            entries = [entry + choice for choice in range(self.top_k)]
-            return [[choices[peer, e] for e in entries] for peer in peers]
+        entries = [entry + choice for choice in range(self.top_k)]
+        return [[choices[peer, e] for e in entries] for peer in peers]
+
+    def _new_rows(self, entry, peers, *, choices, next_rows, **_):
+        """The same from what is counted so far, and this token counted, too."""
+        of_experts = self.expert_rows
         # Read where each expert's next row goes, all threads, then count this token's choices.
         experts = [choices[0, entry + choice] for choice in range(self.top_k)]
-        valid = [(e >= 0) & (e < self.num_experts) for e in experts]
-        experts = [jnp.where(v, e, self.count_width) for e, v in zip(experts, valid, strict=True)]
+        valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]
+        experts = [
+            jnp.where(v, e, of_experts.count_width) for e, v in zip(experts, valid, strict=True)
+        ]
         found = [next_rows[expert] for expert in experts]
         for choice in range(self.top_k):
             for earlier in range(choice):
@@ -521,7 +320,7 @@ class _Dispatch:
             next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
         self.fabric.barrier()  # the next token reads what this one has counted
         owners = [
-            jnp.where(v, lax.div(e, jnp.int32(self.num_local_experts)), fb.NOWHERE)
+            jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)
             for e, v in zip(experts, valid, strict=True)
         ]
         return [
@@ -532,12 +331,13 @@ class _Dispatch:
             for peer in peers
         ]
 
-    def _place(self, rows, i):
+    def _first_place(self, rows, i):
         """Where the i-th token goes first at a peer, given its rows there; or nowhere."""
         del i
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(rows):
-            place = jnp.where((row >= 0) & (row < self.capacity), row, place)
+            kept = (row >= 0) & (row < self.expert_rows.capacity)
+            place = jnp.where(kept, row, place)
         return place
 
     def _receive(
@@ -553,13 +353,13 @@ class _Dispatch:
         copy_full,
         **_,
     ):
-        fabric, plan, window = self.fabric, self.plan, self.step_window
-        num_ranks, top_k, num_copies = self.num_ranks, self.top_k, plan.num_copy_slots
-        first_token, num_tokens = self._range()
+        fabric, window, step_tokens = self.fabric, self.sender.step_window, self.sender.step_tokens
+        num_ranks, top_k, num_copies = fabric.num_ranks, self.top_k, self.plan.num_copy_slots
+        first_token, num_tokens = self.sender.range()
 
         def list_copies(step):
             """step_copies[:count]: the rows of this step that go to several places, and which."""
-            step_token = first_token + step * self.step_tokens
+            step_token = first_token + step * step_tokens
             start = window.start(step_token * top_k)
             values = [
                 fabric.mine(rows).at[source, pl.ds(start, window.width)][...]
@@ -575,7 +375,7 @@ class _Dispatch:
                     places, held = [], jnp.int32(0)
                     for choice in range(top_k):
                         row = step_rows[source, (step_token + i) * top_k - start + choice]
-                        here = (row >= 0) & (row < self.capacity)
+                        here = (row >= 0) & (row < self.expert_rows.capacity)
                         places.append(jnp.where(here, row, fb.NOWHERE))
                         held = held + here.astype(jnp.int32)
                     for choice, place in enumerate(places):
@@ -583,7 +383,7 @@ class _Dispatch:
                     count = count + (held > 1).astype(jnp.int32)
                 return count
 
-            step_end = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
+            step_end = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
             count = lax.fori_loop(0, step_end, list_token, jnp.int32(0))
             fabric.barrier()
             return count
@@ -600,7 +400,7 @@ class _Dispatch:
                 copy_full.at[slot],
                 oob_mode=fb.IN_BOUNDS,
             )
-            if self.wire_dtype is not None:
+            if self.quantized:
                 scales, ring = put_tokens[1], copies[1]
                 short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[slot])
                 short_copies.commit_group(fabric)
@@ -608,7 +408,7 @@ class _Dispatch:
         def finish(i, begun, count):
             slot = lax.rem(begun + i, jnp.int32(num_copies))
             plgpu.barrier_wait(copy_full.at[slot])
-            if self.wire_dtype is not None:
+            if self.quantized:
                 lax.cond(
                     i + num_copies <= count,  # as many were begun after this one, but for the last
                     lambda: short_copies.wait(fabric, num_copies - 1),
@@ -629,7 +429,7 @@ class _Dispatch:
 
         def receive_step(step, begun):
             """`begun` copies have gone through the ring before this step's."""
-            fabric.wait(semaphores, _PUT, step + 1, "dispatch")
+            fabric.wait(semaphores, PUT, step + 1, "dispatch")
             fabric.stage(2)
             fabric.async_fence()
             count = list_copies(step)
@@ -653,63 +453,10 @@ class _Dispatch:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return begun + count
 
-        lax.fori_loop(0, self._num_steps(), receive_step, jnp.int32(0))
+        lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
         def _():  # nothing comes, but peers may still be reading this rank's counts
-            fabric.wait(semaphores, _PUT, 1, "dispatch")
+            fabric.wait(semaphores, PUT, 1, "dispatch")
 
-        plgpu.wait_smem_to_gmem(0)
-
-    def _describe_layout(
-        self, group_sizes, expert_counts, num_dropped, rows_needed, *, block_ends, **_
-    ):
-        """Writes the layout of this rank's rows: see `dispatch`."""
-        fabric, per_rank = self.fabric, self.num_local_experts
-        first_expert = fabric.rank() * per_rank
-
-        @pl.when(lax.axis_index("block") == 0)
-        def _():
-            def describe(i, carry):
-                start, dropped = carry
-                end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
-                room = jnp.maximum(self.capacity - start, 0)
-                kept = jnp.minimum(end_of_rows - start, room)
-                fabric.mine(group_sizes)[i] = jnp.minimum(end - start, room)
-                fabric.mine(expert_counts)[i] = kept
-                return end, dropped + (end_of_rows - start - kept)
-
-            zero = jnp.int32(0)
-            end, dropped = lax.fori_loop(0, per_rank, describe, (zero, zero))
-            fabric.mine(num_dropped)[0] = dropped
-            fabric.mine(rows_needed)[0] = end
-
-    def _fill(self, tokens, *, zeros, block_ends, **_):
-        plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
-        block = lax.axis_index("block")
-        for part in zeros:
-            part[...] = jnp.zeros(part.shape, part.dtype)
-        plgpu.commit_smem()
-
-        def fill_gap(begin, end):
-            end = jnp.minimum(end, self.capacity)
-            num_blocks = jnp.int32(plan.num_blocks)
-            count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
-
-            def fill_row(i, carry):
-                row = begin + block + i * num_blocks
-                for part, ref, (width, _) in zip(zeros, tokens, self.parts, strict=True):
-                    plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
-                return carry
-
-            lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)
-
-        if self.alignment > 1:
-
-            def fill_padding(expert, carry):
-                fill_gap(block_ends[0, expert], block_ends[1, expert])
-                return carry
-
-            lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, fill_padding, None)
-        fill_gap(block_ends[1, (rank + 1) * per_rank - 1], self.capacity)
         plgpu.wait_smem_to_gmem(0)

@@ -29,6 +29,7 @@ class Plan:
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
       mailbox_steps: steps that an owner's mailbox holds (combine).
+      num_g_slots: cotangents that the gradient of a combine holds beside the ring of rows.
     """
 
     num_blocks: int
@@ -39,6 +40,7 @@ class Plan:
     step_tokens: int = 1
     num_copy_slots: int = 2
     mailbox_steps: int = 2
+    num_g_slots: int = 2
 
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_slots:

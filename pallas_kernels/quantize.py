@@ -1,4 +1,4 @@
-"""Rows to float8 with one float32 scale for every 128 values: for XLA, and for a warpgroup.
+"""Rows to float8 with one float32 scale for every 128 values, and back: for XLA, for a warpgroup.
 
 Both are the same arithmetic, step by step, so they agree bit for bit wherever XLA divides as IEEE
 754 says. What the format keeps and what becomes of strange values is told in `jax_ep.wire`.
@@ -6,10 +6,12 @@ Both are the same arithmetic, step by step, so they agree bit for bit wherever X
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -27,6 +29,7 @@ _WARP = 32
 _VALUES = BLOCK // _WARP  # of a thread
 _INFINITY = 0x7F800000  # as bits; NaNs are above it
 _NAN = 0x7FC00000
+_GLOBAL_MEMORY = 1  # address space
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -37,6 +40,12 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.
     scales = jnp.maximum(largest * _SCALE_OF_LARGEST, _MIN_SCALE)
     values = jnp.where(finite, blocks * (1 / scales)[..., None], jnp.nan)
     return values.astype(dtype).reshape(x.shape), scales
+
+
+def dequantize(rows: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """(rows [..., H] float8, scales [..., H / 128]) -> [..., H] of `dtype`."""
+    blocks = rows.astype(jnp.float32).reshape(*scales.shape, BLOCK)
+    return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
 
 
 def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> None:
@@ -114,6 +123,119 @@ def _quantize_block(elements: ir.Value, element_type: ir.Type) -> tuple[ir.Value
         *scaled,
     )
     return quantized, scale
+
+
+def add_rows(
+    fabric: fb.Fabric,
+    values: Sequence[Any],
+    scales: Sequence[Any],
+    sent: Sequence[jax.Array],
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """The sum of dequantized rows in this rank's global memory, in their order: [H] of `dtype`.
+
+    values[i] is [H] and scales[i] is [H / 128]; H is a multiple of `ROW_MULTIPLE`. A row that was
+    not `sent`, a scalar bool, counts as zeros, whatever is in its place. Sums are float32 until
+    they are rounded at the end; none is -0.0.
+    """
+    (hidden,) = values[0].shape
+    if fabric.interpret:
+        total = jnp.zeros((hidden,), jnp.float32)
+        for row, of_blocks, was_sent in zip(values, scales, sent, strict=True):
+            row = dequantize(row[...], of_blocks[...], jnp.float32)
+            total = total + jnp.where(was_sent, row, 0)
+        return total.astype(dtype)
+    elements = next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
+    num_rows = len(values)
+
+    def emit(ctx: Any, *args: Any) -> Any:
+        del ctx
+        taken = [
+            arith.cmpi(arith.CmpIPredicate.ne, flag.registers.item(), _integer(0))
+            for flag in args[:num_rows]
+        ]
+        rows, of_blocks = args[num_rows : 2 * num_rows], args[2 * num_rows :]
+        num_vectors = hidden // (LANES * elements)
+        thread = arith.remui(mgpu.utils.thread_idx(), _integer(LANES))
+        first = arith.muli(thread, _integer(elements))
+
+        def load(i: int) -> list[tuple[list[ir.Value], ir.Value]]:
+            column = arith.addi(first, _integer(i * LANES * elements))
+            return [
+                _load_quantized(row, of_row, column, elements, ok)
+                for row, of_row, ok in zip(rows, of_blocks, taken, strict=True)
+            ]
+
+        totals, ahead = [], load(0)
+        for i in range(num_vectors):  # the next vectors are under way while these are added
+            loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
+            totals.append(_rounded(_add_vectors(loaded, elements), dtype))
+        return mgpu.FragmentedArray(
+            _registers=np.array(totals, dtype=object),
+            _layout=mgpu.WGStridedFragLayout((hidden,), elements),
+            _is_signed=None,
+        )
+
+    layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=elements)
+    arg_types = (plgpu.Layout.WG_SPLAT(()),) * num_rows + (plgpu.RefType(),) * (2 * num_rows)
+    array = plgpu.ShapeDtypeStruct((hidden,), dtype, layout=layout)
+    flags = [was_sent.astype(jnp.int32) for was_sent in sent]
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=array)(emit)(*flags, *values, *scales)
+
+
+def _load_quantized(
+    values: ir.Value, scales: ir.Value, column: ir.Value, elements: int, taken: ir.Value
+) -> tuple[list[ir.Value], ir.Value]:
+    """A thread's vector of float8, in words of 4, and its scale; zeros unless they are taken."""
+    i8, i32, f32 = (*(ir.IntegerType.get_signless(bits) for bits in (8, 32)), ir.F32Type.get())
+    block = arith.divui(column, _integer(BLOCK))
+    pointer = llvm.PointerType.get(_GLOBAL_MEMORY)
+    values_at, scale_at = (
+        mgpu.utils.getelementptr(
+            llvm.addrspacecast(pointer, mgpu.utils.memref_ptr(ref)), [index], element
+        )
+        for ref, index, element in ((values, column, i8), (scales, block, f32))
+    )
+    words = llvm.load(ir.VectorType.get((elements // 4,), i32), values_at, alignment=elements)
+    of_words = [llvm.extractelement(words, _integer(i)) for i in range(elements // 4)]
+    scale = llvm.load(f32, scale_at)
+    return (
+        [arith.select(taken, word, _integer(0)) for word in of_words],
+        arith.select(taken, scale, _float(0.0)),
+    )
+
+
+def _add_vectors(loaded: Sequence[tuple[list[ir.Value], ir.Value]], elements: int) -> ir.Value:
+    """The sum of vectors of float8, each times its scale, from 0 on."""
+    f32 = ir.F32Type.get()
+    total = [_float(0.0)] * elements
+    for words, scale in loaded:
+        row = [value for word in words for value in _widened(word)]
+        total = [arith.addf(t, arith.mulf(v, scale)) for t, v in zip(total, row, strict=True)]
+    vector = llvm.mlir_undef(ir.VectorType.get((elements,), f32))
+    for i, value in enumerate(total):
+        vector = llvm.insertelement(vector, value, _integer(i))
+    return vector
+
+
+def _rounded(vector: ir.Value, dtype: jax.typing.DTypeLike) -> ir.Value:
+    """A vector of float32, in a floating type of that size or a smaller one."""
+    element_type = mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
+    vector_type = ir.VectorType.get(ir.VectorType(vector.type).shape, element_type)
+    return vector if vector.type == vector_type else arith.truncf(vector_type, vector)
+
+
+def _widened(word: ir.Value) -> list[ir.Value]:
+    """4 float8_e4m3fn in an int32 -> 4 float32."""
+    i16, i32, f32 = (*(ir.IntegerType.get_signless(bits) for bits in (16, 32)), ir.F32Type.get())
+    halves = ir.VectorType.get((2,), ir.F16Type.get())
+    wide = []
+    for shift in (0, 16):
+        pair = arith.trunci(i16, arith.shrui(word, _integer(shift)))
+        pair = llvm.inline_asm(i32, [pair], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+        pair = llvm.bitcast(halves, pair)
+        wide += [arith.extf(f32, llvm.extractelement(pair, _integer(i))) for i in range(2)]
+    return wide
 
 
 def _asm(result: ir.Type, text: str, constraints: str, *operands: ir.Value) -> ir.Value:

@@ -4,13 +4,14 @@ The place of a token at a peer is rank · T + token, known without counting anyt
 row there however many of its experts live there. So nothing is exchanged before the rows leave, and
 nothing is copied after they have arrived. Two warpgroups to a block:
 
-  sender    as in `dispatch`; its lists hold local expert ids (or none) and, if asked for, weights;
+  sender    see `sender`; its lists hold local expert ids (or none) and, if asked for, weights;
   receiver  reads the lists as they arrive, and writes zeros where a token has no expert here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
-from pallas_kernels.dispatch import _PUT, Payload, _Dispatch, payload
 from pallas_kernels.plan import Plan, Tiling
+from pallas_kernels.sender import PUT, Payload, Sender, payload
 
 
 def rank_dispatch(
@@ -57,13 +58,10 @@ def rank_dispatch(
         bits = lax.bitcast_convert_type(topk_weights, jnp.int32)
         choices = jnp.concatenate([topk_idx, bits], axis=-1)
     width = choices.shape[-1]
-    kernel = _RankDispatch.of(
-        x, (num_ranks, num_tokens, width), num_experts, num_ranks * num_tokens, 1, fabric, plan,
-        count_dtype=jnp.int32, routes_known=False, stage="all", wire_dtype=wire_dtype,
-    )  # fmt: skip
-    kernel = dataclasses.replace(kernel, num_choices=top_k)
+    sender = Sender(fabric, plan, num_tokens, x.shape[-1], x.dtype, wire_dtype, num_words=width)
+    kernel = _RankDispatch(num_experts, top_k, sender)
     flat = choices.reshape(*lead, num_tokens * width)
-    *parts, lists = kernel.call(x, kernel.window.pad(flat, fb.NOWHERE))
+    *parts, lists = kernel.call(x, sender.window.pad(flat, fb.NOWHERE))
     tokens = payload(parts)
     lists = lists[..., : num_tokens * width].reshape(*lead, num_ranks, num_tokens, width)
     if topk_weights is None:
@@ -73,59 +71,78 @@ def rank_dispatch(
 
 
 @dataclasses.dataclass(frozen=True)
-class _RankDispatch(_Dispatch):
-    """The kernel. Its `top_k` is the words of a list, the first `num_choices` of them experts."""
+class _RankDispatch:
+    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
 
-    num_choices: int = 0
+    num_experts: int
+    top_k: int
+    sender: Sender  # its lists hold `top_k` experts, and as many weights or none
+
+    @property
+    def fabric(self) -> fb.Fabric:
+        return self.sender.fabric
 
     def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        sender, num_ranks = self.sender, self.fabric.num_ranks
+        num_rows = num_ranks * sender.num_tokens
         return fb.kernel(
             self.fabric,
             self,
             name="ep_rank_dispatch",
-            num_blocks=self.plan.num_blocks,
+            num_blocks=sender.plan.num_blocks,
             num_warpgroups=2,
             out_type=[
-                *(jax.ShapeDtypeStruct((self.capacity, width), t) for width, t in self.parts),
-                jax.ShapeDtypeStruct((self.num_ranks, self.window.total), jnp.int32),
+                *(jax.ShapeDtypeStruct((num_rows, width), t) for width, t in sender.parts),
+                jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
             ],
             scratch_types=self._scratch_types(),
             num_channels=1,
         )(*operands)
 
     def _scratch_types(self) -> dict[str, Any]:
-        slots, ranks = self.plan.num_slots, self.num_ranks
+        sender = self.sender
         return dict(
-            choices=plgpu.SMEM((1, self.window.width), jnp.int32),
-            **self._row_types(),
-            lists=plgpu.SMEM((slots, ranks, self.top_k), jnp.int32),
-            step_rows=plgpu.SMEM((ranks, self.step_window.width), jnp.int32),
-            zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in self.parts],
-            full=plgpu.Barrier(num_barriers=(slots,)),
+            **sender.scratch_types(),
+            step_rows=plgpu.SMEM((self.fabric.num_ranks, sender.step_window.width), jnp.int32),
+            zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in sender.parts],
         )
 
     def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
         x, choices, *tokens, lists = refs
         warpgroup = lax.axis_index("warpgroup")
+        fabric, sender = self.fabric, self.sender
 
         @pl.when(warpgroup == 0)
         def _sender():
-            self.fabric.stage(0)
-            self._fetch_first(x, **scratch)
-            self.fabric.touch(*tokens, lists)
-            self._open_window(choices, 0, **scratch)
-            self._make_ready(x, 0, **scratch)
-            self._send(x, choices, tokens, lists, semaphores, **scratch)
+            fabric.stage(0)
+            sender.fetch_first(x, **scratch)
+            fabric.touch(*tokens, lists)
+
+            def sources():
+                return [fabric.mine(choices)]
+
+            sender.open_window(sources, 0, **scratch)
+            sender.make_ready(x, 0, **scratch)
+            sender.send(
+                x,
+                sources,
+                tokens,
+                lists,
+                semaphores,
+                lists_for=functools.partial(self._lists_for, **scratch),
+                place_of=self._place_of,
+                **scratch,
+            )
 
         @pl.when(warpgroup == 1)
         def _receiver():
             self._receive_lists(lists, tokens, semaphores, **scratch)
 
-    def _rows_at_peers(self, entry, peers, *, choices, **_):
+    def _lists_for(self, entry, peers, *, choices, **_):
         """[N][words]: this token's list for each rank, in the order of `peers`."""
-        words = [choices[0, entry + i] for i in range(self.top_k)]
-        experts, weights = words[: self.num_choices], words[self.num_choices :]
-        per_rank = jnp.int32(self.num_local_experts)
+        words = [choices[0, entry + i] for i in range(self.sender.num_words)]
+        experts, weights = words[: self.top_k], words[self.top_k :]
+        per_rank = jnp.int32(self.num_experts // self.fabric.num_ranks)
         lists = []
         for peer in peers:
             local = [expert - peer * per_rank for expert in experts]
@@ -138,29 +155,30 @@ class _RankDispatch(_Dispatch):
             lists.append(ids)
         return lists
 
-    def _place(self, words, i):
-        first_token, _ = self._range()
-        token = self.fabric.rank() * self.num_tokens + first_token + i
+    def _place_of(self, words, i):
+        first_token, _ = self.sender.range()
+        token = self.fabric.rank() * self.sender.num_tokens + first_token + i
         return jnp.where(self._any_expert(words), token, fb.NOWHERE)
 
     def _any_expert(self, words):
-        return fb.any_of(words[: self.num_choices])
+        return fb.any_of(words[: self.top_k])
 
     def _receive_lists(self, lists_ref, tokens, semaphores, *, step_rows, zeros, **_):
-        fabric, window, width = self.fabric, self.step_window, self.top_k
-        first_token, num_tokens = self._range()
+        fabric, sender, window = self.fabric, self.sender, self.sender.step_window
+        num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
+        first_token, num_tokens = sender.range()
         for part in zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
         plgpu.commit_smem()
 
         def receive_step(step, carry):
-            fabric.wait(semaphores, _PUT, step + 1, "dispatch")
+            fabric.wait(semaphores, PUT, step + 1, "dispatch")
             fabric.stage(2)
-            step_token = first_token + step * self.step_tokens
+            step_token = first_token + step * step_tokens
             start = window.start(step_token * width)
             values = [
                 fabric.mine(lists_ref).at[source, pl.ds(start, window.width)][...]
-                for source in range(self.num_ranks)
+                for source in range(num_ranks)
             ]
             fabric.barrier()  # the step before this one has been read
             for source, value in enumerate(values):
@@ -168,11 +186,11 @@ class _RankDispatch(_Dispatch):
             fabric.barrier()
 
             def fill_pair(pair, carry):
-                source, i = lax.rem(pair, self.num_ranks), lax.div(pair, self.num_ranks)
+                source, i = lax.rem(pair, num_ranks), lax.div(pair, num_ranks)
                 entry = (step_token + i) * width - start
-                words = [step_rows[source, entry + word] for word in range(self.num_choices)]
-                row = source * self.num_tokens + step_token + i
-                for part, ref, (columns, _) in zip(zeros, tokens, self.parts, strict=True):
+                words = [step_rows[source, entry + word] for word in range(self.top_k)]
+                row = source * sender.num_tokens + step_token + i
+                for part, ref, (columns, _) in zip(zeros, tokens, sender.parts, strict=True):
                     fb.put_if(
                         fabric,
                         ~self._any_expert(words),
@@ -181,16 +199,16 @@ class _RankDispatch(_Dispatch):
                     )
                 return carry
 
-            pairs = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
-            lax.fori_loop(0, pairs * self.num_ranks, fill_pair, None)
+            pairs = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
+            lax.fori_loop(0, pairs * num_ranks, fill_pair, None)
             plgpu.commit_smem_to_gmem_group()
             return carry
 
-        num_steps = self._num_steps()
+        num_steps = sender.num_steps()
         lax.fori_loop(0, num_steps, receive_step, None)
 
         @pl.when(num_steps == 0)
         def _():  # nothing comes, but peers may not leave before their last signal is heard
-            fabric.wait(semaphores, _PUT, 1, "dispatch")
+            fabric.wait(semaphores, PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)

@@ -7,12 +7,14 @@ vector. The oldest JAX cannot be told, and works element by element.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -158,6 +160,32 @@ def partial_sums(fabric: fb.Fabric, value: jax.Array, ref: Any, elements: int) -
             scf.yield_([])
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(emit)(ref, value)
+
+
+def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> None:
+    """ref[index] = the total of what `partial_sums` wrote, added in order, on any rank.
+
+    Between the two all threads come to a barrier. One of them stores.
+    """
+    if fabric.interpret or not fb.INLINE_TAKES_PEERS:
+        ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(_WARPS)])
+        return
+
+    def emit(ctx: Any, sums_ref: ir.Value, to: ir.Value) -> None:
+        del ctx
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, LANES))
+        first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, thread, arith.constant(i32, 0)))
+        with ir.InsertionPoint(first.then_block):
+            base = mgpu.utils.memref_ptr(sums_ref)
+            parts = [
+                llvm.load(f32, mgpu.utils.getelementptr(base, [arith.constant(i32, i)], f32))
+                for i in range(_WARPS)
+            ]
+            llvm.store(functools.reduce(arith.addf, parts), mgpu.utils.memref_ptr(to))
+            scf.yield_([])
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(sums, ref.at[pl.ds(index, 1)])
 
 
 def _pointers(memref: ir.Value, num_bytes: int, count: int) -> list[ir.Value]:

@@ -129,8 +129,12 @@ def interpret(function: Callable[[], Any]) -> Any:
 
 def _on_cpu(function: Callable[[], Any]) -> Any:
     """Its results as NumPy arrays. XLA for GPUs would drop roundings that the kernels make."""
-    with jax.default_device(jax.devices("cpu")[0]):
+    before = jax.config.jax_default_device
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])  # the interpreter's threads too
+    try:
         return jax.tree.map(np.asarray, function())
+    finally:
+        jax.config.update("jax_default_device", before)
 
 
 def simulate(function: Callable[[], Any]) -> Any:

@@ -13,6 +13,7 @@ from contract import Case, owned_rows, routing, small_integers, small_weights, w
 
 from jax_ep import reference, routes
 from pallas_kernels import combine as combine_kernel
+from pallas_kernels import combine_grad as combine_grad_kernel
 from pallas_kernels import dispatch as dispatch_kernel
 from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Fabric
@@ -121,6 +122,31 @@ class Problem:
         y = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
         return with_nan_elsewhere(y, owned_rows(sent, self.num_rows))
 
+    def _reals(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Of many magnitudes, block by block; some NaN, infinite, the largest there are, or 0."""
+        generator, dtype = self._generator(), jnp.dtype(self.dtype)
+        blocks = generator.standard_normal((*shape[:-1], shape[-1] // 128, 128))
+        largest_power = int(np.log2(float(jnp.finfo(dtype).max)))
+        powers = generator.integers(
+            max(-100, -largest_power), largest_power // 2, blocks.shape[:-1]
+        )
+        blocks = (blocks * np.exp2(powers)[..., None]).astype(dtype)
+        strange = [np.nan, np.inf, -np.inf, jnp.finfo(dtype).max, -jnp.finfo(dtype).max, 0, -0.0]
+        which = generator.integers(0, 200, blocks.shape)
+        reals = np.where(which < len(strange), np.take(strange, which, mode="clip"), blocks)
+        reals = np.where(generator.random(blocks.shape[:-1])[..., None] < 0.5, reals, blocks)
+        return np.where(powers[..., None] % 7 == 0, 0, reals).astype(dtype).reshape(shape)
+
+    @functools.cached_property
+    def real_y(self) -> np.ndarray:
+        """As `y`, of values that a float8 must round."""
+        return np.where(np.isnan(self.y), self.y, self._reals(self.y.shape))
+
+    @functools.cached_property
+    def real_sums(self) -> np.ndarray:
+        """As `sums`, of values that a float8 must round."""
+        return np.where(np.isnan(self.sums), self.sums, self._reals(self.sums.shape))
+
     @functools.cached_property
     def weights(self) -> np.ndarray | None:
         """[N, T, K], or None."""
@@ -150,6 +176,46 @@ class Problem:
         sent = [d.routes for d in self.dispatched(self.num_rows)]
         weights = None if self.weights is None else list(self.weights)
         return np.stack(reference.combine(list(self.y), sent, weights))
+
+    @functools.cached_property
+    def combined_by_wire(self) -> np.ndarray:
+        """[N, T, H]: what a combine of `real_y` with a wire_dtype gives."""
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        weights = None if self.weights is None else list(self.weights)
+        y, sums = list(self.real_y.astype(np.float32)), []
+        for rank in range(self.num_ranks):
+            here = [s._replace(rows=np.where(s.ranks == rank, s.rows, -1)) for s in sent]
+            with np.errstate(over="ignore", invalid="ignore"):
+                sums.append(np.stack(reference.combine(y, here, weights)))
+        return self._added_after_the_wire(sums)
+
+    @functools.cached_property
+    def combined_by_rank_and_wire(self) -> np.ndarray:
+        """[N, T, H]: what a combine of `real_sums` with a wire_dtype gives."""
+        local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
+        sent = (local >= 0).any(axis=-1, keepdims=True)
+        return self._added_after_the_wire(list(np.where(sent, self.real_sums, 0)))
+
+    def _added_after_the_wire(self, sums: list[np.ndarray]) -> np.ndarray:
+        """Each rank's sums [N, T, H] of every token, quantized there, added and rounded here."""
+        total = np.zeros((self.num_ranks, self.num_tokens, self.hidden), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for of_rank in sums:
+                rows, scales = reference.quantize(of_rank, jnp.dtype(jnp.float8_e4m3fn))
+                total += reference.dequantize(rows, scales, np.dtype(np.float32))
+            return total.astype(jnp.dtype(self.dtype))
+
+    def g(self) -> np.ndarray:
+        """[N, T, H]: a cotangent of `combined`; its sums with `y` are exact in any order."""
+        return small_integers(self._generator(), self.x.shape, jnp.dtype(self.dtype))
+
+    @functools.cached_property
+    def combine_grads(self) -> tuple[np.ndarray, np.ndarray]:
+        """[N, R, H] and [N, T, K]: what `g` gives for `y` and for `weights`."""
+        assert self.weights is not None
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        dy, dweights = reference.combine_grad(list(self.g), list(self.y), sent, list(self.weights))
+        return np.stack(dy), np.stack(dweights)
 
 
 # The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
@@ -188,18 +254,31 @@ def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
     )
 
 
-def combine(problem: Problem, plan: Plan, fabric: Fabric, **stage: Any) -> Any:
-    """A call of the combine kernel: -> out."""
+def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the combine kernel, of other values if it has a wire_dtype: -> out."""
     return functools.partial(
         combine_kernel.combine,
-        jnp.asarray(problem.y),
+        jnp.asarray(problem.real_y if "wire_dtype" in options else problem.y),
         None if problem.weights is None else jnp.asarray(problem.weights),
         jnp.asarray(problem.topk_idx),
         jnp.asarray(problem.rows),
         fabric=fabric,
         plan=plan,
         num_experts=problem.num_experts,
-        **stage,
+        **options,
+    )
+
+
+def combine_grad(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
+    """A call of the kernel of a combine's gradient: -> dy, dweights."""
+    return functools.partial(
+        combine_grad_kernel.combine_grad,
+        *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
+        jnp.asarray(problem.rows),
+        jnp.asarray(problem.counts),
+        fabric=fabric,
+        plan=plan,
+        expert_alignment=problem.alignment,
     )
 
 
@@ -217,12 +296,13 @@ def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
     )
 
 
-def rank_combine(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
-    """A call of the combine kernel on partial sums by rank: -> out."""
+def rank_combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the combine kernel on partial sums by rank: -> out; values as in `combine`."""
     received = problem.dispatched_by_rank
+    sums = problem.real_sums if "wire_dtype" in options else problem.sums
     return functools.partial(
         combine_kernel.combine,
-        jnp.asarray(problem.sums).reshape(problem.num_ranks, -1, problem.hidden),
+        jnp.asarray(sums).reshape(problem.num_ranks, -1, problem.hidden),
         None,
         jnp.asarray(problem.topk_idx),
         jnp.asarray(np.stack([r.local_topk_idx for r in received])),
@@ -230,4 +310,5 @@ def rank_combine(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
         plan=plan,
         num_experts=problem.num_experts,
         by_rank=True,
+        **options,
     )

@@ -64,8 +64,6 @@ def test_so_does_it_in_another_layout_and_wire_dtype(
 ):
     if wire_dtype and name not in operations.QUANTIZED:
         pytest.skip("nothing to quantize")
-    if wire_dtype and name in ("combine", "dispatch_grad") and implementation == "pallas":
-        pytest.skip("the kernel does not quantize sums")
     num_ranks = min(4, len(jax.devices()))
     wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
     work = make_work(num_ranks, hidden=128, layout=layout, wire_dtype=wire_dtype, output=output)

@@ -268,6 +268,10 @@ def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
         ("dispatch_like", "expert", "float8_e4m3fn", "dequantized"),
         ("combine", "expert", None, "dequantized"),
         ("combine", "rank", None, "dequantized"),
+        ("combine", "expert", "float8_e4m3fn", "dequantized"),
+        ("combine", "rank", "float8_e4m3fn", "dequantized"),
+        ("dispatch_grad", "expert", "float8_e4m3fn", "dequantized"),
+        ("combine_grad", "expert", None, "dequantized"),
         ("dispatch_grad", "expert", None, "dequantized"),
         ("dispatch_grad", "rank", None, "dequantized"),
         ("combine_grad", "rank", None, "dequantized"),
@@ -297,15 +301,20 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     padded = -(-hidden // multiple) * multiple
     by_rank = layout == "rank" and name not in memory.LOCAL
     num_rows = 8 * num_tokens if by_rank else model["capacity"]
-    received = [((num_rows, padded), num_rows * padded * itemsize)]
+    y = received = [((num_rows, padded), num_rows * padded * itemsize)]
     if wire_dtype is not None:
         scales = padded // 128
         received = [
             ((num_rows, padded), num_rows * padded), ((num_rows, scales), num_rows * scales * 4)
         ]  # fmt: skip
     if name in ("combine", "dispatch_grad", "sum_by_token"):
-        assert operands[0] == received[0]
+        assert operands[0] == y[0]
         held = results[1:] + ([operands[0], results[0]] if padded != hidden else [])
+    elif name == "combine_grad" and not by_rank:
+        assert operands[2] == results[0] == y[0]
+        held = results[1:]
+        if padded != hidden:
+            held += [operands[0], operands[2], results[0]]
     else:
         assert results[: len(received)] == received
         held = results[len(received) :]
@@ -340,6 +349,7 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
         ("dispatch_like", "expert", None, "dequantized"),
         ("combine", "expert", None, "dequantized"),
         ("combine", "rank", None, "dequantized"),
+        ("combine", "expert", "float8_e4m3fn", "dequantized"),
         ("group_by_expert", "rank", None, "dequantized"),
         ("sum_by_token", "rank", None, "dequantized"),
     ],

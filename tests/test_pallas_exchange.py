@@ -18,7 +18,8 @@ import jax_ep
 from jax_ep import pallas_exchange, xla_exchange
 from jax_ep.routes import Routes
 
-DISPATCH, LIKE, COMBINE = "ep_dispatch", "ep_dispatch_like", "ep_combine"
+DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
+COMBINE, GRADIENT = "ep_combine", "ep_combine_grad"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,10 @@ def lowered(shapes: Shapes, implementation: str | None, function: Any) -> str:
 def kernels(text: str) -> list[str]:
     """The names of the exchange's kernels in a lowered program, sorted."""
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
-    names = [re.search(r"ep_dispatch_like|ep_dispatch|ep_combine", call) for call in calls]
+    names = [
+        re.search(r"ep_dispatch_like|ep_dispatch|ep_combine_grad|ep_combine", call)
+        for call in calls
+    ]
     assert all(names), "a kernel without a name of ours"
     return sorted(name.group() for name in names if name)
 
@@ -121,19 +125,23 @@ SHAPES = [
 ]
 
 
+BACKWARD = [COMBINE] * 4 + [GRADIENT, DISPATCH, LIKE, LIKE]
+
+
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_lowers_to_the_kernels(shapes):
     best, named = lowered(shapes, None, forward), lowered(shapes, "pallas", backward)
     assert kernels(best) == [COMBINE, COMBINE, DISPATCH, LIKE]
-    # Backward: two more plain combines, and a dispatch of the cotangents of each combine.
-    assert kernels(named) == [COMBINE] * 4 + [DISPATCH] + [LIKE] * 3
+    # Backward: two more plain combines, a dispatch of the cotangent of the plain combine, and
+    # the gradient of the weighted one.
+    assert kernels(named) == BACKWARD
     for symbol in ("multimem", "nvshmem", "multicast"):
         assert symbol not in best and symbol not in named
 
 
 def test_none_lowers_its_gradients_to_the_kernels():
     shapes = Shapes(17, 200, 3, 8, "float32", **ranks(4))
-    assert kernels(lowered(shapes, None, backward)) == [COMBINE] * 4 + [DISPATCH] + [LIKE] * 3
+    assert kernels(lowered(shapes, None, backward)) == BACKWARD
 
 
 @pytest.mark.parametrize("shapes", [SHAPES[0], SHAPES[7]], ids=str)
@@ -145,8 +153,9 @@ def test_xla_lowers_without_a_kernel(shapes):
         assert "all_gather" in text and "all_to_all" in text
 
 
-def test_routing_is_not_exchanged_by_small_collectives():
-    text = lowered(SHAPES[0], "pallas", forward)
+@pytest.mark.parametrize("function", [forward, backward])
+def test_no_small_collectives_beside_the_kernels(function):
+    text = lowered(SHAPES[0], "pallas", function)
     for collective in ("all_gather", "all_reduce", "all_to_all", "collective_permute"):
         assert f"stablehlo.{collective}" not in text
 
@@ -241,11 +250,41 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
 )
 def test_none_always_lowers(shapes):
     """Many experts or choices fill the shared memory that rows leave."""
-    lowered(shapes, None, forward)
+    lowered(shapes, None, backward)
     try:
-        lowered(shapes, "pallas", forward)
+        lowered(shapes, "pallas", backward)
     except ValueError as error:
         assert "cannot serve here" in str(error)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        Shapes(128, 7168, 8, 256),
+        Shapes(4096, 7168, 8, 256, "float32"),
+        Shapes(17, 128, 3, 8, "float16", **ranks(2)),
+        Shapes(4096, 10368, 8, 512),
+        Shapes(4096, 14336, 8, 256),
+        Shapes(128, 16384, 8, 256),
+        Shapes(128, 10240, 16, 512, "float32"),
+        Shapes(128, 12288, 8, 256, "float32"),
+    ],
+    ids=str,
+)
+def test_quantized_sums_lower_where_they_are_served(shapes):
+    def there_and_back(shapes, implementation, x, topk_idx, weights):
+        sent = send(shapes, implementation, x, topk_idx)
+        options = dict(wire_dtype=jnp.float8_e4m3fn, implementation=implementation)
+        return jax_ep.combine(sent.tokens, sent.handle, weights, **options)
+
+    served = kernels(lowered(shapes, None, there_and_back))
+    if shapes.hidden * jnp.dtype(shapes.dtype).itemsize <= 2**15:
+        assert served == [COMBINE, DISPATCH]
+    if COMBINE in served:
+        assert kernels(lowered(shapes, "pallas", there_and_back)) == served
+    else:
+        with pytest.raises(ValueError, match="too long for shared memory"):
+            lowered(shapes, "pallas", there_and_back)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 24])
@@ -255,6 +294,7 @@ def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     assert pallas_exchange.dispatch_plan(x, 8, 8, 256).num_blocks == num_blocks
     assert pallas_exchange.combine_plan(x, 8, 4096, 8).num_blocks == num_blocks
     assert pallas_exchange.combine_plan(x, 8, 16, 8).num_blocks == min(16, num_blocks)
+    assert pallas_exchange.combine_grad_plan(x, 8, 4096, 8, 256).num_blocks == num_blocks
 
 
 @pytest.mark.parametrize("variable", ["JAX_EP_NUM_BLOCKS", "JAX_EP_TIMEOUT_SECONDS"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,9 +110,71 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
     )(x)
 
 
-@pytest.mark.skipif(
+def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) -> jax.Array:
+    """[N, T, H], [N, T, H / 128] and [N, T] -> [T, H], a block of the grid to a row."""
+    num_ranks, num_rows, hidden = values.shape
+
+    def kernel(values_ref, scales_ref, sent_ref, out_ref, out):
+        row, ranks = lax.axis_index("block"), range(num_ranks)
+        out[...] = quantize.add_rows(
+            fb.Mesh((), ()),
+            [values_ref.at[rank, row] for rank in ranks],
+            [scales_ref.at[rank, row] for rank in ranks],
+            [sent_ref[rank, row] != 0 for rank in ranks],
+            dtype,
+        )
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, out_ref.at[row])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((num_rows, hidden), dtype),
+        grid=(num_rows,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((hidden,), dtype)],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(values, scales, sent)
+
+
+on_gpus = pytest.mark.skipif(
     pallas_unavailable_reason() is not None, reason=pallas_unavailable_reason() or ""
 )
+
+
+@on_gpus
+@pytest.mark.parametrize("hidden", [512, 4096, 7168])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_of_rows_are_those_of_the_reference(dtype, hidden):
+    rng = np.random.default_rng(0)
+    values = random_bits(rng, (3, 64, hidden), jnp.dtype(WIRE))
+    scales = np.exp2(rng.uniform(-117, 100, (3, 64, hidden // 128))).astype(np.float32)
+    scales[:, :32] = rng.uniform(1, 2, scales[:, :32].shape)
+    sent = rng.integers(0, 2, (3, 64), np.int32)
+    out = np.asarray(jax.jit(functools.partial(add_rows, dtype=dtype))(values, scales, sent))
+    total = np.zeros((64, hidden), np.float32)
+    for row, of_row, was_sent in zip(values, scales, sent, strict=True):
+        row = reference.dequantize(row, of_row, np.dtype(np.float32))
+        total += np.where(was_sent[:, None] != 0, row, 0)
+    expected = total.astype(jnp.dtype(dtype))
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(out), nan)
+    assert_bitwise_equal(np.where(nan, 0, out), np.where(nan, 0, expected))
+
+
+@pytest.mark.parametrize("hidden", [512, 4096, 7168])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_of_rows_lower(dtype, hidden):
+    shapes = ((4, 8, hidden), WIRE), ((4, 8, hidden // 128), "float32"), ((4, 8), "int32")
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    run = jax.jit(functools.partial(add_rows, dtype=dtype))
+    text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@on_gpus
 @pytest.mark.parametrize("hidden", [512, 7168])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_arithmetic_is_that_of_the_reference(dtype, hidden):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,18 @@ def test_combine(case):
     assert_equal(out, np.stack(reference.rank_combine(list(problem.sums), local)))
 
 
+@simulated
+@pytest.mark.parametrize(
+    "case", ["one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources"]
+)
+def test_combine_of_quantized_sums(case):
+    problem, plan = CASES[case]
+    problem = dataclasses.replace(problem, hidden=512)
+    fabric = simulated_ranks(problem.num_ranks)
+    out = simulate(rank_combine(problem, plan, fabric, wire_dtype=jnp.float8_e4m3fn))
+    assert_equal(out, problem.combined_by_rank_and_wire)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "dtype"),
     [
@@ -88,10 +102,11 @@ def test_lowers_to_the_kernels(num_ranks, shape, dtype):
                 layout="rank",
                 topk_weights=weights,
                 wire_dtype=wire_dtype,
+                grad_wire_dtype=wire_dtype,
                 implementation="pallas",
             )
             y = sent.tokens * jnp.sum(sent.topk_weights, axis=-1, keepdims=True).astype(dtype)
-            return jax_ep.combine(y, sent.handle, implementation="pallas")
+            return jax_ep.combine(y, sent.handle, wire_dtype=wire_dtype, implementation="pallas")
 
         run = jax.shard_map(on_one_rank, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
         return jnp.sum(run(x, topk_idx, weights).astype(jnp.float32))

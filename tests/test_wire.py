@@ -218,9 +218,9 @@ def test_dispatch_like_quantizes_another_payload(implementation):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
-def test_combine_rounds_each_ranks_sum(case, weighted):
+def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
     rng = np.random.default_rng(4)
-    capacity = rows_of(case, "xla")
+    capacity = rows_of(case, implementation)
     topk_idx = routing("uniform", case, rng)
     x = small_integers(rng, (case.num_ranks, case.num_tokens, case.hidden), case.dtype)
     routes = [d.routes for d in send_by_reference(case, x, topk_idx, capacity)]
@@ -230,11 +230,12 @@ def test_combine_rounds_each_ranks_sum(case, weighted):
     g = small_integers(rng, x.shape, case.dtype)
 
     def run(x: Any, topk_idx: Any, y: Any, weights: Any, g: Any) -> Any:
-        handle = case.dispatch(x, topk_idx, "xla").handle
+        handle = case.dispatch(x, topk_idx, implementation).handle
 
         def results(wire_dtype: Any) -> Any:
             def combine(y: Any, weights: Any) -> Any:
-                return jax_ep.combine(y, handle, weights, wire_dtype=wire_dtype)
+                options = dict(wire_dtype=wire_dtype, implementation=implementation)
+                return jax_ep.combine(y, handle, weights, **options)
 
             out, pull = jax.vjp(combine, y, weights)
             return out, pull(g)
@@ -260,12 +261,12 @@ def test_combine_rounds_each_ranks_sum(case, weighted):
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_cotangents_travel_in_float8_only_if_asked(layout):
+def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
     """Those of a dispatch as a combine's sums do, those of a combine as a dispatch's rows do."""
     case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
     rng = np.random.default_rng(5)
     x, g_out = (rng.normal(size=(case.num_ranks, 5, 256)).astype(case.dtype) for _ in range(2))
-    rows = (case.num_ranks, 5) if layout == "rank" else (rows_of(case, "xla"),)
+    rows = (case.num_ranks, 5) if layout == "rank" else (rows_of(case, implementation),)
     g, y = (rng.normal(size=(case.num_ranks, *rows, 256)).astype(case.dtype) for _ in range(2))
     topk_idx = routing("masked", case, rng)
     weights = small_weights(rng, topk_idx.shape, "float32")
@@ -280,29 +281,32 @@ def test_cotangents_travel_in_float8_only_if_asked(layout):
                 num_experts=8,
                 axis_name=AXIS,
                 layout=layout,
-                implementation="xla",
+                implementation=implementation,
                 **options,
             )
 
         handle = send(x).handle
         _, pull = jax.vjp(lambda x: send(x, grad_wire_dtype=WIRE).tokens, x)
         _, pull_like = jax.vjp(
-            lambda x: jax_ep.dispatch_like(x, handle, grad_wire_dtype=WIRE, implementation="xla"), x
+            lambda x: jax_ep.dispatch_like(
+                x, handle, grad_wire_dtype=WIRE, implementation=implementation
+            ),
+            x,
         )
         _, pull_back = jax.vjp(
             lambda y: jax_ep.combine(
-                y, handle, weights, grad_wire_dtype=WIRE, implementation="xla"
+                y, handle, weights, grad_wire_dtype=WIRE, implementation=implementation
             ),
             y,
         )
         # A weighted combine's gradient, of a cotangent that has been through the wire already.
         rounded = wire.dequantize(*wire.quantize(g_out, WIRE), g_out.dtype)
         _, pull_plain = jax.vjp(
-            lambda y: jax_ep.combine(y, handle, weights, implementation="xla"), y
+            lambda y: jax_ep.combine(y, handle, weights, implementation=implementation), y
         )
         return (
             (pull(g)[0], pull_like(g)[0], pull_back(g_out)[0]),
-            (jax_ep.combine(g, handle, wire_dtype=WIRE, implementation="xla"),) * 2
+            (jax_ep.combine(g, handle, wire_dtype=WIRE, implementation=implementation),) * 2
             + pull_plain(rounded),
         )
 
@@ -391,8 +395,32 @@ def test_the_kernels_quantize_and_write_both_parts(output):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
-def test_quantized_sums_take_xlas_collectives():
-    case = Case(8, 16, 1024, 4, 32, capacity=64)
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_the_kernels_quantize_sums(layout):
+    """Those of a combine, and those of a dispatch's cotangents."""
+
+    def back(x: Any, topk_idx: Any) -> Any:
+        def there_and_back(x: Any) -> Any:
+            sent = jax_ep.dispatch(
+                x, topk_idx, num_experts=32, axis_name=AXIS, layout=layout, grad_wire_dtype=WIRE
+            )
+            return jax_ep.combine(sent.tokens, sent.handle, wire_dtype=WIRE)
+
+        out, pull = jax.vjp(there_and_back, x)
+        return out, pull(out)
+
+    text = lower_for_gpus(back, TOKENS, CHOICES)
+    calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    assert len(calls) == 4  # two dispatches, two combines
+    assert sum("x1024xf8E4M3FN>, tensor<" in call for call in calls) == 2
+    assert "all_to_all" not in text and "all_gather" not in text
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
+def test_rows_too_long_to_quantize_their_sums_are_refused():
+    """Where the kernels cannot serve, None is XLA's, and their name is an error."""
+    case = Case(8, 16, 16384, 4, 32, "float32", capacity=64)
+    arrays = ((8 * 16, 16384), "float32"), CHOICES
 
     def back(implementation: Any) -> Any:
         def run(x: Any, topk_idx: Any) -> Any:
@@ -403,6 +431,6 @@ def test_quantized_sums_take_xlas_collectives():
 
         return run
 
-    assert "@mosaic_gpu_v2" not in lower_for_gpus(back(None), TOKENS, CHOICES)
-    with pytest.raises(ValueError, match="alone, not as float8.*grad_wire_dtype"):
-        lower_for_gpus(back("pallas"), TOKENS, CHOICES)
+    assert "@mosaic_gpu_v2" not in lower_for_gpus(back(None), *arrays)
+    with pytest.raises(ValueError, match="too long for shared memory"):
+        lower_for_gpus(back("pallas"), *arrays)
