@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -14,7 +15,7 @@ from jax import lax
 
 import jax_ep.cli
 from jax_ep import reference
-from jax_ep.cli import baselines, operations, report, timing
+from jax_ep.cli import baselines, bench, measuring, operations, report, timing
 from jax_ep.primitives import pallas_unavailable_reason
 
 IMPLEMENTATIONS = ["xla"] if pallas_unavailable_reason() else ["xla", "pallas"]
@@ -62,9 +63,7 @@ def test_so_does_it_in_another_layout_and_wire_dtype(
     name, implementation, layout, wire_dtype, output
 ):
     if wire_dtype and name not in operations.QUANTIZED:
-        pytest.skip("cotangents are not quantized")
-    if wire_dtype and name == "combine" and implementation == "pallas":
-        pytest.skip("the kernel does not quantize sums")
+        pytest.skip("nothing to quantize")
     num_ranks = min(4, len(jax.devices()))
     wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
     work = make_work(num_ranks, hidden=128, layout=layout, wire_dtype=wire_dtype, output=output)
@@ -195,7 +194,27 @@ def test_a_table_leaves_out_what_was_not_measured_and_names_failures():
     bad |= {"implementation": "pallas", "error": "ValueError: no"}
     text = report.table([good, bad])
     assert "12.3" in text and "of link" not in text and "device" not in text
+    assert "checked" not in text and "rows" not in text
     assert "dispatch, 8 tokens, 2 ranks, float32, pallas: ValueError: no" in text
+
+
+def test_a_table_says_rows_checks_and_kernels():
+    device = {"median_us": 3.0, "slowest_us": 3.5, "by_kernel_us": {"ep_dispatch": 2.5, "set": 0.5}}
+    row = {
+        "op": "dispatch", "tokens": 8, "ranks": 2, "dtype": "float32", "implementation": "pallas",
+        "wall": {"median_us": 12.34, "low_us": 12.0, "high_us": 13.0}, "device": device,
+        "rows": 17.0, "checked": True,
+    }  # fmt: skip
+    plain = report.table([row]).splitlines()
+    assert plain[0].split()[4:8] == ["implementation", "checked", "rows", "device"]
+    assert plain[1].split()[4:7] == ["pallas", "yes", "17"]
+    assert len(plain) == 2
+    text = report.table([row, row | {"device": None}], by_kernel=True)
+    assert text.endswith(
+        "dispatch, 8 tokens, 2 ranks, float32, pallas: device us by kernel\n"
+        "       2.5  ep_dispatch\n       0.5  set"
+    )
+    assert "nothing saw" in report.table([row | {"device": None}], by_kernel=True)
 
 
 ARGS = ("--tokens=4", "--num_experts=8", "--top_k=2", "--hidden=16", "--repeats=1")
@@ -228,25 +247,63 @@ def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
     file = tmp_path / "out.json"
     status = jax_ep.cli.main([
         "jax_ep", "bench", *ARGS, "--hidden=128", "--implementations=xla", "--baselines=",
-        "--ranks=1", "--iterations=10", "--ops=dispatch,combine_grad,group,ungroup",
+        "--ranks=1", "--iterations=10", "--ops=dispatch,dispatch_grad,combine_grad,group,ungroup",
         "--layouts=expert,rank", "--wire_dtypes=none,float8_e4m3fn", "--output=quantized",
         "--check", f"--json={file}",
     ])  # fmt: skip
     out = capsys.readouterr().out
     assert status == 0, out
     rows = json.loads(file.read_text())["rows"]
+    ways = [
+        (op, layout, wire_dtype)
+        for op in ("dispatch", "dispatch_grad", "combine_grad")
+        for layout in ("expert", "rank")
+        for wire_dtype in ("none", "float8_e4m3fn")
+    ]
     assert [(row["op"], row["layout"], row["wire_dtype"]) for row in rows] == [
-        ("dispatch", "expert", "none"),
-        ("dispatch", "expert", "float8_e4m3fn"),
-        ("dispatch", "rank", "none"),
-        ("dispatch", "rank", "float8_e4m3fn"),
-        ("combine_grad", "expert", "none"),
-        ("combine_grad", "rank", "none"),
+        *ways,
         ("group", "rank", "none"),
         ("group", "rank", "float8_e4m3fn"),
         ("ungroup", "rank", "none"),
     ]
-    assert "layout" in out and "wire" in out
+    assert "layout" in out and "wire" in out and "checked" in out
+    # 4 tokens of 2 choices on one rank: a row for each, or one for both.
+    assert {(row["op"], row["layout"]): row["rows"] for row in rows} == {
+        ("dispatch", "expert"): 8, ("dispatch", "rank"): 4, ("dispatch_grad", "expert"): 8,
+        ("dispatch_grad", "rank"): 4, ("combine_grad", "expert"): 8, ("combine_grad", "rank"): 4,
+        ("group", "rank"): 8, ("ungroup", "rank"): 8,
+    }  # fmt: skip
+
+
+def test_a_gradient_travels_in_the_wire_dtype():
+    work = make_work(2, hidden=128, wire_dtype=jnp.dtype("float8_e4m3fn"))
+    for name in ("dispatch_grad", "combine_grad"):
+        exact, rounded = (
+            run_step(operations.make_operation(name, work, "xla", seed=1), 2)[1]
+            for work in (dataclasses.replace(work, wire_dtype=None), work)
+        )
+        for plain, quantized in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
+            assert not np.array_equal(plain, quantized)
+            np.testing.assert_allclose(plain, quantized, atol=0.6)
+
+
+def test_a_row_is_named_by_what_gathers_it():
+    """float8 rows are gathered by "xla", whatever the exchange is done by."""
+    bench.FLAGS(["bench", "--layouts=rank", "--wire_dtypes=float8_e4m3fn", "--output=quantized"])
+    try:
+        for op, expected in (("group", ["xla"]), ("dispatch", ["pallas", "xla"])):
+            ways = bench._ways(op, ["pallas", "xla"], [])
+            assert [way["implementation"] for way in ways] == expected
+    finally:
+        for flag in bench.FLAGS:
+            bench.FLAGS[flag].unparse()
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(tmp_path):
+    there, not_there = tmp_path / "there.json", tmp_path / "not_there.json"
+    there.write_text("{}")
+    measuring.check_outputs(json=str(there), write_table=str(not_there), plot=None)
+    assert there.read_text() == "{}" and not not_there.exists()
 
 
 @pytest.mark.parametrize(
@@ -258,6 +315,11 @@ def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
         ("--tokens=many", "--tokens: 'many'"),
         ("--ranks=4096", "--ranks: 4096 ranks"),
         ("--iterations=3", "iterations"),
+        ("--output=quantized", "--output: quantized rows need a wire dtype"),
+        ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json': No such file"),
+        ("--json=/", "--json: cannot write '/': Is a directory"),
+        ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),
+        ("--plot=out.number", "--plot: 'out.number' does not end in one of"),
     ],
 )
 def test_bench_refuses_wrong_flags(arg, message, capsys):

@@ -159,6 +159,20 @@ def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, 
     assert bench(*args) == 0  # unasked, it does not look
 
 
+def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = ("--shapes=mixtral", "--hidden=128", f"--contenders={PLAIN[0]},jax_ep", "--check")
+    assert bench(*args, "--wire_dtype=float8_e4m3fn", f"--json={path}") == 0
+    out = capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    wires = {row["contender"]: row["wire_dtype"] for row in rows}
+    assert wires == {PLAIN[0]: "none", "jax_ep": "float8_e4m3fn"}
+    assert out.count("float8_e4m3fn  yes") == 2
+    # It is really sent so: without room for that rounding the layers differ.
+    monkeypatch.setattr(bench_layer, "QUANTIZED_TOLERANCE", 2.0**-7)
+    assert bench(*args, "--wire_dtype=float8_e4m3fn") == 1
+
+
 def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
     measure = bench_layer.measure
 
@@ -223,6 +237,9 @@ def test_communication_is_known_by_its_kernels():
         ("--contenders=nccl", "--contenders: 'nccl' is not one of jax_ep"),
         ("--tokens=many", "--tokens: 'many'"),
         ("--ranks=4096", "--ranks: 4096 ranks"),
+        ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),
+        ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),
+        ("--wire_dtype=float8_e4m3fn", "--wire_dtype: deepseek-v3's rows of 64 values"),
         ("--top_k=9", "--top_k: 9 distinct of deepseek-v3's 8 experts"),
     ],
 )
@@ -231,11 +248,7 @@ def test_bench_layer_refuses_wrong_flags(arg, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_other_commands_of_two_words_are_reached(capsys):
-    for command in ("layer", "matmul"):
-        try:
-            status = jax_ep.cli.main(["jax_ep", "bench", command, "--help"])
-        except SystemExit as done:
-            status = done.code
-        assert status == 0
-        assert "usage: " in capsys.readouterr().out
+@pytest.mark.parametrize("command", ["layer", "matmul", "collectives"])
+def test_the_commands_of_two_words_are_reached(command, capsys):
+    assert jax_ep.cli.main(["jax_ep", "bench", command, "--help"]) == 0
+    assert f"usage: python -m jax_ep bench {command}" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -459,7 +460,10 @@ def test_only_what_is_clearly_faster_is_chosen():
 
 def test_device_times_decide_if_all_are_there(tmp_path):
     def record(column, wall, device):
-        times = dict(wall=wall) if device is None else dict(wall=wall, device=device)
+        times = {
+            clock: us if us is None else dict(median_us=us)
+            for clock, us in (("wall", wall), ("device", device))
+        }
         return dict(op="all_gather", ranks=2, column=column, bytes=64, **times)
 
     for device_of_xla, clock, choice in ((11.0, "device", "direct"), (None, "wall", "xla")):
@@ -469,6 +473,7 @@ def test_device_times_decide_if_all_are_there(tmp_path):
         (operations,) = json.loads(path.read_text()).values()
         entry = operations["all_gather"]["2"]
         assert entry["clock"] == clock and entry["choices"] == [[None, choice]]
+        assert entry["machine"].startswith(f"{min(2, len(jax.devices()))} x ")  # those measured
 
 
 def test_choices_cross_between_sizes():
@@ -515,6 +520,18 @@ def test_the_shipped_table_is_well_formed():
                 assert entry["machine"] and entry["date"] and entry["jax"]
 
 
+def test_the_notes_have_the_shipped_times_of_all_reduce():
+    notes = (Path(__file__).parents[1] / "WORKSPACE_NOTES.md").read_text(encoding="utf-8")
+    told = re.search(r"^\| all_reduce, MB .*\n\|[-|]+\n((?:\|.*\n)+)", notes, re.MULTILINE)
+    of_ranks = collectives_table.current()["9.0"]["all_reduce"]
+    columns = [(ranks, name) for ranks in "24" for name in ("xla", "one_shot", "two_shot")]
+    lines = told[1].splitlines()
+    assert len(lines) == len(of_ranks["2"]["us"])
+    for line, size in zip(lines, of_ranks["2"]["us"], strict=True):
+        times = [f"{of_ranks[ranks]['us'][size][name]:.1f}" for ranks, name in columns]
+        assert line.strip("| ").split(" | ") == [f"{int(size) / 1e6:.3g}", *times]
+
+
 # ------------------------------------------------------------------------------------------ bench
 
 
@@ -524,18 +541,29 @@ def bench(*args: str) -> int:
 
 def test_bench_prints_and_writes_the_table(tmp_path, capsys):
     num_ranks = min(2, len(jax.devices()))
-    path = tmp_path / "table.json"
+    path, measured = tmp_path / "table.json", tmp_path / "measured.json"
     path.write_text(json.dumps({"8.0": {"all_gather": {"2": {"choices": [[None, "xla"]]}}}}))
-    options = ["--hidden=64", "--iterations=10", "--repeats=1", "--check", f"--ranks={num_ranks}"]
-    args = [f"--write_table={path}", "--ops=all_reduce,all_reduce_rms_norm", "--rows=8,16"]
-    assert bench(*options, *args) == 0
+    options = ["--hidden=2560", "--iterations=10", "--repeats=1", "--check", f"--ranks={num_ranks}"]
+    args = [f"--write_table={path}", "--ops=all_reduce,all_reduce_rms_norm", "--rows=8,200"]
+    assert bench(*options, *args, f"--json={measured}") == 0
     out = capsys.readouterr().out
-    assert re.search(r"shape +MB .*xla +best +vs lax.psum +auto", out)
-    assert len(re.findall(r"\((?:8|16), 64\) +0\.00 .*x +xla", out)) >= 4
+    assert re.search(r"shape +MB .*xla +best +vs lax.psum +auto +checked", out)
+    assert len(re.findall(r"\(8, 2560\) +0\.04 .*x +xla +yes", out)) >= 2
+    assert len(re.findall(r"\(200, 2560\) +1\.02 .*x +xla +yes", out)) >= 2  # 10^6 bytes
     table = json.loads(path.read_text())
     (written,) = set(table) - {"8.0"}  # what was there before is kept
     entry = table[written]["all_reduce"][str(num_ranks)]
     assert entry["choices"][-1][0] is None and len(entry["us"]) == 2
+    rows = json.loads(measured.read_text())["rows"]
+    assert {row["wall"]["median_us"] > 0 for row in rows} == {True}
+
+
+def test_bench_measures_2_4_and_8_ranks_by_default(capsys):
+    assert bench("--hidden=64", "--iterations=10", "--repeats=1", "--ops=all_gather") == 0
+    measured = re.findall(r"all_gather, (\d) ranks: wall", capsys.readouterr().out)
+    expected = [count for count in (2, 4, 8) if count <= len(jax.devices())]
+    assert [int(count) for count in measured] == (expected or [1])
+    assert {"512", "2048", "4096"} <= set(bench_collectives._GPU_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -545,6 +573,9 @@ def test_bench_prints_and_writes_the_table(tmp_path, capsys):
         (["--rows=7", "--ranks=2"], "--rows: 7 is not a multiple of 2"),
         (["--plans=4x4"], "--plans: '4x4' is not like"),
         (["--ranks=4096"], "--ranks: 4096 ranks, but"),
+        (["--json=/no/folder/out.json"], "--json: cannot write '/no/folder/out.json'"),
+        (["--write_table=/"], "--write_table: cannot write '/'"),
+        ([f"--write_table={__file__}"], "holds no table to merge into"),
     ],
 )
 def test_bench_refuses_flags(args, message, capsys):

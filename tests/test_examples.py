@@ -151,9 +151,38 @@ def test_training_says_how_well_it_uses_a_gpu(uninterrupted):
     # Embedding, norms, attention's matrices and scores, the gate, and 2 experts of 8.
     used = 256 * 32 + 3 * 32 + 4 * 32 * 32 + 2 * 32 * 32 / 2 + 32 * 8 + 2 * 3 * 32 * 32
     assert float(re.search(r"count ([\d.]+)", output)[1]) == 6 * used
-    assert float(re.search(r"model FLOP/s utilization ([\d.]+)%", output)[1]) > 0
+    tflops = float(re.search(r"model TFLOP/s of a device ([\d.e+-]+)", output)[1])
+    utilization = float(re.search(r"model FLOP/s utilization ([\d.]+)%", output)[1])
+    assert utilization == pytest.approx(tflops * 1e12 / 1e6 * 100, rel=1e-2)
+    assert float(re.search(r"model TFLOP/s of a device ([\d.e+-]+)", uninterrupted[1])[1]) > 0
     if jax.default_backend() == "cpu":  # whose peak nobody knows
         assert "utilization" not in uninterrupted[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("cpu", None),
+    ],
+)
+def test_a_peak_is_known_by_how_the_name_begins(kind, tflops):
+    program = f"""if True:
+        import sys
+        sys.path.insert(0, "examples")
+        import train_moe_lm
+        print(train_moe_lm.peak_flops({kind!r}))
+    """
+    assert eval(finish(start_command(["-c", program]))) == (tflops and tflops * 1e12)
 
 
 @pytest.mark.parametrize("mesh", ["one device", "no expert parallelism"])

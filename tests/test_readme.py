@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_ep.cli import COMMANDS as COMMANDS_OF_CLI
+
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -28,11 +30,12 @@ def test_a_python_block_runs_as_it_stands(program, tmp_path):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": "",  # the program asks for its devices itself
         "PYTHONPATH": str(REPOSITORY),
     }
+    exchanges = "\nassert mesh.size == 8, mesh\n"
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program + exchanges],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -69,3 +72,10 @@ def test_links_lead_somewhere():
     assert "WORKSPACE_NOTES.md" in targets
     for target in targets:
         assert target.startswith("https://") or (REPOSITORY / target).exists(), target
+
+
+def test_every_command_and_extra_is_told():
+    for command in COMMANDS_OF_CLI:
+        assert f"`python -m jax_ep {command}`" in README
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert all(f"`{extra}`" in README for extra in project["optional-dependencies"])

@@ -42,8 +42,6 @@ def main(argv: Sequence[str]) -> int:
     words = 2 if " ".join(argv[1:3]) in COMMANDS else 1
     name = " ".join(argv[1 : 1 + words])
     command = importlib.import_module(f"jax_ep.cli.{name.replace(' ', '_')}")
-    if hasattr(command, "main"):  # it reads its arguments itself
-        return command.main(argv[1 + words :])
     values: flags.FlagValues = command.FLAGS
     for flag in values:  # a second call in one process starts from the defaults again
         values[flag].unparse()

@@ -2,18 +2,16 @@
 
 Every time is measured twice: by the host's clock around a compiled loop of dependent calls, and on
 GPUs by CUPTI, which sees each kernel. Bandwidths are taken from the slowest rank's device time
-where there is one and from the wall time elsewhere. "Of link" is the time that the rows that must
+where there is one and from the wall time elsewhere. "Rows" are those of a receive buffer that a
+token fills, mean over ranks: one for each (token, choice), in the rank layout for each (token,
+rank). Logical GB/s count these, wire GB/s those that cross; MB and GB are powers of ten. "Of link"
+is the time that the rows that must
 cross would take at the peer-to-peer copy bandwidth of the same run, over the time measured.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
-import os
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,9 +22,8 @@ from absl import flags
 from jax.sharding import Mesh
 
 from jax_ep import wire
-from jax_ep.cli import command_flags, report
+from jax_ep.cli import command_flags, measuring, report
 from jax_ep.cli.baselines import AXIS, BASELINES, Case, unavailable_reason
-from jax_ep.cli.info import versions
 from jax_ep.cli.operations import (
     DIRECTIONS,
     OF_RANK_LAYOUT,
@@ -37,7 +34,7 @@ from jax_ep.cli.operations import (
     rows_needed,
     uniform_routing,
 )
-from jax_ep.cli.timing import DEVICE_TIMERS, Loop, peer_copy_bandwidth
+from jax_ep.cli.timing import Loop, peer_copy_bandwidth
 from jax_ep.primitives import pallas_unavailable_reason
 
 WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in wire.DTYPES)
@@ -76,9 +73,10 @@ _LAYOUTS = flags.DEFINE_list("layouts", ["expert"], "Of what is received: expert
 _WIRE_DTYPES = flags.DEFINE_list(
     "wire_dtypes",
     ["none"],
-    f"Of rows on their way: none (as they are), {', '.join(WIRE_DTYPES)}. Of "
-    f"{', '.join(QUANTIZED)} only, and of combine with xla only; a round_trip quantizes its "
-    "dispatch alone.",
+    f"Of what crosses in the operation itself: none (as it is), {', '.join(WIRE_DTYPES)}. Rows of "
+    "a dispatch, sums of a combine, cotangents of a gradient (its grad_wire_dtype); a round_trip "
+    "quantizes its dispatch alone. group, which sends nothing, takes the rows of "
+    "--output=quantized by it.",
     **_here,
 )
 _OUTPUT = flags.DEFINE_enum(
@@ -98,10 +96,13 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "Times each loop is run.", lower_b
 _TIMER = flags.DEFINE_enum(
     "device_timer",
     "auto",
-    ["auto", *DEVICE_TIMERS, "none"],
+    list(measuring.TIMERS),
     "CUPTI through jax.profiler's trace (by rank; kernels, copies and memsets) or through JAX's "
     "Mosaic GPU profiler (kernels, ranks mixed). auto: the first that works.",
     **_here,
+)
+_BY_KERNEL = flags.DEFINE_boolean(
+    "by_kernel", False, "Print device times by kernel below the table.", **_here
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of routing and rows.", **_here)
 _JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
@@ -109,10 +110,9 @@ _PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_
 
 
 def run() -> int:
-    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
-        raise flags.Error("--plot needs matplotlib: pip install 'jax_ep[examples]'")
-    wanted_ranks = integers("ranks", _RANKS.value or [])
-    offer_cpu_devices(max(wanted_ranks, default=8))
+    measuring.check_outputs(json=_JSON.value, plot=_PLOT.value)
+    wanted_ranks = measuring.integers("ranks", _RANKS.value or [])
+    measuring.offer_cpu_devices(max(wanted_ranks, default=8))
     devices = jax.devices()
     ranks = wanted_ranks or [len(devices)]
     platform = devices[0].platform
@@ -126,32 +126,24 @@ def run() -> int:
     measured: dict[str, dict[str, Any]] = {}
     for number, case in enumerate(cases, 1):
         text = report.name(case)
-        progress(f"[{number}/{len(cases)}] {text}")
+        measuring.progress(f"[{number}/{len(cases)}] {text}")
         program = _program(case)
         if program not in measured:
             measured[program] = measure(case, bandwidth)
         rows.append(case | measured[program])
-    progress("")
+    measuring.progress("")
     _compare_with_ragged(rows)
 
-    kind = f"{len(devices)} x {devices[0].device_kind}"
     link = "" if bandwidth is None else f", peer-to-peer copy {bandwidth / 1e9:.0f} GB/s"
-    print(f"{kind}, jax {jax.__version__}{link}")
+    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}{link}")
     print(
         f"H={rows[0]['hidden']} E={_NUM_EXPERTS.value} K={_TOP_K.value}, "
         f"{_ITERATIONS.value} calls a loop, {_REPEATS.value} loops\n"
     )
-    print(report.table(rows))
+    print(report.table(rows, by_kernel=_BY_KERNEL.value))
     if _JSON.value:
-        record = {
-            "command": ["python", "-m", "jax_ep", *sys.argv[1:]],
-            "versions": versions(),
-            "devices": kind,
-            "peer_copy_gb_per_s": None if bandwidth is None else bandwidth / 1e9,
-            "rows": rows,
-        }
-        with open(_JSON.value, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+        gb_per_s = None if bandwidth is None else bandwidth / 1e9
+        measuring.write_json(_JSON.value, rows, peer_copy_gb_per_s=gb_per_s)
     if _PLOT.value:
         report.plot(rows, _PLOT.value)
     return 1 if any("error" in row for row in rows) else 0
@@ -162,7 +154,7 @@ def measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
     try:
         return _measure(case, bandwidth)
     except Exception as error:  # one case that fails must not cost the others their results
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": measuring.first_line(error)}
 
 
 def _program(case: dict[str, Any]) -> str:
@@ -199,34 +191,23 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
         else:
             operation.check(state, outputs)
 
-    wall = loop.wall_time(case["repeats"])
+    by_rank = case["layout"] == "rank" and case["op"] not in OF_RANK_LAYOUT
+    filled = plain.tokens() if by_rank else plain.pairs()
     result: dict[str, Any] = {
         "capacity": work.capacity,
         "checked": case["check"],
-        "rows": float(np.sum(plain.routing >= 0)) / case["ranks"],
+        "rows": float(filled.sum()) / case["ranks"],
         "wire_rows": wire_rows,
         "wire_bytes": wire_rows * wire_row_bytes,
-        "wall": {"median_us": wall.median, "low_us": wall.low, "high_us": wall.high},
-        "device": None,
+        **measuring.times(
+            loop,
+            case["repeats"],
+            case["device_timer"],
+            device_repeats=min(case["repeats"], 3),
+        ),
     }
-    microseconds = wall.median
-    timers = DEVICE_TIMERS if case["device_timer"] == "auto" else (case["device_timer"],)
-    if devices[0].platform == "gpu" and case["device_timer"] != "none":
-        try:
-            device = loop.device_time(repeats=min(case["repeats"], 3), timers=timers)
-        except RuntimeError as error:  # the wall time stands without it
-            result["device_error"] = str(error)
-        else:
-            microseconds = device.slowest
-            result["device"] = {
-                "median_us": device.median,
-                "slowest_us": device.slowest,
-                "low_us": device.low,
-                "high_us": device.high,
-                "timer": device.timer,
-                "of_loop_us": device.of_loop,
-                "by_kernel_us": device.by_kernel,
-            }
+    device = result["device"]
+    microseconds = result["wall"]["median_us"] if device is None else device["slowest_us"]
     seconds = microseconds * 1e-6
     result["logical_gb_per_s"] = result["rows"] * row_bytes / seconds / 1e9
     result["wire_gb_per_s"] = result["wire_bytes"] / seconds / 1e9
@@ -259,19 +240,11 @@ def make_work(case: dict[str, Any]) -> Work:
     )
 
 
-def offer_cpu_devices(count: int) -> None:
-    """Asks for `count` virtual CPU devices, unless XLA_FLAGS or a started backend has decided."""
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        pass
-
-
 def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
     on_gpu = platform == "gpu"
-    tokens = integers("tokens", _TOKENS.value or (["128", "4096"] if on_gpu else ["32", "128"]))
+    tokens = measuring.integers(
+        "tokens", _TOKENS.value or (["128", "4096"] if on_gpu else ["32", "128"])
+    )
     implementations = _IMPLEMENTATIONS.value
     if implementations is None:
         devices = jax.devices()[: max(ranks)]
@@ -309,9 +282,13 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
         if layout != "rank" and op in OF_RANK_LAYOUT:
             continue
         for wire_dtype in _WIRE_DTYPES.value:
-            for implementation in implementations:
-                if wire_dtype != "none" and op not in QUANTIZED:
+            serving = implementations
+            if wire_dtype != "none":
+                if op not in QUANTIZED or (op == "group" and _OUTPUT.value != "quantized"):
                     continue
+                if op == "group":  # of float8 rows, which "xla" gathers whatever one asks for
+                    serving = ["xla"]
+            for implementation in serving:
                 yield {
                     "layout": layout,
                     "wire_dtype": wire_dtype,
@@ -332,15 +309,16 @@ def _check_flags(ranks: list[int], platform: str) -> None:
         "wire_dtypes": (_WIRE_DTYPES.value, ("none", *WIRE_DTYPES)),
     }
     for flag, (values, allowed) in known.items():
-        for value in values:
-            if value not in allowed:
-                raise flags.Error(f"--{flag}: {value!r} is not one of {', '.join(allowed)}")
+        measuring.check_names(flag, values, allowed)
+    if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
+        raise flags.Error(
+            f"--output: quantized rows need a wire dtype, --wire_dtypes={WIRE_DTYPES[0]}"
+        )
     for name in _BASELINES.value or []:
         if reason := unavailable_reason(name, platform):
             raise flags.Error(f"--baselines: {name} cannot run here: {reason}")
+    measuring.check_ranks(ranks)
     for num_ranks in ranks:
-        if num_ranks > len(jax.devices()):
-            raise flags.Error(f"--ranks: {num_ranks} ranks, but {len(jax.devices())} devices")
         if _NUM_EXPERTS.value % num_ranks:
             raise flags.Error(f"--num_experts: {_NUM_EXPERTS.value} over {num_ranks} ranks")
     if _TOP_K.value > _NUM_EXPERTS.value:
@@ -368,19 +346,3 @@ def _compare_with_ragged(rows: list[report.Row]) -> None:
     for row in rows:
         if work(row) in ragged and "wall" in row:
             row["speedup_over_ragged"] = ragged[work(row)] / row["wall"]["median_us"]
-
-
-def integers(flag: str, values: list[str]) -> list[int]:
-    if not all(value.isdecimal() and int(value) > 0 for value in values):
-        raise flags.Error(f"--{flag}: {','.join(values)!r} is not a list of positive integers")
-    return [int(value) for value in values]
-
-
-_started = time.monotonic()
-
-
-def progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-    elif text:
-        print(f"{time.monotonic() - _started:6.1f}s {text}", file=sys.stderr, flush=True)

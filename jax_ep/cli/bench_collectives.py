@@ -1,10 +1,11 @@
 """`python -m jax_ep bench collectives`: every algorithm of the collectives, and which is the best.
 
 For each operation and number of ranks it prints a table of the form that vLLM's users know: the
-shape of the whole array, its MB, a column for each algorithm, the best one, its speed-up over the
-function of `jax.lax`, and what algorithm=None picks. Times are in-loop wall times and, on GPUs,
-device times of everything that a call launches; see `jax_ep.cli.timing`. `--write_table` writes
-what they imply in the form of `jax_ep/collectives_table.json`, which `algorithm=None` looks up.
+shape of the whole array, its MB (10^6 bytes), a column for each algorithm, the best one, its
+speed-up over the function of `jax.lax`, and what algorithm=None picks. Times are in-loop wall
+times and, on GPUs, device times of everything that a call launches; see `jax_ep.cli.timing`.
+`--write_table` writes what they imply in the form of `jax_ep/collectives_table.json`, which
+`algorithm=None` looks up.
 
 NCCL's own use of NVLink multicast is off, unless NCCL_NVLS_ENABLE says otherwise: many hosts lack
 it, and the kernels do without.
@@ -31,9 +32,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import collective_primitives as primitives
 from jax_ep import collectives, collectives_table, pallas_collectives
-from jax_ep.cli import command_flags
+from jax_ep.cli import command_flags, measuring, report
 from jax_ep.cli.baselines import AXIS
-from jax_ep.cli.bench import offer_cpu_devices
 from jax_ep.cli.timing import DEVICE_TIMERS, Loop
 from pallas_kernels.tiles import Plan
 
@@ -57,7 +57,9 @@ _GPU_ROWS = [str(rows) for rows in (8, 32, 64, 128, 256, 512, 1024, 2048, 4096)]
 FLAGS = command_flags()
 _here: dict[str, Any] = {"flag_values": FLAGS}
 _OPS = flags.DEFINE_list("ops", list(OPERATIONS), "Operations to measure.", **_here)
-_RANKS = flags.DEFINE_list("ranks", None, "Rank counts. Default: all devices.", **_here)
+_RANKS = flags.DEFINE_list(
+    "ranks", None, "Rank counts. Default: those of 2, 4 and 8 that there are devices for.", **_here
+)
 _ROWS = flags.DEFINE_list(
     "rows",
     None,
@@ -87,16 +89,19 @@ _ITERATIONS = flags.DEFINE_integer(
     "iterations", 50, "Dependent calls in one compiled loop.", lower_bound=10, **_here
 )
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Times each loop is run.", lower_bound=1, **_here)
-_SECONDS = flags.DEFINE_float("seconds", 140.0, "Start nothing more after this long.", **_here)
+_SECONDS = flags.DEFINE_float("seconds", 600.0, "Start nothing more after this long.", **_here)
 _TIMER = flags.DEFINE_enum(
     "device_timer",
     "auto",
-    ["auto", *DEVICE_TIMERS, "none"],
+    list(measuring.TIMERS),
     "As in `bench`. auto: CUPTI through JAX's Mosaic GPU profiler, the cheaper one, comes first.",
     **_here,
 )
 _WRITE_TABLE = flags.DEFINE_string(
     "write_table", None, "Write the lookup table, merged into the one in this file.", **_here
+)
+_BY_KERNEL = flags.DEFINE_boolean(
+    "by_kernel", False, "Print device times by kernel below each table.", **_here
 )
 _JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
 
@@ -234,15 +239,19 @@ class Column:
 def run() -> int:
     started = time.monotonic()
     multicast = os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    wanted = _integers("ranks", _RANKS.value or [])
-    offer_cpu_devices(max(wanted, default=8))
+    measuring.check_outputs(json=_JSON.value, write_table=_WRITE_TABLE.value)
+    if _WRITE_TABLE.value:
+        read_table(_WRITE_TABLE.value)
+    wanted = measuring.integers("ranks", _RANKS.value or [])
+    measuring.offer_cpu_devices(max(wanted, default=8))
     devices = jax.devices()
-    ranks = wanted or [len(devices)]
-    _check_flags(ranks)
+    ranks = wanted or [count for count in (2, 4, 8) if count <= len(devices)] or [1]
     on_gpu = devices[0].platform == "gpu"
-    rows = _integers("rows", _ROWS.value or (_GPU_ROWS if on_gpu else ["32", "128"]))
+    rows = measuring.integers("rows", _ROWS.value or (_GPU_ROWS if on_gpu else ["32", "128"]))
+    _check_flags(ranks, rows)
     hidden = _HIDDEN.value or (8192 if on_gpu else 256)
-    print(f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}, {_DTYPE.value}")
+    kind = measuring.devices_in_words(devices)
+    print(f"{kind}, jax {jax.__version__}, {_DTYPE.value}")
     if on_gpu:
         print(f"NCCL_NVLS_ENABLE={multicast}")
 
@@ -256,15 +265,15 @@ def run() -> int:
             for clock in ("wall", "device"):
                 if text := table(found, clock):
                     print(f"\n{op}, {num_ranks} ranks: {clock} time of one call, us\n{text}")
-            for record in found:
-                if "error" in record:
-                    print(f"{record['op']} {record['rows']} {record['column']}: {record['error']}")
+            extra = report.notes(found, _name)
+            extra += report.kernels(found, _name) if _BY_KERNEL.value else []
+            if extra:
+                print("\n".join(extra))
             sys.stdout.flush()
     print(f"\n{time.monotonic() - started:.0f} s")
 
     if _JSON.value:
-        with open(_JSON.value, "w", encoding="utf-8") as file:
-            json.dump(records, file, indent=1)
+        measuring.write_json(_JSON.value, records, nccl_nvls_enable=multicast)
     if _WRITE_TABLE.value:
         write_table(_WRITE_TABLE.value, records, devices)
     return 1 if any(not record.get("out_of_time") for record in records if "error" in record) else 0
@@ -272,26 +281,47 @@ def run() -> int:
 
 def table(records: Sequence[dict[str, Any]], clock: str) -> str:
     """Fixed-width text; empty if nothing was measured by this clock."""
-    timed = [record for record in records if clock in record]
+    timed = [record for record in records if record.get(clock)]
     if not timed:
         return ""
     columns = list(dict.fromkeys(record["column"] for record in timed))
-    header = ["shape", "MB", *columns, "best", f"vs {LAX_NAMES[timed[0]['op']]}", "auto"]
-    lines = [header]
+    header = ["shape", "MB", *columns, "best", f"vs {LAX_NAMES[timed[0]['op']]}", "auto", "checked"]
+    lines = []
     for rows in dict.fromkeys(record["rows"] for record in timed):
-        times = {record["column"]: record[clock] for record in timed if record["rows"] == rows}
+        times = {
+            record["column"]: record[clock]["median_us"]
+            for record in timed
+            if record["rows"] == rows
+        }
         record = next(record for record in timed if record["rows"] == rows)
         best = min(times, key=lambda name: times[name])
         speedup = f"{times['xla'] / times[best]:.2f}x" if "xla" in times else ""
         cells = [f"{times[name]:.1f}" if name in times else "" for name in columns]
         shape = f"({rows}, {record['hidden']})"
-        size = f"{record['bytes'] / 2**20:.2f}"
-        lines.append([shape, size, *cells, best, speedup, record["auto"]])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+        size = f"{record['bytes'] / 1e6:.2f}"
+        checked = "yes" if record["checked"] else ""
+        lines.append([shape, size, *cells, best, speedup, record["auto"], checked])
+    return "\n".join(report.fixed_width(header, lines))
+
+
+def _name(record: dict[str, Any]) -> str:
+    return "{op}, {ranks} ranks, {rows} rows, {column}".format(**record)
+
+
+def read_table(path: str) -> dict[str, Any]:
+    """The table of a file to be written, with nothing in it if there is no such file yet."""
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except ValueError as error:
+        raise flags.Error(
+            f"--write_table: {path!r} holds no table to merge into: {error}"
+        ) from error
+    if not isinstance(found, dict):
+        raise flags.Error(f"--write_table: {path!r} holds no table to merge into, but a list")
+    return found
 
 
 def write_table(
@@ -301,10 +331,7 @@ def write_table(
 
     Device times decide if every algorithm has them at every size, wall times if not.
     """
-    merged: dict[str, Any] = {}
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            merged = json.load(file)
+    merged = read_table(path)
     capability = getattr(devices[0], "compute_capability", None) or devices[0].platform
     for op, ranks in dict.fromkeys((record["op"], record["ranks"]) for record in records):
         timed = [
@@ -312,18 +339,18 @@ def write_table(
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
             and record["column"] in MEASURED[op]  # neither another plan nor "auto"
-            and "wall" in record
+            and record.get("wall")
         ]
-        clock = "device" if all("device" in record for record in timed) else "wall"
+        clock = "device" if all(record.get("device") for record in timed) else "wall"
         times: dict[int, dict[str, float]] = {}
         for record in timed:
-            times.setdefault(record["bytes"], {})[record["column"]] = record[clock]
+            times.setdefault(record["bytes"], {})[record["column"]] = record[clock]["median_us"]
         sizes = sorted(size for size, at_size in times.items() if "xla" in at_size)
         if not sizes:
             continue
         merged.setdefault(capability, {}).setdefault(op, {})[str(ranks)] = {
             "choices": collectives_table.choices(sizes, [times[size] for size in sizes]),
-            "machine": f"{len(devices)} x {devices[0].device_kind}",
+            "machine": measuring.devices_in_words(devices[:ranks]),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "jax": jax.__version__,
             "clock": clock,
@@ -353,7 +380,7 @@ def _measure(
         except Exception as error:  # what cannot be compiled is a result too
             return error
 
-    _progress(f"{cases[0].op}, {cases[0].ranks} ranks: compiling")
+    measuring.progress(f"{cases[0].op}, {cases[0].ranks} ranks: compiling")
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         work = []
         for case, make in zip(
@@ -375,6 +402,7 @@ def _measure(
             "hidden": case.hidden,
             "bytes": case.num_bytes,
             "column": column.name,
+            "checked": _CHECK.value,
             "auto": primitives.choose(case.op, None, case.x, case.ranks, _no_kernels(on_gpu)),
         }
         records.append(record)
@@ -383,20 +411,16 @@ def _measure(
         try:
             if isinstance(loop, Exception):
                 raise loop
-            _progress(f"{case.op}, {case.ranks} ranks, {case.rows} rows, {column.name}")
+            measuring.progress(f"{case.op}, {case.ranks} ranks, {case.rows} rows, {column.name}")
             if _CHECK.value:
                 case.check(loop, column.algorithm)
-            record["wall"] = loop.wall_time(_REPEATS.value).median
-            if on_gpu and _TIMER.value != "none":
-                timers = reversed(DEVICE_TIMERS) if _TIMER.value == "auto" else [_TIMER.value]
-                device = loop.device_time(2, tuple(timers))
-                record["device"] = device.median
-                record["kernels"] = {name: round(us, 2) for name, us in device.by_kernel.items()}
+            record |= measuring.times(
+                loop, _REPEATS.value, _TIMER.value, preferred=DEVICE_TIMERS[::-1]
+            )
         except Exception as error:  # one that fails must not cost the others their results
-            lines = str(error).strip().splitlines() or [""]
-            record["error"] = f"{type(error).__name__}: {lines[0][:200]}"
+            record["error"] = measuring.first_line(error)
             record["out_of_time"] = isinstance(error, TimeoutError)
-    _progress("")
+    measuring.progress("")
     return records
 
 
@@ -427,33 +451,16 @@ def _plan(text: str) -> Plan:
     return Plan(num_blocks, num_warpgroups, num_vectors)
 
 
-def _check_flags(ranks: Sequence[int]) -> None:
+def _check_flags(ranks: Sequence[int], rows: Sequence[int]) -> None:
     known = {name for names in primitives.ALGORITHMS.values() for name in names}
-    for flag, values, allowed in (
-        ("ops", _OPS.value, OPERATIONS),
-        ("algorithms", _ALGORITHMS.value or [], sorted(known)),
-    ):
-        for value in values:
-            if value not in allowed:
-                raise flags.Error(f"--{flag}: {value!r} is not one of {', '.join(allowed)}")
+    measuring.check_names("ops", _OPS.value, OPERATIONS)
+    measuring.check_names("algorithms", _ALGORITHMS.value or [], sorted(known))
     for text in _PLANS.value or []:
         sizes = text.split("x")
         if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
             raise flags.Error(f"--plans: {text!r} is not like 64x4x1")
+    measuring.check_ranks(ranks)
     for num_ranks in ranks:
-        if num_ranks > len(jax.devices()):
-            raise flags.Error(f"--ranks: {num_ranks} ranks, but {len(jax.devices())} devices")
-        for rows in _integers("rows", _ROWS.value or []):
-            if rows % num_ranks:
-                raise flags.Error(f"--rows: {rows} is not a multiple of {num_ranks} ranks")
-
-
-def _integers(flag: str, values: Sequence[str]) -> list[int]:
-    if not all(value.isdecimal() and int(value) > 0 for value in values):
-        raise flags.Error(f"--{flag}: {','.join(values)!r} is not a list of positive integers")
-    return [int(value) for value in values]
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        for count in rows:
+            if count % num_ranks:
+                raise flags.Error(f"--rows: {count} is not a multiple of {num_ranks} ranks")

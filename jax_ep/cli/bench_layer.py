@@ -15,11 +15,8 @@ device time that kernels of the exchange and of XLA's collectives take, waiting 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import json
 import math
 import re
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,10 +29,9 @@ from absl import flags
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ep.cli import command_flags, report
+from jax_ep import wire
+from jax_ep.cli import command_flags, measuring, report
 from jax_ep.cli.baselines import AXIS, random_rows, rank_seeds
-from jax_ep.cli.bench import integers, offer_cpu_devices, progress
-from jax_ep.cli.info import versions
 from jax_ep.cli.layer_baselines import (
     CONTENDERS,
     RAGGED_DOT,
@@ -44,7 +40,7 @@ from jax_ep.cli.layer_baselines import (
     unavailable_reason,
 )
 from jax_ep.cli.operations import rows_needed
-from jax_ep.cli.timing import DEVICE_TIMERS, Loop
+from jax_ep.cli.timing import Loop
 from jax_ep.moe import MoEConfig, MoEParams
 from jax_ep.routing import Score
 
@@ -53,6 +49,8 @@ OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
 COMMUNICATION = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
 # Of a row of a result, in norm, relative to it and to the mean row: some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
+# With float8 on the wire, whose values are off by up to 2^-4 of themselves.
+QUANTIZED_TOLERANCE = 2.0**-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +110,14 @@ _CAPACITY_FACTOR = flags.DEFINE_float(
     lower_bound=0.0,
     **_here,
 )
+_WIRE_DTYPE = flags.DEFINE_enum(
+    "wire_dtype",
+    "none",
+    ["none", *(jnp.dtype(dtype).name for dtype in wire.DTYPES)],
+    "In which jax_ep sends tokens to the experts; none: as they are, which is how the other layers "
+    "send them in any case.",
+    **_here,
+)
 _CHECK = flags.DEFINE_boolean(
     "check", False, "Compare outputs and gradients of all layers before timing.", **_here
 )
@@ -121,7 +127,10 @@ _ITERATIONS = flags.DEFINE_integer(
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Times each loop is run.", lower_bound=1, **_here)
 _SECONDS = flags.DEFINE_float("seconds", 600.0, "Start nothing more after this long.", **_here)
 _TIMER = flags.DEFINE_enum(
-    "device_timer", "auto", ["auto", *DEVICE_TIMERS, "none"], "As of `bench`.", **_here
+    "device_timer", "auto", list(measuring.TIMERS), "As of `bench`.", **_here
+)
+_BY_KERNEL = flags.DEFINE_boolean(
+    "by_kernel", False, "Print device times by kernel below the table.", **_here
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of parameters and tokens.", **_here)
 _JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
@@ -129,16 +138,15 @@ _PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_
 
 
 def run() -> int:
-    if _PLOT.value and importlib.util.find_spec("matplotlib") is None:
-        raise flags.Error("--plot needs matplotlib: pip install 'jax_ep[examples]'")
+    measuring.check_outputs(json=_JSON.value, plot=_PLOT.value)
     deadline = time.monotonic() + _SECONDS.value
-    wanted_ranks = integers("ranks", _RANKS.value or [])
-    offer_cpu_devices(max(wanted_ranks, default=8))
+    wanted_ranks = measuring.integers("ranks", _RANKS.value or [])
+    measuring.offer_cpu_devices(max(wanted_ranks, default=8))
     devices = jax.devices()
     platform = devices[0].platform
     shapes = _shapes(platform)
     contenders = _contenders(platform)
-    tokens = integers("tokens", _TOKENS.value or ["4096" if platform == "gpu" else "64"])
+    tokens = measuring.integers("tokens", _TOKENS.value or ["4096" if platform == "gpu" else "64"])
     ranks = wanted_ranks or [len(devices)]
     _check_flags(ranks, shapes)
 
@@ -148,25 +156,25 @@ def run() -> int:
             for num_tokens in tokens:
                 work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens}
                 rows += measure_shape(work, shape, contenders, deadline)
-    progress("")
+    measuring.progress("")
     compare(rows)
 
-    kind = f"{len(devices)} x {devices[0].device_kind}"
-    print(f"{kind}, jax {jax.__version__}, bfloat16")
+    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16")
     for name, shape in shapes.items():
         print(f"{name}: H={shape.hidden} F={shape.mlp_dim} E={shape.num_experts} K={shape.top_k}")
-    print(f"\n{table(rows)}")
+    print(f"\n{table(rows, by_kernel=_BY_KERNEL.value)}")
     if _JSON.value:
-        record = {
-            "command": ["python", "-m", "jax_ep", *sys.argv[1:]],
-            "versions": versions(),
-            "devices": kind,
-            "rows": rows,
-        }
-        with open(_JSON.value, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+        measuring.write_json(_JSON.value, rows)
     if _PLOT.value:
-        plot(rows, _PLOT.value)
+        report.bars(
+            rows,
+            _PLOT.value,
+            panel="direction",
+            group=lambda row: f"{row['shape']}\n{row['tokens']} tokens x {row['ranks']}",
+            bar="contender",
+            height="tokens_per_s",
+            label="tokens/s",
+        )
     return 1 if any("error" in row for row in rows) else 0
 
 
@@ -175,24 +183,28 @@ def measure_shape(
 ) -> list[report.Row]:
     """A row for each direction and contender, or all with the error that kept them from it."""
     cases = [
-        work | dataclasses.asdict(shape) | {"direction": direction, "contender": contender}
+        work
+        | dataclasses.asdict(shape)
+        | {"direction": direction, "contender": contender, "wire_dtype": _wire_dtype(contender)}
         for direction in _DIRECTIONS.value
         for contender in contenders
     ]
     text = "{shape}, {tokens} tokens, {ranks} ranks".format(**work)
-    progress(f"{text}: compiling")
+    measuring.progress(f"{text}: compiling")
     try:
         mesh = Mesh(np.asarray(jax.devices()[: work["ranks"]]), (AXIS,))
         state = make_state(shape, work["tokens"], mesh, _SEED.value)
         config, load = make_config(shape, state, mesh, _CAPACITY_FACTOR.value)
     except Exception as error:  # nor must one shape cost the others their results
-        return [case | _failure(error) for case in cases]
+        return [case | {"error": measuring.first_line(error)} for case in cases]
 
     def build(case: dict[str, Any]) -> Loop:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not started within {_SECONDS.value:g} s")
         iterations = 2 if case["contender"] == RAGGED_DOT else _ITERATIONS.value
-        step = make_step(case["contender"], case["direction"], config)
+        wire_dtype = None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"])
+        own = dataclasses.replace(config, wire_dtype=wire_dtype)
+        step = make_step(case["contender"], case["direction"], own)
         return Loop(None, step, state, mesh, iterations)
 
     rows: list[report.Row] = []
@@ -202,7 +214,7 @@ def measure_shape(
         for future in futures:  # compiled side by side, but timed alone
             future.exception()
     for case, future in zip(cases, futures, strict=True):
-        progress("{}: {direction}, {contender}".format(text, **case))
+        measuring.progress("{}: {direction}, {contender}".format(text, **case))
         memory: dict[str, Any] = {}
         try:
             loop = future.result()
@@ -212,46 +224,42 @@ def measure_shape(
             if _CHECK.value:
                 outputs = loop.outputs()
                 theirs = expected.setdefault(case["direction"], (case["contender"], outputs))
-                agree(case["contender"], outputs, *theirs)
+                quantized = _WIRE_DTYPE.value != "none"
+                tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE
+                agree(case["contender"], outputs, *theirs, tolerance)
                 del outputs
             checked = {"checked": _CHECK.value}
             rows.append(case | load | checked | memory | measure(loop, case))
         except Exception as error:
-            rows.append(case | memory | _failure(error))
+            rows.append(case | memory | {"error": measuring.first_line(error)})
     return rows
+
+
+def _wire_dtype(contender: str) -> str:
+    return "none" if CONTENDERS[contender].plain_exchange else _WIRE_DTYPE.value
 
 
 def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
     """Times and throughput of one compiled layer."""
     slow = case["contender"] == RAGGED_DOT
-    wall = loop.wall_time(min(_REPEATS.value, 3) if slow else _REPEATS.value)
-    seconds = wall.median * 1e-6
-    passes = 1 if case["direction"] == "forward" else 3
-    flops = passes * case["tokens"] * case["top_k"] * 6 * case["hidden"] * case["mlp_dim"]
     result: dict[str, Any] = {
         "iterations": loop.iterations,
-        "wall": {"median_us": wall.median, "low_us": wall.low, "high_us": wall.high},
-        "device": None,
-        "tokens_per_s": case["ranks"] * case["tokens"] / seconds,
-        "tflops_per_rank": flops / seconds / 1e12,
+        **measuring.times(
+            loop,
+            min(_REPEATS.value, 3) if slow else _REPEATS.value,
+            _TIMER.value,
+            device_repeats=1 if slow else 2,
+            spaced=False,
+        ),
     }
-    on_gpu = loop.mesh.devices.flat[0].platform == "gpu"
-    if on_gpu and _TIMER.value != "none":
-        timers = DEVICE_TIMERS if _TIMER.value == "auto" else (_TIMER.value,)
-        try:
-            device = loop.device_time(repeats=1 if slow else 2, timers=timers, spaced=False)
-        except RuntimeError as error:  # the wall time stands without it
-            result["device_error"] = str(error)
-        else:
-            result["device"] = {
-                "median_us": device.median,
-                "slowest_us": device.slowest,
-                "low_us": device.low,
-                "high_us": device.high,
-                "timer": device.timer,
-                "by_kernel_us": device.by_kernel,
-            }
-            result["communication_share"] = communication_share(device.by_kernel)
+    seconds = result["wall"]["median_us"] * 1e-6
+    passes = 1 if case["direction"] == "forward" else 3
+    flops = passes * case["tokens"] * case["top_k"] * 6 * case["hidden"] * case["mlp_dim"]
+    result["tokens_per_s"] = case["ranks"] * case["tokens"] / seconds
+    result["tflops_per_rank"] = flops / seconds / 1e12
+    if result["device"] is not None:
+        by_kernel = result["device"]["by_kernel_us"]
+        result["communication_share"] = communication_share(by_kernel)
     return result
 
 
@@ -345,30 +353,32 @@ def make_step(contender: str, direction: str, config: MoEConfig) -> Any:
     return forward if direction == "forward" else forward_backward
 
 
-def agree(name: str, outputs: Any, other: str, expected: Any) -> None:
+def agree(name: str, outputs: Any, other: str, expected: Any, tolerance: float = TOLERANCE) -> None:
     """Raises AssertionError unless two layers' outputs and gradients agree, row by row.
 
-    A row differs if the norm of its error is above TOLERANCE times its own plus the mean row's
+    A row differs if the norm of its error is above `tolerance` times its own plus the mean row's
     norm. One row in 10000 may: two experts whose scores are equal but for a rounding may change
     places.
     """
     for what, got, wanted in zip(OUTPUTS, outputs, expected, strict=False):
-        count, worst = (float(number) for number in _differing_rows(got, wanted))
+        count, worst = (float(number) for number in _differing_rows(got, wanted, tolerance))
         rows = got.size // got.shape[-1]
         if count > rows // 10_000:
             raise AssertionError(
                 f"{what} of {name} differs from that of {other} in {count:.0f} of {rows} rows, by "
-                f"up to {worst:.3g} of a row's norm (tolerance {TOLERANCE:.3g})"
+                f"up to {worst:.3g} of a row's norm (tolerance {tolerance:.3g})"
             )
 
 
 @jax.jit
-def _differing_rows(got: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _differing_rows(
+    got: jax.Array, wanted: jax.Array, tolerance: float
+) -> tuple[jax.Array, jax.Array]:
     got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
     error = jnp.linalg.norm(got - wanted, axis=-1)
     size = jnp.linalg.norm(wanted, axis=-1)
     relative = error / (size + jnp.sqrt(jnp.mean(size**2)))
-    return jnp.sum(~(relative <= TOLERANCE)), jnp.max(relative)  # so that NaN differs
+    return jnp.sum(~(relative <= tolerance)), jnp.max(relative)  # so that NaN differs
 
 
 def compare(rows: list[report.Row]) -> None:
@@ -390,23 +400,22 @@ def compare(rows: list[report.Row]) -> None:
 
 
 _COLUMNS = (
-    "shape", "tokens", "ranks", "direction", "layer", "wall us", "low..high", "device us",
-    "tokens/s", "TFLOP/s/rank", "communication", "peak MiB", "vs (a)", "vs (b)",
+    "shape", "tokens", "ranks", "direction", "layer", "wire", "checked", "wall us", "low..high",
+    "device us", "tokens/s", "TFLOP/s/rank", "communication", "peak MiB", "vs (a)", "vs (b)",
 )  # fmt: skip
+_TEXT = ("shape", "direction", "layer", "wire", "checked")
 
 
-def table(rows: Sequence[report.Row]) -> str:
+def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
     """Fixed-width text; a column that is empty in every row is left out."""
-    lines = [_cells(row) for row in rows]
-    kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in lines)]
-    chosen = [[line[i] for i in kept] for line in [list(_COLUMNS), *lines]]
-    text = report.aligned(chosen, [_COLUMNS[i] in ("shape", "direction", "layer") for i in kept])
-    notes = [f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"]
-    notes += [
-        "{shape}, {direction}, {contender}: {error}".format(**r) for r in rows if "error" in r
-    ]
-    blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
-    return "\n".join([*text, "", *notes, *(f"no device time: {error}" for error in blind)])
+    text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _TEXT)
+    text += ["", f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"]
+    text += report.notes(rows, _name)[1:]
+    return "\n".join(text + (report.kernels(rows, _name) if by_kernel else []))
+
+
+def _name(row: report.Row) -> str:
+    return "{shape}, {direction}, {contender}".format(**row)
 
 
 def _cells(row: report.Row) -> list[str]:
@@ -421,6 +430,8 @@ def _cells(row: report.Row) -> list[str]:
         str(row["ranks"]),
         row["direction"],
         row["contender"],
+        "" if row.get("wire_dtype", "none") == "none" else row["wire_dtype"],
+        "yes" if row.get("checked") else "",
         cell(wall.get("median_us"), "{:.1f}"),
         "{low_us:.1f}..{high_us:.1f}".format(**wall) if wall else "failed",
         cell(device.get("slowest_us"), "{:.1f}"),
@@ -433,52 +444,8 @@ def _cells(row: report.Row) -> list[str]:
     ]
 
 
-def plot(rows: Sequence[report.Row], path: str) -> None:
-    """Tokens per second as bars: a panel for each direction, a group for each shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    def group(row):
-        return f"{row['shape']}\n{row['tokens']} tokens x {row['ranks']}"
-
-    groups = list(dict.fromkeys(group(row) for row in rows))
-    contenders = list(dict.fromkeys(row["contender"] for row in rows))
-    directions = list(dict.fromkeys(row["direction"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(directions), figsize=(2 + 2.5 * len(groups) * len(directions), 4.5), squeeze=False
-    )
-    width = 0.8 / len(contenders)
-    for axis, direction in zip(axes[0], directions, strict=True):
-        for number, contender in enumerate(contenders):
-            rates = {
-                group(row): row.get("tokens_per_s", 0.0)
-                for row in rows
-                if (row["direction"], row["contender"]) == (direction, contender)
-            }
-            places = [i + (number - (len(contenders) - 1) / 2) * width for i in range(len(groups))]
-            heights = [rates.get(name, 0.0) for name in groups]
-            bars = axis.bar(places, heights, width, label=contender)
-            axis.bar_label(bars, fmt="{:.2g}", fontsize=6)
-        axis.set_xticks(range(len(groups)), groups, fontsize="small")
-        axis.set(title=direction.replace("_", " + "), ylabel="tokens/s")
-        axis.grid(visible=True, axis="y", alpha=0.3)
-    axes[0][0].legend(fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    first_line = (str(error).strip().splitlines() or [""])[0][:300]
-    return {"error": f"{type(error).__name__}: {first_line}"}
-
-
 def _shapes(platform: str) -> dict[str, Shape]:
-    for name in _SHAPES.value:
-        if name not in SHAPES:
-            raise flags.Error(f"--shapes: {name!r} is not one of {', '.join(SHAPES)}")
+    measuring.check_names("shapes", _SHAPES.value, SHAPES)
     own = {
         "hidden": _HIDDEN.value,
         "mlp_dim": _MLP_DIM.value,
@@ -495,24 +462,25 @@ def _contenders(platform: str) -> list[str]:
     if chosen is None:
         usual = [name for name in CONTENDERS if name != "ragged_all_to_all+grouped_matmul"]
         return [name for name in usual if unavailable_reason(name, platform) is None]
+    measuring.check_names("contenders", chosen, CONTENDERS)
     for name in chosen:
-        if name not in CONTENDERS:
-            raise flags.Error(f"--contenders: {name!r} is not one of {', '.join(CONTENDERS)}")
         if reason := unavailable_reason(name, platform):
             raise flags.Error(f"--contenders: {name} cannot run here: {reason}")
     return chosen
 
 
 def _check_flags(ranks: list[int], shapes: dict[str, Shape]) -> None:
-    for direction in _DIRECTIONS.value:
-        if direction not in DIRECTIONS:
-            raise flags.Error(f"--directions: {direction!r} is not one of {', '.join(DIRECTIONS)}")
+    measuring.check_names("directions", _DIRECTIONS.value, DIRECTIONS)
+    measuring.check_ranks(ranks)
     for num_ranks in ranks:
-        if num_ranks > len(jax.devices()):
-            raise flags.Error(f"--ranks: {num_ranks} ranks, but {len(jax.devices())} devices")
         for name, shape in shapes.items():
             if shape.num_experts % num_ranks:
                 raise flags.Error(f"--ranks: {shape.num_experts} experts over {num_ranks} ranks")
+            if _WIRE_DTYPE.value != "none" and shape.hidden % wire.BLOCK:
+                raise flags.Error(
+                    f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
+                    f"of {wire.BLOCK}"
+                )
             if shape.top_k > shape.num_experts:
                 raise flags.Error(
                     f"--top_k: {shape.top_k} distinct of {name}'s {shape.num_experts} experts"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ _DTYPE = flags.DEFINE_enum(
 )
 _CAPACITY = flags.DEFINE_integer(
     "capacity", None, "R, rows of a receive buffer. Default: dropless.", lower_bound=1, **_here
+)
+_ALIGNMENT = flags.DEFINE_integer(
+    "expert_alignment", 1, "Each expert's block starts at a multiple.", lower_bound=1, **_here
 )
 _JSON = flags.DEFINE_boolean("json", False, "Print one JSON object instead of text.", **_here)
 
@@ -47,53 +50,99 @@ def collect() -> dict[str, Any]:
         "top_k": _TOP_K.value,
         "num_ranks": _RANKS.value,
     }
-    here = []
-    ways = itertools.product(memory.IMPLEMENTATIONS, memory.LAYOUTS, memory.OPERATIONS, _wires())
-    for implementation, layout, operation, wire_dtype in ways:
-        outputs = ["dequantized"]
-        if operation == "dispatch" and wire_dtype is not None:
-            outputs.append("quantized")
-        for output in outputs:
-            way: dict[str, Any] = {
-                "operation": operation,
-                "implementation": implementation,
-                "layout": layout,
-                "wire_dtype": wire_dtype,
-                "output": output,
-            }
-            buffers = memory.workspace_bytes(
-                **way, dtype=_DTYPE.value, capacity=_CAPACITY.value, **model
-            )
-            here.append(way | {"buffers": buffers})
-    return {"model": model, "here": here, "others": memory.other_libraries(**model)}
+    rows: dict[str, Any] = {
+        "dtype": _DTYPE.value,
+        "capacity": _CAPACITY.value,
+        "expert_alignment": _ALIGNMENT.value,
+    }
+    here, unavailable = [], []
+    for way in _ways():
+        try:
+            here.append(way | {"buffers": memory.workspace_bytes(**way, **rows, **model)})
+        except ValueError as error:  # the kernels do not serve these sizes; the flags are checked
+            unavailable.append(way | {"reason": str(error)})
+    others = [
+        {
+            "name": other.name,
+            "formula": other.formula,
+            "source": other.source,
+            "bytes": memory.other_libraries(**model)[other.name],
+        }
+        for other in memory.OTHER_LIBRARIES
+    ]
+    return {
+        "model": model,
+        "rows": rows,
+        "here": here,
+        "unavailable": unavailable,
+        "message_bytes": memory.message_bytes(_HIDDEN.value),
+        "others": others,
+    }
 
 
-def _wires() -> list[str | None]:
-    """The wire dtypes that rows of this length can take."""
-    if _HIDDEN.value % wire.BLOCK:
-        return [None]
-    return [None, *(jnp.dtype(dtype).name for dtype in wire.DTYPES)]
+def _ways() -> Iterator[dict[str, Any]]:
+    """Every way to do every operation, whether or not it serves these sizes."""
+    wire_dtypes: list[str | None] = [None]
+    if _HIDDEN.value % wire.BLOCK == 0:
+        wire_dtypes += [jnp.dtype(dtype).name for dtype in wire.DTYPES]
+    for implementation in memory.IMPLEMENTATIONS:
+        for layout in memory.LAYOUTS:
+            for operation in memory.OPERATIONS:
+                local = operation in memory.LOCAL
+                if local and layout != "rank":
+                    continue
+                for wire_dtype in wire_dtypes[:1] if local else wire_dtypes:
+                    kept = operation == "dispatch" and wire_dtype is not None
+                    for output in ("dequantized", "quantized") if kept else ("dequantized",):
+                        yield {
+                            "operation": operation,
+                            "implementation": implementation,
+                            "layout": layout,
+                            "wire_dtype": wire_dtype,
+                            "output": output,
+                        }
 
 
 def render(facts: dict[str, Any]) -> str:
-    model = facts["model"]
+    model, rows = facts["model"], facts["rows"]
     lines = [
         "T={num_tokens} tokens a rank, N={num_ranks} ranks, H={hidden}, E={num_experts}, "
-        "K={top_k}: MiB per rank beside inputs and outputs".format(**model),
-        "",
+        "K={top_k}, ".format(**model)
+        + "R={}, {dtype}: MiB per rank beside inputs and outputs".format(
+            rows["capacity"] or "any routing", **rows
+        )
     ]
-    for use in facts["here"]:
-        buffers = use["buffers"]
-        name = f"{use['operation']}, {use['implementation']}, by {use['layout']}"
-        if use["wire_dtype"] is not None:
-            name += f", {use['wire_dtype']}"
-        if use["output"] == "quantized":
-            name += " kept"
-        parts = ", ".join(f"{part} {_mib(size)}" for part, size in buffers.items())
-        lines.append(f"{name:<46}{_mib(sum(buffers.values())):>10}   {parts}")
-    lines += ["", "Low-latency buffers of other libraries, by their formulas"]
-    lines += [f"{name:<46}{_mib(size):>10}" for name, size in facts["others"].items()]
+    for implementation in memory.IMPLEMENTATIONS:
+        for layout in memory.LAYOUTS:
+            chosen = (implementation, layout)
+            lines += ["", f'implementation="{implementation}", layout="{layout}"']
+            for use in facts["here"]:
+                if (use["implementation"], use["layout"]) == chosen:
+                    buffers = use["buffers"]
+                    parts = ", ".join(f"{part} {_mib(size)}" for part, size in buffers.items())
+                    total = _mib(sum(buffers.values()))
+                    lines.append(f"  {_name(use):<38}{total:>10}   {parts}".rstrip())
+            reasons: dict[str, list[str]] = {}
+            for use in facts["unavailable"]:
+                if (use["implementation"], use["layout"]) == chosen:
+                    reasons.setdefault(use["reason"], []).append(_name(use))
+            lines += [f"  {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
+    lines += [
+        "",
+        "Low-latency buffers of other libraries, by their formulas; B = T, and a message of "
+        f"P = {facts['message_bytes']} bytes",
+    ]
+    for other in facts["others"]:
+        lines.append(f"  {other['name']:<38}{_mib(other['bytes']):>10}   {other['formula']}")
+        lines.append(f"{'':<53}{other['source']}")
     return "\n".join(lines)
+
+
+def _name(use: dict[str, Any]) -> str:
+    parts = [use["operation"]]
+    if use["wire_dtype"] is not None:
+        parts.append(use["wire_dtype"] + (" kept" if use["output"] == "quantized" else ""))
+    return ", ".join(parts)
 
 
 def _mib(size: int) -> str:

@@ -26,7 +26,8 @@ class Work:
       capacity: R; None: dropless.
       expert_alignment: of the expert blocks, in rows.
       layout: "expert" or "rank".
-      wire_dtype: of the rows on their way, or None for their own.
+      wire_dtype: of what crosses in the operation, or None for the rows' own: of a gradient, the
+        cotangents.
       output: of a dispatch with a wire_dtype: "dequantized" or "quantized".
     """
 
@@ -112,7 +113,7 @@ def make_operation(name: str, work: Work, implementation: str, seed: int) -> Ope
     return OPERATIONS[name](work, implementation, arrays)
 
 
-def _dispatcher(work: Work, implementation: Any) -> Callable[..., Any]:
+def _dispatcher(work: Work, implementation: Any, grad_wire_dtype: Any = None) -> Callable[..., Any]:
     options: dict[str, Any] = {"layout": "rank"}
     if work.layout == "expert":
         options = {"capacity": work.capacity, "expert_alignment": work.expert_alignment}
@@ -124,6 +125,7 @@ def _dispatcher(work: Work, implementation: Any) -> Callable[..., Any]:
             num_experts=work.num_experts,
             axis_name=AXIS,
             wire_dtype=work.wire_dtype,
+            grad_wire_dtype=grad_wire_dtype,
             output=work.output,
             implementation=implementation,
             **options,
@@ -221,7 +223,10 @@ def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> O
 
 
 def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """From what a dispatch gave in the rank layout to the blocks of the experts; all local."""
+    """From what a dispatch gave in the rank layout to the blocks of the experts; all local.
+
+    Rows that came quantized take "xla", and their scales take it with them.
+    """
     work = dataclasses.replace(work, layout="rank")
     call = _dispatcher(work, implementation)
 
@@ -233,7 +238,7 @@ def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operat
             received,
             capacity=work.capacity,
             expert_alignment=work.expert_alignment,
-            implementation=None if received.scales is not None else implementation,
+            implementation=implementation if received.scales is None else "xla",
         )
 
     def check(received, out):
@@ -255,7 +260,7 @@ def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operat
 
 def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
     """From the blocks of the experts to the sums that a combine takes in the rank layout."""
-    group = _group(dataclasses.replace(work, wire_dtype=None), implementation, arrays)
+    group = _group(_unquantized(work), implementation, arrays)
 
     def prepare(seed, topk_idx):
         received = group.prepare(seed, topk_idx)
@@ -278,7 +283,8 @@ def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Oper
 
 
 def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    call = _dispatcher(work, implementation)
+    plain = _unquantized(work)
+    call = _dispatcher(plain, implementation, grad_wire_dtype=work.wire_dtype)
 
     def prepare(seed, topk_idx):
         x = random_rows(seed, (work.num_tokens, work.hidden), work.dtype)
@@ -296,17 +302,22 @@ def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -
             wanted = reference.rank_combine(g, [r.local_topk_idx for r in work.received()])
         else:
             wanted = reference.dispatch_grad(g, work.routes())
-        _agree_all(out, wanted, "dx", _tolerance(work, work.topk_idx.shape[1]))
+        top_k = work.topk_idx.shape[1]
+        tolerance = _tolerance(work, top_k)
+        if work.wire_dtype is not None:  # half a step of e4m3 of each rank's sum
+            tolerance += 2.0**-4 * top_k
+        _agree_all(out, wanted, "dx", tolerance)
 
     return Operation(arrays, prepare, step, check)
 
 
 def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    forward = _combine(work, implementation, arrays)
+    forward = _combine(_unquantized(work), implementation, arrays)
+    options = dict(grad_wire_dtype=work.wire_dtype, implementation=implementation)
 
     def prepare(seed, topk_idx):
         y, handle, weights = forward.prepare(seed, topk_idx)
-        _, backward = jax.vjp(lambda y, weights: forward.step((y, handle, weights)), y, weights)
+        _, backward = jax.vjp(lambda y, weights: combine(y, handle, weights, **options), y, weights)
         g = random_rows(seed + 3, (work.num_tokens, work.hidden), work.dtype)
         return backward, g, y, weights
 
@@ -316,15 +327,21 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 
     def check(state, out):
         _, g, y, weights = state
+        # A value between two of e4m3's may go to the other one on a GPU: then it is off by a step
+        # of it, 2^-3, and not by the half that is lost here as there.
+        slack = 0.0
+        if work.wire_dtype is not None:
+            g = _through_wire(work, g)
+            slack = 2.0**-3
         if work.layout == "rank":
-            _agree_all(out[0], [r.tokens for r in work.received(g)], "dy", 0.0)
+            _agree_all(out[0], [r.tokens for r in work.received(g)], "dy", slack)
             return
         wanted_dy, wanted_dweights = reference.combine_grad(g, y, work.routes(), weights)
         assert wanted_dweights is not None
         dy, dweights = out
-        _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0))
-        # A sum of H products of numbers below 1, in float32.
-        _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden)
+        _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0) + slack)
+        # A sum of H products of numbers below 1, in float32; and in few of them such a step.
+        _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden + 2 * slack)
 
     return Operation(arrays, prepare, step, check)
 
@@ -347,10 +364,20 @@ DIRECTIONS = {
 }
 
 
-# Operations that a wire_dtype changes: cotangents travel as they are.
-QUANTIZED = ("dispatch", "combine", "round_trip", "group")
+# Operations that a wire_dtype changes.
+QUANTIZED = ("dispatch", "combine", "round_trip", "dispatch_grad", "combine_grad", "group")
 # Those of the rank layout alone.
 OF_RANK_LAYOUT = ("group", "ungroup")
+
+
+def _unquantized(work: Work) -> Work:
+    return dataclasses.replace(work, wire_dtype=None, output="dequantized")
+
+
+def _through_wire(work: Work, rows: Any) -> Array:
+    """What arrives of rows that cross as the work's wire_dtype."""
+    rows = np.asarray(rows)
+    return reference.dequantize(*reference.quantize(rows, work.wire_dtype), work.dtype)
 
 
 def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:

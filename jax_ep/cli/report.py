@@ -1,8 +1,8 @@
-"""What `bench` measured, as a table and as a plot."""
+"""What the bench commands measured, as tables, and what `bench` did, as a plot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -15,6 +15,8 @@ _COLUMNS = (
     ("layout", "layout"),
     ("wire", "wire_dtype"),
     ("implementation", "implementation"),
+    ("checked", "checked"),
+    ("rows", "rows"),
     ("device us", "device_us"),
     ("slowest", "slowest_us"),
     ("wall us", "wall_us"),
@@ -26,30 +28,59 @@ _COLUMNS = (
     ("vs ragged", "speedup_over_ragged"),
 )
 _DEFAULTS = {"layout": "expert", "wire_dtype": "none"}
-_TEXT = ("op", "dtype", "layout", "wire_dtype", "implementation")
+_TEXT = ("op", "dtype", "layout", "wire_dtype", "implementation", "checked")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Fixed-width text; a column that says nothing in any row is left out."""
+def table(rows: Sequence[Row], by_kernel: bool = False) -> str:
+    """`fixed_width` of what `bench` measured, and below it errors and, if asked for, kernels."""
     cells = [[_cell(row, key) for _, key in _COLUMNS] for row in rows]
-    nothing = [("", _DEFAULTS.get(key, "")) for _, key in _COLUMNS]
-    kept = [i for i in range(len(_COLUMNS)) if any(line[i] not in nothing[i] for line in cells)]
-    lines = [[_COLUMNS[i][0] for i in kept], *([line[i] for i in kept] for line in cells)]
-    out = aligned(lines, [_COLUMNS[i][1] in _TEXT for i in kept])
-    failures = [f"{name(row)}: {row['error']}" for row in rows if row.get("error")]
+    nothing = [_DEFAULTS.get(key, "") for _, key in _COLUMNS]
+    out = fixed_width(
+        [header for header, _ in _COLUMNS],
+        cells,
+        text=[header for header, key in _COLUMNS if key in _TEXT],
+        nothing=nothing,
+    )
+    return "\n".join([*out, *notes(rows, name), *(kernels(rows, name) if by_kernel else [])])
+
+
+def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
+    """Lines below a table: the error of each row that has one, and why device times are missing."""
+    lines = [f"{name(row)}: {row['error']}" for row in rows if row.get("error")]
     blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
-    failures += [f"no device time: {error}" for error in blind]
-    return "\n".join(out + ([""] + failures if failures else []))
+    lines += [f"no device time: {error}" for error in blind]
+    return ["", *lines] if lines else []
 
 
-def aligned(lines: Sequence[Sequence[str]], text_columns: Sequence[bool]) -> list[str]:
-    """Lines of cells as lines of text: text to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+def kernels(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
+    """Lines below a table: the device time of each row by kernel, those of the loop included."""
+    lines = []
+    for row in rows:
+        if device := row.get("device"):
+            lines += ["", f"{name(row)}: device us by kernel"]
+            lines += [f"{us:10.1f}  {kernel}" for kernel, us in device["by_kernel_us"].items()]
+    return lines or ["", "no device time by kernel: nothing saw the devices' kernels"]
+
+
+def fixed_width(
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    text: Collection[str] = (),
+    nothing: Sequence[str] | None = None,
+) -> list[str]:
+    """Cells as lines of text: the columns named in `text` to the left, numbers to the right.
+
+    A column is left out if every cell of it is empty, or what `nothing` has for it.
+    """
+    usual = nothing or [""] * len(header)
+    kept = [i for i in range(len(header)) if any(line[i] not in ("", usual[i]) for line in lines)]
+    chosen = [[line[i] for i in kept] for line in [header, *lines]]
+    widths = [max(map(len, column)) for column in zip(*chosen, strict=True)]
     out = []
-    for line in lines:
+    for line in chosen:
         padded = [
-            cell.ljust(width) if is_text else cell.rjust(width)
-            for cell, width, is_text in zip(line, widths, text_columns, strict=True)
+            cell.ljust(width) if header[i] in text else cell.rjust(width)
+            for i, cell, width in zip(kept, line, widths, strict=True)
         ]
         out.append("  ".join(padded).rstrip())
     return out
@@ -85,6 +116,51 @@ def plot(rows: Sequence[Row], path: str) -> None:
     plt.close(figure)
 
 
+def bars(
+    rows: Sequence[Row],
+    path: str,
+    *,
+    panel: str,
+    group: Callable[[Row], str],
+    bar: str,
+    height: str,
+    label: str,
+) -> None:
+    """Bars: a panel for each value of one key, a group of bars in it, a bar for each of another.
+
+    `height` is the key of what is drawn, nothing where a row lacks it, and `label` names it.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = list(dict.fromkeys(group(row) for row in rows))
+    names = list(dict.fromkeys(row[bar] for row in rows))
+    panels = list(dict.fromkeys(row[panel] for row in rows))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(2 + 2.5 * len(groups) * len(panels), 4.5), squeeze=False
+    )
+    width = 0.8 / len(names)
+    for axis, title in zip(axes[0], panels, strict=True):
+        for number, name in enumerate(names):
+            found = {
+                group(row): row.get(height) or 0.0
+                for row in rows
+                if (row[panel], row[bar]) == (title, name)
+            }
+            places = [i + (number - (len(names) - 1) / 2) * width for i in range(len(groups))]
+            drawn = axis.bar(places, [found.get(g, 0.0) for g in groups], width, label=name)
+            axis.bar_label(drawn, fmt="{:.2g}", fontsize=6)
+        axis.set_xticks(range(len(groups)), groups, fontsize="small")
+        axis.set(title=title.replace("_", " "), ylabel=label)
+        axis.grid(visible=True, axis="y", alpha=0.3)
+    axes[0][0].legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def _cell(row: Row, key: str) -> str:
     wall, device = row.get("wall") or {}, row.get("device") or {}
     value: Any
@@ -100,8 +176,12 @@ def _cell(row: Row, key: str) -> str:
         value = row["wire_bytes"] / 1e6 if "wire_bytes" in row else None
     else:
         value = row.get(key)
+    if key == "checked":
+        return "yes" if value else ""
     if value is None:
         return ""
+    if key == "rows":
+        return f"{value:.0f}"
     if key == "link_fraction":
         return f"{value:.0%}"
     if key == "speedup_over_ragged":

@@ -42,6 +42,10 @@ class WallTime(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of(cls, times: Sequence[float]) -> WallTime:
+        return cls(statistics.median(times), min(times), max(times))
+
 
 class DeviceTime(NamedTuple):
     """Microseconds that one call keeps the device busy: the sum of everything it launches.
@@ -126,13 +130,14 @@ class Loop:
         return jax.jit(self._step)(self.state)
 
     def wall_time(self, repeats: int) -> WallTime:
+        self.run()
+        return WallTime.of([self.run() for _ in range(repeats)])
+
+    def run(self) -> float:
+        """Runs the loop once: microseconds of one iteration."""
+        start = time.perf_counter()
         jax.block_until_ready(self.compiled(self.state))
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            jax.block_until_ready(self.compiled(self.state))
-            times.append((time.perf_counter() - start) / self.iterations * 1e6)
-        return WallTime(statistics.median(times), min(times), max(times))
+        return (time.perf_counter() - start) / self.iterations * 1e6
 
     def device_time(
         self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS, spaced: bool = True
