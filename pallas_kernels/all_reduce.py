@@ -25,7 +25,7 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
 
     def body(x_ref, out_ref):
         def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, where, stagger=plan.stagger)
+            total = tiles.sum_of_ranks(fabric, x_ref, where)
             tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
         Tiles(size, x.dtype, plan).each(reduce_tile)
@@ -42,7 +42,7 @@ def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         rank = fabric.rank()
 
         def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, rank, where, stagger=plan.stagger)
+            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
             tiles.put(fabric, out_ref, (rank, where), total.astype(x.dtype))
 
         Tiles(size, x.dtype, plan).each(reduce_tile)

@@ -227,7 +227,7 @@ class _Combine:
         fabric, window, top_k, num_ranks = self.fabric, self.window, self.top_k, self.num_ranks
         num_slots, step_tokens = self.plan.num_slots, self.plan.step_tokens
         first_token, end_token = self._range()[:2]
-        offset = self.plan.peer_offset(fabric.rank(), lax.axis_index("block"))
+        offset = fb.first_peer(fabric)
         owners = [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
 
         def open_slot(used, kind, owner, token):

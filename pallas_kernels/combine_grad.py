@@ -177,7 +177,7 @@ class _CombineGrad:
 
     def _owner(self, i: jax.Array | int) -> jax.Array:
         """The i-th rank that this block turns to."""
-        offset = self.plan.peer_offset(self.fabric.rank(), lax.axis_index("block"))
+        offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
 
     def _scout(

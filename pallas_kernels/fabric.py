@@ -6,7 +6,8 @@ give the same body two ways to run:
   Mesh     each rank is a device of a mesh; a peer's buffer is a remote reference.
   Stacked  all ranks' buffers are stacked along a leading axis of one array and the rank is a grid
            axis: on one GPU, or on a CPU in Pallas' GPU interpreter with race detection. It has no
-           semaphores, so a kernel with a rendezvous in its middle runs there stage by stage.
+           semaphores, so a kernel with a rendezvous in its middle runs there stage by stage;
+           `tests/simulator.py` makes a fabric of it that runs whole kernels, all ranks at once.
 
 A block talks only to the blocks of its own index on other ranks. So a grid may be larger than the
 GPU without a deadlock, as long as every rank starts its blocks in order.
@@ -283,6 +284,11 @@ def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
         bins[...] += jnp.where(jnp.arange(bins.shape[0]) < num_bins, found, 0)
     else:
         ptx.count(bins, values, num_bins)
+
+
+def first_peer(fabric: Fabric) -> jax.Array:
+    """Where a block starts on its round over the ranks, modulo N, so that no link is crowded."""
+    return fabric.rank() + lax.axis_index("block")
 
 
 def any_of(places: Sequence[jax.Array]) -> jax.Array:

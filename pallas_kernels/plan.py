@@ -25,7 +25,6 @@ class Plan:
       num_slots: rows that the ring in shared memory holds.
       store_lag: how many slots may wait for their outgoing writes to be read.
       window_tokens: tokens whose routes a block holds in shared memory at a time.
-      stagger_blocks: whether the blocks of a rank start at different peers, or at the same.
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
       mailbox_steps: steps that an owner's mailbox holds (combine).
@@ -36,7 +35,6 @@ class Plan:
     num_slots: int
     store_lag: int = 1
     window_tokens: int = 16
-    stagger_blocks: bool = True
     step_tokens: int = 1
     num_copy_slots: int = 2
     mailbox_steps: int = 2
@@ -47,10 +45,6 @@ class Plan:
             raise ValueError(f"store_lag must be less than num_slots, but the plan is {self}.")
         if self.mailbox_steps < 2:  # a step is announced when the next one is under way
             raise ValueError(f"mailbox_steps must be at least 2, but the plan is {self}.")
-
-    def peer_offset(self, rank: jax.Array, block: jax.Array) -> jax.Array:
-        """Where a block starts on its round over the peers, so that no link is crowded."""
-        return rank + block if self.stagger_blocks else rank
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)

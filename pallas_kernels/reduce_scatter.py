@@ -20,7 +20,7 @@ def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
         rank = fabric.rank()
 
         def reduce_tile(_, where):
-            total = tiles.sum_of_ranks(fabric, x_ref, rank, where, stagger=plan.stagger)
+            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
             tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
         Tiles(size, x.dtype, plan).each(reduce_tile)

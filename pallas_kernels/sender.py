@@ -117,7 +117,7 @@ class Sender:
     def peers(self) -> list[jax.Array]:
         """All ranks, in the order in which this block turns to them."""
         num_ranks = self.fabric.num_ranks
-        offset = self.plan.peer_offset(self.fabric.rank(), lax.axis_index("block"))
+        offset = fb.first_peer(self.fabric)
         return [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
 
     def fetch_first(self, x: Any, **scratch: Any) -> None:

@@ -37,13 +37,11 @@ class Plan:
       num_blocks: thread blocks per rank.
       num_warpgroups: warpgroups per block.
       num_vectors: of 16 bytes that each thread holds of one rank at a time.
-      stagger: whether each rank begins to read at another peer, or all at the same one.
     """
 
     num_blocks: int
     num_warpgroups: int = 4
     num_vectors: int = 1
-    stagger: bool = True
 
 
 def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
@@ -105,14 +103,14 @@ def store(fabric: fb.Fabric, ref: Any, tile: jax.Array) -> None:
     vectors.store(fabric, [ref], tile, vectors.length(ref.dtype))
 
 
-def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any, stagger: bool = True) -> jax.Array:
+def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
     """float32 sum over ranks of the tile at `indices` of each rank's `ref`, in rank order.
 
     Every rank that computes it gets the same bits. They begin to read at different peers, or all
     of them would crowd one link.
     """
     num_ranks = fabric.num_ranks
-    stagger = stagger and num_ranks > 2 and not fabric.interpret
+    stagger = num_ranks > 2 and not fabric.interpret
     first = fabric.rank() if stagger else jnp.int32(0)
     peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
     parts = [load(fabric, fabric.peer(ref, peer).at[indices]) for peer in peers]

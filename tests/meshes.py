@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 RANK_COUNTS = (1, 2, 4, 8)
 
@@ -22,3 +22,11 @@ def mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
     if len(devices) < size:
         pytest.skip(f"needs {size} devices, this machine has {len(devices)}")
     return Mesh(np.asarray(devices[:size]).reshape(shape), axis_names)
+
+
+def cuda_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh | AbstractMesh:
+    """To lower a program for GPUs; there need not be any, and where enough are, it is of them."""
+    size = int(np.prod(shape))
+    if jax.default_backend() == "gpu" and jax.device_count() >= size:
+        return mesh(shape, axis_names)
+    return AbstractMesh(shape, axis_names, axis_types=(AxisType.Auto,) * len(shape))

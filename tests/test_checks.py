@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import cuda_mesh
 
 import jax_ep
 from jax_ep import checks, moe, routing
@@ -25,7 +25,7 @@ CONFIG = moe.MoEConfig(num_experts=4, num_experts_per_token=2)
 
 def on_ranks(function: Any) -> None:
     """Traces `function` on two ranks."""
-    mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((2,), ("expert",))
 
     def run(x: jax.Array) -> jax.Array:
         function()

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import RANK_COUNTS, expert_mesh, mesh
+from meshes import RANK_COUNTS, cuda_mesh, expert_mesh, mesh
 
 import jax_ep.cli
 from jax_ep import collectives, collectives_table, multicast
@@ -222,7 +221,7 @@ def test_types_vary_as_those_of_lax():
             return out
 
         axes = ("data", "expert")
-        small = AbstractMesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2)
+        small = cuda_mesh((2, 2), axes)
         jax.eval_shape(
             jax.shard_map(note, mesh=small, in_specs=P(axes), out_specs=P(axes), check_vma=True),
             jax.ShapeDtypeStruct((16, 2), jnp.float32),
@@ -381,7 +380,7 @@ def test_an_algorithm_that_cannot_serve_says_why(op, algorithm):
 
 
 def lower_for_cuda(apply, shape, dtype, num_ranks: int = 2) -> str:
-    small = AbstractMesh((num_ranks,), (AXIS,), axis_types=(AxisType.Auto,))
+    small = cuda_mesh((num_ranks,), (AXIS,))
     mapped = jax.shard_map(apply, mesh=small, in_specs=SHARDED, out_specs=SHARDED, check_vma=False)
     x = jax.ShapeDtypeStruct(shape, dtype)
     return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
@@ -401,7 +400,7 @@ def test_payloads_that_the_kernels_cannot_sum_are_refused():
 
 
 def test_kernels_are_refused_where_shard_map_leaves_axes_out():
-    small = AbstractMesh((2, 2), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    small = cuda_mesh((2, 2), ("data", AXIS))
 
     def lower(algorithm):
         mapped = jax.shard_map(
@@ -428,7 +427,7 @@ def test_nothing_is_chosen_for_a_machine_that_is_not_here():
 
 
 def test_the_jaxpr_names_the_collective():
-    small = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+    small = cuda_mesh((2,), (AXIS,))
     for op in LINEAR:
         mapped = jax.shard_map(
             function(op), mesh=small, in_specs=SHARDED, out_specs=SHARDED, check_vma=False

@@ -19,6 +19,7 @@ from contract import assert_bitwise_equal, routing, small_integers, small_weight
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import cuda_mesh
 
 import jax_ep
 from jax_ep import reference, routes, xla_exchange
@@ -244,7 +245,7 @@ def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:
     ids=str,
 )
 def test_the_programs_for_gpus_lower(work):
-    mesh = AbstractMesh((work.num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((work.num_ranks,), ("expert",))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]
     fabric = work.fabric(seed=0)
     for function, times in (
@@ -261,7 +262,7 @@ def test_the_programs_for_gpus_lower(work):
 def test_the_programs_give_as_many_results_as_xla(kind):
     """What the tests on GPUs compare is of the same shapes and types, for all that has a name."""
     work = Work(2, kind=kind)
-    mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((2,), ("expert",))
     inputs = work.inputs()
     kernels = on_all_ranks(lambda *a: work.by_kernels(work.fabric(), *a), mesh)
     by_xla = on_all_ranks(work.by_xla, mesh)
@@ -299,7 +300,7 @@ def test_a_device_knows_its_rank(sizes, names):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_wait_that_gives_up_names_op_rank_and_peer(num_ranks):
     work = Work(num_ranks)
-    mesh = AbstractMesh((num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((num_ranks,), ("expert",))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]
     program = on_all_ranks(lambda *inputs: work.by_kernels(work.fabric(), *inputs), mesh)
     text = program.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

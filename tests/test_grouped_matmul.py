@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import cuda_mesh
 
 from jax_ep.grouped_matmul import (
     IMPLEMENTATIONS,
@@ -300,7 +300,7 @@ def test_what_no_kernel_multiplies_lowers_without_one(shape, dtype):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("implementation", [None, "pallas", "mosaic"])
 def test_lowers_for_cuda_inside_shard_map(implementation, check_vma):
-    mesh = AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    mesh = cuda_mesh((2, 4), ("data", "expert"))
 
     @functools.partial(
         jax.shard_map,

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from contract import AXIS
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import RANK_COUNTS, expert_mesh
+from meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 
 import jax_ep
 import jax_ep.cli
@@ -290,7 +289,7 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
         pytest.skip("not whole blocks")
     model = MODEL | {"num_tokens": num_tokens, "hidden": hidden, "capacity": num_tokens * 9}
     way = dict(layout=layout, wire_dtype=wire_dtype, output=output)
-    mesh = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((8,), (AXIS,))
     run, arguments = operation(name, "pallas", model, dtype, mesh, **way)
     text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     kernels = _KERNEL.findall(text)

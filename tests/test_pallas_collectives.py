@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from meshes import RANK_COUNTS, expert_mesh
+from meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from simulator import interpret, interpreted, simulate, simulated, simulated_ranks, stacked
 
 from jax_ep import collectives, pallas_collectives
@@ -170,7 +169,7 @@ SHARDED, REPLICATED = P(AXIS), P()
 
 
 def lower_for_cuda(function, num_ranks, *shapes, out_specs=SHARDED, in_specs=SHARDED) -> str:
-    mesh = AbstractMesh((num_ranks,), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((num_ranks,), (AXIS,))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
     return jax.jit(mapped).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 

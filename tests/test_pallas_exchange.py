@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import cuda_mesh
 
 import jax_ep
 from jax_ep import pallas_exchange, xla_exchange
@@ -49,7 +50,7 @@ def ranks(num_ranks: int) -> dict[str, Any]:
 def lowered(shapes: Shapes, implementation: str | None, function: Any) -> str:
     """The program of `function(shapes, implementation, x, topk_idx, weights)`, for CUDA."""
     names, sizes = zip(*shapes.mesh, strict=True)
-    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = cuda_mesh(sizes, names)
 
     def on_one_rank(*arrays: jax.Array) -> Any:
         return function(shapes, implementation, *arrays)
@@ -196,7 +197,7 @@ def test_a_mesh_axis_may_be_left_out_of_shard_map(implementation):
 
     sharded = jax.shard_map(
         on_one_rank,
-        mesh=AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2),
+        mesh=cuda_mesh((2, 4), ("data", "expert")),
         in_specs=P("expert"),
         out_specs=P("expert"),
         axis_names={"expert"},
@@ -226,7 +227,7 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
         jax.eval_shape(
             jax.shard_map(
                 types,
-                mesh=AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,)),
+                mesh=cuda_mesh((2,), ("expert",)),
                 in_specs=P("expert"),
                 out_specs=P("expert"),
                 check_vma=False,
@@ -308,9 +309,17 @@ def test_settings_that_make_no_sense_are_refused(variable, value, monkeypatch):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
-@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1), slice(2, 4)])
-def test_only_the_first_devices_in_their_order_are_served(order):
-    """Mosaic knows a peer by its number; where that is not its rank, None goes through XLA."""
+@pytest.mark.parametrize(
+    ("order", "served"),
+    [
+        (slice(None), True),
+        (slice(None, None, -1), True),
+        ([2, 0, 3, 1], True),
+        (slice(2, 4), False),
+    ],
+)
+def test_the_first_devices_are_served_in_any_order(order, served):
+    """Mosaic knows a peer by its place in the mesh; of other devices, None goes through XLA."""
     devices = np.asarray(jax.devices()[:4])[order]
     mesh = jax.sharding.Mesh(devices, ("expert",))
     function = functools.partial(forward, Shapes(8, 64, 2, 8), None)
@@ -322,14 +331,28 @@ def test_only_the_first_devices_in_their_order_are_served(order):
         jax.ShapeDtypeStruct((rows, 2), jnp.float32),
     )
     text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert bool(kernels(text)) == (order == slice(None))
+    assert bool(kernels(text)) == served
+    places = ",".join(map(str, range(len(devices))))
+    assert not served or f'xla_replica_ids = "{places}"' in text
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
-@pytest.mark.parametrize("gpus_are_here", [True, False])
-def test_an_abstract_mesh_hides_the_devices_order(gpus_are_here, monkeypatch):
-    """Where the program is to run, rows might go to other ranks than they are meant for."""
-    if gpus_are_here:
+@pytest.mark.parametrize(("num_gpus", "served"), [(0, True), (2, True), (1, True), (8, False)])
+def test_an_abstract_mesh_may_hide_which_devices_it_is_of(num_gpus, served, monkeypatch):
+    """Of all GPUs here it is clear; and a larger mesh than the machine is for another one."""
+    if num_gpus:
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "device_count", lambda: num_gpus)
+        devices = jax.devices()[:num_gpus]
+        monkeypatch.setattr(jax, "devices", lambda: devices)
         monkeypatch.setattr("jax_ep.primitives.pallas_unavailable_reason", lambda *_: None)
-    assert bool(kernels(lowered(Shapes(8, 64, 2, 8), None, forward))) != gpus_are_here
+    mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    function = functools.partial(forward, Shapes(8, 64, 2, 8), None)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    arrays = (
+        jax.ShapeDtypeStruct((16, 64), jnp.float32),
+        jax.ShapeDtypeStruct((16, 2), jnp.int32),
+        jax.ShapeDtypeStruct((16, 2), jnp.float32),
+    )
+    text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert bool(kernels(text)) == served

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract import assert_bitwise_equal, assert_equal
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import cuda_mesh
 from simulator import simulate, simulated, simulated_ranks
 from stacked import Problem, rank_combine, rank_dispatch
 
@@ -90,7 +90,7 @@ def test_combine_of_quantized_sums(case):
 )
 def test_lowers_to_the_kernels(num_ranks, shape, dtype):
     num_tokens, hidden, top_k, num_experts = shape
-    mesh = AbstractMesh((num_ranks,), ("expert",), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((num_ranks,), ("expert",))
 
     def loss(x, topk_idx, weights, wire_dtype):
         def on_one_rank(x, topk_idx, weights):

@@ -64,9 +64,3 @@ def test_padding():
     assert [align_up(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
     padded = pad_last(jnp.ones((2, 3), jnp.int32), 2, 7)
     np.testing.assert_array_equal(padded, [[1, 1, 1, 7, 7]] * 2)
-
-
-def test_peers_are_visited_in_turn():
-    ranks, block = jnp.arange(4), jnp.int32(1)
-    for plan, first in ((Plan(2, 2), 1), (Plan(2, 2, stagger_blocks=False), 0)):
-        np.testing.assert_array_equal(plan.peer_offset(ranks, block), first + np.arange(4))

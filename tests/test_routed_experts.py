@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract import AXIS, Case, implementations, most_ranks, per_rank, routing
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import cuda_mesh
 
 import jax_ep
 from jax_ep import reference
@@ -285,7 +286,7 @@ def test_what_is_kept_and_what_is_computed_again():
 def test_lowers_for_cuda_without_float32_rows(check_vma):
     """Nothing of receive-buffer size is made in float32 but within one fused pass of the gate."""
     ranks, tokens, hidden, mlp, capacity = 8, 256, 512, 256, 1152
-    mesh = AbstractMesh((ranks,), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((ranks,), (AXIS,))
     case = Case(ranks, tokens, hidden, 4, 32, "bfloat16", capacity, 1)
 
     @functools.partial(

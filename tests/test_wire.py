@@ -28,8 +28,8 @@ from contract import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from meshes import cuda_mesh
 
 import jax_ep
 from jax_ep import reference, wire
@@ -370,7 +370,7 @@ def test_quantized_rows_refuse_a_gradient():
 
 def lower_for_gpus(function: Any, *shapes: Any) -> str:
     """The program as GPUs would run it; no GPU is needed."""
-    mesh = AbstractMesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    mesh = cuda_mesh((8,), (AXIS,))
     run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     return run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
