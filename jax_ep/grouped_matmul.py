@@ -23,13 +23,13 @@ from jax_ep.primitives import vary_alike
 Implementation = Literal["pallas", "mosaic", "tokamax", "xla", "loop"] | None
 IMPLEMENTATIONS = ("pallas", "mosaic", "tokamax", "xla", "loop")
 
-# What None tries, in this order, by the platform that the program is lowered for. On a Hopper GPU
-# Measured on an H200 at [32768, 7168] x [32, 7168, 2048] (forward, dlhs, drhs; WORKSPACE_NOTES.md):
-# "pallas" reaches 90, 90 and 87 % of a dense matmul, "mosaic" 57, 46 and 64, "xla" 3. tokamax's
-# published H100 tuning data has its product at 460 TFLOP/s and its drhs at 110.
+# What None tries, in this order, by the platform that the program is lowered for. Measured on an
+# H200 at [32768, 7168] x [32, 7168, 2048] (product, dlhs, drhs; WORKSPACE_NOTES.md), in per cent of
+# a dense matmul: "pallas" 90, 90 and 87, "mosaic" 57, 46 and 64, "xla" 3, 3 and 3; and tokamax
+# 0.0.17 38, 39 and, with wrong sums, 25, which is why None leaves it out.
 _PREFERENCE = {
     "cpu": ("loop",),
-    "cuda": ("pallas", "mosaic", "tokamax", "xla"),
+    "cuda": ("pallas", "mosaic", "xla"),
 }
 _PREFERENCE_ELSEWHERE = ("xla",)
 
@@ -62,7 +62,8 @@ def grouped_matmul(
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64.
         "mosaic"  JAX's own Pallas kernels, likewise.
-        "tokamax" the `ragged_dot` of the package tokamax, on the GPUs and TPUs it serves.
+        "tokamax" the `ragged_dot` of the package tokamax, on the GPUs and TPUs it serves, and
+                  `jax.lax`'s for the gradient of rhs. None never picks it.
         "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
         "loop"    a loop over groups and tiles of their rows; any platform, made for CPUs.
         None      the best of them that serves the operands on the platform the program is
@@ -208,7 +209,7 @@ def _operands_reason(name: str, matrix_shape: tuple[int, ...], dtype: Any) -> st
     if name in ("pallas", "mosaic"):
         return kernels.hopper_unavailable_reason(matrix_shape, dtype)
     if name == "tokamax":
-        return kernels.tokamax_unavailable_reason()
+        return kernels.tokamax_unavailable_reason(matrix_shape, dtype)
     return None
 
 
