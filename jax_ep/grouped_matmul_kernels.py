@@ -344,6 +344,7 @@ def _core_count() -> int:
 
 # ---- "tokamax": its ragged_dot, where the package is installed -------------------------------
 
+
 def tokamax_unavailable_reason(matrix_shape: tuple[int, ...], dtype: Any) -> str | None:
     """Why tokamax cannot be used for matrices [H, F], or None."""
     if importlib.util.find_spec("tokamax") is None:

@@ -108,14 +108,12 @@ def test_wire_rows_are_those_of_the_reference():
 def test_nothing_is_hoisted_out_of_the_loop():
     mesh = meshes.expert_mesh(2)
     x = np.ones((2, 8), np.float32)
-    loop = timing.Loop(
-        lambda x: x, lambda x: (lax.psum(jnp.sin(x), "expert"), x + 1), (x,), mesh, 10
-    )
+    loop = timing.Loop(lambda x: x, lambda x: (lax.psum(3 * x, "expert"), x + 1), (x,), mesh, 10)
     text = loop.compiled.as_text()
     (body,) = re.findall(r"while\(.*body=%?([\w.\-]+)", text)
     start = text.index(f"\n%{body} ") if f"\n%{body} " in text else text.index(f"\n{body} ")
     assert "all-reduce" in text[start : text.index("\n}", start)]
-    np.testing.assert_allclose(loop.outputs()[0], 2 * np.sin(np.ones((2, 1, 8))), rtol=1e-6)
+    np.testing.assert_array_equal(loop.outputs()[0], np.full((2, 1, 8), 6))
     wall = loop.wall_time(repeats=2)
     assert 0 < wall.low <= wall.median <= wall.high
 

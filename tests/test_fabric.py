@@ -325,7 +325,7 @@ def test_ranks_out_of_step_change_nothing(kind, num_ranks, top_k):
     mesh = Mesh(np.asarray(jax.devices()[:num_ranks]), ("expert",))
     inputs = work.inputs()
     expected = jax.device_get(on_all_ranks(work.by_xla, mesh)(*inputs, *quantized(inputs[0])))
-    for seed in (None, 0, 1, 2, 3):
+    for seed in (None, 0, 1):  # a program for each
         fabric = work.fabric(seed)
         program = on_all_ranks(lambda *args, fabric=fabric: work.by_kernels(fabric, *args), mesh)
         results = jax.device_get(program(*inputs))
