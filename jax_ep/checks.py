@@ -76,6 +76,8 @@ def described(value: Any) -> str:
 def check_integer(name: str, value: int, least: int = 1, most: int | None = None) -> int:
     """A static integer from `least` to `most`; a traced value or a float is none."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         value = operator.index(value)
     except Exception as error:
         raise TypeError(f"{name} must be a static integer, but is {value!r}.") from error

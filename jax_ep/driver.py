@@ -22,7 +22,7 @@ def _libcuda() -> ctypes.CDLL | None:
 
 
 def cuda_version() -> str | None:
-    """The newest CUDA version that the installed driver serves, as "13.0"; None: no driver."""
+    """The newest CUDA version that the driver serves, as "13.0"; None without driver or GPU."""
     library, version = _libcuda(), ctypes.c_int()
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return None

@@ -390,7 +390,8 @@ def _along(
 
 
 # The custom gradients. dispatch and combine are each other's transposes, so each one's backward
-# pass is a call of the other over the same routes.
+# pass is a call of the other over the same routes; that of a weighted combine is a call of its own,
+# as the weights have a gradient too.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -453,14 +454,37 @@ def _weighted_combine_fwd(config, y, weights, route):
 
 def _weighted_combine_bwd(config, residuals, g):
     y, weights, route = residuals
-    config = config.of_cotangents
-    dy, dweights = primitives.combine_grad(
-        g, weights, y, route, wire_dtype=config.wire_dtype, **config.parameters
-    )
-    return dy, dweights, None
+    return *_weighted_combine_grad(config.of_cotangents, g, weights, y, route), None
 
 
 _weighted_combine.defvjp(_weighted_combine_fwd, _weighted_combine_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_combine_grad(
+    config: _Exchange, g: jax.Array, weights: jax.Array, y: jax.Array, route: Routes
+) -> tuple[jax.Array, jax.Array]:
+    """dy = w g and dweights = <g, y>: linear in each, so its gradient is made of the same."""
+    return primitives.combine_grad(
+        g, weights, y, route, wire_dtype=config.wire_dtype, **config.parameters
+    )
+
+
+def _weighted_combine_grad_fwd(config, g, weights, y, route):
+    return _weighted_combine_grad(config, g, weights, y, route), (g, weights, y, route)
+
+
+def _weighted_combine_grad_bwd(config, residuals, cotangents):
+    g, weights, y, route = residuals
+    ddy, ddweights = cotangents
+    config = config.of_cotangents
+    dg = _weighted_combine(config, ddy, weights, route)
+    dg += _weighted_combine(config, y, ddweights, route)
+    dy, dweights = _weighted_combine_grad(config, g, ddweights, ddy, route)
+    return dg, dweights, dy, None
+
+
+_weighted_combine_grad.defvjp(_weighted_combine_grad_fwd, _weighted_combine_grad_bwd)
 
 
 def _check_handle(handle: Handle) -> None:

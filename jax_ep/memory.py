@@ -346,7 +346,6 @@ def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
     )
     return {
         "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
-        "weights' gradient": _WORD * shape.num_tokens * shape.top_k,
         "padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity),  # g, y and dy
     }
 

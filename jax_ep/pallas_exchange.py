@@ -22,7 +22,7 @@ from pallas_kernels import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import Mesh
 from pallas_kernels.plan import LANES, SHARED_MEMORY_BYTES, Plan, Tiling, align_up
 from pallas_kernels.quantize import BLOCK, ROW_MULTIPLE
-from pallas_kernels.sender import Payload
+from pallas_kernels.sender import Payload, parts_of_row
 
 AxisName = tuple[str, ...]
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -312,16 +312,9 @@ class _Rows:
     wire_dtype: jnp.dtype | None
 
     @property
-    def parts(self) -> list[tuple[int, jax.typing.DTypeLike]]:
-        """Of a row on its way: columns and dtype of each."""
-        if self.wire_dtype is None:
-            return [(self.hidden, self.dtype)]
-        return [(self.hidden, self.wire_dtype), (self.hidden // BLOCK, jnp.float32)]
-
-    @property
     def copy_bytes(self) -> int:
         """Of a row on its way."""
-        return sum(columns * jnp.dtype(dtype).itemsize for columns, dtype in self.parts)
+        return wire.row_bytes(self.hidden, self.dtype, self.wire_dtype)
 
     @property
     def slot_bytes(self) -> int:
@@ -331,7 +324,8 @@ class _Rows:
 
     def room(self, words: int) -> int:
         """Bytes beside so many words, and a row of zeros."""
-        zeros = sum(Tiling.of(*part).padded * jnp.dtype(part[1]).itemsize for part in self.parts)
+        parts = parts_of_row(self.hidden, self.dtype, self.wire_dtype)
+        zeros = sum(Tiling.of(*part).padded * jnp.dtype(part[1]).itemsize for part in parts)
         return SHARED_MEMORY_BYTES - 4 * words - _PADDING_BYTES - zeros
 
     def beside(self, words: int) -> int:
@@ -376,8 +370,8 @@ def rank_dispatch_plan(
     num_tokens, hidden = x.shape
     choices = align_up(_WINDOW_TOKENS * list_words, LANES)
     choices += num_ranks * align_up(2 * list_words, LANES)
-    words = choices + 2 * num_ranks * (list_words + 1)
-    num_slots = min(_MAX_SLOTS, _Rows(hidden, x.dtype, wire_dtype).beside(words))
+    lists = _MAX_SLOTS * num_ranks * list_words
+    num_slots = min(_MAX_SLOTS, _Rows(hidden, x.dtype, wire_dtype).beside(choices + lists))
     return Plan(
         num_blocks=_num_blocks("dispatch", num_tokens),
         num_slots=num_slots,

@@ -34,6 +34,7 @@ from jax.interpreters import batching, mlir
 
 from jax_ep import driver, pallas_exchange, wire, xla_exchange
 from jax_ep.routes import Layout, RankRoutes, Routes
+from pallas_kernels.plan import SHARED_MEMORY_BYTES
 
 Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -54,6 +55,12 @@ def pallas_unavailable_reason(devices: list[jax.Device] | None = None) -> str | 
             return (
                 f"it needs compute capability 9.0 or newer, and {device.device_kind} has "
                 f"{capability}"
+            )
+        shared = getattr(device, "shared_memory_per_block_optin", SHARED_MEMORY_BYTES)
+        if shared < SHARED_MEMORY_BYTES:
+            return (
+                f"it needs {SHARED_MEMORY_BYTES} bytes of shared memory for a thread block, and "
+                f"{device.device_kind} has {shared}"
             )
     return _peers_unavailable_reason(devices)
 
@@ -394,7 +401,10 @@ def _exchange_serving(implementation: Implementation, reason: str | None) -> Any
     if reason is None:
         return pallas_exchange
     if implementation == "pallas":
-        raise ValueError(f'implementation="pallas" cannot serve here: {reason}.')
+        raise ValueError(
+            f'implementation="pallas" cannot serve here: {reason}. '
+            "implementation=None picks one that does."
+        )
     return xla_exchange
 
 

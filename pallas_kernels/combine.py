@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fabric as fb
 from pallas_kernels import quantize
 from pallas_kernels.plan import Plan, Tiling, Window
+from pallas_kernels.sender import parts_of_row
 
 # What a slot of the ring holds. A sum of one row is both first and last.
 _FIRST, _LAST, _NO_ROW, _END_OF_STEP = 1, 2, 4, 8
@@ -151,10 +152,7 @@ class _Combine:
         return min(self.plan.mailbox_steps, self.steps_per_block)
 
     def _parts(self, hidden: int) -> list[tuple[int, Any]]:
-        """What a sum consists of on its way: columns and dtype of each."""
-        if self.wire_dtype is None:
-            return [(hidden, self.dtype)]
-        return [(hidden, self.wire_dtype), (hidden // quantize.BLOCK, jnp.float32)]
+        return parts_of_row(hidden, self.dtype, self.wire_dtype)
 
     @property
     def parts(self) -> list[tuple[int, Any]]:

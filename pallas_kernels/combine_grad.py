@@ -3,7 +3,8 @@
 Each block serves a range of tokens of every owner, with three warpgroups:
 
   scout    finds the rows of each (owner, token), and fetches the token's cotangent from its owner
-           and the rows of y, each into a ring in shared memory;
+           and the rows of y, each into a ring in shared memory; of dropped choices it writes zeros
+           to the owner's dweights;
   weigher  multiplies a cotangent with each of its rows: the sum over the columns goes to the
            owner's dweights, and the cotangent times the weight takes the row's place in the ring
            and goes to its place in dy;
@@ -294,7 +295,7 @@ class _CombineGrad:
             values = [
                 fabric.peer(weights, owner).at[pl.ds(start, window.width)][...] for owner in owners
             ]
-            fabric.barrier()  # the window before this one has been read
+            # The end of the window before this one was a rendezvous of this warpgroup.
             for i, owner in enumerate(owners):
                 window_weights[owner] = values[i]
             fabric.barrier()

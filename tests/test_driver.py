@@ -27,6 +27,7 @@ class Gpu:
     process_index: int = 0
     compute_capability: str = "9.0"
     device_kind: str = "GPU"
+    shared_memory_per_block_optin: int = 227 * 1024
 
 
 @dataclasses.dataclass
@@ -78,6 +79,16 @@ def test_peer_access_of_all_pairs_serves(install):
     install(Driver())
     assert pallas_unavailable_reason(gpus(0, 1, 2, 3)) is None
     assert driver.peer_access([0, 1]) == ((True, True), (True, True))
+
+
+def test_gpus_with_little_shared_memory_are_refused(install):
+    install(Driver())
+    (small,) = gpus(0)
+    small = dataclasses.replace(
+        small, compute_capability="12.0", shared_memory_per_block_optin=99 * 1024
+    )
+    reason = pallas_unavailable_reason([small])
+    assert reason is not None and "shared memory" in reason and "101376" in reason
 
 
 def test_a_missing_pair_is_named(install):

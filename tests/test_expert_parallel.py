@@ -563,6 +563,35 @@ def test_the_jaxpr_shows_the_primitives_and_has_no_effects(implementation: Imple
         assert not jaxpr.effects
 
 
+def test_second_derivatives(implementation):
+    """Of a loss that is nonlinear in rows and weights, along one direction."""
+    case = Case(most_ranks(2), 3, 64, 2, 4, "float32")
+    rng = np.random.default_rng(21)
+    topk_idx = routing("masked", case, rng)
+    x, vx, c = (rng.normal(size=(case.num_ranks, 3, 64)).astype(np.float32) for _ in range(3))
+    w, vw = (rng.normal(size=topk_idx.shape).astype(np.float32) for _ in range(2))
+
+    def on_one_rank(x: Any, topk_idx: Any, w: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation)
+        return jax_ep.combine(sent.tokens**3, sent.handle, w, implementation=implementation)
+
+    def plain(x: Any, topk_idx: Any, w: Any) -> Any:
+        return jnp.sum(jnp.where(topk_idx >= 0, w, 0), axis=-1, keepdims=True) * x**3
+
+    def along(forward: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            return jnp.sum(c * jnp.sin(forward(x, topk_idx, w)))
+
+        def slope(x: Any, w: Any) -> Any:
+            dx, dw = jax.grad(loss, (0, 1))(x, w)
+            return jnp.sum(dx * vx) + jnp.sum(dw * vw)
+
+        return jax.jit(jax.grad(slope, (0, 1)))(x, w)
+
+    for got, want in zip(along(per_rank(on_one_rank, case.num_ranks)), along(plain), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+
 # -------------------------------------------------------------------------- meshes of several axes
 
 

@@ -411,6 +411,8 @@ def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:
 @pytest.mark.parametrize("kind", meshes())
 def test_any_mesh_of_one_host(kind):
     """The kernels give what XLA gives; where devices are not the first ones, they refuse."""
+    if kind == "subset" and NUM_DEVICES < 4:
+        pytest.skip("needs a subset of two devices that are not the first")
     mesh, axis_name = meshes()[kind]()
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     num_ranks = int(np.prod([mesh.shape[name] for name in names]))

@@ -5,8 +5,8 @@ GPUs by CUPTI, which sees each kernel. Bandwidths are taken from the slowest ran
 where there is one and from the wall time elsewhere. "Rows" are those of a receive buffer that a
 token fills, mean over ranks: one for each (token, choice), in the rank layout for each (token,
 rank). Logical GB/s count these, wire GB/s those that cross; MB and GB are powers of ten. "Of link"
-is the time that the rows that must
-cross would take at the peer-to-peer copy bandwidth of the same run, over the time measured.
+is the time that the rows that must cross would take at the peer-to-peer copy bandwidth of the same
+run, over the time measured.
 """
 
 from __future__ import annotations

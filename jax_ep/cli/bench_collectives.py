@@ -320,7 +320,7 @@ def read_table(path: str) -> dict[str, Any]:
             f"--write_table: {path!r} holds no table to merge into: {error}"
         ) from error
     if not isinstance(found, dict):
-        raise flags.Error(f"--write_table: {path!r} holds no table to merge into, but a list")
+        raise flags.Error(f"--write_table: {path!r} holds no table to merge into")
     return found
 
 
