@@ -373,7 +373,7 @@ def rank_dispatch_plan(
     lists = _MAX_SLOTS * num_ranks * list_words
     num_slots = min(_MAX_SLOTS, _Rows(hidden, x.dtype, wire_dtype).beside(choices + lists))
     return Plan(
-        num_blocks=_num_blocks("dispatch", num_tokens),
+        num_blocks=_num_blocks("quantized_dispatch" if wire_dtype else "dispatch", num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
