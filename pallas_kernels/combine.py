@@ -140,12 +140,8 @@ class _Combine:
     wire_dtype: Any = None
 
     @property
-    def tokens_per_block(self) -> int:
-        return self.plan.tokens_per_block(self.num_tokens)
-
-    @property
     def steps_per_block(self) -> int:
-        return pl.cdiv(self.tokens_per_block, self.plan.step_tokens)
+        return pl.cdiv(self.plan.tokens_per_block(self.num_tokens), self.plan.step_tokens)
 
     @property
     def mailbox_steps(self) -> int:
@@ -212,11 +208,10 @@ class _Combine:
                 self._receive(topk_idx, mailbox, out, semaphores, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """This block's tokens, the same on every rank: first, end, number of steps."""
-        first = lax.axis_index("block") * self.tokens_per_block
-        end = jnp.minimum(first + self.tokens_per_block, self.num_tokens)
+        """This block's tokens: first, end, number of steps."""
+        first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         step_tokens = jnp.int32(self.plan.step_tokens)
-        return first, end, lax.div(jnp.maximum(end - first, 0) + step_tokens - 1, step_tokens)
+        return first, first + count, lax.div(count + (step_tokens - 1), step_tokens)
 
     def _scout(
         self, y, rows, weights, *, window_rows, window_weights, slots, slot_notes, slot_weights,
@@ -309,7 +304,7 @@ class _Combine:
             num_tokens = jnp.clip(end_token - window_token, 0, window.tokens)
             return lax.fori_loop(0, num_tokens, scout_token, used)
 
-        num_tokens = jnp.maximum(end_token - first_token, 0)
+        num_tokens = end_token - first_token
         num_windows = lax.div(num_tokens + (window.tokens - 1), jnp.int32(window.tokens))
         used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
         fb.drain(empty, used, num_slots)

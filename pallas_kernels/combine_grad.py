@@ -167,10 +167,9 @@ class _CombineGrad:
             self._fill(g, topk_idx, counts, dy, dweights, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array]:
-        """This block's tokens, the same on every rank: first, and end."""
-        tokens_per_block = self.plan.tokens_per_block(self.num_tokens)
-        first = lax.axis_index("block") * tokens_per_block
-        return first, jnp.clip(self.num_tokens, first, first + tokens_per_block)
+        """This block's tokens: first, and end."""
+        first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
+        return first, first + count
 
     def _num_windows(self) -> jax.Array:
         first, end = self._range()

@@ -49,6 +49,12 @@ class Plan:
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)
 
+    def tokens_of_block(self, block: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+        """The tokens that a block serves, the same on every rank: first, and how many."""
+        per_block = self.tokens_per_block(num_tokens)
+        first = block * per_block
+        return first, jnp.clip(num_tokens - first, 0, per_block)
+
 
 @dataclasses.dataclass(frozen=True)
 class Window:

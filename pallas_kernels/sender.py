@@ -105,10 +105,8 @@ class Sender:
         return types
 
     def range(self) -> tuple[jax.Array, jax.Array]:
-        """This block's tokens, the same on every rank: first, and how many."""
-        tokens_per_block = self.plan.tokens_per_block(self.num_tokens)
-        first = lax.axis_index("block") * tokens_per_block
-        return first, jnp.clip(self.num_tokens - first, 0, tokens_per_block)
+        """This block's tokens: first, and how many."""
+        return self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
 
     def num_steps(self) -> jax.Array:
         _, num_tokens = self.range()

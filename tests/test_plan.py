@@ -24,6 +24,12 @@ def test_blocks_cover_every_token(num_tokens, num_blocks):
     tokens_per_block = Plan(num_blocks, 2).tokens_per_block(num_tokens)
     assert num_blocks * tokens_per_block >= num_tokens
     assert num_blocks * (tokens_per_block - 1) < num_tokens
+    of_blocks = [
+        Plan(num_blocks, 2).tokens_of_block(jnp.int32(block), num_tokens)
+        for block in range(num_blocks)
+    ]
+    served = [int(first) + i for first, count in of_blocks for i in range(int(count))]
+    assert served == list(range(num_tokens))
 
 
 @pytest.mark.parametrize("num_blocks", [1, 5])
