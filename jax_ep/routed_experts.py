@@ -17,6 +17,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep import checks, primitives
 from jax_ep.expert_mlp import Activation, backward, check_operands, forward
@@ -95,11 +96,14 @@ def _backward(config, residuals, grad):
     grad_rows = dispatch_like(grad, handle, implementation=config.implementation)
     routes, axis = handle.routes, dict(axis_name=handle.axis_name)
     row_weights = primitives.choices_to_rows(weights, routes, capacity=handle.capacity, **axis)
-    *gradients, drow_weights = backward(
+    dtokens, *dmatrices, drow_weights = backward(
         saved, grad_rows, row_weights, config.activation, config.matmul_implementation
     )
+    # Sent no sooner than the tokens' gradient, for which the ranks meet anyway: beside a product, a
+    # collective that waits for its peers takes multiprocessors from it.
+    dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     dweights = primitives.rows_to_choices(drow_weights, routes, **axis)
-    return *gradients, dweights, None, None
+    return dtokens, *dmatrices, dweights, None, None
 
 
 _routed_experts.defvjp(_forward, _backward)
