@@ -178,17 +178,15 @@ def combine_grad(
     becomes of the rows that arrive is XLA's.
     """
     if wire_dtype is not None:
-        received = dispatch_like(
+        return xla_exchange.combine_grad(
             g,
+            topk_weights,
+            y,
             route,
             axis_name=axis_name,
-            capacity=y.shape[0],
             expert_alignment=expert_alignment,
             wire_dtype=wire_dtype,
-        )
-        g_rows, _ = wire.handed_out(received, g.dtype, False)
-        return xla_exchange.combine_grad_of_rows(
-            g_rows, topk_weights, y, route, axis_name=axis_name
+            send=dispatch_like,
         )
     hidden, sizes = y.shape[1], (*route.rows.shape, route.counts.shape[1])
     g, y = _pad_hidden(g), _pad_hidden(y)

@@ -163,7 +163,11 @@ def choose_implementation(
         reason = reason or pallas_unavailable_reason()
     if reason is None:
         return implementation
-    raise ValueError(
+    raise _refusal(reason)
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(
         f'implementation="pallas" cannot serve here: {reason}. '
         "implementation=None picks one that does."
     )
@@ -401,10 +405,7 @@ def _exchange_serving(implementation: Implementation, reason: str | None) -> Any
     if reason is None:
         return pallas_exchange
     if implementation == "pallas":
-        raise ValueError(
-            f'implementation="pallas" cannot serve here: {reason}. '
-            "implementation=None picks one that does."
-        )
+        raise _refusal(reason)
     return xla_exchange
 
 

@@ -11,6 +11,7 @@ in `primitives.py`, whose default lowering they are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -112,12 +113,14 @@ def combine_grad(
     axis_name: AxisName,
     expert_alignment: int,
     wire_dtype: jnp.dtype | None = None,
+    send: Callable[..., tuple[jax.Array, ...]] = dispatch_like,
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32.
 
-    `g` [T, H] is the cotangent of the result, `wire_dtype` what it is sent as.
+    `g` [T, H] is the cotangent of the result, `wire_dtype` what it is sent as, and `send` the
+    `dispatch_like` of either exchange.
     """
-    received = dispatch_like(
+    received = send(
         g,
         route,
         axis_name=axis_name,
@@ -126,13 +129,6 @@ def combine_grad(
         wire_dtype=wire_dtype,
     )
     g_rows, _ = wire.handed_out(received, g.dtype, False)
-    return combine_grad_of_rows(g_rows, topk_weights, y, route, axis_name=axis_name)
-
-
-def combine_grad_of_rows(
-    g_rows: jax.Array, topk_weights: jax.Array, y: jax.Array, route: Routes, *, axis_name: AxisName
-) -> tuple[jax.Array, jax.Array]:
-    """The same of the cotangent [R, H] in the rows that it belongs to."""
     row_weights = choices_to_rows(topk_weights, route, axis_name=axis_name, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
     dy = (g_rows * row_weights[:, None]).astype(y.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from typing import Any
 
@@ -47,10 +46,13 @@ def ranks(num_ranks: int) -> dict[str, Any]:
     return dict(mesh=(("expert", num_ranks),))
 
 
-def lowered(shapes: Shapes, implementation: str | None, function: Any) -> str:
-    """The program of `function(shapes, implementation, x, topk_idx, weights)`, for CUDA."""
+def lowered(shapes: Shapes, implementation: str | None, function: Any, mesh: Any = None) -> str:
+    """The program of `function(shapes, implementation, x, topk_idx, weights)`, for CUDA.
+
+    `mesh`: None for one of `shapes.mesh`.
+    """
     names, sizes = zip(*shapes.mesh, strict=True)
-    mesh = cuda_mesh(sizes, names)
+    mesh = cuda_mesh(sizes, names) if mesh is None else mesh
 
     def on_one_rank(*arrays: jax.Array) -> Any:
         return function(shapes, implementation, *arrays)
@@ -322,15 +324,7 @@ def test_the_first_devices_are_served_in_any_order(order, served):
     """Mosaic knows a peer by its place in the mesh; of other devices, None goes through XLA."""
     devices = np.asarray(jax.devices()[:4])[order]
     mesh = jax.sharding.Mesh(devices, ("expert",))
-    function = functools.partial(forward, Shapes(8, 64, 2, 8), None)
-    sharded = jax.shard_map(function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-    rows = 8 * len(devices)
-    arrays = (
-        jax.ShapeDtypeStruct((rows, 64), jnp.float32),
-        jax.ShapeDtypeStruct((rows, 2), jnp.int32),
-        jax.ShapeDtypeStruct((rows, 2), jnp.float32),
-    )
-    text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh)
     assert bool(kernels(text)) == served
     places = ",".join(map(str, range(len(devices))))
     assert not served or f'xla_replica_ids = "{places}"' in text
@@ -347,12 +341,5 @@ def test_an_abstract_mesh_may_hide_which_devices_it_is_of(num_gpus, served, monk
         monkeypatch.setattr(jax, "devices", lambda: devices)
         monkeypatch.setattr("jax_ep.primitives.pallas_unavailable_reason", lambda *_: None)
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
-    function = functools.partial(forward, Shapes(8, 64, 2, 8), None)
-    sharded = jax.shard_map(function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
-    arrays = (
-        jax.ShapeDtypeStruct((16, 64), jnp.float32),
-        jax.ShapeDtypeStruct((16, 2), jnp.int32),
-        jax.ShapeDtypeStruct((16, 2), jnp.float32),
-    )
-    text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh)
     assert bool(kernels(text)) == served
