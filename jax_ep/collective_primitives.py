@@ -24,13 +24,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
-from jax_ep import collectives_table, multicast, pallas_collectives
+from jax_ep import collectives_table, ll_buffers, multicast, pallas_collectives
 from jax_ep.primitives import (
+    devices_by_place,
     lower_by_position,
     lowering_unavailable_reason,
     mesh_unavailable_reason,
     pallas_unavailable_reason,
+    vary_alike,
 )
 
 AxisName = tuple[str, ...]
@@ -38,10 +42,10 @@ Algorithm = str | None
 
 # "xla" and None are served everywhere, "multimem" by JAX's own kernels, the others by ours.
 ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("one_shot", "two_shot", "xla", "multimem"),
-    "all_gather": ("direct", "xla"),
-    "reduce_scatter": ("direct", "xla"),
-    "all_to_all": ("direct", "xla"),
+    "all_reduce": ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla", "multimem"),
+    "all_gather": ("ll", "direct", "xla"),
+    "reduce_scatter": ("ll", "direct", "xla"),
+    "all_to_all": ("ll", "direct", "xla"),
     "all_reduce_rms_norm": ("fused", "fused_one_shot", "fused_two_shot", "xla"),
 }
 
@@ -71,7 +75,9 @@ def add(total: jax.Array, residual: jax.Array) -> jax.Array:
     return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 
 
-def unavailable_reason(op: str, algorithm: str, x: Any, here: str | None) -> str | None:
+def unavailable_reason(
+    op: str, algorithm: str, x: Any, num_ranks: int, here: str | None
+) -> str | None:
     """Why the algorithm cannot serve x, or None if it can; "xla" always can.
 
     `here`: why no kernel can serve, if that is known.
@@ -80,7 +86,9 @@ def unavailable_reason(op: str, algorithm: str, x: Any, here: str | None) -> str
         return None
     if here is not None:
         return here
-    if reason := pallas_collectives.payload_unavailable_reason(op, x.shape, x.dtype):
+    if reason := pallas_collectives.payload_unavailable_reason(
+        op, algorithm, x.shape, x.dtype, num_ranks
+    ):
         return reason
     if reason := mesh_unavailable_reason():
         return reason
@@ -88,13 +96,31 @@ def unavailable_reason(op: str, algorithm: str, x: Any, here: str | None) -> str
         return None
     if algorithm == "multimem":
         return multicast.unavailable_reason()
-    return pallas_unavailable_reason()
+    if reason := pallas_unavailable_reason():
+        return reason
+    if pallas_collectives.is_ll(algorithm):
+        regions = ll_buffers.here()
+        return regions if isinstance(regions, str) else None
+    return None
 
 
-def choose(op: str, algorithm: Algorithm, x: Any, num_ranks: int, here: str | None) -> str:
-    """The algorithm that serves x; ValueError, with the reason, if it was named and cannot."""
+def choose(
+    op: str,
+    algorithm: Algorithm,
+    x: Any,
+    num_ranks: int,
+    here: str | None,
+    exported: bool = False,
+) -> str:
+    """The algorithm that serves x; ValueError, with the reason, if it was named and cannot.
+
+    `exported`: the program may run in another process.
+    """
     if algorithm is not None:
-        if reason := unavailable_reason(op, algorithm, x, here):
+        reason = unavailable_reason(op, algorithm, x, num_ranks, here)
+        if exported and pallas_collectives.is_ll(algorithm):
+            reason = "its program holds addresses of this process, and is to be exported"
+        if reason:
             raise ValueError(f'{op}: algorithm="{algorithm}" cannot serve here: {reason}.')
         return algorithm
     if jax.default_backend() != "gpu":
@@ -102,26 +128,32 @@ def choose(op: str, algorithm: Algorithm, x: Any, num_ranks: int, here: str | No
     capability = getattr(jax.devices()[0], "compute_capability", None)
     num_bytes = x.size * x.dtype.itemsize * (num_ranks if op == "all_gather" else 1)
     best = collectives_table.lookup(op, num_ranks, num_bytes, capability)
-    return "xla" if unavailable_reason(op, best, x, here) else best
+    if exported and pallas_collectives.is_ll(best):
+        return "xla"
+    return "xla" if unavailable_reason(op, best, x, num_ranks, here) else best
 
 
 # What each primitive computes.
 
 
-def _run(op: str, algorithm: str, x: jax.Array, *, axis_name: AxisName) -> list[jax.Array]:
+def _run(
+    op: str, algorithm: str, devices: tuple[int, ...], x: jax.Array, *, axis_name: AxisName
+) -> list[jax.Array]:
     if algorithm == "xla":
         return [xla(op, x, axis_name)]
     if algorithm == "multimem":
         return [_multimem(x, axis_name)]
-    if op == "all_reduce":
-        out = pallas_collectives.all_reduce(x, axis_name=axis_name, algorithm=algorithm)
-        return [out]
-    return [getattr(pallas_collectives, op)(x, axis_name=axis_name)]
+    way = pallas_collectives.Way(algorithm, axis_name)
+    if pallas_collectives.is_ll(algorithm):
+        place, x = vary_alike((ep_place_p.bind(), x), axis_name)
+        way = pallas_collectives.Way(algorithm, axis_name, devices, place)
+    return [getattr(pallas_collectives, op)(x, way)]
 
 
 def _run_rms_norm(
     op: str,
     algorithm: str,
+    devices: tuple[int, ...],
     x: jax.Array,
     residual: jax.Array,
     scale: jax.Array,
@@ -129,15 +161,12 @@ def _run_rms_norm(
     axis_name: AxisName,
     eps: float,
 ) -> list[jax.Array]:
-    del op
+    del op, devices
     if algorithm == "xla":
         new_residual = add(lax.psum(x, axis_name), residual)
         return [rms_norm(new_residual, scale, eps, x.dtype), new_residual]
-    return list(
-        pallas_collectives.all_reduce_rms_norm(
-            x, residual, scale, axis_name=axis_name, eps=eps, algorithm=algorithm
-        )
-    )
+    way = pallas_collectives.Way(algorithm, axis_name)
+    return list(pallas_collectives.all_reduce_rms_norm(x, residual, scale, way, eps=eps))
 
 
 def _multimem(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -181,13 +210,34 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]]) -> Primitive:
 
     def lower(ctx, x, *operands, algorithm, num_ranks, **params):
         here = lowering_unavailable_reason(ctx, params["axis_name"])
-        serving = choose(op, algorithm, ctx.avals_in[0], num_ranks, here)
-        function = functools.partial(run, op, serving)
+        exported = ctx.module_context.lowering_parameters.for_export
+        serving = choose(op, algorithm, ctx.avals_in[0], num_ranks, here, exported)
+        function = functools.partial(run, op, serving, devices_by_place(ctx))
         return lower_by_position(ctx, function, x, *operands, **params)
 
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cuda")
     return primitive
+
+
+ep_place_p = Primitive("ep_place")  # [1] int32: the place of this device in the mesh
+
+
+@ep_place_p.def_abstract_eval
+def _place_shape() -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((1,), jnp.int32)
+
+
+def _lower_place(ctx: mlir.LoweringRuleContext) -> list[Any]:
+    # Not `lax.axis_index`: that is a kernel of its own, where this is a word that XLA sets.
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    place = stablehlo.partition_id()
+    place = stablehlo.bitcast_convert(ir.RankedTensorType.get((), i32), place)
+    return [stablehlo.reshape(ir.RankedTensorType.get((1,), i32), place)]
+
+
+mlir.register_lowering(ep_place_p, _lower_place)
 
 
 def _linear_primitive(

@@ -231,7 +231,7 @@ def _is_for_xla(op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int) -> 
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     on_gpu = device is None or device.platform == "gpu"
     here = None if on_gpu else "it needs NVIDIA GPUs, and the mesh here is of other devices"
-    if reason := primitives.unavailable_reason(op, algorithm, x, here):
+    if reason := primitives.unavailable_reason(op, algorithm, x, num_ranks, here):
         raise ValueError(
             f'{op}: algorithm="{algorithm}" cannot serve here: {reason}. algorithm=None picks one '
             "that does."

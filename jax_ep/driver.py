@@ -1,6 +1,7 @@
 """What the CUDA driver says, through ctypes: no dependency, and no error where there is none.
 
-It is asked, and nothing is changed. It numbers the GPUs as CUDA_VISIBLE_DEVICES lets them be seen.
+It numbers the GPUs as CUDA_VISIBLE_DEVICES lets them be seen. All but `map_shared` and `fill` only
+ask.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 
 @functools.cache
@@ -80,6 +82,116 @@ def _peer_access(ordinals: tuple[int, ...]) -> tuple[tuple[bool, ...], ...] | No
             row.append(bool(can.value))
         matrix.append(tuple(row))
     return tuple(matrix)
+
+
+class Error(RuntimeError):
+    """The driver refused."""
+
+
+class _Location(ctypes.Structure):
+    """CUmemLocation: a GPU."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("requested_handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_handle_meta_data", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+
+def map_shared(num_devices: int, num_bytes: int, *, stride: int, address: int) -> int:
+    """Memory on each of the first GPUs that all of them can read and write, never given back.
+
+    Args:
+      num_devices: how many GPUs.
+      num_bytes: on each of them, rounded up to what the driver gives at a time.
+      stride: from one GPU's memory to the next one's, a power of two.
+      address: of the first GPU's, if the driver has no other use for it.
+
+    Returns:
+      The address of the first GPU's.
+
+    Raises:
+      Error: the driver gives none.
+    """
+    u64, size = ctypes.c_uint64, ctypes.c_size_t
+    start, granularity = u64(), size()
+    _call(
+        "cuMemAddressReserve",
+        ctypes.byref(start),
+        size(num_devices * stride),
+        size(stride),
+        u64(address),
+        u64(0),
+    )
+    everyone = (_Access * num_devices)(
+        *(_Access(_Location(_ON_DEVICE, i), _READ_AND_WRITE) for i in range(num_devices))
+    )
+    for ordinal in range(num_devices):
+        properties = _Properties(_PINNED, 0, _Location(_ON_DEVICE, ordinal))
+        _call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(granularity),
+            ctypes.byref(properties),
+            ctypes.c_int(0),
+        )
+        length = size(-(-num_bytes // granularity.value) * granularity.value)
+        memory, here = u64(), u64(start.value + ordinal * stride)
+        _call("cuMemCreate", ctypes.byref(memory), length, ctypes.byref(properties), u64(0))
+        _call("cuMemMap", here, length, size(0), memory, u64(0))
+        _call("cuMemSetAccess", here, length, everyone, size(num_devices))
+    return start.value
+
+
+def fill(ordinal: int, address: int, word: int, num_bytes: int) -> None:
+    """Sets memory of a GPU to a 32-bit word, over and over; returns when it is done.
+
+    Raises:
+      Error: the driver won't.
+    """
+    device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    _call("cuCtxPushCurrent_v2", context)
+    try:
+        _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+        start, count = ctypes.c_uint64(address), ctypes.c_size_t(num_bytes // 4)
+        _call("cuMemsetD32Async", start, ctypes.c_uint(word), count, stream)
+        _call("cuStreamSynchronize", stream)
+        _call("cuStreamDestroy_v2", stream)
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(context))
+        _call("cuDevicePrimaryCtxRelease_v2", device)
+
+
+def _call(name: str, *args: Any) -> None:
+    library = _libcuda()
+    if library is None:
+        raise Error("there is no driver")
+    status = getattr(library, name)(*args)
+    if status != 0:
+        text = ctypes.c_char_p()
+        library.cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
+        raise Error(f"{name}: {(text.value or b'unknown error').decode()}")
 
 
 def _handle(library: ctypes.CDLL, ordinal: int | None) -> ctypes.c_int | None:

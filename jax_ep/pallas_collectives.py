@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import pallas_exchange
+from jax_ep import ll_buffers, pallas_exchange
 from pallas_kernels import all_gather as all_gather_kernel
 from pallas_kernels import all_reduce as all_reduce_kernel
 from pallas_kernels import all_reduce_rms_norm as all_reduce_rms_norm_kernel
 from pallas_kernels import all_to_all as all_to_all_kernel
+from pallas_kernels import ll, ll_collectives
 from pallas_kernels import reduce_scatter as reduce_scatter_kernel
+from pallas_kernels.fabric import Mesh
 from pallas_kernels.plan import align_up
 from pallas_kernels.tiles import Plan, tile_length
 from pallas_kernels.vectors import length as vector_length
 
 AxisName = tuple[str, ...]
+Kernel = Callable[..., jax.Array]
 
-_SUMMED_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _MAX_BLOCKS = 132  # one for each multiprocessor of a Hopper GPU
 _MAX_WARPGROUPS = 4
 _MAX_ROW_BLOCKS = 1056  # of all_reduce_rms_norm: blocks in several waves overlap their halves
@@ -52,13 +56,18 @@ def forced_plan(plan: Plan | None) -> Iterator[None]:
         _forced_plan.reset(token)
 
 
-def payload_unavailable_reason(op: str, shape: tuple[int, ...], dtype: Any) -> str | None:
-    """Why the kernel of `op` cannot serve such an x, or None if it can."""
-    if (
-        op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm")
-        and dtype not in _SUMMED_DTYPES
-    ):
-        names = ", ".join(jnp.dtype(d).name for d in _SUMMED_DTYPES)
+def is_ll(algorithm: str) -> bool:
+    """Whether it is one of `pallas_kernels.ll_collectives`."""
+    return algorithm.endswith("ll")
+
+
+def payload_unavailable_reason(
+    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
+) -> str | None:
+    """Why the kernel cannot serve such an x, or None if it can."""
+    sums = op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm")
+    if (sums or is_ll(algorithm)) and dtype not in _DTYPES:
+        names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         return f"x is {jnp.dtype(dtype).name}, not one of {names}"
     if 0 in shape:
         return f"x is empty, its shape is {shape}"
@@ -66,54 +75,90 @@ def payload_unavailable_reason(op: str, shape: tuple[int, ...], dtype: Any) -> s
         return f"x has {math.prod(shape)} elements, and the kernels count in 32 bits"
     if op == "all_reduce_rms_norm" and shape[-1] > _MAX_HIDDEN:
         return f"a row of {shape[-1]} elements is longer than {_MAX_HIDDEN}"
+    if is_ll(algorithm):
+        # What a rank's workers receive from one peer; in two shots, each time.
+        parts = 1 if algorithm == "one_shot_ll" or op == "all_gather" else num_ranks
+        num_bytes = -(-math.prod(shape) // parts) * jnp.dtype(dtype).itemsize
+        num_tiles = -(-num_bytes // ll.TILE_BYTES) * (2 if algorithm == "two_shot_ll" else 1)
+        if num_tiles > ll.MAX_WORKERS * ll.MAX_SLOTS:
+            held = ll.MAX_WORKERS * ll.MAX_SLOTS * ll.TILE_BYTES >> 20
+            return f"each pair of ranks exchanges {num_bytes} bytes, and LL can hold {held} MiB"
     return None
 
 
-def all_reduce(x: jax.Array, *, axis_name: AxisName, algorithm: str) -> jax.Array:
-    """Sums any shape over ranks: "one_shot" or "two_shot"."""
-    fabric = pallas_exchange.mesh_fabric(axis_name)
-    if algorithm == "one_shot":
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Which kernels, between which ranks.
+
+    Attributes:
+      algorithm: "ll", "one_shot_ll", "two_shot_ll", or any of the others.
+      axis_name: of the ranks.
+      devices: LL needs to know the GPU at each place of the mesh;
+      place: and this rank's place, [1] int32.
+    """
+
+    algorithm: str
+    axis_name: AxisName
+    devices: tuple[int, ...] = ()
+    place: jax.Array | None = None
+
+    @property
+    def fabric(self) -> Mesh:
+        return pallas_exchange.mesh_fabric(self.axis_name)
+
+    def run(self, kernel: Kernel, by_ll: Kernel, x: jax.Array, size: int) -> jax.Array:
+        """One of two kernels on x [..., S]; each rank's blocks go over `size` elements."""
+        if not is_ll(self.algorithm):
+            return kernel(x, fabric=self.fabric, plan=_plan(size, x.dtype))
+        regions = ll_buffers.here() if jax.default_backend() == "gpu" else None
+        assert not isinstance(regions, str), regions
+        channels = ll.Channels(
+            self.fabric.axes(),
+            self.devices,
+            regions or ll_buffers.elsewhere(len(self.devices)),
+            self.fabric.timeout_s,
+        )
+        return by_ll(self.place, x, channels=channels, plan=_ll_plan(x.shape[-1], x.dtype))
+
+
+def all_reduce(x: jax.Array, way: Way) -> jax.Array:
+    """Sums any shape over ranks."""
+    if way.algorithm.startswith("one_shot"):
         flat = _pad(x.reshape(-1))
-        plan = _plan(flat.size, x.dtype)
-        out = all_reduce_kernel.one_shot(flat, fabric=fabric, plan=plan)
+        out = way.run(all_reduce_kernel.one_shot, ll_collectives.one_shot, flat, flat.size)
     else:
-        shard = _padded_size(-(-x.size // fabric.num_ranks), x.dtype)
-        padding = shard * fabric.num_ranks - x.size
+        num_ranks = way.fabric.num_ranks
+        shard = _padded_size(-(-x.size // num_ranks), x.dtype)
+        padding = shard * num_ranks - x.size
         shards = jnp.pad(x.reshape(-1), (0, padding)) if padding else x
-        plan = _plan(shard, x.dtype)
-        shards = shards.reshape(fabric.num_ranks, shard)
-        out = all_reduce_kernel.two_shot(shards, fabric=fabric, plan=plan).reshape(-1)
-    return out[: x.size].reshape(x.shape)
+        shards = shards.reshape(num_ranks, shard)
+        out = way.run(all_reduce_kernel.two_shot, ll_collectives.two_shot, shards, shard)
+    return out.reshape(-1)[: x.size].reshape(x.shape)
 
 
-def all_gather(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
+def all_gather(x: jax.Array, way: Way) -> jax.Array:
     """[n, ...] -> [N * n, ...]."""
-    flat = _pad(_bits(x).reshape(-1))
-    out = all_gather_kernel.all_gather(
-        flat, fabric=pallas_exchange.mesh_fabric(axis_name), plan=_plan(flat.size, flat.dtype)
-    )
+    flat = _pad(_to_move(x, way).reshape(-1))
+    out = way.run(all_gather_kernel.all_gather, ll_collectives.all_gather, flat, flat.size)
     out = out[:, : x.size].reshape(-1, *x.shape[1:])
     return lax.bitcast_convert_type(out, x.dtype)
 
 
-def reduce_scatter(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
+def reduce_scatter(x: jax.Array, way: Way) -> jax.Array:
     """[N * n, ...] -> [n, ...]."""
-    fabric = pallas_exchange.mesh_fabric(axis_name)
-    shards = x.reshape(fabric.num_ranks, -1)
+    shards = x.reshape(way.fabric.num_ranks, -1)
     padded = _pad(shards)
-    out = reduce_scatter_kernel.reduce_scatter(
-        padded, fabric=fabric, plan=_plan(padded.shape[1], x.dtype)
-    )
+    kernels = reduce_scatter_kernel.reduce_scatter, ll_collectives.reduce_scatter
+    out = way.run(*kernels, padded, padded.shape[1])
     return out[: shards.shape[1]].reshape(-1, *x.shape[1:])
 
 
-def all_to_all(x: jax.Array, *, axis_name: AxisName) -> jax.Array:
+def all_to_all(x: jax.Array, way: Way) -> jax.Array:
     """[N * n, ...] by destination -> [N * n, ...] by source."""
-    fabric = pallas_exchange.mesh_fabric(axis_name)
-    shards = _bits(x).reshape(fabric.num_ranks, -1)
+    shards = _to_move(x, way).reshape(way.fabric.num_ranks, -1)
     padded = _pad(shards)
-    plan = _plan(padded.size, padded.dtype)
-    out = all_to_all_kernel.all_to_all(padded, fabric=fabric, plan=plan)
+    kernels = all_to_all_kernel.all_to_all, ll_collectives.all_to_all
+    out = way.run(*kernels, padded, padded.size)
     return lax.bitcast_convert_type(out[:, : shards.shape[1]].reshape(x.shape), x.dtype)
 
 
@@ -121,13 +166,12 @@ def all_reduce_rms_norm(
     x: jax.Array,
     residual: jax.Array,
     scale: jax.Array,
+    way: Way,
     *,
-    axis_name: AxisName,
     eps: float,
-    algorithm: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums [..., H] over ranks, adds the residual and normalizes; see `collectives`."""
-    fabric, hidden = pallas_exchange.mesh_fabric(axis_name), x.shape[-1]
+    fabric, hidden, algorithm = way.fabric, x.shape[-1], way.algorithm
     if algorithm == "fused":
         algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
     rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
@@ -166,6 +210,16 @@ def _plan(num_elements: int, dtype: Any) -> Plan:
     return Plan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups, num_vectors)
 
 
+def _ll_plan(num_elements: int, dtype: Any) -> Plan:
+    """The same with a tile at a time, for as many warpgroups as LL buffers are made for."""
+    if forced := _forced_plan.get():
+        return forced
+    num_tiles = -(-num_elements // tile_length(dtype))
+    num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
+    rounds = -(-num_tiles // (ll.MAX_WORKERS // _MAX_WARPGROUPS * num_warpgroups))
+    return Plan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups)
+
+
 def _padded_size(size: int, dtype: Any) -> int:
     """Whole vectors, and at least one tile."""
     forced = _forced_plan.get()
@@ -179,6 +233,8 @@ def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _to_move(x: jax.Array, way: Way) -> jax.Array:
     """x as unsigned integers: what is only moved is not converted, whatever its dtype."""
+    if is_ll(way.algorithm):
+        return x
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

@@ -128,6 +128,14 @@ def lower_by_position(
     return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
 
+def devices_by_place(ctx: mlir.LoweringRuleContext) -> tuple[int, ...]:
+    """Which GPU of this process is at each place of the mesh of the program being lowered."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+        return tuple(int(device.local_hardware_id or 0) for device in mesh.devices.flat)
+    return tuple(range(mesh.size if mesh is not None else 1))
+
+
 def choose_implementation(
     implementation: Implementation,
     payload: jax.Array | jax.ShapeDtypeStruct,

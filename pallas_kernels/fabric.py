@@ -20,7 +20,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,24 @@ _LOAD_PARAMETERS = inspect.signature(plgpu.load).parameters
 _LOAD_NEEDS_INDEX = "idx" in _LOAD_PARAMETERS and (
     _LOAD_PARAMETERS["idx"].default is inspect.Parameter.empty
 )
+
+
+class Ranks(Protocol):
+    """What a kernel's ranks run on: a fabric of this module, or the channels of `ll`."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def stacked(self) -> bool:
+        """Whether all of them are on one device."""
+
+    @property
+    def interpret(self) -> Any:
+        """Of Pallas' GPU interpreter; None on a GPU."""
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of a buffer of all ranks of this device, from that of one rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +120,7 @@ class Mesh:
     def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
         """Waits until every rank has signalled `count` times on this channel."""
         from_ranks = [semaphores.at[channel, rank] for rank in range(self.num_ranks)]
-        axes = self._axes()
+        axes = self.axes()
         ptx.wait(from_ranks, count, timeout_s=self.timeout_s, what=what, axes=axes)
 
     def barrier(self) -> None:
@@ -121,19 +139,19 @@ class Mesh:
                 delay = jnp.where(rank == r, nanoseconds, delay)
             ptx.pause(delay)
 
-    def _axes(self) -> list[tuple[int, int]]:
+    def axes(self) -> tuple[tuple[int, int], ...]:
         """Of each axis: how far apart its neighbours are among the mesh's devices, and its size."""
         if self.num_ranks == 1:
-            return []
+            return ()
         mesh = jax.sharding.get_abstract_mesh()
         strides, stride = {}, 1
         for name, size in reversed(mesh.shape.items()):
             strides[name] = stride
             stride *= size
-        return [
+        return tuple(
             (strides[name], size)
             for name, size in zip(self.axis_names, self.axis_sizes, strict=True)
-        ]
+        )
 
     def _device_id(self, rank: Any) -> dict[str, jax.Array]:
         device_id = {}
@@ -189,7 +207,7 @@ Fabric = Mesh | Stacked
 
 
 def kernel(
-    fabric: Fabric,
+    fabric: Ranks,
     body: Callable[..., None],
     *,
     name: str,
@@ -213,11 +231,13 @@ def kernel(
         grid: dict[str, Any] = dict(
             grid=(fabric.num_ranks, num_blocks), grid_names=("rank", "block")
         )
-        run: Callable[..., None] = functools.partial(body, semaphores=None)
+        run = functools.partial(body, semaphores=None) if num_channels else body
     else:
         grid = dict(grid=(num_blocks,), grid_names=("block",))
-        scratch_types["semaphores"] = plgpu.SemaphoreType.REGULAR((num_channels, fabric.num_ranks))
         run = body
+        if num_channels:
+            semaphores = plgpu.SemaphoreType.REGULAR((num_channels, fabric.num_ranks))
+            scratch_types["semaphores"] = semaphores
     call = plgpu.kernel(
         run,
         out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
@@ -242,7 +262,7 @@ def kernel(
     return kernel_of_32_bits
 
 
-def load(fabric: Fabric, ref: Any, vector: int) -> jax.Array:
+def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
     """A contiguous 1D vector in registers, `vector` neighbours to a thread."""
     if fabric.interpret:
         return ref[...]

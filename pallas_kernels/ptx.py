@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,11 +30,11 @@ def signal(semaphores: Sequence[Any], *, release: bool = True) -> None:
 
     def emit(ctx: Any, *refs: ir.Value) -> None:
         del ctx
-        lane, pointer = _lane(), _pointer_of_lane(refs)
+        pointer = _pointer_of_lane(refs)
         mgpu.utils.warpgroup_barrier()
         llvm.inline_asm(
             None,
-            [pointer, _below(lane, len(refs))],
+            [pointer, _below(lane(), len(refs))],
             f"@$1 red.{'release' if release else 'relaxed'}.sys.global.add.u32 [$0], 1;",
             "l,b,~{memory}",
             has_side_effects=True,
@@ -59,51 +59,22 @@ def wait(
     """
 
     def emit(ctx: Any, target: Any, *refs: ir.Value) -> None:
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        lane, pointer = _lane(), _pointer_of_lane(refs)
+        i32 = ir.IntegerType.get_signless(32)
+        waiter, pointer = lane(), _pointer_of_lane(refs)
         target = target.registers.item()
-        waiting_lane = _below(lane, len(refs))
-        limit = arith.constant(i64, int(timeout_s * 1e9))
-        start = _global_timer()
+        waits = _below(waiter, len(refs))
 
-        def behind() -> ir.Value:
+        def behind() -> tuple[ir.Value, list[ir.Value]]:
             seen = llvm.inline_asm(
                 i32, [pointer], "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", has_side_effects=True
             )
-            return arith.andi(waiting_lane, arith.cmpi(arith.CmpIPredicate.slt, seen, target))
+            return arith.andi(waits, arith.cmpi(arith.CmpIPredicate.slt, seen, target)), []
 
-        def in_time(polls: ir.Value) -> ir.Value:
-            """Asks the clock now and then: it is slow to answer."""
-            often = arith.constant(i32, _POLLS_PER_CLOCK - 1)
-            now = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(polls, often), often)
-            ask = scf.IfOp(now, [now.type], has_else=True)
-            with ir.InsertionPoint(ask.then_block):
-                waited = arith.subi(_global_timer(), start)
-                scf.yield_([arith.cmpi(arith.CmpIPredicate.ult, waited, limit)])
-            with ir.InsertionPoint(ask.else_block):
-                scf.yield_([arith.constant(now.type, 1)])
-            return ask.results[0]
-
-        loop = scf.WhileOp([i32], [arith.constant(i32, 0)])
-        with ir.InsertionPoint.at_block_begin(loop.before.blocks.append(i32)):
-            (polls,) = loop.before.blocks[0].arguments
-            more = arith.andi(behind(), in_time(polls))
-            scf.condition(more, [arith.addi(polls, arith.constant(i32, 1))])
-        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(i32)):
-            scf.yield_(list(loop.after.blocks[0].arguments))
-
-        late = scf.IfOp(behind())
-        with ir.InsertionPoint(late.then_block):
-            block = arith.index_cast(i32, gpu.block_id(gpu.Dimension.x))
-            gpu.printf(
-                f"jax_ep: {what}: rank %d waited over {timeout_s:g} s for rank %d (block %d); "
-                "giving up.\n",
-                _rank(ctx, axes),
-                lane,
-                block,
-            )
-            llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
-            scf.yield_([])
+        poll(
+            behind,
+            lambda _: give_up(what, timeout_s, _rank(ctx, axes), waiter),
+            timeout_s=timeout_s,
+        )
         llvm.inline_asm(None, [], "fence.acquire.sys;", "", has_side_effects=True)
         mgpu.utils.warpgroup_barrier()
 
@@ -111,6 +82,64 @@ def wait(
     plgpu.inline_mgpu(arg_types=(splat, *(plgpu.RefType(),) * len(semaphores)))(emit)(
         jnp.asarray(count, jnp.int32), *semaphores
     )
+
+
+def poll(
+    ask: Callable[[], tuple[ir.Value, list[ir.Value]]],
+    late: Callable[[Sequence[ir.Value]], None],
+    *,
+    timeout_s: float,
+    num_values: int = 0,
+) -> list[ir.Value]:
+    """Asks until there is nothing to wait for, thread by thread; what came with the last answer.
+
+    Args:
+      ask: emits a question: whether to wait on (i1), and `num_values` 32-bit values.
+      late: emits what to do, given those, when `timeout_s` has passed.
+    """
+    i1, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (1, 32, 64))
+    limit = arith.constant(i64, int(timeout_s * 1e9))
+    start = _global_timer()
+
+    def in_time(polls: ir.Value) -> ir.Value:
+        """Asks the clock now and then: it is slow to answer."""
+        often = arith.constant(i32, _POLLS_PER_CLOCK - 1)
+        now = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(polls, often), often)
+        clock = scf.IfOp(now, [i1], has_else=True)
+        with ir.InsertionPoint(clock.then_block):
+            waited = arith.subi(_global_timer(), start)
+            scf.yield_([arith.cmpi(arith.CmpIPredicate.ult, waited, limit)])
+        with ir.InsertionPoint(clock.else_block):
+            scf.yield_([arith.constant(i1, 1)])
+        return clock.results[0]
+
+    types = [i32, i1, *[i32] * num_values]
+    loop = scf.WhileOp(types, [arith.constant(i32, 0)])
+    with ir.InsertionPoint.at_block_begin(loop.before.blocks.append(i32)):
+        (polls,) = loop.before.blocks[0].arguments
+        pending, values = ask()
+        more = arith.andi(pending, in_time(polls))
+        scf.condition(more, [arith.addi(polls, arith.constant(i32, 1)), pending, *values])
+    with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(*types)):
+        scf.yield_([loop.after.blocks[0].arguments[0]])
+    _, pending, *values = loop.results
+    out_of_time = scf.IfOp(pending)
+    with ir.InsertionPoint(out_of_time.then_block):
+        late(values)
+        scf.yield_([])
+    return values
+
+
+def give_up(what: str, timeout_s: float, rank: ir.Value, peer: ir.Value) -> None:
+    """Says who waited for whom, and traps."""
+    i32 = ir.IntegerType.get_signless(32)
+    gpu.printf(
+        f"jax_ep: {what}: rank %d waited over {timeout_s:g} s for rank %d (block %d); giving up.\n",
+        rank,
+        peer,
+        arith.index_cast(i32, gpu.block_id(gpu.Dimension.x)),
+    )
+    llvm.inline_asm(None, [], "trap;", "", has_side_effects=True)
 
 
 def pause(nanoseconds: Any) -> None:
@@ -184,13 +213,14 @@ def async_fence() -> None:
     plgpu.inline_mgpu()(emit)()
 
 
-def _lane() -> ir.Value:
+def lane() -> ir.Value:
+    """The thread's number in its warpgroup."""
     i32 = ir.IntegerType.get_signless(32)
     return arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, _LANES))
 
 
-def _below(lane: ir.Value, count: int) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.ult, lane, arith.constant(lane.type, count))
+def _below(value: ir.Value, count: int) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.ult, value, arith.constant(value.type, count))
 
 
 def _rank(ctx: Any, axes: Sequence[tuple[int, int]]) -> ir.Value:
@@ -207,10 +237,10 @@ def _rank(ctx: Any, axes: Sequence[tuple[int, int]]) -> ir.Value:
 
 
 def _pointer_of_lane(refs: Sequence[ir.Value]) -> ir.Value:
-    lane = _lane()
+    thread = lane()
     pointer = mgpu.utils.memref_ptr(refs[0])
     for i, ref in enumerate(refs[1:], 1):
-        here = arith.cmpi(arith.CmpIPredicate.eq, lane, arith.constant(lane.type, i))
+        here = arith.cmpi(arith.CmpIPredicate.eq, thread, arith.constant(thread.type, i))
         pointer = arith.select(here, mgpu.utils.memref_ptr(ref), pointer)
     return pointer
 

@@ -93,12 +93,12 @@ class Tiles:
         lax.fori_loop(0, jnp.maximum(count, 0), step, None)
 
 
-def load(fabric: fb.Fabric, ref: Any) -> jax.Array:
+def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
     """A tile of any rank's memory."""
     return vectors.load(fabric, ref, vectors.length(ref.dtype))
 
 
-def store(fabric: fb.Fabric, ref: Any, tile: jax.Array) -> None:
+def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
     """Writes a tile to any rank's memory."""
     vectors.store(fabric, [ref], tile, vectors.length(ref.dtype))
 

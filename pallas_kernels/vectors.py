@@ -34,7 +34,7 @@ def length(dtype: jax.typing.DTypeLike) -> int:
     return BYTES // jnp.dtype(dtype).itemsize
 
 
-def load(fabric: fb.Fabric, ref: Any, elements: int) -> jax.Array:
+def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
     """A contiguous 1D part of global memory, `elements` neighbours to a thread."""
     if fabric.interpret or not fb.INLINE_TAKES_PEERS:
         return fb.load(fabric, ref, elements)
@@ -59,7 +59,7 @@ def load(fabric: fb.Fabric, ref: Any, elements: int) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=array)(emit)(ref)
 
 
-def store(fabric: fb.Fabric, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
+def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
     """The same way back, into each of the parts; all are located before the first is written."""
     if fabric.interpret or not fb.INLINE_TAKES_PEERS:
         for ref in refs:
@@ -80,7 +80,7 @@ def store(fabric: fb.Fabric, refs: Sequence[Any], value: jax.Array, elements: in
 
 
 def rotate(
-    fabric: fb.Fabric, parts: Sequence[jax.Array], first: jax.Array, elements: int
+    fabric: fb.Ranks, parts: Sequence[jax.Array], first: jax.Array, elements: int
 ) -> list[jax.Array]:
     """parts[i] becomes the one at (first + i) % N, for a scalar 0 <= first < N."""
     parts, bit = list(parts), 1
@@ -92,7 +92,7 @@ def rotate(
 
 
 def _select(
-    fabric: fb.Fabric,
+    fabric: fb.Ranks,
     predicate: jax.Array,
     yes: Sequence[jax.Array],
     no: Sequence[jax.Array],

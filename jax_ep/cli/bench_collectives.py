@@ -39,10 +39,10 @@ from pallas_kernels.tiles import Plan
 
 OPERATIONS = tuple(primitives.ALGORITHMS)
 MEASURED = {
-    "all_reduce": ("one_shot", "two_shot", "xla"),
-    "all_gather": ("direct", "xla"),
-    "reduce_scatter": ("direct", "xla"),
-    "all_to_all": ("direct", "xla"),
+    "all_reduce": ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla"),
+    "all_gather": ("ll", "direct", "xla"),
+    "reduce_scatter": ("ll", "direct", "xla"),
+    "all_to_all": ("ll", "direct", "xla"),
     "all_reduce_rms_norm": ("fused_one_shot", "fused_two_shot", "xla"),
 }
 LAX_NAMES = {
@@ -430,7 +430,7 @@ def _columns(op: str, case: Case, on_gpu: bool) -> list[Column]:
         serving = [
             name
             for name in MEASURED[op]
-            if primitives.unavailable_reason(op, name, case.x, _no_kernels(on_gpu)) is None
+            if not primitives.unavailable_reason(op, name, case.x, case.ranks, _no_kernels(on_gpu))
         ]
     else:
         serving = [name for name in names if name in primitives.ALGORITHMS[op]]

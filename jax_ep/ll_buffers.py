@@ -1,0 +1,58 @@
+"""The memory that LL writes messages to: a region of every GPU of this process, mapped once.
+
+Programs know it by its addresses. So that they don't differ from one process to the next, and with
+them what a compilation cache knows a program by, all of it is in one range of addresses, at a place
+that is asked for and, as a rule, had.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import jax
+
+from jax_ep import driver
+from pallas_kernels import ll
+from pallas_kernels.ll_memory import EMPTY, Regions
+
+_ADDRESS = 0x2A00_0000_0000  # of the first region, if the driver has no other use for it
+_STRIDE = 1 << 30  # more than any region
+
+_lock = threading.Lock()
+
+
+def elsewhere(num_devices: int) -> Regions:
+    """Where the regions would be on a machine that is not here."""
+    return Regions(_ADDRESS, _STRIDE, num_devices, ll.NUM_COUNTERS)
+
+
+def here() -> Regions | str:
+    """Where those of this process are, mapped by the first call; or why there are none."""
+    with _lock:
+        return _here()
+
+
+def region_bytes(num_devices: int) -> int:
+    """What each GPU gives for as long as the process lives, once one of its programs uses LL."""
+    return 4 * ll.NUM_COUNTERS + ll.slot_bytes(num_devices)
+
+
+@functools.cache
+def _here() -> Regions | str:
+    ordinals = [device.local_hardware_id for device in jax.local_devices()]
+    count = len(ordinals)
+    if count > ll.MAX_DEVICES:
+        return f"LL is for up to {ll.MAX_DEVICES} GPUs, and there are {count}"
+    if sorted(ordinals) != list(range(count)):
+        return f"LL needs all GPUs that the driver shows from the first on, and JAX has {ordinals}"
+    try:
+        base = driver.map_shared(count, region_bytes(count), stride=_STRIDE, address=_ADDRESS)
+        for ordinal in ordinals:
+            counters = base + ordinal * _STRIDE
+            slots = counters + 4 * ll.NUM_COUNTERS
+            driver.fill(ordinal, counters, 0, 4 * ll.NUM_COUNTERS)
+            driver.fill(ordinal, slots, EMPTY, ll.slot_bytes(count))
+    except driver.Error as error:
+        return f"the CUDA driver gives no memory that all GPUs can write to: {error}"
+    return Regions(base, _STRIDE, count, ll.NUM_COUNTERS)
