@@ -282,7 +282,7 @@ def test_a_device_knows_its_rank(sizes, names):
 
     def trace(x: jax.Array) -> jax.Array:
         fabric = fb.Mesh(tuple(names), tuple(lax.axis_size(name) for name in names))
-        axes.extend(fabric._axes())
+        axes.extend(fabric.axes())
         return x
 
     spec = P(mesh.axis_names)
