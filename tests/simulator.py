@@ -178,10 +178,10 @@ def simulated_channels(
     detect_races: bool = True,
 ) -> SimulatedChannels:
     """See `ll.Channels`; in a new memory by default."""
-    num_devices = max(devices) + 1
-    regions = SimulatedRegions(0, 0, num_devices, ll.NUM_COUNTERS, memory or LLMemory())
+    devices = tuple(devices)
+    regions = SimulatedRegions(0, 0, max(devices) + 1, ll.NUM_COUNTERS, memory or LLMemory())
     options = InterpretGPUParams(detect_races=detect_races)
-    return kind(tuple(axes), tuple(devices), regions, interpret=options)
+    return kind(tuple(axes), devices, regions, interpret=options)
 
 
 def interpret(function: Callable[[], Any]) -> Any:
@@ -342,17 +342,15 @@ class _Collect:
     def run(self, simulation: _Simulation, thread: Any, device: Any, rank: Any, *rest: Any) -> Any:
         simulation.owns_region(thread, device)
         tiles, deadline = self.regions.memory.tiles, time.monotonic() + WAIT_SECONDS
-        peer_of = {
-            (int(device), int(slot)): int(peer)
-            for slot, peer in zip(rest[: self.count], rest[self.count :], strict=True)
-        }
+        keys = [(int(device), int(slot)) for slot in rest[: self.count]]
+        peers = [int(peer) for peer in rest[self.count :]]
         with simulation.changed:
-            while missing := [peer for key, peer in peer_of.items() if key not in tiles]:
+            while missing := [peers[i] for i, key in enumerate(keys) if key not in tiles]:
                 simulation.changed.wait(0.1)
                 simulation.memory.check_failed()
                 if time.monotonic() > deadline:
                     raise KernelError(f"{self.what}: rank {rank} waits for a tile of {missing}")
-            return [tiles.pop(key) for key in peer_of]
+            return [tiles.pop(key) for key in keys]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -700,6 +698,8 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     def thread_finished(self: Any, thread: Any) -> None:
         if simulation.copies[thread].pending:
             raise KernelError(f"{thread} leaves while copies of it are under way")
+        if not self.detect_races:  # then there are no clocks
+            return
         with simulation.changed:
             clock = simulation.exit_clocks.setdefault(thread.block_id, self.get_clock(thread))
             clock.update(self.get_clock(thread))

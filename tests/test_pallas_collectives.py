@@ -180,6 +180,11 @@ LOWERED = [
     ("all_gather", "direct", "ep_all_gather"),
     ("reduce_scatter", "direct", "ep_reduce_scatter"),
     ("all_to_all", "direct", "ep_all_to_all"),
+    ("all_reduce", "one_shot_ll", "ep_all_reduce_one_shot_ll"),
+    ("all_reduce", "two_shot_ll", "ep_all_reduce_two_shot_ll"),
+    ("all_gather", "ll", "ep_all_gather_ll"),
+    ("reduce_scatter", "ll", "ep_reduce_scatter_ll"),
+    ("all_to_all", "ll", "ep_all_to_all_ll"),
 ]
 
 
@@ -344,7 +349,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
 def test_all_ranks_runs_and_algorithms_agree_bit_for_bit(num_ranks, dtype):
     x = operand((num_ranks, 3, 5000), dtype)
     want = np.stack([in_rank_order(x)] * num_ranks)
-    for algorithm in ("one_shot", "two_shot") * 2:
+    for algorithm in ("one_shot", "two_shot", "one_shot_ll", "two_shot_ll") * 2:
         mapped = jax.shard_map(
             functools.partial(collectives.all_reduce, axis_name=AXIS, algorithm=algorithm),
             mesh=expert_mesh(num_ranks),
