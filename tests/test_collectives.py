@@ -413,10 +413,11 @@ def test_kernels_are_refused_where_shard_map_leaves_axes_out():
         x = jax.ShapeDtypeStruct((4, 8192), jnp.float32)
         return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
-    with pytest.raises(
-        ValueError, match=r"over all axes of the mesh, and \('data',\) are left out"
-    ):
-        lower("direct")
+    for algorithm in ("direct", "ll"):
+        with pytest.raises(
+            ValueError, match=r"over all axes of the mesh, and \('data',\) are left out"
+        ):
+            lower(algorithm)
     assert "all_gather" in lower(None)
 
 
