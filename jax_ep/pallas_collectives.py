@@ -76,13 +76,14 @@ def payload_unavailable_reason(
     if op == "all_reduce_rms_norm" and shape[-1] > _MAX_HIDDEN:
         return f"a row of {shape[-1]} elements is longer than {_MAX_HIDDEN}"
     if is_ll(algorithm):
-        # What a rank's workers receive from one peer; in two shots, each time.
+        # What a rank's workers receive from one peer, in all shots.
         parts = 1 if algorithm == "one_shot_ll" or op == "all_gather" else num_ranks
+        shots = 2 if algorithm == "two_shot_ll" else 1
         num_bytes = -(-math.prod(shape) // parts) * jnp.dtype(dtype).itemsize
-        num_tiles = -(-num_bytes // ll.TILE_BYTES) * (2 if algorithm == "two_shot_ll" else 1)
+        num_tiles = -(-num_bytes // ll.TILE_BYTES) * shots
         if num_tiles > ll.MAX_WORKERS * ll.MAX_SLOTS:
-            held = ll.MAX_WORKERS * ll.MAX_SLOTS * ll.TILE_BYTES >> 20
-            return f"each pair of ranks exchanges {num_bytes} bytes, and LL can hold {held} MiB"
+            sent, held = shots * num_bytes, ll.MAX_WORKERS * ll.MAX_SLOTS * ll.TILE_BYTES >> 20
+            return f"each rank sends {sent} bytes to each other one, and LL can hold {held} MiB"
     return None
 
 
