@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import cuda_mesh, expert_mesh
 
@@ -119,6 +121,27 @@ def test_a_program_to_export_has_no_addresses(op, algorithm):
     assert not re.search(r"ep_\w+_ll", exported.mlir_module())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
+    """An abstract mesh has no order of devices, and arrays may be on them in any."""
+    found = []
+
+    def note(op, algorithm, x, num_ranks, here, ll=None):
+        found.append(ll)
+        return "xla"
+
+    monkeypatch.setattr(primitives, "choose", note)
+    monkeypatch.setattr(primitives, "lowering_unavailable_reason", lambda *_: None)
+    mesh = Mesh(np.asarray(jax.devices()[::order]), (AXIS,))
+    x = jax.device_put(jnp.zeros((mesh.size * 8, 4)), NamedSharding(mesh, P(AXIS)))
+    for of_shard_map in (mesh, mesh.abstract_mesh):
+        program = mapped(collective("all_gather", None), of_shard_map).trace(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            program.lower()
+    assert found[0] is None and "order of the GPUs" in found[1]
+
+
 class Chosen:
     """`choose` on a machine of GPUs, which there need not be."""
 
@@ -168,17 +191,18 @@ def test_without_ll_the_table_means_xla(chosen):
         chosen("ll")
 
 
-def test_what_is_exported_is_not_by_ll(chosen):
-    assert chosen(exported=True) == "xla"
-    with pytest.raises(ValueError, match="holds addresses of this process"):
-        chosen("ll", exported=True)
+def test_programs_that_ll_cannot_serve_have_the_other_kernels(chosen):
+    reason = "it is to be exported"
+    assert chosen(ll=reason) == "xla"
+    with pytest.raises(ValueError, match=f'"ll" cannot serve here: {reason}'):
+        chosen("ll", ll=reason)
     chosen.table("direct")
-    assert chosen(exported=True) == chosen("direct", exported=True) == "direct"
+    assert chosen(ll=reason) == chosen("direct", ll=reason) == "direct"
 
 
 def test_memory_is_taken_by_programs_that_use_ll_only(chosen):
     """Every GPU gives some for as long as the process lives."""
-    chosen("direct"), chosen("xla"), chosen(exported=True)
+    chosen("direct"), chosen("xla"), chosen(ll="it is to be exported")
     chosen.table("direct")
     chosen()
     assert chosen.asked == 0
