@@ -43,7 +43,13 @@ MEASURED = {
     "all_gather": ("ll", "direct", "xla"),
     "reduce_scatter": ("ll", "direct", "xla"),
     "all_to_all": ("ll", "direct", "xla"),
-    "all_reduce_rms_norm": ("fused_one_shot", "fused_two_shot", "xla"),
+    "all_reduce_rms_norm": (
+        "fused_ll",
+        "fused_one_shot",
+        "fused_two_shot",
+        "unfused",
+        "xla",
+    ),
 }
 LAX_NAMES = {
     "all_reduce": "lax.psum",
