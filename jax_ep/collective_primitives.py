@@ -38,7 +38,13 @@ from jax_ep.primitives import (
 AxisName = tuple[str, ...]
 Algorithm = str | None
 
-FUSED = ("fused", "fused_ll", "fused_one_shot", "fused_two_shot")
+FUSED = (
+    "fused",
+    "fused_one_shot_ll",
+    "fused_two_shot_ll",
+    "fused_one_shot",
+    "fused_two_shot",
+)
 # "xla" and None are served everywhere, "multimem" by JAX's own kernels, the others by ours.
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla", "multimem"),

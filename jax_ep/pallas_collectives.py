@@ -126,9 +126,12 @@ class Way:
 def _ll_slots(op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int) -> int:
     """That a worker needs: tiles that it receives from a peer."""
     if op == "all_reduce_rms_norm":
-        num_warpgroups = _warpgroups_of_row(shape[-1], dtype)
-        rows = -(-math.prod(shape[:-1]) // (ll.MAX_WORKERS // num_warpgroups))
-        return rows * -(-_num_tiles(shape[-1], dtype) // num_warpgroups)
+        num_warpgroups, num_rows = _warpgroups_of_row(shape[-1], dtype), math.prod(shape[:-1])
+        two_shot = algorithm == "fused_two_shot_ll"
+        rows = _ll_rows_per_block(num_rows, num_warpgroups, two_shot, num_ranks)
+        if two_shot and -(-num_rows // rows) * num_warpgroups > ll.MAX_WORKERS:
+            return ll.MAX_SLOTS + 1
+        return (2 if two_shot else rows) * -(-_num_tiles(shape[-1], dtype) // num_warpgroups)
     whole = algorithm == "one_shot_ll" or op == "all_gather"
     num_elements = math.prod(shape) if whole else -(-math.prod(shape) // num_ranks)
     slots = -(-_num_tiles(num_elements, dtype) // ll.MAX_WORKERS)
@@ -191,18 +194,21 @@ def all_reduce_rms_norm(
     rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
     num_rows, padded = rows.shape
     num_warpgroups = _warpgroups_of_row(padded, x.dtype)
-    blocks = ll.MAX_WORKERS // num_warpgroups if is_ll(algorithm) else _MAX_ROW_BLOCKS
-    plan = _forced_plan.get() or Plan(-(-num_rows // -(-num_rows // blocks)), num_warpgroups)
-    sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, plan=plan)
+    two_shot = algorithm.startswith("fused_two_shot")
+    if is_ll(algorithm):
+        rows_per_block = _ll_rows_per_block(num_rows, num_warpgroups, two_shot, fabric.num_ranks)
+    else:
+        rows_per_block = -(-num_rows // _MAX_ROW_BLOCKS)
+    plan = _forced_plan.get() or Plan(-(-num_rows // rows_per_block), num_warpgroups)
+    sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
     if is_ll(algorithm):
         operands = vary_alike((primitives.place(), rows, old, weights[0]), way.axis_name)
         normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm_ll(
             *operands, channels=way.channels(), **sizes
         )
     else:
-        two_shot = algorithm == "fused_two_shot"
         normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
-            rows, old, weights[0], two_shot=two_shot, fabric=fabric, **sizes
+            rows, old, weights[0], fabric=fabric, **sizes
         )
     normalized, new_residual = (out[:, :hidden] for out in (normalized, new_residual))
     return normalized.reshape(x.shape), new_residual.reshape(x.shape)
@@ -242,6 +248,10 @@ def _num_tiles(num_elements: int, dtype: Any) -> int:
 
 def _warpgroups_of_row(hidden: int, dtype: Any) -> int:
     return min(_num_tiles(hidden, dtype), _MAX_WARPGROUPS)
+
+
+def _ll_rows_per_block(num_rows: int, num_warpgroups: int, two_shot: bool, num_ranks: int) -> int:
+    return num_ranks if two_shot else -(-num_rows // (ll.MAX_WORKERS // num_warpgroups))
 
 
 def _padded_size(size: int, dtype: Any) -> int:

@@ -84,23 +84,25 @@ def all_reduce_rms_norm_ll(
     *,
     eps: float,
     hidden: int,
+    two_shot: bool,
     channels: ll.Channels,
     plan: Plan,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same by LL, in one shot: each rank sends its rows to all ranks; see `ll.call`."""
+    """The same by LL; see `ll.call`. In two shots a block has one row for each rank."""
     num_rows, padded = x.shape[-2:]
     body = _Body(
-        num_rows, padded, x.dtype, residual.dtype, hidden, eps, False, "all", channels, plan
+        num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, "all", channels, plan
     )
+    rows = 2 if two_shot else body.rows_per_block
     normalized, new_residual = ll.call(
-        body.by_ll,
+        body.two_shot_by_ll if two_shot else body.one_shot_by_ll,
         place,
         [x, residual, scale],
         body.out_type,
         channels=channels,
         plan=plan,
-        num_slots=body.rows_per_block * body.tiles_of_warpgroup,
-        name="ep_all_reduce_rms_norm_ll",
+        num_slots=rows * body.tiles_of_warpgroup,
+        name=f"ep_all_reduce_rms_norm_{'two' if two_shot else 'one'}_shot_ll",
         scratch_types=body.scratch_types,
     )
     return normalized, new_residual
@@ -211,24 +213,45 @@ class _Body:
                 self._tell(semaphores, wrote=False)
             self._wait(semaphores)
 
-    def by_ll(self, mail, x, residual, scale, normalized, new_residual, *, squares, together):
+    def one_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
         """Every block has as many rows: some share the last one, with the same outcome."""
         first = lax.axis_index("block") * self.rows_per_block
         rows = [jnp.minimum(first + i, self.num_rows - 1) for i in range(self.rows_per_block)]
-        slots = [
-            [i * self.tiles_of_warpgroup + j for j in range(self.tiles_of_warpgroup)]
-            for i in range(len(rows))
-        ]
-        for row, slots_of_row in zip(rows, slots, strict=True):
-            for slot, tile in zip(slots_of_row, self._row(x, row), strict=True):
-                mail.post(slot, [tile] * len(mail.peers))
+        count = self.tiles_of_warpgroup
+        for i, row in enumerate(rows):
+            for j, tile in enumerate(self._row(x, row)):
+                mail.post(i * count + j, [tile] * len(mail.peers))
         scales = self._row(scale)
         mail.stage(1)
-        for i, (row, slots_of_row) in enumerate(zip(rows, slots, strict=True)):
-            residuals, mine = self._row(residual, row), self._row(x, row)
-            sums = [mail.sum(slot, tile) for slot, tile in zip(slots_of_row, mine, strict=True)]
-            refs = (normalized, new_residual, squares.at[i % 2], together)
-            self._norm(sums, row, residuals, scales, *refs, tell=None)
+        for i, row in enumerate(rows):
+            old, mine = self._row(residual, row), self._row(x, row)
+            sums = [mail.sum(i * count + j, tile) for j, tile in enumerate(mine)]
+            self._norm_by_ll(i, sums, row, old, scales, *results, **scratch)
+
+    def two_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
+        """Every block has a row for each rank, which sums it; where there is none, the last one."""
+        first = lax.axis_index("block") * self.fabric.num_ranks
+        ranks, count = [mail.rank, *mail.peers], self.tiles_of_warpgroup
+        mine, *others = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
+        parts = [self._row(x, row) for row in others]
+        for j in range(count):
+            mail.post(j, [part[j] for part in parts])
+        scales, old, part = self._row(scale), self._row(residual, mine), self._row(x, mine)
+        mail.stage(1)
+        sums = [mail.sum(j, tile) for j, tile in enumerate(part)]
+        for j, tile in enumerate(sums):
+            mail.post(count + j, [tile] * len(others))
+        self._norm_by_ll(0, sums, mine, old, scales, *results, **scratch)
+        arrived = [mail.collect(count + j, (self.tile,), self.dtype) for j in range(count)]
+        for i, row in enumerate(others):
+            sums, old = [tiles_of_peers[i] for tiles_of_peers in arrived], self._row(residual, row)
+            self._norm_by_ll(i + 1, sums, row, old, scales, *results, **scratch)
+
+    def _norm_by_ll(self, i, sums, row, old, scales, *results, squares, together):
+        """The i-th row of a block."""
+        normalized, new_residual = results
+        refs = (normalized, new_residual, squares.at[i % 2], together)
+        self._norm(sums, row, old, scales, *refs, tell=None)
 
     def _row(self, ref, *row):
         """This warpgroup's part of a row."""

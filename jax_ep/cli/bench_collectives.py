@@ -44,7 +44,8 @@ MEASURED = {
     "reduce_scatter": ("ll", "direct", "xla"),
     "all_to_all": ("ll", "direct", "xla"),
     "all_reduce_rms_norm": (
-        "fused_ll",
+        "fused_one_shot_ll",
+        "fused_two_shot_ll",
         "fused_one_shot",
         "fused_two_shot",
         "unfused",
