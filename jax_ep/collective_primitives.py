@@ -24,29 +24,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
 
 from jax_ep import collectives_table, ll_buffers, multicast, pallas_collectives
+from jax_ep.pallas_collectives import Way
 from jax_ep.primitives import (
     devices_by_place,
     lower_by_position,
     lowering_unavailable_reason,
     mesh_unavailable_reason,
     pallas_unavailable_reason,
-    vary_alike,
 )
 
 AxisName = tuple[str, ...]
 Algorithm = str | None
 
+FUSED = (
+    "fused",
+    "fused_one_shot_ll",
+    "fused_two_shot_ll",
+    "fused_one_shot",
+    "fused_two_shot",
+)
 # "xla" and None are served everywhere, "multimem" by JAX's own kernels, the others by ours.
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "all_reduce": ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla", "multimem"),
     "all_gather": ("ll", "direct", "xla"),
     "reduce_scatter": ("ll", "direct", "xla"),
     "all_to_all": ("ll", "direct", "xla"),
-    "all_reduce_rms_norm": ("fused", "fused_one_shot", "fused_two_shot", "xla"),
+    "all_reduce_rms_norm": (*FUSED, "unfused", "xla"),
 }
 
 
@@ -78,11 +83,11 @@ def add(total: jax.Array, residual: jax.Array) -> jax.Array:
 def unavailable_reason(
     op: str, algorithm: str, x: Any, num_ranks: int, here: str | None
 ) -> str | None:
-    """Why the algorithm cannot serve x, or None if it can; "xla" always can.
+    """Why the algorithm cannot serve x, or None if it can; "xla" and "unfused" always can.
 
     `here`: why no kernel can serve, if that is known.
     """
-    if algorithm == "xla":
+    if algorithm in ("xla", "unfused"):
         return None
     if here is not None:
         return here
@@ -148,37 +153,22 @@ def _ll_unavailable_reason(ctx: mlir.LoweringRuleContext) -> str | None:
 # What each primitive computes.
 
 
-def _run(
-    op: str, algorithm: str, devices: tuple[int, ...], x: jax.Array, *, axis_name: AxisName
-) -> list[jax.Array]:
-    if algorithm == "xla":
-        return [xla(op, x, axis_name)]
-    if algorithm == "multimem":
-        return [_multimem(x, axis_name)]
-    way = pallas_collectives.Way(algorithm, axis_name)
-    if pallas_collectives.is_ll(algorithm):
-        place, x = vary_alike((ep_place_p.bind(), x), axis_name)
-        way = pallas_collectives.Way(algorithm, axis_name, devices, place)
+def _run(way: Way, op: str, x: jax.Array) -> list[jax.Array]:
+    if way.algorithm == "xla":
+        return [xla(op, x, way.axis_name)]
+    if way.algorithm == "multimem":
+        return [_multimem(x, way.axis_name)]
     return [getattr(pallas_collectives, op)(x, way)]
 
 
 def _run_rms_norm(
-    op: str,
-    algorithm: str,
-    devices: tuple[int, ...],
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array,
-    *,
-    axis_name: AxisName,
-    eps: float,
+    way: Way, op: str, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
 ) -> list[jax.Array]:
-    del op, devices
-    if algorithm == "xla":
-        new_residual = add(lax.psum(x, axis_name), residual)
-        return [rms_norm(new_residual, scale, eps, x.dtype), new_residual]
-    way = pallas_collectives.Way(algorithm, axis_name)
-    return list(pallas_collectives.all_reduce_rms_norm(x, residual, scale, way, eps=eps))
+    if way.algorithm in FUSED:
+        return list(getattr(pallas_collectives, op)(x, residual, scale, way, eps=eps))
+    (total,) = _run(way, "all_reduce", x)
+    new_residual = add(total, residual)
+    return [rms_norm(new_residual, scale, eps, x.dtype), new_residual]
 
 
 def _multimem(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -220,36 +210,18 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]]) -> Primitive:
     primitive = Primitive(f"ep_{op}")
     primitive.multiple_results = True
 
-    def lower(ctx, x, *operands, algorithm, num_ranks, **params):
-        here = lowering_unavailable_reason(ctx, params["axis_name"])
+    def lower(ctx, x, *operands, axis_name, algorithm, num_ranks, **params):
+        aval, here = ctx.avals_in[0], lowering_unavailable_reason(ctx, axis_name)
         ll = _ll_unavailable_reason(ctx)
-        serving = choose(op, algorithm, ctx.avals_in[0], num_ranks, here, ll)
-        function = functools.partial(run, op, serving, devices_by_place(ctx))
-        return lower_by_position(ctx, function, x, *operands, **params)
+        serving = choose(op, algorithm, aval, num_ranks, here, ll)
+        if serving == "unfused":
+            serving = choose("all_reduce", None, aval, num_ranks, here, ll)
+        way = Way(serving, axis_name, devices_by_place(ctx))
+        return lower_by_position(ctx, functools.partial(run, way, op), x, *operands, **params)
 
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cuda")
     return primitive
-
-
-ep_place_p = Primitive("ep_place")  # [1] int32: the place of this device in the mesh
-
-
-@ep_place_p.def_abstract_eval
-def _place_shape() -> jax.core.ShapedArray:
-    return jax.core.ShapedArray((1,), jnp.int32)
-
-
-def _lower_place(ctx: mlir.LoweringRuleContext) -> list[Any]:
-    # Not `lax.axis_index`: that is a kernel of its own, where this is a word that XLA sets.
-    del ctx
-    i32 = ir.IntegerType.get_signless(32)
-    place = stablehlo.partition_id()
-    place = stablehlo.bitcast_convert(ir.RankedTensorType.get((), i32), place)
-    return [stablehlo.reshape(ir.RankedTensorType.get((1,), i32), place)]
-
-
-mlir.register_lowering(ep_place_p, _lower_place)
 
 
 def _linear_primitive(

@@ -12,11 +12,19 @@ machine it is "xla". A named algorithm that cannot serve is an error that says w
   "one_shot"  all_reduce: every rank reads all ranks' inputs and sums them;
   "two_shot"  all_reduce: every rank sums its shard and writes the sum to all ranks;
   "direct"    the others: every rank reads, or writes, what it is to get, or give, at its place;
+  "one_shot_ll", "two_shot_ll", "ll"
+              the same by LL (`pallas_kernels.ll`): data are sent to memory that the library keeps
+              on every GPU, and there polled, so that no rank waits for another before it sends.
+              The fastest for up to some megabytes, and there is room for no more: 4 MiB between
+              two ranks at once;
   "multimem"  all_reduce: JAX's own kernels, in which the NVLink switch sums float32 and
               broadcasts; needs multicast memory, and is never chosen unless it is named.
 
-The library's kernels ("one_shot", "two_shot", "direct", "fused") need the GPUs of one process. They
-sum in float32, in rank order, and round once: all ranks get the same bits, on every run.
+The library's kernels (all but "xla" and "multimem") need the GPUs of one process. They sum in
+float32, in rank order, and round once: all ranks get the same bits, on every run.
+
+By LL, and so by None, programs of GPUs that have some, but not all, in common must be started in
+one order on all of them, as those with collectives always should: from one thread.
 """
 
 from __future__ import annotations
@@ -40,7 +48,8 @@ def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Args:
       x: floating, any shape.
       axis_name: the mesh axis, or tuple of axes, to sum over.
-      algorithm: "one_shot", "two_shot", "xla", "multimem", or None for the best that serves.
+      algorithm: "one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla", "multimem", or None
+        for the best that serves.
 
     Returns:
       x's shape and dtype. Under `check_vma=True` it no longer varies over `axis_name`.
@@ -59,7 +68,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Args:
       x: [n, ...] floating.
       axis_name: the mesh axis, or tuple of axes, to gather over.
-      algorithm: "direct", "xla", or None for the best that serves.
+      algorithm: "ll", "direct", "xla", or None for the best that serves.
 
     Returns:
       [N * n, ...]: rank r's x at [r * n : (r + 1) * n]. Its transpose is `reduce_scatter`.
@@ -76,7 +85,7 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
     Args:
       x: [N * n, ...] floating.
       axis_name: the mesh axis, or tuple of axes, to sum over.
-      algorithm: "direct", "xla", or None for the best that serves.
+      algorithm: "ll", "direct", "xla", or None for the best that serves.
 
     Returns:
       [n, ...]: on rank r the sum of all ranks' x[r * n : (r + 1) * n]. Its transpose is
@@ -96,7 +105,7 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Args:
       x: [N * n, ...] floating: x[r * n : (r + 1) * n] is for rank r.
       axis_name: the mesh axis, or tuple of axes, to exchange over.
-      algorithm: "direct", "xla", or None for the best that serves.
+      algorithm: "ll", "direct", "xla", or None for the best that serves.
 
     Returns:
       [N * n, ...]: [r * n : (r + 1) * n] is from rank r. It is its own transpose.
@@ -134,8 +143,9 @@ def all_reduce_rms_norm(
       axis_name: the mesh axis, or tuple of axes, to sum over.
       eps: added to the mean square.
       algorithm: "fused" (a kernel for H <= 16384; "fused_one_shot" and "fused_two_shot" name its
-        two ways, as those of `all_reduce`), "xla" (`lax.psum` and what XLA makes of the rest), or
-        None for the best that serves.
+        two ways, and with "_ll" those by LL, as of `all_reduce`), "unfused" (the best `all_reduce`
+        and what XLA makes of the rest), "xla" (`lax.psum` and the same), or None for the best that
+        serves.
 
     Returns:
       normalized (x's dtype) and new_residual (residual's dtype), both [..., H].

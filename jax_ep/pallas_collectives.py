@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import ll_buffers, pallas_exchange
+from jax_ep import ll_buffers, pallas_exchange, primitives
+from jax_ep.primitives import vary_alike
 from pallas_kernels import all_gather as all_gather_kernel
 from pallas_kernels import all_reduce as all_reduce_kernel
 from pallas_kernels import all_reduce_rms_norm as all_reduce_rms_norm_kernel
@@ -73,17 +74,15 @@ def payload_unavailable_reason(
         return f"x is empty, its shape is {shape}"
     if math.prod(shape) >= 2**31:
         return f"x has {math.prod(shape)} elements, and the kernels count in 32 bits"
-    if op == "all_reduce_rms_norm" and shape[-1] > _MAX_HIDDEN:
+    fused = op == "all_reduce_rms_norm" and algorithm != "unfused"
+    if fused and shape[-1] > _MAX_HIDDEN:
         return f"a row of {shape[-1]} elements is longer than {_MAX_HIDDEN}"
-    if is_ll(algorithm):
-        # What a rank's workers receive from one peer, in all shots.
-        parts = 1 if algorithm == "one_shot_ll" or op == "all_gather" else num_ranks
-        shots = 2 if algorithm == "two_shot_ll" else 1
-        num_bytes = -(-math.prod(shape) // parts) * jnp.dtype(dtype).itemsize
-        num_tiles = -(-num_bytes // ll.TILE_BYTES) * shots
-        if num_tiles > ll.MAX_WORKERS * ll.MAX_SLOTS:
-            sent, held = shots * num_bytes, ll.MAX_WORKERS * ll.MAX_SLOTS * ll.TILE_BYTES >> 20
-            return f"each rank sends {sent} bytes to each other one, and LL can hold {held} MiB"
+    if is_ll(algorithm) and _ll_slots(op, algorithm, shape, dtype, num_ranks) > ll.MAX_SLOTS:
+        held = ll.MAX_WORKERS * ll.MAX_SLOTS * ll.TILE_BYTES >> 20
+        return (
+            f"x, {shape} {jnp.dtype(dtype).name}, is more than LL has room for: between two ranks "
+            f"{held} MiB at once"
+        )
     return None
 
 
@@ -92,34 +91,51 @@ class Way:
     """Which kernels, between which ranks.
 
     Attributes:
-      algorithm: "ll", "one_shot_ll", "two_shot_ll", or any of the others.
+      algorithm: "ll" or one that ends with "_ll", for LL; or any other.
       axis_name: of the ranks.
-      devices: LL needs to know the GPU at each place of the mesh;
-      place: and this rank's place, [1] int32.
+      devices: the GPU at each place of the mesh; of matter to LL alone.
     """
 
     algorithm: str
     axis_name: AxisName
     devices: tuple[int, ...] = ()
-    place: jax.Array | None = None
 
     @property
     def fabric(self) -> Mesh:
         return pallas_exchange.mesh_fabric(self.axis_name)
 
-    def run(self, kernel: Kernel, by_ll: Kernel, x: jax.Array, size: int) -> jax.Array:
-        """One of two kernels on x [..., S]; each rank's blocks go over `size` elements."""
-        if not is_ll(self.algorithm):
-            return kernel(x, fabric=self.fabric, plan=_plan(size, x.dtype))
+    def channels(self) -> ll.Channels:
         regions = ll_buffers.here() if jax.default_backend() == "gpu" else None
         assert not isinstance(regions, str), regions
-        channels = ll.Channels(
+        return ll.Channels(
             self.fabric.axes(),
             self.devices,
             regions or ll_buffers.elsewhere(len(self.devices)),
             self.fabric.timeout_s,
         )
-        return by_ll(self.place, x, channels=channels, plan=_ll_plan(x.shape[-1], x.dtype))
+
+    def run(self, kernel: Kernel, by_ll: Kernel, x: jax.Array, size: int) -> jax.Array:
+        """One of two kernels on x [..., S]; each rank's blocks go over `size` elements."""
+        if not is_ll(self.algorithm):
+            return kernel(x, fabric=self.fabric, plan=_plan(size, x.dtype))
+        place, x = vary_alike((primitives.place(), x), self.axis_name)
+        plan = _ll_plan(x.shape[-1], x.dtype)
+        return by_ll(place, x, channels=self.channels(), plan=plan)
+
+
+def _ll_slots(op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int) -> int:
+    """That a worker needs: tiles that it receives from a peer."""
+    if op == "all_reduce_rms_norm":
+        num_warpgroups, num_rows = _warpgroups_of_row(shape[-1], dtype), math.prod(shape[:-1])
+        two_shot = algorithm == "fused_two_shot_ll"
+        rows = _ll_rows_per_block(num_rows, num_warpgroups, two_shot, num_ranks)
+        if two_shot and -(-num_rows // rows) * num_warpgroups > ll.MAX_WORKERS:
+            return ll.MAX_SLOTS + 1
+        return (2 if two_shot else rows) * -(-_num_tiles(shape[-1], dtype) // num_warpgroups)
+    whole = algorithm == "one_shot_ll" or op == "all_gather"
+    num_elements = math.prod(shape) if whole else -(-math.prod(shape) // num_ranks)
+    slots = -(-_num_tiles(num_elements, dtype) // ll.MAX_WORKERS)
+    return 2 * slots if algorithm == "two_shot_ll" else slots
 
 
 def all_reduce(x: jax.Array, way: Way) -> jax.Array:
@@ -177,18 +193,23 @@ def all_reduce_rms_norm(
         algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
     rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
     num_rows, padded = rows.shape
-    rows_per_block = -(-num_rows // _MAX_ROW_BLOCKS)
-    num_warpgroups = min(-(-padded // tile_length(x.dtype)), _MAX_WARPGROUPS)
-    normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
-        rows,
-        old,
-        weights[0],
-        eps=eps,
-        hidden=hidden,
-        two_shot=algorithm == "fused_two_shot",
-        fabric=fabric,
-        plan=_forced_plan.get() or Plan(-(-num_rows // rows_per_block), num_warpgroups),
-    )
+    num_warpgroups = _warpgroups_of_row(padded, x.dtype)
+    two_shot = algorithm.startswith("fused_two_shot")
+    if is_ll(algorithm):
+        rows_per_block = _ll_rows_per_block(num_rows, num_warpgroups, two_shot, fabric.num_ranks)
+    else:
+        rows_per_block = -(-num_rows // _MAX_ROW_BLOCKS)
+    plan = _forced_plan.get() or Plan(-(-num_rows // rows_per_block), num_warpgroups)
+    sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
+    if is_ll(algorithm):
+        operands = vary_alike((primitives.place(), rows, old, weights[0]), way.axis_name)
+        normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm_ll(
+            *operands, channels=way.channels(), **sizes
+        )
+    else:
+        normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
+            rows, old, weights[0], fabric=fabric, **sizes
+        )
     normalized, new_residual = (out[:, :hidden] for out in (normalized, new_residual))
     return normalized.reshape(x.shape), new_residual.reshape(x.shape)
 
@@ -203,7 +224,7 @@ def _plan(num_elements: int, dtype: Any) -> Plan:
     """For so many elements that each rank's blocks have to go over; every block gets as many."""
     if forced := _forced_plan.get():
         return forced
-    num_tiles, num_vectors = -(-num_elements // tile_length(dtype)), 1
+    num_tiles, num_vectors = _num_tiles(num_elements, dtype), 1
     if num_tiles > _MANY_ROUNDS * _MAX_BLOCKS * _MAX_WARPGROUPS:
         num_tiles, num_vectors = -(-num_tiles // 2), 2
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
@@ -215,10 +236,22 @@ def _ll_plan(num_elements: int, dtype: Any) -> Plan:
     """The same with a tile at a time, for as many warpgroups as LL buffers are made for."""
     if forced := _forced_plan.get():
         return forced
-    num_tiles = -(-num_elements // tile_length(dtype))
+    num_tiles = _num_tiles(num_elements, dtype)
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
     rounds = -(-num_tiles // (ll.MAX_WORKERS // _MAX_WARPGROUPS * num_warpgroups))
     return Plan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups)
+
+
+def _num_tiles(num_elements: int, dtype: Any) -> int:
+    return -(-num_elements // tile_length(dtype))
+
+
+def _warpgroups_of_row(hidden: int, dtype: Any) -> int:
+    return min(_num_tiles(hidden, dtype), _MAX_WARPGROUPS)
+
+
+def _ll_rows_per_block(num_rows: int, num_warpgroups: int, two_shot: bool, num_ranks: int) -> int:
+    return num_ranks if two_shot else -(-num_rows // (ll.MAX_WORKERS // num_warpgroups))
 
 
 def _padded_size(size: int, dtype: Any) -> int:

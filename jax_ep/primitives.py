@@ -31,6 +31,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
 
 from jax_ep import driver, pallas_exchange, wire, xla_exchange
 from jax_ep.routes import Layout, RankRoutes, Routes
@@ -134,6 +136,30 @@ def devices_by_place(ctx: mlir.LoweringRuleContext) -> tuple[int, ...]:
     if isinstance(mesh, jax.sharding.Mesh):
         return tuple(int(device.local_hardware_id or 0) for device in mesh.devices.flat)
     return tuple(range(mesh.size if mesh is not None else 1))
+
+
+def place() -> jax.Array:
+    """[1] int32: which place of its mesh this device is at, as `devices_by_place` counts."""
+    return _place_p.bind()
+
+
+_place_p = Primitive("ep_place")
+
+
+@_place_p.def_abstract_eval
+def _place_shape() -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((1,), jnp.int32)
+
+
+def _lower_place(ctx: mlir.LoweringRuleContext) -> list[Any]:
+    # Not `lax.axis_index`: that is a kernel of its own, where this is a word that XLA sets.
+    del ctx
+    i32 = ir.IntegerType.get_signless(32)
+    word = stablehlo.bitcast_convert(ir.RankedTensorType.get((), i32), stablehlo.partition_id())
+    return [stablehlo.reshape(ir.RankedTensorType.get((1,), i32), word)]
+
+
+mlir.register_lowering(_place_p, _lower_place)
 
 
 def choose_implementation(

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
-from pallas_kernels import tiles, vectors
+from pallas_kernels import ll, tiles, vectors
 from pallas_kernels.tiles import Plan
 
 _SUMMED = 0  # channel: this block has summed its share (two_shot), or read all it needs (one_shot)
@@ -69,13 +69,42 @@ def all_reduce_rms_norm(
         name="ep_all_reduce_rms_norm",
         num_blocks=plan.num_blocks,
         num_warpgroups=plan.num_warpgroups,
-        out_type=[jax.ShapeDtypeStruct((num_rows, padded), a.dtype) for a in (x, residual)],
-        scratch_types=dict(
-            squares=plgpu.SMEM((2, plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP), jnp.float32),
-            together=plgpu.Barrier(num_arrivals=plan.num_warpgroups),
-        ),
+        out_type=body.out_type,
+        scratch_types=body.scratch_types,
         num_channels=1,
     )(x, residual, scale)
+    return normalized, new_residual
+
+
+def all_reduce_rms_norm_ll(
+    place: jax.Array,
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    hidden: int,
+    two_shot: bool,
+    channels: ll.Channels,
+    plan: Plan,
+) -> tuple[jax.Array, jax.Array]:
+    """The same by LL; see `ll.call`. In two shots a block has one row for each rank."""
+    num_rows, padded = x.shape[-2:]
+    body = _Body(
+        num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, "all", channels, plan
+    )
+    rows = 2 if two_shot else body.rows_per_block
+    normalized, new_residual = ll.call(
+        body.two_shot_by_ll if two_shot else body.one_shot_by_ll,
+        place,
+        [x, residual, scale],
+        body.out_type,
+        channels=channels,
+        plan=plan,
+        num_slots=rows * body.tiles_of_warpgroup,
+        name=f"ep_all_reduce_rms_norm_{'two' if two_shot else 'one'}_shot_ll",
+        scratch_types=body.scratch_types,
+    )
     return normalized, new_residual
 
 
@@ -91,7 +120,7 @@ class _Body:
     eps: float
     two_shot: bool
     stage: str
-    fabric: fb.Fabric
+    fabric: Any  # a fabric; channels of LL
     plan: Plan
 
     def __post_init__(self) -> None:
@@ -100,6 +129,19 @@ class _Body:
                 f"a row must be whole vectors of {self.vector} elements and at least a tile of "
                 f"{self.tile}, but has {self.padded}."
             )
+
+    @property
+    def out_type(self) -> list[jax.ShapeDtypeStruct]:
+        shape = (self.num_rows, self.padded)
+        return [jax.ShapeDtypeStruct(shape, dtype) for dtype in (self.dtype, self.residual_dtype)]
+
+    @property
+    def scratch_types(self) -> dict[str, Any]:
+        sums = self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP
+        return dict(
+            squares=plgpu.SMEM((2, sums), jnp.float32),
+            together=plgpu.Barrier(num_arrivals=self.plan.num_warpgroups),
+        )
 
     @property
     def vector(self) -> int:
@@ -118,24 +160,28 @@ class _Body:
     def tiles_per_row(self) -> int:
         return pl.cdiv(self.padded, self.tile)
 
+    @property
+    def tiles_of_warpgroup(self) -> int:
+        """Of a row."""
+        return pl.cdiv(self.tiles_per_row, self.plan.num_warpgroups)
+
+    @property
+    def rows_per_block(self) -> int:
+        return pl.cdiv(self.num_rows, self.plan.num_blocks)
+
     def __call__(
         self, x, residual, scale, normalized, new_residual, *, semaphores, squares, together
     ):
         fabric = self.fabric
-        rows_per_block = pl.cdiv(self.num_rows, self.plan.num_blocks)
-        first = lax.axis_index("block") * rows_per_block
-        num_rows = jnp.clip(self.num_rows - first, 0, rows_per_block)
-
-        def operands(row):
-            """This warpgroup's part of what is added, loaded before it is needed."""
-            mine = fabric.mine(residual)
-            return [vectors.load(fabric, mine.at[row, i], self.vector) for i in self._my_tiles()]
+        first = lax.axis_index("block") * self.rows_per_block
+        num_rows = jnp.clip(self.num_rows - first, 0, self.rows_per_block)
+        operands = functools.partial(self._row, fabric.mine(residual))
 
         def norm(row, residuals, buffer, tell=None):
             sums = self._row_of_sums(x, normalized, row)
             if tell:
                 fabric.stage(1)
-            refs = (normalized, new_residual, buffer, together)
+            refs = (fabric.mine(normalized), fabric.mine(new_residual), buffer, together)
             self._norm(sums, row, residuals, scales, *refs, tell)
 
         def norm_row(i, _):
@@ -144,10 +190,7 @@ class _Body:
 
         fabric.stage(0)
         fabric.touch(x, *([normalized] if self.two_shot else []), semaphores)
-        scales = [
-            vectors.load(fabric, fabric.mine(scale).at[where], self.vector)
-            for where in self._my_tiles()
-        ]
+        scales = self._row(fabric.mine(scale))
         residuals = operands(first) if self._one_row else None
         if self.two_shot and self.stage != "norm":
             self._sum_share(x, normalized, first, num_rows)
@@ -169,6 +212,53 @@ class _Body:
                 self._meet(together)
                 self._tell(semaphores, wrote=False)
             self._wait(semaphores)
+
+    def one_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
+        """Every block has as many rows: some share the last one, with the same outcome."""
+        first = lax.axis_index("block") * self.rows_per_block
+        rows = [jnp.minimum(first + i, self.num_rows - 1) for i in range(self.rows_per_block)]
+        count = self.tiles_of_warpgroup
+        for i, row in enumerate(rows):
+            for j, tile in enumerate(self._row(x, row)):
+                mail.post(i * count + j, [tile] * len(mail.peers))
+        scales = self._row(scale)
+        mail.stage(1)
+        for i, row in enumerate(rows):
+            old, mine = self._row(residual, row), self._row(x, row)
+            sums = [mail.sum(i * count + j, tile) for j, tile in enumerate(mine)]
+            self._norm_by_ll(i, sums, row, old, scales, *results, **scratch)
+
+    def two_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
+        """Every block has a row for each rank, which sums it; where there is none, the last one."""
+        first = lax.axis_index("block") * self.fabric.num_ranks
+        ranks, count = [mail.rank, *mail.peers], self.tiles_of_warpgroup
+        mine, *others = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
+        parts = [self._row(x, row) for row in others]
+        for j in range(count):
+            mail.post(j, [part[j] for part in parts])
+        scales, old, part = self._row(scale), self._row(residual, mine), self._row(x, mine)
+        mail.stage(1)
+        sums = [mail.sum(j, tile) for j, tile in enumerate(part)]
+        for j, tile in enumerate(sums):
+            mail.post(count + j, [tile] * len(others))
+        self._norm_by_ll(0, sums, mine, old, scales, *results, **scratch)
+        arrived = [mail.collect(count + j, (self.tile,), self.dtype) for j in range(count)]
+        for i, row in enumerate(others):
+            sums, old = [tiles_of_peers[i] for tiles_of_peers in arrived], self._row(residual, row)
+            self._norm_by_ll(i + 1, sums, row, old, scales, *results, **scratch)
+
+    def _norm_by_ll(self, i, sums, row, old, scales, *results, squares, together):
+        """The i-th row of a block."""
+        normalized, new_residual = results
+        refs = (normalized, new_residual, squares.at[i % 2], together)
+        self._norm(sums, row, old, scales, *refs, tell=None)
+
+    def _row(self, ref, *row):
+        """This warpgroup's part of a row."""
+        return [
+            vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
+            for where in self._my_tiles()
+        ]
 
     def _sum_share(self, x, out, first, num_rows):
         """Sums every N-th tile of the block's rows into all ranks' `out`."""
@@ -195,11 +285,7 @@ class _Body:
                 tiles.sum_of_ranks(self.fabric, x, row, where).astype(self.dtype)
                 for where in self._my_tiles()
             ]
-        sums = x if self.stage == "norm" else normalized
-        return [
-            tiles.load(self.fabric, self.fabric.mine(sums).at[row, where])
-            for where in self._my_tiles()
-        ]
+        return self._row(self.fabric.mine(x if self.stage == "norm" else normalized), row)
 
     def _norm(
         self, sums, row, residuals, scales, normalized, new_residual, squares, together, tell
@@ -211,7 +297,7 @@ class _Body:
             for total, old in zip(sums, residuals, strict=True)
         ]
         for total, where in zip(totals, self._my_tiles(), strict=True):
-            vectors.store(fabric, [fabric.mine(new_residual).at[row, where]], total, vector)
+            vectors.store(fabric, [new_residual.at[row, where]], total, vector)
 
         values = [total.astype(jnp.float32) for total in totals]
         squares_of_tiles = [self._own(i, value * value) for i, value in enumerate(values)]
@@ -227,18 +313,18 @@ class _Body:
             total_square = total_square + squares[i]
         factor = lax.rsqrt(total_square * (1 / self.hidden) + self.eps)
         for value, weight, where in zip(values, scales, self._my_tiles(), strict=True):
-            row_ref = fabric.mine(normalized).at[row, where]
             normal = value * factor * weight.astype(jnp.float32)
-            tiles.store(fabric, row_ref, normal.astype(self.dtype))
+            tiles.store(fabric, normalized.at[row, where], normal.astype(self.dtype))
 
     def _my_tiles(self):
         """The parts of a row that this warpgroup serves; the last tile is moved back to end it."""
         return [self._slice(index) for index in self._my_indices()]
 
     def _my_indices(self):
-        num_warpgroups = self.plan.num_warpgroups
-        rounds = pl.cdiv(self.tiles_per_row, num_warpgroups)
-        return [lax.axis_index("warpgroup") + i * num_warpgroups for i in range(rounds)]
+        return [
+            lax.axis_index("warpgroup") + i * self.plan.num_warpgroups
+            for i in range(self.tiles_of_warpgroup)
+        ]
 
     def _slice(self, index):
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)

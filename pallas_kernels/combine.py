@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import fabric as fb
 from pallas_kernels import quantize
 from pallas_kernels.plan import Plan, Tiling, Window
+from pallas_kernels.ring import Ring
 from pallas_kernels.sender import parts_of_row
 
 # What a slot of the ring holds. A sum of one row is both first and last.
@@ -178,8 +179,12 @@ class _Combine:
             types["sent"] = [plgpu.SMEM((ring, columns), dtype) for columns, dtype in self.parts]
         return types
 
-    def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
+    def __call__(
+        self, *refs: Any, semaphores: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
+        **scratch: Any,
+    ) -> None:  # fmt: skip
         y, topk_idx, rows, *rest = refs
+        ring = Ring(slots, full, empty, slot_notes)
         weights = rest.pop(0) if self.weighted else None
         num_parts = len(self.parts)
         if self.stage == "sum":
@@ -193,12 +198,12 @@ class _Combine:
             @pl.when(warpgroup == 0)
             def _scout():
                 self.fabric.stage(0)
-                self._scout(y, rows, weights, **scratch)
+                self._scout(y, rows, weights, ring, **scratch)
 
             @pl.when(warpgroup == 1)
             def _summer():
                 self.fabric.touch(*mailbox)
-                self._sum_and_put(mailbox, semaphores, **scratch)
+                self._sum_and_put(mailbox, semaphores, ring, **scratch)
 
         if self.stage != "put":
             (out,) = rest
@@ -213,27 +218,12 @@ class _Combine:
         step_tokens = jnp.int32(self.plan.step_tokens)
         return first, first + count, lax.div(count + (step_tokens - 1), step_tokens)
 
-    def _scout(
-        self, y, rows, weights, *, window_rows, window_weights, slots, slot_notes, slot_weights,
-        full, empty, **_,
-    ):  # fmt: skip
+    def _scout(self, y, rows, weights, ring, *, window_rows, window_weights, slot_weights, **_):
         fabric, window, top_k, num_ranks = self.fabric, self.window, self.top_k, self.num_ranks
-        num_slots, step_tokens = self.plan.num_slots, self.plan.step_tokens
+        step_tokens = self.plan.step_tokens
         first_token, end_token = self._range()[:2]
         offset = fb.first_peer(fabric)
         owners = [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
-
-        def open_slot(used, kind, owner, token):
-            slot = lax.rem(used, num_slots)
-
-            @pl.when(used >= num_slots)
-            def _():
-                plgpu.barrier_wait(empty.at[slot])
-
-            slot_notes[slot, 0] = jnp.int32(kind)
-            slot_notes[slot, 1] = owner
-            slot_notes[slot, 2] = token
-            return slot
 
         def scout_window(index, used):
             window_token = first_token + index * window.tokens
@@ -270,23 +260,18 @@ class _Combine:
                         kind = kind + jnp.where(seen == num_held - 1, _LAST, 0)
 
                         def fetch(used, choice=choice, kind=kind):
-                            slot = open_slot(used, kind, owner, step_token)
+                            slot = ring.open(used, kind, owner, step_token)
                             if self.weighted:
                                 slot_weights[slot] = window_weights[owner, entry + choice]
-                            plgpu.copy_gmem_to_smem(
-                                fabric.mine(y).at[places[choice]],
-                                slots.at[slot, pl.ds(0, self.hidden)],
-                                full.at[slot],
-                                oob_mode=fb.IN_BOUNDS,
-                            )
+                            ring.fetch(slot, fabric.mine(y).at[places[choice]])
                             return used + 1
 
                         used = lax.cond(held[choice], fetch, lambda used: used, used)
                         seen = seen + held[choice].astype(jnp.int32)
 
                     def put_zeros(used):  # the owner expects a sum, but every row was dropped
-                        slot = open_slot(used, _FIRST | _LAST | _NO_ROW, owner, step_token)
-                        plgpu.barrier_arrive(full.at[slot])
+                        slot = ring.open(used, _FIRST | _LAST | _NO_ROW, owner, step_token)
+                        plgpu.barrier_arrive(ring.full.at[slot])
                         return used + 1
 
                     return lax.cond(sent & (num_held == 0), put_zeros, lambda used: used, used)
@@ -294,8 +279,8 @@ class _Combine:
                 used = lax.fori_loop(0, num_ranks, scout_pair, used)
 
                 def end_step(used):
-                    slot = open_slot(used, _END_OF_STEP, jnp.int32(0), jnp.int32(0))
-                    plgpu.barrier_arrive(full.at[slot])
+                    slot = ring.open(used, _END_OF_STEP, 0, 0)
+                    plgpu.barrier_arrive(ring.full.at[slot])
                     return used + 1
 
                 last = (step_token == step_tokens - 1) | (token == end_token - 1)
@@ -307,14 +292,11 @@ class _Combine:
         num_tokens = end_token - first_token
         num_windows = lax.div(num_tokens + (window.tokens - 1), jnp.int32(window.tokens))
         used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
-        fb.drain(empty, used, num_slots)
+        fb.drain(ring.empty, used, self.plan.num_slots)
 
-    def _sum_and_put(
-        self, mailbox, semaphores, *, slots, slot_notes, slot_weights, sums, full, empty,
-        sent=None, **_,
-    ):  # fmt: skip
+    def _sum_and_put(self, mailbox, semaphores, ring, *, slot_weights, sums, sent=None, **_):
         fabric, tiling = self.fabric, self.tiling
-        num_slots, lag = self.plan.num_slots, self.plan.store_lag
+        slots, lag = ring.rows, self.plan.store_lag
         held = lag if sent is None else 0  # slots that wait for what was put from them
         rank, block = fabric.rank(), lax.axis_index("block")
         num_steps = self._range()[2]
@@ -366,9 +348,9 @@ class _Combine:
 
         def take_slot(state):
             used, step, _ = state
-            slot = lax.rem(used, num_slots)
-            plgpu.barrier_wait(full.at[slot])
-            kind, owner, token = (slot_notes[slot, i] for i in range(3))
+            slot = ring.slot(used)
+            plgpu.barrier_wait(ring.full.at[slot])
+            kind, owner, token = (ring.notes[slot, i] for i in range(3))
             no_row, end = (kind & _NO_ROW) != 0, (kind & _END_OF_STEP) != 0
 
             @pl.when(no_row)
@@ -397,15 +379,9 @@ class _Combine:
                     ]
                     plgpu.copy_smem_to_gmem(part, mailbox_row, commit_group=False)
 
-            # A slot is free once what was put from it has been read. Every slot is a group of
-            # its own, empty or not, so that slots become free in the order they are filled.
             plgpu.commit_smem_to_gmem_group()
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-
-            @pl.when(used >= held)
-            def _():
-                plgpu.barrier_arrive(empty.at[lax.rem(used - held, num_slots)])
-
+            ring.free(used, held)
             return used + 1, step, ~end
 
         def put_step(step, used):
@@ -438,10 +414,7 @@ class _Combine:
             fabric.stage(1)
             fabric.signal(semaphores, _PUT)
 
-        def free_slot(i, _):
-            plgpu.barrier_arrive(empty.at[lax.rem(i, num_slots)])
-
-        lax.fori_loop(jnp.maximum(used - held, 0), used, free_slot, None)
+        ring.free_last(used, held)
 
     def _receive(self, topk_idx, mailbox, out, semaphores, *, out_row, **_):
         fabric, tiling, top_k = self.fabric, self.tiling, self.top_k

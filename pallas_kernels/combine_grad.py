@@ -33,6 +33,7 @@ from pallas_kernels import fabric as fb
 from pallas_kernels import vectors
 from pallas_kernels.expert_rows import ExpertRows
 from pallas_kernels.plan import LANES, Plan, Window, align_up, pad_last
+from pallas_kernels.ring import Ring
 
 _DONE = 0  # channel, signalled once
 
@@ -148,18 +149,22 @@ class _CombineGrad:
             g_empty=plgpu.Barrier(num_barriers=(g_slots,)),
         )
 
-    def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
+    def __call__(
+        self, *refs: Any, semaphores: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
+        g_slots: Any, g_full: Any, g_empty: Any, **scratch: Any,
+    ) -> None:  # fmt: skip
         g, weights, y, topk_idx, rows, counts, dy, dweights = refs
+        ring, g_ring = Ring(slots, full, empty, slot_notes), Ring(g_slots, g_full, g_empty)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
         def _scout():
             self.fabric.stage(0)
-            self._scout(g, y, rows, dweights, **scratch)
+            self._scout(g, y, rows, dweights, ring, g_ring, **scratch)
 
         @pl.when(warpgroup == 1)
         def _weigher():
-            self._weigh(weights, dy, dweights, semaphores, **scratch)
+            self._weigh(weights, dy, dweights, semaphores, ring, g_ring, **scratch)
 
         @pl.when(warpgroup == 2)
         def _filler():
@@ -180,39 +185,10 @@ class _CombineGrad:
         offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
 
-    def _scout(
-        self, g, y, rows, dweights, *, window_rows, slots, slot_notes, g_slots, full, empty,
-        g_full, g_empty, **_,
-    ):  # fmt: skip
+    def _scout(self, g, y, rows, dweights, ring, g_ring, *, window_rows, **_):
         fabric, window, top_k = self.fabric, self.window, self.top_k
-        num_slots, num_g_slots = self.plan.num_slots, self.plan.num_g_slots
         num_ranks, capacity = fabric.num_ranks, self.expert_rows.capacity
         first_token, end_token = self._range()
-
-        def open_slot(used, *notes):
-            slot = lax.rem(used, num_slots)
-
-            @pl.when(used >= num_slots)
-            def _():
-                plgpu.barrier_wait(empty.at[slot])
-
-            for i, note in enumerate(notes):
-                slot_notes[slot, i] = jnp.int32(note)
-            return slot
-
-        def fetch_cotangent(used, owner, token):
-            slot = lax.rem(used, num_g_slots)
-
-            @pl.when(used >= num_g_slots)
-            def _():
-                plgpu.barrier_wait(g_empty.at[slot])
-
-            plgpu.copy_gmem_to_smem(
-                fabric.peer(g, owner).at[token],
-                g_slots.at[slot, pl.ds(0, self.hidden)],
-                g_full.at[slot],
-                oob_mode=fb.IN_BOUNDS,
-            )
 
         def scout_window(index, used):
             window_token = first_token + index * window.tokens
@@ -236,7 +212,7 @@ class _CombineGrad:
 
                 @pl.when(num_held > 0)
                 def _():
-                    fetch_cotangent(used_g, owner, token)
+                    g_ring.fetch(g_ring.open(used_g), fabric.peer(g, owner).at[token])
 
                 seen = jnp.int32(0)
                 for choice, place in enumerate(places):
@@ -244,13 +220,8 @@ class _CombineGrad:
                     kind = kind + jnp.where(seen == num_held - 1, _LAST, 0)
 
                     def fetch(used, choice=choice, place=place, kind=kind):
-                        slot = open_slot(used, kind, owner, entry + choice, place)
-                        plgpu.copy_gmem_to_smem(
-                            fabric.mine(y).at[place],
-                            slots.at[slot, pl.ds(0, self.hidden)],
-                            full.at[slot],
-                            oob_mode=fb.IN_BOUNDS,
-                        )
+                        slot = ring.open(used, kind, owner, entry + choice, place)
+                        ring.fetch(slot, fabric.mine(y).at[place])
                         return used + 1
 
                     used_rows = lax.cond(held[choice], fetch, lambda used: used, used_rows)
@@ -270,21 +241,17 @@ class _CombineGrad:
 
             num_tokens = jnp.minimum(end_token - window_token, window.tokens)
             used_rows, used_g = lax.fori_loop(0, num_tokens * num_ranks, scout_pair, used)
-            slot = open_slot(used_rows, _END_OF_WINDOW, 0, 0, 0)
-            plgpu.barrier_arrive(full.at[slot])
+            slot = ring.open(used_rows, _END_OF_WINDOW, 0, 0, 0)
+            plgpu.barrier_arrive(ring.full.at[slot])
             return used_rows + 1, used_g
 
         zero = jnp.int32(0)
         used = lax.fori_loop(0, self._num_windows(), scout_window, (zero, zero))
-        fb.drain(empty, used[0], num_slots)
-        fb.drain(g_empty, used[1], num_g_slots)
+        fb.drain(ring.empty, used[0], self.plan.num_slots)
+        fb.drain(g_ring.empty, used[1], self.plan.num_g_slots)
 
-    def _weigh(
-        self, weights, dy, dweights, semaphores, *, window_weights, slots, slot_notes, g_slots,
-        sums, full, empty, g_full, g_empty, **_,
-    ):  # fmt: skip
+    def _weigh(self, weights, dy, dweights, semaphores, ring, g_ring, *, window_weights, sums, **_):
         fabric, window, num_ranks = self.fabric, self.window, self.fabric.num_ranks
-        num_slots, num_g_slots = self.plan.num_slots, self.plan.num_g_slots
         lag, first_token = self.plan.store_lag, self._range()[0]
 
         def open_window(index):
@@ -301,40 +268,40 @@ class _CombineGrad:
             return start
 
         def multiply(slot, g_slot, weight):
-            """slots[slot] = weight * g, and what it was times g goes into the sums."""
+            """The slot's row becomes weight * g, and what it was times g goes into the sums."""
             vector = vectors.length(self.dtype)
             size = LANES * vector
             total: Any = None
             for first in range(0, self.hidden, size):
                 columns = pl.ds(first, size)
-                cotangent = fb.load(fabric, g_slots.at[g_slot, columns], vector)
+                cotangent = fb.load(fabric, g_ring.rows.at[g_slot, columns], vector)
                 cotangent = cotangent.astype(jnp.float32)
-                row = fb.load(fabric, slots.at[slot, columns], vector).astype(jnp.float32)
+                row = fb.load(fabric, ring.rows.at[slot, columns], vector).astype(jnp.float32)
                 product = cotangent * row
                 if first + size > self.hidden:  # nothing was fetched past the row
                     inside = fb.iota(fabric, size, vector) < self.hidden - first
                     product = jnp.where(inside, product, jnp.zeros_like(product))
                 total = product if total is None else total + product
-                slots[slot, columns] = (cotangent * weight).astype(self.dtype)
+                ring.rows[slot, columns] = (cotangent * weight).astype(self.dtype)
             vectors.partial_sums(fabric, total, sums, vector)
 
         def take_slot(start, state):
             used, used_g, _ = state
-            slot, g_slot = lax.rem(used, num_slots), lax.rem(used_g, num_g_slots)
-            plgpu.barrier_wait(full.at[slot])
-            kind, owner, choice, place = (slot_notes[slot, i] for i in range(4))
+            slot, g_slot = ring.slot(used), g_ring.slot(used_g)
+            plgpu.barrier_wait(ring.full.at[slot])
+            kind, owner, choice, place = (ring.notes[slot, i] for i in range(4))
             last, end = (kind & _LAST) != 0, (kind & _END_OF_WINDOW) != 0
 
             @pl.when((kind & _FIRST) != 0)
             def _():
-                plgpu.barrier_wait(g_full.at[g_slot])
+                plgpu.barrier_wait(g_ring.full.at[g_slot])
 
             @pl.when(~end)
             def _():
                 multiply(slot, g_slot, window_weights[owner, choice - start])
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
-                    slots.at[slot, pl.ds(0, self.hidden)],
+                    ring.rows.at[slot, pl.ds(0, self.hidden)],
                     fabric.mine(dy).at[place],
                     commit_group=False,
                 )
@@ -342,17 +309,11 @@ class _CombineGrad:
 
             @pl.when(last)
             def _():
-                plgpu.barrier_arrive(g_empty.at[g_slot])
+                plgpu.barrier_arrive(g_ring.empty.at[g_slot])
 
-            # A slot is free once what was put from it has been read. Every slot is a group of
-            # its own, empty or not, so that slots become free in the order they are filled.
             plgpu.commit_smem_to_gmem_group()
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-
-            @pl.when(used >= lag)
-            def _():
-                plgpu.barrier_arrive(empty.at[lax.rem(used - lag, num_slots)])
-
+            ring.free(used, lag)
             return used + 1, used_g + last.astype(jnp.int32), ~end
 
         def weigh_window(index, used):
@@ -367,11 +328,7 @@ class _CombineGrad:
         zero = jnp.int32(0)
         used, _ = lax.fori_loop(0, self._num_windows(), weigh_window, (zero, zero))
         plgpu.wait_smem_to_gmem(0)
-
-        def free_slot(i, _):
-            plgpu.barrier_arrive(empty.at[lax.rem(i, num_slots)])
-
-        lax.fori_loop(jnp.maximum(used - lag, 0), used, free_slot, None)
+        ring.free_last(used, lag)
         # The scout has read all that it wants of peers, and what it wrote to them was written
         # before the last end of a window.
         fabric.stage(1)

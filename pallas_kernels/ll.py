@@ -27,12 +27,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels import fabric as fb
 from pallas_kernels import ptx, vectors
 from pallas_kernels.ll_memory import TILE_BYTES, Regions
-from pallas_kernels.tiles import Plan, tile_length
+from pallas_kernels.tiles import Plan
 
 MAX_WORKERS = 512
 MAX_SLOTS = 4  # of a set
@@ -78,6 +77,10 @@ class Channels:
     def place(self, ref: Any) -> jax.Array:
         """Of this rank in the mesh, which `ref` refers to."""
         return ref[0]
+
+    def barrier(self) -> None:
+        """All threads of this warpgroup come here before any goes on."""
+        ptx.barrier()
 
     def stage(self, number: int, rank: jax.Array) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
@@ -170,56 +173,50 @@ class Mail:
 
 
 def call(
-    body: Callable[[Mail, Sequence[Any], Any, Any], None],
+    body: Callable[..., None],
     place: jax.Array,
-    x: jax.Array,
-    shape: tuple[int, ...],
+    operands: Sequence[jax.Array],
+    out_type: Sequence[jax.ShapeDtypeStruct],
+    *,
     channels: Channels,
     plan: Plan,
-    slots_per_tile: int,
+    num_slots: int,
     name: str,
-) -> jax.Array:
-    """Runs `body` on a worker's mail, its tiles of the last axis, and the refs of x and the result.
+    scratch_types: dict[str, Any] | None = None,
+) -> list[jax.Array]:
+    """Runs `body` on a worker's mail, the refs of operands and results, and those of scratch.
 
     Args:
-      body: sends and stores everything; `slots_per_tile` times as many slots as tiles.
       place: [1] int32, of this GPU in the mesh.
-      x: [..., S], where S is whole vectors of 16 bytes and at least one tile.
-      shape: of the result, [..., S].
+      out_type: one rank's.
+      num_slots: that `body` uses; what it sends it also collects.
     """
-    size = shape[-1]
-    num_tiles = _tiles_of_worker(size, x.dtype, plan)
     workers = plan.num_blocks * plan.num_warpgroups
-    if workers > MAX_WORKERS or num_tiles * slots_per_tile > MAX_SLOTS:
+    if workers > MAX_WORKERS or num_slots > MAX_SLOTS:
         raise ValueError(
-            f"LL has {MAX_WORKERS} workers of {MAX_SLOTS} slots, but {plan} for {shape} needs "
-            f"{workers} of {num_tiles * slots_per_tile}."
+            f"LL has {MAX_WORKERS} workers of {MAX_SLOTS} slots, but {name} with {plan} needs "
+            f"{workers} of {num_slots}."
         )
 
-    def run(place_ref: Any, x_ref: Any, out_ref: Any) -> None:
-        worker = lax.axis_index("block") * plan.num_warpgroups + lax.axis_index("warpgroup")
-        mail = Mail(channels, channels.place(place_ref), worker, name)
-        # Every worker has as many tiles: some share the last, which is moved back to end with x.
-        tile = tile_length(x.dtype)
-        starts = [(worker + i * workers) * tile for i in range(num_tiles)]
-        where = [pl.ds(jnp.minimum(start, size - tile), tile) for start in starts]
+    def run(place_ref: Any, *refs: Any, **scratch: Any) -> None:
+        mail = Mail(channels, channels.place(place_ref), worker_of(plan), name)
         mail.stage(0)
-        body(mail, where, channels.mine(x_ref), channels.mine(out_ref))
+        body(mail, *(channels.mine(ref) for ref in refs), **scratch)
         mail.stage(2)
         mail.close()
 
-    (out,) = fb.kernel(
+    return fb.kernel(
         channels,
         run,
         name=name,
         num_blocks=plan.num_blocks,
         num_warpgroups=plan.num_warpgroups,
-        out_type=[jax.ShapeDtypeStruct(shape, x.dtype)],
-        scratch_types={},
+        out_type=out_type,
+        scratch_types=scratch_types or {},
         num_channels=0,
-    )(place, x)
-    return out
+    )(place, *operands)
 
 
-def _tiles_of_worker(size: int, dtype: Any, plan: Plan) -> int:
-    return pl.cdiv(pl.cdiv(size, tile_length(dtype)), plan.num_blocks * plan.num_warpgroups)
+def worker_of(plan: Plan) -> jax.Array:
+    """The number of this warpgroup."""
+    return lax.axis_index("block") * plan.num_warpgroups + lax.axis_index("warpgroup")

@@ -7,14 +7,16 @@ whose sign is lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels import ll, tiles
 from pallas_kernels.ll import Channels, Mail
-from pallas_kernels.tiles import Plan
+from pallas_kernels.tiles import Plan, tile_length
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
@@ -28,7 +30,7 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
             total = mail.sum(slot, tiles.load(channels, x_ref.at[tile]))
             tiles.store(channels, out_ref.at[tile], total)
 
-    return ll.call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_all_reduce_one_shot_ll")
+    return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_all_reduce_one_shot_ll")
 
 
 def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
@@ -47,7 +49,7 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
             for peer, total in zip(mail.peers, totals, strict=True):
                 tiles.store(channels, out_ref.at[peer, tile], total)
 
-    return ll.call(body, place, x, x.shape[-2:], channels, plan, 2, "ep_all_reduce_two_shot_ll")
+    return _call(body, place, x, x.shape[-2:], channels, plan, 2, "ep_all_reduce_two_shot_ll")
 
 
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
@@ -62,7 +64,7 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
         _store_what_arrives(mail, where, x, out_ref)
 
     shape = (channels.num_ranks, x.shape[-1])
-    return ll.call(body, place, x, shape, channels, plan, 1, "ep_all_gather_ll")
+    return _call(body, place, x, shape, channels, plan, 1, "ep_all_gather_ll")
 
 
 def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
@@ -76,7 +78,7 @@ def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: 
             total = mail.sum(slot, tiles.load(channels, x_ref.at[mail.rank, tile]))
             tiles.store(channels, out_ref.at[tile], total)
 
-    return ll.call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_reduce_scatter_ll")
+    return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_reduce_scatter_ll")
 
 
 def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
@@ -90,7 +92,7 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
         mail.stage(1)
         _store_what_arrives(mail, where, x, out_ref)
 
-    return ll.call(body, place, x, x.shape[-2:], channels, plan, 1, "ep_all_to_all_ll")
+    return _call(body, place, x, x.shape[-2:], channels, plan, 1, "ep_all_to_all_ll")
 
 
 def _store_what_arrives(mail: Mail, where: Sequence[Any], x: jax.Array, out_ref: Any) -> None:
@@ -99,3 +101,41 @@ def _store_what_arrives(mail: Mail, where: Sequence[Any], x: jax.Array, out_ref:
         parts = mail.collect(slot, (tile.size,), x.dtype)
         for peer, part in zip(mail.peers, parts, strict=True):
             tiles.store(mail.channels, out_ref.at[peer, tile], part)
+
+
+def _call(
+    body: Callable[[Mail, Sequence[Any], Any, Any], None],
+    place: jax.Array,
+    x: jax.Array,
+    shape: tuple[int, ...],
+    channels: Channels,
+    plan: Plan,
+    slots_per_tile: int,
+    name: str,
+) -> jax.Array:
+    """Runs `body` on mail, a worker's tiles of the last axis, and the refs of x and the result.
+
+    x and `shape`, the result's, end with as many elements: whole vectors of 16 bytes, and at least
+    one tile. Every worker has as many tiles: some share the last one, with the same outcome, and it
+    is moved back to end with them.
+    """
+    size, tile = shape[-1], tile_length(x.dtype)
+    workers = plan.num_blocks * plan.num_warpgroups
+    num_tiles = pl.cdiv(pl.cdiv(size, tile), workers)
+
+    def run(mail: Mail, x_ref: Any, out_ref: Any) -> None:
+        starts = [(ll.worker_of(plan) + i * workers) * tile for i in range(num_tiles)]
+        where = [pl.ds(jnp.minimum(start, size - tile), tile) for start in starts]
+        body(mail, where, x_ref, out_ref)
+
+    (out,) = ll.call(
+        run,
+        place,
+        [x],
+        [jax.ShapeDtypeStruct(shape, x.dtype)],
+        channels=channels,
+        plan=plan,
+        num_slots=num_tiles * slots_per_tile,
+        name=name,
+    )
+    return out

@@ -134,6 +134,9 @@ class SimulatedChannels(ll.Channels):
     def place(self, ref: Any) -> jax.Array:
         return super().place(self.mine(ref))
 
+    def barrier(self) -> None:
+        _on_host(_Barrier())
+
     def stage(self, number: int, rank: jax.Array) -> None:
         del rank
         _on_host(_Pause(number))

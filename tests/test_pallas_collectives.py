@@ -15,6 +15,7 @@ from meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from simulator import interpret, interpreted, simulate, simulated, simulated_ranks, stacked
 
 from jax_ep import collectives, pallas_collectives
+from jax_ep.collective_primitives import FUSED
 from jax_ep.primitives import pallas_unavailable_reason
 from pallas_kernels import fabric as fb
 from pallas_kernels.all_gather import all_gather
@@ -215,7 +216,7 @@ def test_what_is_only_moved_has_any_dtype(dtype):
             assert f"ep_{op}" in text
 
 
-@pytest.mark.parametrize("algorithm", ["fused", "fused_one_shot", "fused_two_shot"])
+@pytest.mark.parametrize("algorithm", FUSED)
 @pytest.mark.parametrize(
     ("num_ranks", "hidden", "dtype"),
     [(2, 8192, "bfloat16"), (8, 2880, "bfloat16"), (4, 5, "float32")],

@@ -43,7 +43,14 @@ MEASURED = {
     "all_gather": ("ll", "direct", "xla"),
     "reduce_scatter": ("ll", "direct", "xla"),
     "all_to_all": ("ll", "direct", "xla"),
-    "all_reduce_rms_norm": ("fused_one_shot", "fused_two_shot", "xla"),
+    "all_reduce_rms_norm": (
+        "fused_one_shot_ll",
+        "fused_two_shot_ll",
+        "fused_one_shot",
+        "fused_two_shot",
+        "unfused",
+        "xla",
+    ),
 }
 LAX_NAMES = {
     "all_reduce": "lax.psum",
@@ -260,7 +267,7 @@ def run() -> int:
         mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
         for op in _OPS.value:
             cases = [Case(op, num_ranks, n, hidden, jnp.dtype(_DTYPE.value)) for n in rows]
-            found = _measure(cases, _columns(op, cases[0], on_gpu), mesh, started)
+            found = _measure(cases, on_gpu, mesh, started)
             records += found
             for clock in ("wall", "device"):
                 if text := table(found, clock):
@@ -367,7 +374,7 @@ def write_table(
 
 
 def _measure(
-    cases: Sequence[Case], columns: Sequence[Column], mesh: Mesh, started: float
+    cases: Sequence[Case], on_gpu: bool, mesh: Mesh, started: float
 ) -> list[dict[str, Any]]:
     """Compiles everything side by side, then times one thing at a time."""
 
@@ -388,11 +395,11 @@ def _measure(
         ):
             operands = make()
             work += [
-                (case, column, pool.submit(build, case, column, operands)) for column in columns
+                (case, column, pool.submit(build, case, column, operands))
+                for column in _columns(case, on_gpu)
             ]
         programs = [(case, column, future.result()) for case, column, future in work]
     del work
-    on_gpu = mesh.devices.flat[0].platform == "gpu"
     records = []
     for case, column, loop in programs:
         record: dict[str, Any] = {
@@ -424,8 +431,8 @@ def _measure(
     return records
 
 
-def _columns(op: str, case: Case, on_gpu: bool) -> list[Column]:
-    names = _ALGORITHMS.value
+def _columns(case: Case, on_gpu: bool) -> list[Column]:
+    op, names = case.op, _ALGORITHMS.value
     if names is None:
         serving = [
             name
