@@ -489,6 +489,45 @@ def test_a_kernel_alone_without_a_rendezvous_of_xla(op, algorithm, kernel, num_r
     assert f"jax_ep: {kernel}: rank %d waited over 100 s for rank %d (block %d)" in text
 
 
+@pytest.mark.parametrize("shots", ["one", "two"])
+@pytest.mark.parametrize(("num_ranks", "hidden"), [(2, 8192), (3, 2880), (8, 5)])
+def test_the_fused_norm_is_a_kernel_alone(shots, num_ranks, hidden):
+    text = lower_norm(num_ranks, 8, hidden, f"fused_{shots}_shot_ll")
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert f"ep_all_reduce_rms_norm_{shots}_shot_ll" in text
+    assert "uses_xla_collective_metadata = false" in text
+
+
+def lower_norm(num_ranks: int, rows: int, hidden: int, algorithm: str) -> str:
+    def apply(x):
+        scale = jnp.ones((hidden,))
+        outs = collectives.all_reduce_rms_norm(x, x, scale, AXIS, algorithm=algorithm)
+        return outs[0]
+
+    mesh, spec = cuda_mesh((num_ranks,), (AXIS,)), P(AXIS)
+    mapped = jax.shard_map(apply, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((num_ranks * rows, hidden), jnp.bfloat16)
+    return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "hidden", "algorithm", "most_rows"),
+    [
+        (2, 4096, "fused_one_shot_ll", 4 * 128),  # a tile of each of four rows
+        (2, 4100, "fused_one_shot_ll", 2 * 128),  # two tiles of each of two
+        (4, 1024, "fused_one_shot_ll", 4 * 512),
+        (2, 8192, "fused_two_shot_ll", 2 * 128),  # two tiles, twice; a row for each rank
+        (8, 1024, "fused_two_shot_ll", 8 * 512),
+        (2, 8200, "fused_two_shot_ll", 0),
+    ],
+)
+def test_rows_that_a_fused_norm_has_room_for(num_ranks, hidden, algorithm, most_rows):
+    if most_rows:
+        assert "@mosaic_gpu" in lower_norm(num_ranks, most_rows, hidden, algorithm)
+    with pytest.raises(ValueError, match=f'"{algorithm}".*is more than LL has room for'):
+        lower_norm(num_ranks, most_rows + 1, hidden, algorithm)
+
+
 @pytest.mark.parametrize("axis_name", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
 def test_meshes_of_two_axes(axis_name):
     mesh = cuda_mesh((2, 4), ("a", "b"))
@@ -658,9 +697,13 @@ def test_the_programs_for_gpus_lower():
     loop = loop_of_steps(cuda_mesh((4,), (AXIS,)), 5, delays_ns=delays(4)[-1])
     text = loop.trace(state).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == len(STEPS)
-    text = alternating(cuda_mesh((2, 2), ("a", "b")), "ll")
-    x = jax.ShapeDtypeStruct((4 * 8, 1000), jnp.float32)
-    assert "mosaic_gpu" in text.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    programs = {
+        (4 * 8, 1000): alternating(cuda_mesh((2, 2), ("a", "b")), "ll"),
+        (4, 5, 1000): independent_sums(cuda_mesh((4,), (AXIS,)), 5),
+    }
+    for shape, program in programs.items():
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        assert "mosaic_gpu" in program.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_the_reference_of_the_loop_is_what_jax_computes():
@@ -800,6 +843,89 @@ def test_the_largest_payloads_and_odd_ones(algorithm, num_bytes, num_ranks):
         x = operand((num_ranks, size), "float32", seed=size)
         got = each_rank(functools.partial(collectives.all_reduce, algorithm=algorithm), x)
         assert_same_bits(got, np.stack([in_rank_order(x)] * num_ranks))
+
+
+@on_gpus
+@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
+    """In a loop with calls of other kernels, by some of the workers."""
+    mesh, calls, rows = expert_mesh(num_ranks), 5, 3 * num_ranks - 1
+    arrays = norm_operands(num_ranks, rows, 2048, 2048, "bfloat16", "float32")
+    plan = Plan(3, 2) if two_shot else Plan(rows, 2)
+    for delay in [(), *delays(num_ranks)]:
+
+        def loop(x, residual, scale, delay=delay):
+            channels = channels_here(mesh, timeout_s=20.0, delays_ns=delay)
+            options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, channels=channels, plan=plan)
+
+            def call(_, results):
+                # Depends on the calls before.
+                again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
+                gathered = ll_collectives.all_gather(
+                    primitives.place(), again[0], channels=channels, plan=Plan(1, 1)
+                )
+                again = again + jnp.isnan(gathered[0, 0]).astype(x.dtype)
+                return tuple(run(again))
+
+            def run(x):
+                return all_reduce_rms_norm_ll(
+                    primitives.place(), x, residual[0], scale[0], **options
+                )
+
+            results = lax.fori_loop(1, calls, call, tuple(run(x[0])))
+            return jax.tree.map(lambda a: a[None], results)
+
+        spec = P(AXIS)
+        mapped = jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        for _ in range(2):
+            check_norm(jax.jit(mapped)(*arrays), arrays, 2048, 1e-3)
+
+
+def independent_sums(mesh: Any, count: int) -> Any:
+    """None of them needs another one's result: XLA may start them in any order, but one by one."""
+
+    def sums(x: jax.Array) -> jax.Array:
+        parts = [x[0, i, : 8 * (i + 1) ** 3] for i in range(count)]
+        for _ in range(3):
+            parts = [
+                collectives.all_reduce(part, AXIS, algorithm=("one_shot_ll", "two_shot_ll")[i % 2])
+                / mesh.size
+                for i, part in enumerate(parts)
+            ]
+        return jnp.concatenate(parts)[None]
+
+    spec = P(AXIS)
+    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+@on_gpus
+@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+def test_calls_that_do_not_depend_on_each_other(num_ranks):
+    count = 12
+    x = np.random.default_rng(0).integers(-8, 8, (num_ranks, count, 8 * count**3))
+    x = x.astype(np.float32)
+    mean = x.sum(0) / num_ranks
+    want = np.concatenate([mean[i, : 8 * (i + 1) ** 3] for i in range(count)])
+    program = independent_sums(expert_mesh(num_ranks), count)
+    for _ in range(20):
+        np.testing.assert_array_equal(program(x), np.stack([want] * num_ranks))
+
+
+@on_gpus
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+def test_programs_of_some_of_the_gpus_take_turns():
+    """Nobody waits between them, and the GPUs that have no part in one are ahead in the next."""
+    rng, outs = np.random.default_rng(0), []
+    programs = {n: independent_sums(expert_mesh(n), 5) for n in (2, 4)}
+    operands = {n: rng.integers(-8, 8, (n, 5, 1000)).astype(np.float32) for n in programs}
+    for _ in range(50):
+        outs.append({n: program(operands[n]) for n, program in programs.items()})
+    for out in outs:
+        for n, x in operands.items():
+            mean = x.sum(0) / n
+            want = np.concatenate([mean[i, : 8 * (i + 1) ** 3] for i in range(5)])
+            np.testing.assert_array_equal(out[n], np.stack([want] * n))
 
 
 LATE = """
