@@ -115,16 +115,15 @@ def choose(
     x: Any,
     num_ranks: int,
     here: str | None,
-    exported: bool = False,
+    ll: str | None = None,
 ) -> str:
     """The algorithm that serves x; ValueError, with the reason, if it was named and cannot.
 
-    `exported`: the program may run in another process.
+    `ll`: why none by LL can serve, if that is known.
     """
     if algorithm is not None:
-        reason = unavailable_reason(op, algorithm, x, num_ranks, here)
-        if exported and pallas_collectives.is_ll(algorithm):
-            reason = "its program holds addresses of this process, and is to be exported"
+        reason = ll if pallas_collectives.is_ll(algorithm) else None
+        reason = reason or unavailable_reason(op, algorithm, x, num_ranks, here)
         if reason:
             raise ValueError(f'{op}: algorithm="{algorithm}" cannot serve here: {reason}.')
         return algorithm
@@ -133,9 +132,22 @@ def choose(
     capability = getattr(jax.devices()[0], "compute_capability", None)
     num_bytes = x.size * x.dtype.itemsize * (num_ranks if op == "all_gather" else 1)
     best = collectives_table.lookup(op, num_ranks, num_bytes, capability)
-    if exported and pallas_collectives.is_ll(best):
+    if ll and pallas_collectives.is_ll(best):
         return "xla"
     return "xla" if unavailable_reason(op, best, x, num_ranks, here) else best
+
+
+def _ll_unavailable_reason(ctx: mlir.LoweringRuleContext) -> str | None:
+    """Why nothing by LL can serve in the program that is being lowered, if that is seen from it."""
+    if ctx.module_context.lowering_parameters.for_export:
+        return "its program holds addresses of this process, and is to be exported"
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    if isinstance(mesh, jax.sharding.AbstractMesh) and jax.default_backend() == "gpu":
+        if mesh.size <= jax.device_count():  # a larger one is for another machine
+            return (
+                "it needs to know the order of the GPUs, and shard_map was given an abstract mesh"
+            )
+    return None
 
 
 # What each primitive computes.
@@ -200,10 +212,10 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]]) -> Primitive:
 
     def lower(ctx, x, *operands, axis_name, algorithm, num_ranks, **params):
         aval, here = ctx.avals_in[0], lowering_unavailable_reason(ctx, axis_name)
-        exported = ctx.module_context.lowering_parameters.for_export
-        serving = choose(op, algorithm, aval, num_ranks, here, exported)
+        ll = _ll_unavailable_reason(ctx)
+        serving = choose(op, algorithm, aval, num_ranks, here, ll)
         if serving == "unfused":
-            serving = choose("all_reduce", None, aval, num_ranks, here, exported)
+            serving = choose("all_reduce", None, aval, num_ranks, here, ll)
         way = Way(serving, axis_name, devices_by_place(ctx))
         return lower_by_position(ctx, functools.partial(run, way, op), x, *operands, **params)
 

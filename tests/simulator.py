@@ -10,9 +10,11 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
   and which writes they make visible: none, if the kernel says that it wrote nothing;
   groups of copies out of shared memory, counted as the hardware counts them;
   bounds of every access, where the interpreter would pad, clip or wrap;
+  the regions of LL, whose tiles order nothing but themselves (`simulated_channels`);
   errors of its own: two blocks of the grid that touch the same memory, a rank that leaves while a
-  peer may still use its memory, a wait that nobody ends, and threads of a warpgroup that need a
-  barrier between them. (The interpreter runs a warpgroup as one thread.)
+  peer may still use its memory, a wait that nobody ends, a tile by LL that is overtaken or that
+  nobody takes, and threads of a warpgroup that need a barrier between them. (The interpreter runs
+  a warpgroup as one thread.)
 
 All of this rests on private parts of JAX; where they are missing, the tests that need them are
 skipped.
@@ -29,7 +31,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -41,6 +43,8 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import fabric as fb
+from pallas_kernels import ll
+from pallas_kernels.ll_memory import TILE_BYTES, Regions
 
 WAIT_SECONDS = 30.0  # for a signal; these tiny problems take a few seconds altogether
 DEADLOCK_SECONDS = 90.0  # for a whole kernel
@@ -113,6 +117,76 @@ def simulated_ranks(num_ranks: int) -> Simulated:
     return Simulated(num_ranks, options)
 
 
+@dataclasses.dataclass(frozen=True)
+class SimulatedChannels(ll.Channels):
+    """Between ranks along axes of a mesh, all of whose places are at once in `simulate`."""
+
+    interpret: Any = None
+
+    stacked = True
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (len(self.devices), *shape)
+
+    def mine(self, ref: Any) -> Any:
+        return ref.at[jax.lax.axis_index("rank")]
+
+    def place(self, ref: Any) -> jax.Array:
+        return super().place(self.mine(ref))
+
+    def barrier(self) -> None:
+        _on_host(_Barrier())
+
+    def stage(self, number: int, rank: jax.Array) -> None:
+        del rank
+        _on_host(_Pause(number))
+
+
+class LLMemory:
+    """What the regions of some GPUs hold, from one `simulate` to the next."""
+
+    def __init__(self) -> None:
+        self.tiles: dict[tuple[int, int], np.ndarray] = {}  # by device and slot; no tile: empty
+        self.counters: dict[tuple[int, int], int] = collections.defaultdict(int)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedRegions(Regions):
+    memory: LLMemory
+
+    def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array) -> None:
+        _on_host(_Post(self), device, slot, tile)
+
+    def collect(
+        self, device, slots, shape, dtype, *, rank, peers, timeout_s, what
+    ) -> list[jax.Array]:
+        tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(slots)
+        operation = _Collect(self, what, len(slots))
+        return _on_host(operation, device, rank, *slots, *peers, returns=tiles)
+
+    def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
+        values = [jax.ShapeDtypeStruct((), jnp.int32)] * len(counters)
+        return _on_host(_ReadCounters(self), device, *counters, returns=values)
+
+    def write(self, device, counters, values) -> None:
+        _on_host(_WriteCounters(self, len(counters)), device, *counters, *values)
+
+
+def simulated_channels(
+    axes: Sequence[tuple[int, int]],
+    devices: Sequence[int],
+    memory: LLMemory | None = None,
+    *,
+    kind: type[SimulatedChannels] = SimulatedChannels,
+    detect_races: bool = True,
+) -> SimulatedChannels:
+    """See `ll.Channels`; in a new memory by default."""
+    devices = tuple(devices)
+    regions = SimulatedRegions(0, 0, max(devices) + 1, ll.NUM_COUNTERS, memory or LLMemory())
+    options = InterpretGPUParams(detect_races=detect_races)
+    return kind(tuple(axes), devices, regions, interpret=options)
+
+
 def interpret(function: Callable[[], Any]) -> Any:
     """Runs `function`, which calls one kernel with ranks `stacked`; returns NumPy arrays."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -143,7 +217,7 @@ def _on_cpu(function: Callable[[], Any]) -> Any:
 
 
 def simulate(function: Callable[[], Any]) -> Any:
-    """Runs `function`, which calls kernels on `simulated_ranks`; returns NumPy arrays.
+    """Runs `function`, whose kernels are on `simulated_ranks` or channels; returns NumPy arrays.
 
     Raises what a kernel did wrong: a race, an access out of bounds, a deadlock, an early exit.
     """
@@ -165,11 +239,20 @@ def simulate(function: Callable[[], Any]) -> Any:
 # ----------------------------------------------------------------------------- what kernels ask for
 
 
-def _on_host(operation: Any, *scalars: Any) -> None:
+def _on_host(
+    operation: Any, *operands: Any, returns: Sequence[jax.ShapeDtypeStruct] = ()
+) -> list[jax.Array]:
     """Has the simulation run this operation, in order with what this thread does to memory."""
-    scalars = tuple(jnp.asarray(scalar, jnp.int32) for scalar in scalars)
-    layouts = (plgpu.Layout.WG_SPLAT(()),) * len(scalars)
-    plgpu.inline_mgpu(arg_types=layouts)(operation)(*scalars)
+
+    def layout(shape: tuple[int, ...]) -> Any:
+        return plgpu.Layout.WG_STRIDED(shape, vec_size=1) if shape else plgpu.Layout.WG_SPLAT(())
+
+    arrays = [x if hasattr(x, "shape") else jnp.int32(x) for x in operands]
+    types = [plgpu.ShapeDtypeStruct(r.shape, r.dtype, layout=layout(r.shape)) for r in returns]
+    inline = plgpu.inline_mgpu(
+        arg_types=tuple(layout(array.shape) for array in arrays), return_type=types
+    )
+    return inline(operation)(*arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +313,70 @@ class _Pause:
     def run(self, simulation: _Simulation, thread: Any) -> None:
         del simulation, thread
         time.sleep(random.choice((0.0, 0.0, 0.001, 0.01)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Post:
+    regions: SimulatedRegions
+
+    def run(self, simulation: _Simulation, thread: Any, device: Any, slot: Any, tile: Any) -> None:
+        tile, key = np.array(tile), (int(device), int(slot))
+        num_devices, tiles = self.regions.num_devices, self.regions.memory.tiles
+        num_slots = ll.slot_bytes(num_devices) // TILE_BYTES
+        if tile.nbytes != TILE_BYTES or key[0] not in range(num_devices) or key[1] >= num_slots:
+            raise KernelError(f"GPU {device} has no slot {slot} of {tile.nbytes} bytes")
+        with simulation.changed:
+            if key in tiles:
+                raise KernelError(
+                    f"a tile of rank {thread.block_id} overtakes one that nobody has taken: in "
+                    f"slot {slot} of GPU {device}"
+                )
+            simulation.posted[key] = tiles
+            tiles[key] = tile
+            simulation.changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collect:
+    regions: SimulatedRegions
+    what: str
+    count: int
+
+    def run(self, simulation: _Simulation, thread: Any, device: Any, rank: Any, *rest: Any) -> Any:
+        simulation.owns_region(thread, device)
+        tiles, deadline = self.regions.memory.tiles, time.monotonic() + WAIT_SECONDS
+        keys = [(int(device), int(slot)) for slot in rest[: self.count]]
+        peers = [int(peer) for peer in rest[self.count :]]
+        with simulation.changed:
+            while missing := [peers[i] for i, key in enumerate(keys) if key not in tiles]:
+                simulation.changed.wait(0.1)
+                simulation.memory.check_failed()
+                if time.monotonic() > deadline:
+                    raise KernelError(f"{self.what}: rank {rank} waits for a tile of {missing}")
+            return [tiles.pop(key) for key in keys]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadCounters:
+    regions: SimulatedRegions
+
+    def run(self, simulation: _Simulation, thread: Any, device: Any, *counters: Any) -> Any:
+        simulation.owns_region(thread, device)
+        values = self.regions.memory.counters
+        return [np.int32(values[int(device), int(counter)]) for counter in counters]
+
+
+@dataclasses.dataclass(frozen=True)
+class _WriteCounters:
+    regions: SimulatedRegions
+    count: int
+
+    def run(self, simulation: _Simulation, thread: Any, device: Any, *scalars: Any) -> None:
+        simulation.owns_region(thread, device)
+        simulation.lanes.barrier(thread)
+        assert all(0 <= counter < self.regions.num_counters for counter in scalars[: self.count])
+        for counter, value in zip(scalars[: self.count], scalars[self.count :], strict=True):
+            self.regions.memory.counters[int(device), int(counter)] = int(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,6 +526,8 @@ class _Simulation:
         self.visible = _Visible()
         self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
         self.exit_clocks: dict[int, Any] = {}
+        self.regions: dict[int, int] = {}  # by device: the rank that it is
+        self.posted: dict[Any, Any] = {}  # by device and slot: the slots, by the same
 
     @property
     def memory(self) -> Any:
@@ -423,8 +572,16 @@ class _Simulation:
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
         return not write and is_integer and access.shape != ()
 
+    def owns_region(self, thread: Any, device: Any) -> None:
+        with self.changed:
+            if self.regions.setdefault(int(device), thread.block_id) != thread.block_id:
+                raise KernelError(f"{thread} takes the region of GPU {device} for its own")
+
     def finish_block(self) -> None:
         """Nobody may use a rank's memory, semaphores included, once all of its threads left."""
+        left = [key for key, tiles in self.posted.items() if key in tiles]
+        if left:
+            raise KernelError(f"nobody has taken the tiles of these slots of GPUs: {left}")
         accesses = list(self.remote_accesses)
         for (channel, owner, source), clocks in self.signals.items():
             what = f"signal on channel {channel} of rank {source}"
@@ -453,7 +610,8 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         """A grid over (rank, block) becomes a grid over blocks, each a cluster of ranks."""
-        ranks, blocks = kwargs.pop("grid")
+        _, blocks = kwargs.pop("grid")
+        ranks = kwargs["out_type"][0].shape[0]  # of all groups, where there are several
         assert kwargs.pop("grid_names") == ("rank", "block")
         kwargs |= dict(grid=(blocks,), grid_names=("block",))
         return original["kernel"](*args, cluster=(ranks,), cluster_names=("rank",), **kwargs)
@@ -461,13 +619,15 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     @gpu_callbacks.fail_on_exception
     @simulation.remembers
     def run_on_host(operation: Any, token: Any, thread: Any, *args: Any) -> Any:
-        operation.run(simulation, thread, *args)
-        return token
+        return token, *(operation.run(simulation, thread, *args) or ())
 
     def inline(self: Any, eqn: Any, token: Any, get_operands: Any) -> Any:
         args = get_operands()[: eqn.params["pytree_args"].num_leaves]
         function = functools.partial(run_on_host, eqn.params["mgpu_fn"])
-        return io_callback(function, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, self.thread, *args), []
+        results = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        results = gpu_callbacks.TOKEN_SHAPE_DTYPE, *results
+        token, *results = io_callback(function, results, token, self.thread, *args)
+        return token, results
 
     @simulation.remembers
     def access(self: Any, key: Any, transforms: Any) -> Any:
@@ -541,6 +701,8 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     def thread_finished(self: Any, thread: Any) -> None:
         if simulation.copies[thread].pending:
             raise KernelError(f"{thread} leaves while copies of it are under way")
+        if not self.detect_races:  # then there are no clocks
+            return
         with simulation.changed:
             clock = simulation.exit_clocks.setdefault(thread.block_id, self.get_clock(thread))
             clock.update(self.get_clock(thread))

@@ -26,12 +26,13 @@ from jax_ep.primitives import pallas_unavailable_reason
 AXIS = "expert"
 SHARDED, REPLICATED = P(AXIS), P()
 LINEAR = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+EVERYWHERE = ("xla", "unfused")
 
 
 def serving(op: str) -> list[str | None]:
     """The algorithms that can be run here; never "multimem"."""
     if pallas_unavailable_reason():
-        return [None, "xla"]
+        return [None, *(name for name in ALGORITHMS[op] if name in EVERYWHERE)]
     return [None, *(name for name in ALGORITHMS[op] if name != "multimem")]
 
 
@@ -368,7 +369,7 @@ def test_any_floating_dtype_has_a_collective():
 @pytest.mark.skipif(not pallas_unavailable_reason(), reason="the kernels serve here")
 @pytest.mark.parametrize(
     ("op", "algorithm"),
-    [(op, name) for op, names in ALGORITHMS.items() for name in names if name != "xla"],
+    [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in EVERYWHERE],
 )
 def test_an_algorithm_that_cannot_serve_says_why(op, algorithm):
     apply = function(op, algorithm)
@@ -413,10 +414,11 @@ def test_kernels_are_refused_where_shard_map_leaves_axes_out():
         x = jax.ShapeDtypeStruct((4, 8192), jnp.float32)
         return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
-    with pytest.raises(
-        ValueError, match=r"over all axes of the mesh, and \('data',\) are left out"
-    ):
-        lower("direct")
+    for algorithm in ("direct", "ll"):
+        with pytest.raises(
+            ValueError, match=r"over all axes of the mesh, and \('data',\) are left out"
+        ):
+            lower(algorithm)
     assert "all_gather" in lower(None)
 
 

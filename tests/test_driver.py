@@ -14,6 +14,7 @@ from jax_ep.cli import info
 from jax_ep.primitives import pallas_unavailable_reason
 
 SUCCESS, ERROR = 0, 1
+GRANULARITY = 2**21
 FIRST_HANDLE = 100  # the driver's names of GPUs are not their ordinals
 
 
@@ -39,6 +40,8 @@ class Driver:
     answers: bool = True
     attributes: dict[int, int] = dataclasses.field(default_factory=dict)
     asked: int = 0
+    refuses: str = ""  # a function, or one and the GPU: "cuMemCreate 2"
+    calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
 
     def cuDriverGetVersion(self, version: Any) -> int:
         version._obj.value = 13000
@@ -58,6 +61,54 @@ class Driver:
         assert number.value == 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED of cuda.h
         value._obj.value = self.attributes.get(handle.value - FIRST_HANDLE, 1)
         return SUCCESS if self.answers else ERROR
+
+    def cuMemGetAllocationGranularity(self, size: Any, properties: Any, option: Any) -> int:
+        size._obj.value = GRANULARITY
+        return self._call("cuMemGetAllocationGranularity", properties._obj.location.id)
+
+    def cuMemAddressReserve(self, start: Any, size: Any, align: Any, at: Any, flags: Any) -> int:
+        start._obj.value = at.value
+        return self._call("cuMemAddressReserve", size.value, align.value, at.value)
+
+    def cuMemCreate(self, memory: Any, size: Any, properties: Any, flags: Any) -> int:
+        of = properties._obj
+        assert (of.type, of.location.type, of.requested_handle_types) == (1, 1, 0)  # cuda.h
+        memory._obj.value = 1000 + of.location.id
+        return self._call("cuMemCreate", of.location.id, size.value)
+
+    def cuMemMap(self, start: Any, size: Any, offset: Any, memory: Any, flags: Any) -> int:
+        return self._call("cuMemMap", start.value, size.value, memory.value)
+
+    def cuMemSetAccess(self, start: Any, size: Any, everyone: Any, count: Any) -> int:
+        assert {(access.location.type, access.flags) for access in everyone} == {(1, 3)}  # cuda.h
+        ordinals = [access.location.id for access in everyone[: count.value]]
+        return self._call("cuMemSetAccess", start.value, size.value, ordinals)
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
+        context._obj.value = 10 + device.value
+        return self._call("cuDevicePrimaryCtxRetain", device.value)
+
+    def cuStreamCreate(self, stream: Any, flags: Any) -> int:
+        stream._obj.value = 7
+        return self._call("cuStreamCreate", flags.value)
+
+    def cuMemsetD32Async(self, start: Any, word: Any, count: Any, stream: Any) -> int:
+        assert stream.value == 7
+        return self._call("cuMemsetD32Async", start.value, word.value, count.value)
+
+    def cuGetErrorString(self, status: Any, text: Any) -> int:
+        text._obj.value = b"out of memory" if status.value == ERROR else None
+        return SUCCESS
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self._call(name)
+
+    def _call(self, name: str, *args: Any) -> int:
+        self.calls.append((name, *args))
+        return ERROR if self.refuses in (name, f"{name} {args[0] if args else None}") else SUCCESS
+
+    def called(self, *names: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] in names]
 
 
 @pytest.fixture
@@ -165,6 +216,78 @@ def test_multicast_that_the_driver_does_not_speak_of_is_refused(install, library
 def test_multicast_is_a_matter_of_several_gpus(install):
     install(Driver())
     assert "several" in (multicast.unavailable_reason(gpus(0)) or "")
+
+
+def test_memory_that_all_gpus_can_write_to(install):
+    library = install(Driver())
+    stride, address = 2**30, 2**44
+    assert driver.map_shared(3, GRANULARITY + 1, stride=stride, address=address) == address
+    size = 2 * GRANULARITY
+    assert library.called("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess") == [
+        ("cuMemAddressReserve", 3 * stride, stride, address),
+        *(
+            call
+            for i, start in enumerate(range(address, address + 3 * stride, stride))
+            for call in (
+                ("cuMemCreate", i, size),
+                ("cuMemMap", start, size, 1000 + i),
+                ("cuMemSetAccess", start, size, [0, 1, 2]),
+            )
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "cuMemAddressReserve",
+        "cuMemGetAllocationGranularity",
+        "cuMemCreate 2",
+        "cuMemMap",
+        "cuMemSetAccess",
+    ],
+)
+def test_a_driver_that_gives_no_memory_says_which_function(install, refused):
+    library = install(Driver(refuses=refused))
+    name = refused.split()[0]
+    with pytest.raises(driver.Error, match=f"{name}: out of memory"):
+        driver.map_shared(4, 1, stride=2**30, address=2**44)
+    assert library.calls[-1][0] == name  # it goes no further
+
+
+def test_memory_is_filled(install):
+    library = install(Driver())
+    driver.fill(2, 2**44, 0xFFFFFFFF, 4096)
+    device = FIRST_HANDLE + 2
+    assert ("cuDevicePrimaryCtxRetain", device) == library.calls[0]
+    (memset,) = library.called("cuMemsetD32Async")
+    assert memset == ("cuMemsetD32Async", 2**44, 0xFFFFFFFF, 1024)
+    names = [call[0] for call in library.calls]
+    assert names.index("cuMemsetD32Async") < names.index("cuStreamSynchronize")
+    assert names[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+
+
+@pytest.mark.parametrize("refused", ["cuStreamCreate", "cuMemsetD32Async", "cuStreamSynchronize"])
+def test_a_fill_that_fails_leaves_the_context_as_it_was(install, refused):
+    library = install(Driver(refuses=refused))
+    with pytest.raises(driver.Error, match=f"{refused}: out of memory"):
+        driver.fill(0, 2**44, 0, 4096)
+    names = [call[0] for call in library.calls]
+    assert names[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+
+
+def test_errors_of_a_driver_that_is_not_there_or_has_no_words(install, monkeypatch):
+    install(None)
+    for function in (
+        lambda: driver.fill(0, 2**44, 0, 4),
+        lambda: driver.map_shared(1, 1, stride=2**30, address=0),
+    ):
+        with pytest.raises(driver.Error, match="there is no driver"):
+            function()
+    library = install(Driver(refuses="cuMemMap"))
+    monkeypatch.setattr(library, "cuGetErrorString", lambda *_: ERROR, raising=False)
+    with pytest.raises(driver.Error, match="cuMemMap: unknown error"):
+        driver.map_shared(1, 1, stride=2**30, address=0)
 
 
 def test_the_driver_here_agrees_with_jax():

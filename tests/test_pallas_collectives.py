@@ -15,6 +15,7 @@ from meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from simulator import interpret, interpreted, simulate, simulated, simulated_ranks, stacked
 
 from jax_ep import collectives, pallas_collectives
+from jax_ep.collective_primitives import FUSED
 from jax_ep.primitives import pallas_unavailable_reason
 from pallas_kernels import fabric as fb
 from pallas_kernels.all_gather import all_gather
@@ -180,6 +181,11 @@ LOWERED = [
     ("all_gather", "direct", "ep_all_gather"),
     ("reduce_scatter", "direct", "ep_reduce_scatter"),
     ("all_to_all", "direct", "ep_all_to_all"),
+    ("all_reduce", "one_shot_ll", "ep_all_reduce_one_shot_ll"),
+    ("all_reduce", "two_shot_ll", "ep_all_reduce_two_shot_ll"),
+    ("all_gather", "ll", "ep_all_gather_ll"),
+    ("reduce_scatter", "ll", "ep_reduce_scatter_ll"),
+    ("all_to_all", "ll", "ep_all_to_all_ll"),
 ]
 
 
@@ -210,7 +216,7 @@ def test_what_is_only_moved_has_any_dtype(dtype):
             assert f"ep_{op}" in text
 
 
-@pytest.mark.parametrize("algorithm", ["fused", "fused_one_shot", "fused_two_shot"])
+@pytest.mark.parametrize("algorithm", FUSED)
 @pytest.mark.parametrize(
     ("num_ranks", "hidden", "dtype"),
     [(2, 8192, "bfloat16"), (8, 2880, "bfloat16"), (4, 5, "float32")],
@@ -344,7 +350,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
 def test_all_ranks_runs_and_algorithms_agree_bit_for_bit(num_ranks, dtype):
     x = operand((num_ranks, 3, 5000), dtype)
     want = np.stack([in_rank_order(x)] * num_ranks)
-    for algorithm in ("one_shot", "two_shot") * 2:
+    for algorithm in ("one_shot", "two_shot", "one_shot_ll", "two_shot_ll") * 2:
         mapped = jax.shard_map(
             functools.partial(collectives.all_reduce, axis_name=AXIS, algorithm=algorithm),
             mesh=expert_mesh(num_ranks),
