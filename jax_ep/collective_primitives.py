@@ -121,20 +121,22 @@ def choose(
 
     `ll`: why none by LL can serve, if that is known.
     """
+
+    def reason(name: str) -> str | None:
+        of_ll = ll if pallas_collectives.is_ll(name) else None
+        return of_ll or unavailable_reason(op, name, x, num_ranks, here)
+
     if algorithm is not None:
-        reason = ll if pallas_collectives.is_ll(algorithm) else None
-        reason = reason or unavailable_reason(op, algorithm, x, num_ranks, here)
-        if reason:
-            raise ValueError(f'{op}: algorithm="{algorithm}" cannot serve here: {reason}.')
+        if why := reason(algorithm):
+            raise ValueError(f'{op}: algorithm="{algorithm}" cannot serve here: {why}.')
         return algorithm
     if jax.default_backend() != "gpu":
         return "xla"  # what is fast on a machine that is not here was not measured
     capability = getattr(jax.devices()[0], "compute_capability", None)
     num_bytes = x.size * x.dtype.itemsize * (num_ranks if op == "all_gather" else 1)
-    best = collectives_table.lookup(op, num_ranks, num_bytes, capability)
-    if ll and pallas_collectives.is_ll(best):
-        return "xla"
-    return "xla" if unavailable_reason(op, best, x, num_ranks, here) else best
+    return collectives_table.lookup(
+        op, num_ranks, num_bytes, capability, serves=lambda name: reason(name) is None
+    )
 
 
 def _ll_unavailable_reason(ctx: mlir.LoweringRuleContext) -> str | None:

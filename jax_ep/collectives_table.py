@@ -24,7 +24,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 FILE_NAME = "collectives_table.json"
@@ -47,11 +47,13 @@ def lookup(
     num_bytes: int,
     compute_capability: str | None,
     table: Mapping[str, Any] | None = None,
+    serves: Callable[[str], bool] = lambda algorithm: True,
 ) -> str:
-    """The fastest algorithm; "xla" where nothing was measured on such a GPU.
+    """The fastest algorithm that serves; "xla" where nothing was measured on such a GPU.
 
     A number of ranks that was not measured is taken for the next larger one that was, and for the
-    largest one if there is none.
+    largest one if there is none. Where the fastest one does not serve, the measured times tell
+    which of the others is the fastest.
     """
     table = current() if table is None else table
     measured = table.get(compute_capability or "", {}).get(op, {})
@@ -59,10 +61,19 @@ def lookup(
         return "xla"
     counts = sorted(int(count) for count in measured)
     nearest = next((count for count in counts if count >= num_ranks), counts[-1])
-    for limit, algorithm in measured[str(nearest)]["choices"]:
-        if limit is None or num_bytes <= limit:
-            return algorithm
-    return "xla"
+    entry = measured[str(nearest)]
+    best = _of_size(entry["choices"], num_bytes)
+    if serves(best):
+        return best
+    times = {
+        int(size): {name: us for name, us in at_size.items() if name == "xla" or serves(name)}
+        for size, at_size in entry.get("us", {}).items()
+    }
+    return _of_size(choices(list(times), list(times.values())), num_bytes) if times else "xla"
+
+
+def _of_size(ranges: Choices, num_bytes: int) -> str:
+    return next(name for limit, name in ranges if limit is None or num_bytes <= limit)
 
 
 def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choices:

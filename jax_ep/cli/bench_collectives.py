@@ -34,7 +34,7 @@ from jax_ep import collective_primitives as primitives
 from jax_ep import collectives, collectives_table, pallas_collectives
 from jax_ep.cli import command_flags, measuring, report
 from jax_ep.cli.baselines import AXIS
-from jax_ep.cli.timing import DEVICE_TIMERS, Loop
+from jax_ep.cli.timing import Loop
 from pallas_kernels.tiles import Plan
 
 OPERATIONS = tuple(primitives.ALGORITHMS)
@@ -101,7 +101,7 @@ _TIMER = flags.DEFINE_enum(
     "device_timer",
     "auto",
     list(measuring.TIMERS),
-    "As in `bench`. auto: CUPTI through JAX's Mosaic GPU profiler, the cheaper one, comes first.",
+    "As in `bench`.",
     **_here,
 )
 _WRITE_TABLE = flags.DEFINE_string(
@@ -421,9 +421,7 @@ def _measure(
             measuring.progress(f"{case.op}, {case.ranks} ranks, {case.rows} rows, {column.name}")
             if _CHECK.value:
                 case.check(loop, column.algorithm)
-            record |= measuring.times(
-                loop, _REPEATS.value, _TIMER.value, preferred=DEVICE_TIMERS[::-1]
-            )
+            record |= measuring.times(loop, _REPEATS.value, _TIMER.value)
         except Exception as error:  # one that fails must not cost the others their results
             record["error"] = measuring.first_line(error)
             record["out_of_time"] = isinstance(error, TimeoutError)

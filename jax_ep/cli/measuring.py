@@ -94,16 +94,14 @@ def times(
     timer: str,
     *,
     device_repeats: int = 2,
-    preferred: Sequence[str] = DEVICE_TIMERS,
     spaced: bool = True,
 ) -> dict[str, Any]:
     """Times in microseconds: "wall", and "device", which is None where nothing sees its kernels.
 
-    `timer` is one of TIMERS; `preferred` is the order that "auto" tries; `spaced` is as in
-    `Loop.device_time`.
+    `timer` is one of TIMERS; `spaced` is as in `Loop.device_time`.
     """
     wall = loop.wall_time(repeats)
-    device = device_times(loop, timer, device_repeats, preferred, spaced)
+    device = device_times(loop, timer, device_repeats, spaced)
     return {"wall": wall_record(wall)} | device
 
 
@@ -111,14 +109,12 @@ def wall_record(wall: WallTime) -> dict[str, float]:
     return {"median_us": wall.median, "low_us": wall.low, "high_us": wall.high}
 
 
-def device_times(
-    loop: Loop, timer: str, repeats: int, preferred: Sequence[str] = DEVICE_TIMERS, spaced=True
-) -> dict[str, Any]:
+def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> dict[str, Any]:
     """The "device" of `times`, and what kept it from being measured as "device_error"."""
     if loop.mesh.devices.flat[0].platform != "gpu" or timer == "none":
         return {"device": None}
     try:
-        device = loop.device_time(repeats, preferred if timer == "auto" else (timer,), spaced)
+        device = loop.device_time(repeats, DEVICE_TIMERS if timer == "auto" else (timer,), spaced)
     except RuntimeError as error:  # the wall time stands without it
         return {"device": None, "device_error": str(error)}
     return {
