@@ -8,6 +8,8 @@ that is asked for and, as a rule, had.
 from __future__ import annotations
 
 import functools
+import os
+import re
 import threading
 
 import jax
@@ -18,6 +20,9 @@ from pallas_kernels.ll_memory import EMPTY, Regions
 
 _ADDRESS = 0x2A00_0000_0000  # of the first region, if the driver has no other use for it
 _STRIDE = 1 << 30  # more than any region
+
+# XLA's default is to run the kernels of a program one after the other.
+_CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=.?concurrent")
 
 _lock = threading.Lock()
 
@@ -40,6 +45,8 @@ def region_bytes(num_devices: int) -> int:
 
 @functools.cache
 def _here() -> Regions | str:
+    if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
+        return "LL needs its calls one at a time, and XLA_FLAGS let the calls of a program overlap"
     ordinals = [device.local_hardware_id for device in jax.local_devices()]
     count = len(ordinals)
     if count > ll.MAX_DEVICES:

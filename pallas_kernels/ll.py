@@ -92,7 +92,7 @@ class Channels:
 
 
 class Mail:
-    """A worker's channels, open for one call.
+    """A worker's channels, open for one call; a kernel opens them once.
 
     Attributes:
       rank: this one.

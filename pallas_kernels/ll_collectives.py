@@ -2,7 +2,7 @@
 
 Their operands and results are those of the functions of the modules named after each, and their
 sums the same bits. A payload that is only moved keeps its bits but for NaNs that are all ones,
-whose sign is lost.
+which lose their sign on the way.
 """
 
 from __future__ import annotations
