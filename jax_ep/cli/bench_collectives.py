@@ -336,7 +336,8 @@ def write_table(
 ) -> None:
     """Merges the choices that the times imply into the table of a file, which may not exist yet.
 
-    Device times decide if every algorithm has them at every size, wall times if not.
+    Device times decide if every algorithm has them at every size, wall times if not. Times of other
+    sizes that the file has from the same machine, jax and day count, too.
     """
     merged = read_table(path)
     capability = getattr(devices[0], "compute_capability", None) or devices[0].platform
@@ -349,7 +350,16 @@ def write_table(
             and record.get("wall")
         ]
         clock = "device" if all(record.get("device") for record in timed) else "wall"
+        source = {
+            "machine": measuring.devices_in_words(devices[:ranks]),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "jax": jax.__version__,
+            "clock": clock,
+        }
         times: dict[int, dict[str, float]] = {}
+        before = merged.get(capability, {}).get(op, {}).get(str(ranks), {})
+        if before.items() >= source.items():
+            times = {int(size): dict(at_size) for size, at_size in before["us"].items()}
         for record in timed:
             times.setdefault(record["bytes"], {})[record["column"]] = record[clock]["median_us"]
         sizes = sorted(size for size, at_size in times.items() if "xla" in at_size)
@@ -357,10 +367,7 @@ def write_table(
             continue
         merged.setdefault(capability, {}).setdefault(op, {})[str(ranks)] = {
             "choices": collectives_table.choices(sizes, [times[size] for size in sizes]),
-            "machine": measuring.devices_in_words(devices[:ranks]),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "jax": jax.__version__,
-            "clock": clock,
+            **source,
             "us": {
                 str(size): {name: round(us, 2) for name, us in times[size].items()}
                 for size in sizes
