@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from absl import flags
 
-from jax_ep import memory, wire
+from jax_ep import ll_buffers, memory, wire
 from jax_ep.cli import command_flags
 
 FLAGS = command_flags()
@@ -77,6 +77,7 @@ def collect() -> dict[str, Any]:
         "unavailable": unavailable,
         "message_bytes": memory.message_bytes(_HIDDEN.value),
         "others": others,
+        "ll_region_bytes": ll_buffers.region_bytes(_RANKS.value),
     }
 
 
@@ -128,6 +129,10 @@ def render(facts: dict[str, Any]) -> str:
                     reasons.setdefault(use["reason"], []).append(_name(use))
             lines += [f"  {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
     lines += [
+        "",
+        "Beside these: all_reduce and the other collectives, on every GPU of a process with N of "
+        "them, from the first program on that uses LL",
+        f"  {'region of LL':<38}{_mib(facts['ll_region_bytes']):>10}",
         "",
         "Low-latency buffers of other libraries, by their formulas; B = T, and a message of "
         f"P = {facts['message_bytes']} bytes",
