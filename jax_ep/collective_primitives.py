@@ -16,6 +16,7 @@ XLA's collectives everywhere else.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -144,12 +145,40 @@ def _ll_unavailable_reason(ctx: mlir.LoweringRuleContext) -> str | None:
     if ctx.module_context.lowering_parameters.for_export:
         return "its program holds addresses of this process, and is to be exported"
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    if isinstance(mesh, jax.sharding.AbstractMesh) and jax.default_backend() == "gpu":
-        if mesh.size <= jax.device_count():  # a larger one is for another machine
+    if jax.default_backend() == "gpu" and mesh is not None and _is_here(mesh):
+        if _requires_devices is None:
+            return "this JAX may run what is lowered for some GPUs on others"
+        if isinstance(mesh, jax.sharding.AbstractMesh):
             return (
                 "it needs to know the order of the GPUs, and shard_map was given an abstract mesh"
             )
     return None
+
+
+def _is_here(mesh: Any) -> bool:
+    """Whether a mesh may be of the devices of this machine: a larger one is for another."""
+    return mesh.size <= jax.device_count()
+
+
+# LL knows the GPUs by number when a program is lowered. JAX keeps what it has lowered, and takes it
+# for other devices too, but for programs with a primitive of a set of its own: this one.
+_devices_p = Primitive("ep_devices")
+_devices_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_devices_p, lambda ctx, x: [x])
+ad.deflinear2(_devices_p, lambda g, x: [lowered_for_devices(g)])
+batching.primitive_batchers[_devices_p] = lambda xs, axes: (_devices_p.bind(*xs), axes[0])
+_requires_devices: set[Primitive] | None = getattr(
+    importlib.import_module("jax._src.dispatch"), "prim_requires_devices_during_lowering", None
+)
+if _requires_devices is not None:
+    _requires_devices.add(_devices_p)
+
+
+def lowered_for_devices(x: jax.Array) -> jax.Array:
+    """x, in a program that is lowered anew for other GPUs of this machine."""
+    if jax.default_backend() == "gpu" and _is_here(jax.sharding.get_abstract_mesh()):
+        return _devices_p.bind(x)
+    return x
 
 
 # What each primitive computes.

@@ -15,16 +15,19 @@ machine it is "xla". A named algorithm that cannot serve is an error that says w
   "one_shot_ll", "two_shot_ll", "ll"
               the same by LL (`pallas_kernels.ll`): data are sent to memory that the library keeps
               on every GPU, and there polled, so that no rank waits for another before it sends.
-              The fastest for up to some megabytes, and there is room for no more: 4 MiB between
-              two ranks at once;
+              The fastest for up to some megabytes, and there is room for no more: 4 MiB of x of
+              one_shot_ll and all_gather, 2 N MiB of two_shot_ll, 4 N MiB of the others;
   "multimem"  all_reduce: JAX's own kernels, in which the NVLink switch sums float32 and
               broadcasts; needs multicast memory, and is never chosen unless it is named.
 
 The library's kernels (all but "xla" and "multimem") need the GPUs of one process. They sum in
 float32, in rank order, and round once: all ranks get the same bits, on every run.
 
-By LL, and so by None, programs of GPUs that have some, but not all, in common must be started in
-one order on all of them, as those with collectives always should: from one thread.
+LL, and so None, counts calls. Two programs that have two or more GPUs in common must be started in
+the same order on both, so start them from one thread; and XLA must not be told to overlap the calls
+of a program (`xla_gpu_command_buffer_scheduling_mode`, which XLA_FLAGS are searched for, or streams
+of one's own). Nothing detects it otherwise, and sums are wrong. A rank waits for its peers' data
+within the kernel: one that is held up for JAX_EP_TIMEOUT_SECONDS (default 100) ends the program.
 """
 
 from __future__ import annotations
@@ -185,7 +188,7 @@ def _fused(
 ) -> tuple[jax.Array, jax.Array]:
     params = dict(axis_name=axes, num_ranks=num_ranks, eps=eps, algorithm=algorithm)
     normalized, new_residual = primitives.ep_all_reduce_rms_norm_p.bind(
-        x, residual, scale, **params
+        primitives.lowered_for_devices(x), residual, scale, **params
     )
     return normalized, new_residual
 
@@ -221,7 +224,10 @@ def _collective(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm
     if is_for_xla:
         return primitives.xla(op, x, axes) if axes else x
     (out,) = primitives.PRIMITIVES[op].bind(
-        x, axis_name=axes, num_ranks=num_ranks, algorithm=algorithm
+        primitives.lowered_for_devices(x),
+        axis_name=axes,
+        num_ranks=num_ranks,
+        algorithm=algorithm,
     )
     return out
 

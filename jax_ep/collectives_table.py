@@ -68,12 +68,13 @@ def lookup(
     times = {
         int(size): {name: us for name, us in at_size.items() if name == "xla" or serves(name)}
         for size, at_size in entry.get("us", {}).items()
+        if "xla" in at_size
     }
     return _of_size(choices(list(times), list(times.values())), num_bytes) if times else "xla"
 
 
 def _of_size(ranges: Choices, num_bytes: int) -> str:
-    return next(name for limit, name in ranges if limit is None or num_bytes <= limit)
+    return next((name for limit, name in ranges if limit is None or num_bytes <= limit), "xla")
 
 
 def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choices:

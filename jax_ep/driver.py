@@ -146,19 +146,30 @@ def map_shared(num_devices: int, num_bytes: int, *, stride: int, address: int) -
     everyone = (_Access * num_devices)(
         *(_Access(_Location(_ON_DEVICE, i), _READ_AND_WRITE) for i in range(num_devices))
     )
-    for ordinal in range(num_devices):
-        properties = _Properties(_PINNED, 0, _Location(_ON_DEVICE, ordinal))
-        _call(
-            "cuMemGetAllocationGranularity",
-            ctypes.byref(granularity),
-            ctypes.byref(properties),
-            ctypes.c_int(0),
-        )
-        length = size(-(-num_bytes // granularity.value) * granularity.value)
-        memory, here = u64(), u64(start.value + ordinal * stride)
-        _call("cuMemCreate", ctypes.byref(memory), length, ctypes.byref(properties), u64(0))
-        _call("cuMemMap", here, length, size(0), memory, u64(0))
-        _call("cuMemSetAccess", here, length, everyone, size(num_devices))
+    mapped: list[tuple[ctypes.c_uint64, ctypes.c_size_t]] = []
+    try:
+        for ordinal in range(num_devices):
+            properties = _Properties(_PINNED, 0, _Location(_ON_DEVICE, ordinal))
+            _call(
+                "cuMemGetAllocationGranularity",
+                ctypes.byref(granularity),
+                ctypes.byref(properties),
+                ctypes.c_int(0),
+            )
+            length = size(-(-num_bytes // granularity.value) * granularity.value)
+            memory, here = u64(), u64(start.value + ordinal * stride)
+            _call("cuMemCreate", ctypes.byref(memory), length, ctypes.byref(properties), u64(0))
+            try:
+                _call("cuMemMap", here, length, size(0), memory, u64(0))
+                mapped.append((here, length))
+            finally:
+                _call("cuMemRelease", memory)  # it lives as long as it is mapped
+            _call("cuMemSetAccess", here, length, everyone, size(num_devices))
+    except Error:
+        for here, length in mapped:
+            _call("cuMemUnmap", here, length)
+        _call("cuMemAddressFree", start, size(num_devices * stride))
+        raise
     return start.value
 
 

@@ -16,7 +16,7 @@ import jax
 
 from jax_ep import driver
 from pallas_kernels import ll
-from pallas_kernels.ll_memory import EMPTY, Regions
+from pallas_kernels.ll_memory import EMPTY, SLOT_BYTES, Regions
 
 _ADDRESS = 0x2A00_0000_0000  # of the first region, if the driver has no other use for it
 _STRIDE = 1 << 30  # more than any region
@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 def elsewhere(num_devices: int) -> Regions:
     """Where the regions would be on a machine that is not here."""
-    return Regions(_ADDRESS, _STRIDE, num_devices, ll.NUM_COUNTERS)
+    return Regions(_ADDRESS, _STRIDE, num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices))
 
 
 def here() -> Regions | str:
@@ -40,7 +40,7 @@ def here() -> Regions | str:
 
 def region_bytes(num_devices: int) -> int:
     """What each GPU gives for as long as the process lives, once one of its programs uses LL."""
-    return 4 * ll.NUM_COUNTERS + ll.slot_bytes(num_devices)
+    return 4 * ll.NUM_COUNTERS + SLOT_BYTES * ll.num_slots(num_devices)
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def _here() -> Regions | str:
             counters = base + ordinal * _STRIDE
             slots = counters + 4 * ll.NUM_COUNTERS
             driver.fill(ordinal, counters, 0, 4 * ll.NUM_COUNTERS)
-            driver.fill(ordinal, slots, EMPTY, ll.slot_bytes(count))
+            driver.fill(ordinal, slots, EMPTY, SLOT_BYTES * ll.num_slots(count))
     except driver.Error as error:
         return f"the CUDA driver gives no memory that all GPUs can write to: {error}"
-    return Regions(base, _STRIDE, count, ll.NUM_COUNTERS)
+    return Regions(base, _STRIDE, count, ll.NUM_COUNTERS, ll.num_slots(count))

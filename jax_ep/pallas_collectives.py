@@ -58,7 +58,7 @@ def forced_plan(plan: Plan | None) -> Iterator[None]:
 
 
 def is_ll(algorithm: str) -> bool:
-    """Whether it is one of `pallas_kernels.ll_collectives`."""
+    """Whether it communicates by LL."""
     return algorithm.endswith("ll")
 
 
@@ -74,15 +74,15 @@ def payload_unavailable_reason(
         return f"x is empty, its shape is {shape}"
     if math.prod(shape) >= 2**31:
         return f"x has {math.prod(shape)} elements, and the kernels count in 32 bits"
-    fused = op == "all_reduce_rms_norm" and algorithm != "unfused"
-    if fused and shape[-1] > _MAX_HIDDEN:
+    if op == "all_reduce_rms_norm" and shape[-1] > _MAX_HIDDEN:
         return f"a row of {shape[-1]} elements is longer than {_MAX_HIDDEN}"
-    if is_ll(algorithm) and _ll_slots(op, algorithm, shape, dtype, num_ranks) > ll.MAX_SLOTS:
-        held = ll.MAX_WORKERS * ll.MAX_SLOTS * ll.TILE_BYTES >> 20
-        return (
-            f"x, {shape} {jnp.dtype(dtype).name}, is more than LL has room for: between two ranks "
-            f"{held} MiB at once"
-        )
+    if is_ll(algorithm):
+        workers, slots = _ll_needs(op, algorithm, shape, dtype, num_ranks)
+        if workers > ll.MAX_WORKERS or slots > ll.MAX_SLOTS:
+            return (
+                f"x, {shape} {jnp.dtype(dtype).name}, is more than LL has room for: {workers} "
+                f"workers with {slots} slots, where it has {ll.MAX_WORKERS} with {ll.MAX_SLOTS}"
+            )
     return None
 
 
@@ -91,7 +91,7 @@ class Way:
     """Which kernels, between which ranks.
 
     Attributes:
-      algorithm: "ll" or one that ends with "_ll", for LL; or any other.
+      algorithm: any but "xla", "unfused" and "multimem".
       axis_name: of the ranks.
       devices: the GPU at each place of the mesh; of matter to LL alone.
     """
@@ -115,7 +115,10 @@ class Way:
         )
 
     def run(self, kernel: Kernel, by_ll: Kernel, x: jax.Array, size: int) -> jax.Array:
-        """One of two kernels on x [..., S]; each rank's blocks go over `size` elements."""
+        """One of two kernels on x [..., S].
+
+        `size`: the elements that each rank's blocks go over; by LL they are S.
+        """
         if not is_ll(self.algorithm):
             return kernel(x, fabric=self.fabric, plan=_plan(size, x.dtype))
         place, x = vary_alike((primitives.place(), x), self.axis_name)
@@ -123,19 +126,20 @@ class Way:
         return by_ll(place, x, channels=self.channels(), plan=plan)
 
 
-def _ll_slots(op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int) -> int:
-    """That a worker needs: tiles that it receives from a peer."""
+def _ll_needs(
+    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
+) -> tuple[int, int]:
+    """The workers of a call, and the slots of each: of tiles that it receives from a peer."""
+    shots = 2 if "two_shot" in algorithm else 1
     if op == "all_reduce_rms_norm":
-        num_warpgroups, num_rows = _warpgroups_of_row(shape[-1], dtype), math.prod(shape[:-1])
-        two_shot = algorithm == "fused_two_shot_ll"
-        rows = _ll_rows_per_block(num_rows, num_warpgroups, two_shot, num_ranks)
-        if two_shot and -(-num_rows // rows) * num_warpgroups > ll.MAX_WORKERS:
-            return ll.MAX_SLOTS + 1
-        return (2 if two_shot else rows) * -(-_num_tiles(shape[-1], dtype) // num_warpgroups)
+        num_rows, num_warpgroups = math.prod(shape[:-1]), _warpgroups_of_row(shape[-1], dtype)
+        rows = _ll_rows_per_block(num_rows, num_warpgroups, shots == 2, num_ranks)
+        tiles_of_row = -(-_num_tiles(shape[-1], dtype) // num_warpgroups)
+        tiles = tiles_of_row * (1 if shots == 2 else rows)
+        return -(-num_rows // rows) * num_warpgroups, shots * tiles
     whole = algorithm == "one_shot_ll" or op == "all_gather"
-    num_elements = math.prod(shape) if whole else -(-math.prod(shape) // num_ranks)
-    slots = -(-_num_tiles(num_elements, dtype) // ll.MAX_WORKERS)
-    return 2 * slots if algorithm == "two_shot_ll" else slots
+    num_tiles = _num_tiles(-(-math.prod(shape) // (1 if whole else num_ranks)), dtype)
+    return min(num_tiles, ll.MAX_WORKERS), shots * -(-num_tiles // ll.MAX_WORKERS)
 
 
 def all_reduce(x: jax.Array, way: Way) -> jax.Array:

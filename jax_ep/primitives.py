@@ -134,7 +134,8 @@ def devices_by_place(ctx: mlir.LoweringRuleContext) -> tuple[int, ...]:
     """Which GPU of this process is at each place of the mesh of the program being lowered."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh):
-        return tuple(int(device.local_hardware_id or 0) for device in mesh.devices.flat)
+        ordinals = [device.local_hardware_id for device in mesh.devices.flat]
+        return tuple(i if ordinal is None else ordinal for i, ordinal in enumerate(ordinals))
     return tuple(range(mesh.size if mesh is not None else 1))
 
 

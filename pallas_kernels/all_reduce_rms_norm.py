@@ -93,7 +93,12 @@ def all_reduce_rms_norm_ll(
     body = _Body(
         num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, "all", channels, plan
     )
-    rows = 2 if two_shot else body.rows_per_block
+    if two_shot and plan.num_blocks * channels.num_ranks < num_rows:
+        raise ValueError(
+            f"in two shots by LL a block has a row for each rank, but {plan} has too few for "
+            f"{num_rows} rows of {channels.num_ranks} ranks."
+        )
+    slots_per_tile = 2 if two_shot else body.rows_per_block
     normalized, new_residual = ll.call(
         body.two_shot_by_ll if two_shot else body.one_shot_by_ll,
         place,
@@ -101,7 +106,7 @@ def all_reduce_rms_norm_ll(
         body.out_type,
         channels=channels,
         plan=plan,
-        num_slots=rows * body.tiles_of_warpgroup,
+        num_slots=slots_per_tile * body.tiles_of_warpgroup,
         name=f"ep_all_reduce_rms_norm_{'two' if two_shot else 'one'}_shot_ll",
         scratch_types=body.scratch_types,
     )

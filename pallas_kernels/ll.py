@@ -1,10 +1,10 @@
 """LL: tiles that say themselves that they have arrived, so that a call needs no rendezvous.
 
 LL is NCCL's name for low-latency transfers in which the receiver polls the data. Every GPU owns
-memory that outlives the calls and that its peers write to. A word that no floats of a sum consist
-of stands there wherever nothing has arrived: a receiver polls a tile until none of its words is
-that, takes it, and puts the word back. (As in TensorRT-LLM's Lamport all-reduces, which mark what
-is empty by a negative zero.)
+memory that outlives the calls and that its peers write to (`ll_memory`). A word of all ones stands
+there wherever nothing has arrived: a receiver polls a tile until none of its words is that, takes
+it, and puts the word back. (As in TensorRT-LLM's Lamport all-reduces, which mark what is empty by
+a negative zero.)
 
   a worker   is a warpgroup of a kernel, by its number; workers of one number talk to each other;
   a channel  leads from a worker on one GPU to that on another. It has two sets of slots of a tile
@@ -13,7 +13,8 @@ is empty by a negative zero.)
 So a set is empty when it is used again. A sender begins its third call when it has received all
 that its peer sent in the second, which the peer began when its first had ended, and with that left
 the set empty. This holds if two GPUs call each other one call at a time, and both in the same
-order, and if every worker that takes part in a call sends something to each peer.
+order, and if every worker that takes part in a call sends something to each peer. What orders the
+accesses of one call and the next is that a kernel begins when the one before has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jax import lax
 
 from pallas_kernels import fabric as fb
 from pallas_kernels import ptx, vectors
-from pallas_kernels.ll_memory import TILE_BYTES, Regions
+from pallas_kernels.ll_memory import Regions
 from pallas_kernels.tiles import Plan
 
 MAX_WORKERS = 512
@@ -39,9 +40,9 @@ MAX_DEVICES = 8
 NUM_COUNTERS = MAX_WORKERS * MAX_DEVICES
 
 
-def slot_bytes(num_devices: int) -> int:
-    """Of all slots of one GPU, where there are so many GPUs."""
-    return 2 * num_devices * MAX_WORKERS * MAX_SLOTS * TILE_BYTES
+def num_slots(num_devices: int) -> int:
+    """Of all channels to one GPU, where there are so many GPUs."""
+    return 2 * num_devices * MAX_WORKERS * MAX_SLOTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +113,18 @@ class Mail:
         self._counters = [worker * MAX_DEVICES + device for device in self._there]
         self._calls = channels.regions.read(self._here, self._counters)
 
-    def post(self, slot: int, tiles_of_peers: Sequence[jax.Array]) -> None:
-        """Sends each peer its tile, to a slot of this call's set."""
-        for device, calls, tile in zip(self._there, self._calls, tiles_of_peers, strict=True):
-            self.channels.regions.post(device, self._slot(self._here, calls, slot), tile)
+    def post(self, slot: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
+        """Sends each peer its tile, to a slot of this call's set.
 
-    def collect(self, slot: int, shape: tuple[int, ...], dtype: Any) -> list[jax.Array]:
+        `exact`: every bit of a NaN, too, arrives at peers who collect it so.
+        """
+        for device, calls, tile in zip(self._there, self._calls, tiles_of_peers, strict=True):
+            number = self._slot(self._here, calls, slot)
+            self.channels.regions.post(device, number, tile, exact=exact)
+
+    def collect(
+        self, slot: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
+    ) -> list[jax.Array]:
         """Waits for the tile that each peer has sent to a slot of this call's set."""
         slots = [
             self._slot(device, calls, slot)
@@ -132,6 +139,7 @@ class Mail:
             peers=self.peers,
             timeout_s=self.channels.timeout_s,
             what=self._what,
+            exact=exact,
         )
 
     def sum(self, slot: int, mine: jax.Array) -> jax.Array:

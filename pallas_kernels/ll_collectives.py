@@ -1,8 +1,6 @@
 """The collectives by LL, which are the faster ones for payloads of up to some megabytes.
 
-Their operands and results are those of the functions of the modules named after each, and their
-sums the same bits. A payload that is only moved keeps its bits but for NaNs that are all ones,
-which lose their sign on the way.
+Their operands and results are those of the functions of the modules named after each, bit for bit.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
             part = tiles.load(channels, x_ref.at[tile])
-            mail.post(slot, [part] * len(mail.peers))
+            mail.post(slot, [part] * len(mail.peers), exact=True)
             tiles.store(channels, out_ref.at[mail.rank, tile], part)
         mail.stage(1)
         _store_what_arrives(mail, where, x, out_ref)
@@ -86,7 +84,8 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
-            mail.post(slot, [tiles.load(channels, x_ref.at[peer, tile]) for peer in mail.peers])
+            parts = [tiles.load(channels, x_ref.at[peer, tile]) for peer in mail.peers]
+            mail.post(slot, parts, exact=True)
             mine = tiles.load(channels, x_ref.at[mail.rank, tile])
             tiles.store(channels, out_ref.at[mail.rank, tile], mine)
         mail.stage(1)
@@ -98,7 +97,7 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
 def _store_what_arrives(mail: Mail, where: Sequence[Any], x: jax.Array, out_ref: Any) -> None:
     """At the place of who has sent it."""
     for slot, tile in enumerate(where):
-        parts = mail.collect(slot, (tile.size,), x.dtype)
+        parts = mail.collect(slot, (tile.size,), x.dtype, exact=True)
         for peer, part in zip(mail.peers, parts, strict=True):
             tiles.store(mail.channels, out_ref.at[peer, tile], part)
 

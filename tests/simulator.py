@@ -154,11 +154,11 @@ class LLMemory:
 class SimulatedRegions(Regions):
     memory: LLMemory
 
-    def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array) -> None:
+    def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
         _on_host(_Post(self), device, slot, tile)
 
     def collect(
-        self, device, slots, shape, dtype, *, rank, peers, timeout_s, what
+        self, device, slots, shape, dtype, *, rank, peers, timeout_s, what, exact
     ) -> list[jax.Array]:
         tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(slots)
         operation = _Collect(self, what, len(slots))
@@ -182,7 +182,9 @@ def simulated_channels(
 ) -> SimulatedChannels:
     """See `ll.Channels`; in a new memory by default."""
     devices = tuple(devices)
-    regions = SimulatedRegions(0, 0, max(devices) + 1, ll.NUM_COUNTERS, memory or LLMemory())
+    num_devices = max(devices) + 1
+    sizes = num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices)
+    regions = SimulatedRegions(0, 0, *sizes, memory or LLMemory())
     options = InterpretGPUParams(detect_races=detect_races)
     return kind(tuple(axes), devices, regions, interpret=options)
 
@@ -322,7 +324,7 @@ class _Post:
     def run(self, simulation: _Simulation, thread: Any, device: Any, slot: Any, tile: Any) -> None:
         tile, key = np.array(tile), (int(device), int(slot))
         num_devices, tiles = self.regions.num_devices, self.regions.memory.tiles
-        num_slots = ll.slot_bytes(num_devices) // TILE_BYTES
+        num_slots = self.regions.num_slots
         if tile.nbytes != TILE_BYTES or key[0] not in range(num_devices) or key[1] >= num_slots:
             raise KernelError(f"GPU {device} has no slot {slot} of {tile.nbytes} bytes")
         with simulation.changed:
@@ -347,6 +349,10 @@ class _Collect:
         tiles, deadline = self.regions.memory.tiles, time.monotonic() + WAIT_SECONDS
         keys = [(int(device), int(slot)) for slot in rest[: self.count]]
         peers = [int(peer) for peer in rest[self.count :]]
+        if len(set(keys)) < len(keys):
+            raise KernelError(
+                f"{self.what}: peers {peers} share a slot: one's tile overtakes another's"
+            )
         with simulation.changed:
             while missing := [peers[i] for i, key in enumerate(keys) if key not in tiles]:
                 simulation.changed.wait(0.1)

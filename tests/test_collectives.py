@@ -508,6 +508,20 @@ def test_lookup():
     assert lookup(8, 1, op="all_gather") == "xla"
 
 
+def test_a_table_of_few_words_still_serves():
+    def lookup(entry, num_bytes, serves=lambda name: True):
+        table = {"9.0": {"all_gather": {"2": entry}}}
+        return collectives_table.lookup("all_gather", 2, num_bytes, "9.0", table, serves)
+
+    assert lookup({"choices": [[100, "ll"]]}, 100) == "ll"
+    assert lookup({"choices": [[100, "ll"]]}, 101) == "xla"
+    assert lookup({"choices": [[None, "ll"]]}, 1, lambda name: name != "ll") == "xla"
+    times = {"1": {"ll": 1.0, "direct": 2.0}, "2": {"ll": 1.0, "direct": 2.0, "xla": 3.0}}
+    entry = {"choices": [[None, "ll"]], "us": times}
+    assert lookup(entry, 1, lambda name: name != "ll") == "direct"
+    assert lookup(entry, 1, lambda name: False) == "xla"
+
+
 def test_the_shipped_table_is_well_formed():
     for capability, operations in collectives_table.current().items():
         assert re.fullmatch(r"\d+\.\d", capability)

@@ -20,7 +20,7 @@ from jax_ep import collectives, collectives_table, driver, ll_buffers
 from jax_ep.pallas_collectives import payload_unavailable_reason
 from jax_ep.primitives import pallas_unavailable_reason
 from pallas_kernels import ll
-from pallas_kernels.ll_memory import EMPTY, Regions
+from pallas_kernels.ll_memory import EMPTY, SLOT_BYTES, Regions
 
 AXIS = "expert"
 BY_LL = [
@@ -30,7 +30,7 @@ BY_LL = [
     ("reduce_scatter", "ll"),
     ("all_to_all", "ll"),
 ]
-REGIONS = Regions(2**40, 2**30, 4, ll.NUM_COUNTERS)
+REGIONS = Regions(2**40, 2**30, 4, ll.NUM_COUNTERS, ll.num_slots(4))
 MIB = 2**20
 
 
@@ -91,7 +91,9 @@ def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
         for of_rank in (per_rank, per_rank - num_ranks):
             text = lower(collective(op, algorithm), (num_ranks * of_rank,), dtype, num_ranks)
             assert "@mosaic_gpu" in text
-        with pytest.raises(ValueError, match=f'{op}: algorithm="{algorithm}".*4 MiB at once'):
+        with pytest.raises(
+            ValueError, match=f'{op}: algorithm="{algorithm}".*more than LL has room for'
+        ):
             lower(collective(op, algorithm), (num_ranks * (per_rank + step),), dtype, num_ranks)
 
 
@@ -247,7 +249,10 @@ def machine(monkeypatch):
 def test_regions_are_mapped_once_and_empty(machine):
     asked, num_bytes = machine(1, 0), ll_buffers.region_bytes(2)
     regions = ll_buffers.here()
-    assert regions == Regions(2**40, 2**30, 2, ll.NUM_COUNTERS) and regions is ll_buffers.here()
+    assert (
+        regions == Regions(2**40, 2**30, 2, ll.NUM_COUNTERS, ll.num_slots(2))
+        and regions is ll_buffers.here()
+    )
     assert asked[0] == ("map_shared", 2, num_bytes, 2**30, ll_buffers.elsewhere(2).base)
     assert sorted(asked[1:]) == sorted(
         fill
@@ -255,7 +260,7 @@ def test_regions_are_mapped_once_and_empty(machine):
         for start in (2**40 + ordinal * 2**30,)
         for fill in (
             ("fill", ordinal, start, 0, 4 * ll.NUM_COUNTERS),
-            ("fill", ordinal, start + 4 * ll.NUM_COUNTERS, EMPTY, ll.slot_bytes(2)),
+            ("fill", ordinal, start + 4 * ll.NUM_COUNTERS, EMPTY, SLOT_BYTES * ll.num_slots(2)),
         )
     )
 
@@ -266,9 +271,9 @@ def test_regions_have_room():
         regions = ll_buffers.elsewhere(num_devices)
         assert ll_buffers.region_bytes(num_devices) <= regions.stride
         assert regions.base % regions.stride == 0 and 4 * regions.num_counters % 16 == 0
-        assert ll_buffers.region_bytes(num_devices) == 4 * ll.NUM_COUNTERS + ll.slot_bytes(
+        assert ll_buffers.region_bytes(
             num_devices
-        )
+        ) == 4 * ll.NUM_COUNTERS + SLOT_BYTES * ll.num_slots(num_devices)
 
 
 def test_too_many_gpus_are_refused(machine):
@@ -306,3 +311,32 @@ def test_without_a_driver_there_is_a_reason(monkeypatch):
 def test_regions_of_this_machine():
     regions = ll_buffers.here()
     assert isinstance(regions, Regions) and regions.num_devices == len(jax.local_devices())
+
+
+@pytest.mark.parametrize("op", ["all_gather", "all_reduce_rms_norm"])
+def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
+    """LL knows GPUs by number, and JAX would run what it lowered for some on others."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    lowered_for = []
+
+    def devices_by_place(ctx: Any) -> tuple[int, ...]:
+        lowered_for.append([device.id for device in ctx.module_context.axis_context.mesh.devices])
+        return (0, 1)
+
+    monkeypatch.setattr(primitives, "devices_by_place", devices_by_place)
+    monkeypatch.setattr(collectives_table, "lookup", lambda *_, **__: "xla")
+
+    def run(x: jax.Array) -> Any:
+        if op == "all_gather":
+            return collectives.all_gather(x, AXIS)
+        return collectives.all_reduce_rms_norm(x, x, x[0], AXIS)[0]
+
+    program = jax.jit(jax.shard_map(run, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
+    orders = [[0, 1], [1, 0], [0, 1]]
+    for order in orders:
+        mesh = Mesh(np.asarray(jax.devices())[order], (AXIS,))
+        with jax.set_mesh(mesh):
+            program(jax.device_put(np.ones((4, 8), np.float32), NamedSharding(mesh, P(AXIS))))
+    assert lowered_for == orders[:2]

@@ -357,7 +357,7 @@ def test_a_set_that_is_used_twice_is_overtaken(protocol):
 
 @simulated
 def test_senders_that_share_slots_are_found():
-    with pytest.raises(KernelError, match="overtakes one that nobody has taken"):
+    with pytest.raises(KernelError, match="overtakes"):
         several_calls(
             integers(3), [one_axis(3, kind=LateToTake)], calls=1, kind=OneSetForAllSenders
         )
@@ -372,10 +372,10 @@ def test_counts_that_differ_are_found(monkeypatch):
 
 @simulated
 def test_a_worker_that_sends_nothing_is_waited_for(monkeypatch):
-    def post(self, slot, tiles_of_peers):
+    def post(self, slot, tiles_of_peers, **options):
         @pl.when(self._worker > 0)
         def _() -> None:
-            original(self, slot, tiles_of_peers)
+            original(self, slot, tiles_of_peers, **options)
 
     original = Mail.post
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
@@ -458,7 +458,7 @@ def test_every_slot_has_a_place_of_its_own():
         for calls in (6, 7)
         for slot in range(ll.MAX_SLOTS)
     ]
-    count = ll.slot_bytes(num_devices) // ll.TILE_BYTES
+    count = ll.num_slots(num_devices)
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
 
 
@@ -794,9 +794,9 @@ def test_groups_along_either_axis_in_one_program(order):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
 def test_any_word_arrives(num_ranks, dtype):
-    """NaNs of every kind too; those of words that would not arrive come as others."""
+    """The word that means that nothing is there, too, and the one that is sent instead."""
     words = np.random.default_rng(0).integers(0, 2**32, (num_ranks, 2 * num_ranks, 512), np.uint32)
-    words[:, :, ::3] = 0xFFFFFFFF
+    words[:, :, ::3], words[:, :, 4::9] = 0xFFFFFFFF, 0xFFFFFFFE
     words[:, :, 1::6], words[:, :, 2::6] = 0xFFFF0000, 0x0000FFFF
     x = words.view(jnp.dtype(dtype))
     by_numpy = {
@@ -806,9 +806,7 @@ def test_any_word_arrives(num_ranks, dtype):
     for op, expected in by_numpy.items():
         got = each_rank(functools.partial(getattr(collectives, op), algorithm="ll"), x)
         want = np.stack(expected(x)).reshape(got.shape)
-        holes = (np.stack(expected(words)) == 0xFFFFFFFF).reshape(*got.shape[:-1], -1)
-        assert np.isnan(got.astype(np.float32))[np.repeat(holes, 4 // x.itemsize, -1)].all()
-        np.testing.assert_array_equal(got.view(np.uint32)[~holes], want.view(np.uint32)[~holes])
+        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
 
 
 @on_gpus
@@ -980,3 +978,9 @@ def test_a_rank_that_never_comes_ends_the_program():
     assert done.returncode != 0, output
     message = "jax_ep: ep_all_gather_ll: rank 0 waited over 0.25 s for rank 1 (block "
     assert message in output, output
+
+
+def test_a_plan_that_leaves_rows_out_is_refused():
+    with pallas_collectives.forced_plan(Plan(4, 1)):
+        with pytest.raises(ValueError, match="too few for 9 rows of 2 ranks"):
+            lower_norm(2, 9, 1024, "fused_two_shot_ll")

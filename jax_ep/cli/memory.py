@@ -11,6 +11,7 @@ from absl import flags
 
 from jax_ep import ll_buffers, memory, wire
 from jax_ep.cli import command_flags
+from pallas_kernels import ll
 
 FLAGS = command_flags()
 _here: dict[str, Any] = {"flag_values": FLAGS}
@@ -77,7 +78,7 @@ def collect() -> dict[str, Any]:
         "unavailable": unavailable,
         "message_bytes": memory.message_bytes(_HIDDEN.value),
         "others": others,
-        "ll_region_bytes": ll_buffers.region_bytes(_RANKS.value),
+        "ll_region_bytes": ll_buffers.region_bytes(min(_RANKS.value, ll.MAX_DEVICES)),
     }
 
 
@@ -131,7 +132,7 @@ def render(facts: dict[str, Any]) -> str:
     lines += [
         "",
         "Beside these: all_reduce and the other collectives, on every GPU of a process with N of "
-        "them, from the first program on that uses LL",
+        f"them, up to {ll.MAX_DEVICES}, from the first program on that uses LL",
         f"  {'region of LL':<38}{_mib(facts['ll_region_bytes']):>10}",
         "",
         "Low-latency buffers of other libraries, by their formulas; B = T, and a message of "
