@@ -423,7 +423,11 @@ def test_a_tile_that_nobody_takes_is_found():
 def test_swapped_slots_are_found(monkeypatch):
     """In NumPy's eyes: to the protocol they are as good."""
     original = Mail.collect
-    monkeypatch.setattr(Mail, "collect", lambda self, slot, *args: original(self, 1 - slot, *args))
+
+    def collect(self, slot, *args, **options):
+        return original(self, 1 - slot, *args, **options)
+
+    monkeypatch.setattr(Mail, "collect", collect)
     for name in ("one_shot", "all_gather", "reduce_scatter", "all_to_all"):
         _, shape, expected = KERNELS[name]
         x = operand(shape(2, 2048), "bfloat16")
