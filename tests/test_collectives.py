@@ -566,8 +566,8 @@ def test_bench_prints_and_writes_the_table(tmp_path, capsys):
     assert bench(*options, *args, f"--json={measured}") == 0
     out = capsys.readouterr().out
     assert re.search(r"shape +MB .*xla +best +vs lax.psum +auto +checked", out)
-    assert len(re.findall(r"\(8, 2560\) +0\.04 .*x +xla +yes", out)) >= 2
-    assert len(re.findall(r"\(200, 2560\) +1\.02 .*x +xla +yes", out)) >= 2  # 10^6 bytes
+    assert len(re.findall(r"\(8, 2560\) +0\.04 .*x +\w+ +yes", out)) >= 2
+    assert len(re.findall(r"\(200, 2560\) +1\.02 .*x +\w+ +yes", out)) >= 2  # 10^6 bytes
     table = json.loads(path.read_text())
     (written,) = set(table) - {"8.0"}  # what was there before is kept
     entry = table[written]["all_reduce"][str(num_ranks)]

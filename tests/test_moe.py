@@ -121,6 +121,8 @@ def test_mesh_without_set_mesh(way):
 
 @pytest.mark.parametrize("spec", [P(), P("data")], ids=str)
 def test_explicit_axes_keep_the_sharding_of_x(spec):
+    if len(jax.devices()) < 8:
+        pytest.skip(f"needs 8 devices, this machine has {len(jax.devices())}")
     devices = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(devices):
         x = jax.device_put(make_x(), NamedSharding(devices, spec))
