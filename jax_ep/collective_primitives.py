@@ -27,7 +27,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_ep import collectives_table, ll_buffers, multicast, pallas_collectives
-from jax_ep.pallas_collectives import Way
+from jax_ep.pallas_collectives import Transport
 from jax_ep.primitives import (
     devices_by_place,
     lower_by_position,
@@ -184,20 +184,26 @@ def lowered_for_devices(x: jax.Array) -> jax.Array:
 # What each primitive computes.
 
 
-def _run(way: Way, op: str, x: jax.Array) -> list[jax.Array]:
-    if way.algorithm == "xla":
-        return [xla(op, x, way.axis_name)]
-    if way.algorithm == "multimem":
-        return [_multimem(x, way.axis_name)]
-    return [getattr(pallas_collectives, op)(x, way)]
+def _run(transport: Transport, op: str, x: jax.Array) -> list[jax.Array]:
+    if transport.algorithm == "xla":
+        return [xla(op, x, transport.axis_name)]
+    if transport.algorithm == "multimem":
+        return [_multimem(x, transport.axis_name)]
+    return [getattr(pallas_collectives, op)(x, transport)]
 
 
 def _run_rms_norm(
-    way: Way, op: str, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
+    transport: Transport,
+    op: str,
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
 ) -> list[jax.Array]:
-    if way.algorithm in FUSED:
-        return list(getattr(pallas_collectives, op)(x, residual, scale, way, eps=eps))
-    (total,) = _run(way, "all_reduce", x)
+    if transport.algorithm in FUSED:
+        return list(getattr(pallas_collectives, op)(x, residual, scale, transport, eps=eps))
+    (total,) = _run(transport, "all_reduce", x)
     new_residual = add(total, residual)
     return [rms_norm(new_residual, scale, eps, x.dtype), new_residual]
 
@@ -247,8 +253,8 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]]) -> Primitive:
         serving = choose(op, algorithm, aval, num_ranks, here, ll)
         if serving == "unfused":
             serving = choose("all_reduce", None, aval, num_ranks, here, ll)
-        way = Way(serving, axis_name, devices_by_place(ctx))
-        return lower_by_position(ctx, functools.partial(run, way, op), x, *operands, **params)
+        transport = Transport(serving, axis_name, devices_by_place(ctx))
+        return lower_by_position(ctx, functools.partial(run, transport, op), x, *operands, **params)
 
     mlir.register_lowering(primitive, lower)
     mlir.register_lowering(primitive, lower, platform="cuda")

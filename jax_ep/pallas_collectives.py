@@ -87,7 +87,7 @@ def payload_unavailable_reason(
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Transport:
     """Which kernels, between which ranks.
 
     Attributes:
@@ -142,44 +142,44 @@ def _ll_needs(
     return min(num_tiles, ll.MAX_WORKERS), shots * -(-num_tiles // ll.MAX_WORKERS)
 
 
-def all_reduce(x: jax.Array, way: Way) -> jax.Array:
+def all_reduce(x: jax.Array, transport: Transport) -> jax.Array:
     """Sums any shape over ranks."""
-    if way.algorithm.startswith("one_shot"):
+    if transport.algorithm.startswith("one_shot"):
         flat = _pad(x.reshape(-1))
-        out = way.run(all_reduce_kernel.one_shot, ll_collectives.one_shot, flat, flat.size)
+        out = transport.run(all_reduce_kernel.one_shot, ll_collectives.one_shot, flat, flat.size)
     else:
-        num_ranks = way.fabric.num_ranks
+        num_ranks = transport.fabric.num_ranks
         shard = _padded_size(-(-x.size // num_ranks), x.dtype)
         padding = shard * num_ranks - x.size
         shards = jnp.pad(x.reshape(-1), (0, padding)) if padding else x
         shards = shards.reshape(num_ranks, shard)
-        out = way.run(all_reduce_kernel.two_shot, ll_collectives.two_shot, shards, shard)
+        out = transport.run(all_reduce_kernel.two_shot, ll_collectives.two_shot, shards, shard)
     return out.reshape(-1)[: x.size].reshape(x.shape)
 
 
-def all_gather(x: jax.Array, way: Way) -> jax.Array:
+def all_gather(x: jax.Array, transport: Transport) -> jax.Array:
     """[n, ...] -> [N * n, ...]."""
-    flat = _pad(_to_move(x, way).reshape(-1))
-    out = way.run(all_gather_kernel.all_gather, ll_collectives.all_gather, flat, flat.size)
+    flat = _pad(_to_move(x, transport).reshape(-1))
+    out = transport.run(all_gather_kernel.all_gather, ll_collectives.all_gather, flat, flat.size)
     out = out[:, : x.size].reshape(-1, *x.shape[1:])
     return lax.bitcast_convert_type(out, x.dtype)
 
 
-def reduce_scatter(x: jax.Array, way: Way) -> jax.Array:
+def reduce_scatter(x: jax.Array, transport: Transport) -> jax.Array:
     """[N * n, ...] -> [n, ...]."""
-    shards = x.reshape(way.fabric.num_ranks, -1)
+    shards = x.reshape(transport.fabric.num_ranks, -1)
     padded = _pad(shards)
     kernels = reduce_scatter_kernel.reduce_scatter, ll_collectives.reduce_scatter
-    out = way.run(*kernels, padded, padded.shape[1])
+    out = transport.run(*kernels, padded, padded.shape[1])
     return out[: shards.shape[1]].reshape(-1, *x.shape[1:])
 
 
-def all_to_all(x: jax.Array, way: Way) -> jax.Array:
+def all_to_all(x: jax.Array, transport: Transport) -> jax.Array:
     """[N * n, ...] by destination -> [N * n, ...] by source."""
-    shards = _to_move(x, way).reshape(way.fabric.num_ranks, -1)
+    shards = _to_move(x, transport).reshape(transport.fabric.num_ranks, -1)
     padded = _pad(shards)
     kernels = all_to_all_kernel.all_to_all, ll_collectives.all_to_all
-    out = way.run(*kernels, padded, padded.size)
+    out = transport.run(*kernels, padded, padded.size)
     return lax.bitcast_convert_type(out[:, : shards.shape[1]].reshape(x.shape), x.dtype)
 
 
@@ -187,12 +187,12 @@ def all_reduce_rms_norm(
     x: jax.Array,
     residual: jax.Array,
     scale: jax.Array,
-    way: Way,
+    transport: Transport,
     *,
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums [..., H] over ranks, adds the residual and normalizes; see `collectives`."""
-    fabric, hidden, algorithm = way.fabric, x.shape[-1], way.algorithm
+    fabric, hidden, algorithm = transport.fabric, x.shape[-1], transport.algorithm
     if algorithm == "fused":
         algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
     rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
@@ -206,9 +206,9 @@ def all_reduce_rms_norm(
     plan = _forced_plan.get() or Plan(-(-num_rows // rows_per_block), num_warpgroups)
     sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
     if is_ll(algorithm):
-        operands = vary_alike((primitives.place(), rows, old, weights[0]), way.axis_name)
+        operands = vary_alike((primitives.place(), rows, old, weights[0]), transport.axis_name)
         normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm_ll(
-            *operands, channels=way.channels(), **sizes
+            *operands, channels=transport.channels(), **sizes
         )
     else:
         normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
@@ -271,8 +271,8 @@ def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
 
 
-def _to_move(x: jax.Array, way: Way) -> jax.Array:
+def _to_move(x: jax.Array, transport: Transport) -> jax.Array:
     """x as unsigned integers: what is only moved is not converted, whatever its dtype."""
-    if is_ll(way.algorithm):
+    if is_ll(transport.algorithm):
         return x
     return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

@@ -133,11 +133,7 @@ class Mesh:
 
     def stage(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
-        if number < len(self.delays_ns):
-            delay, rank = jnp.int32(0), self.rank()
-            for r, nanoseconds in enumerate(self.delays_ns[number]):
-                delay = jnp.where(rank == r, nanoseconds, delay)
-            ptx.pause(delay)
+        hold_back(self.delays_ns, number, self.rank)
 
     def axes(self) -> tuple[tuple[int, int], ...]:
         """Of each axis: how far apart its neighbours are among the mesh's devices, and its size."""
@@ -204,6 +200,17 @@ class Stacked:
 
 
 Fabric = Mesh | Stacked
+
+
+def hold_back(
+    delays_ns: Sequence[Sequence[int]], stage: int, rank: Callable[[], jax.Array]
+) -> None:
+    """Makes a rank wait at a stage for its time [stage][rank], if there is one."""
+    if stage < len(delays_ns):
+        delay, here = jnp.int32(0), rank()
+        for r, nanoseconds in enumerate(delays_ns[stage]):
+            delay = jnp.where(here == r, nanoseconds, delay)
+        ptx.pause(delay)
 
 
 def kernel(

@@ -85,11 +85,7 @@ class Channels:
 
     def stage(self, number: int, rank: jax.Array) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
-        if number < len(self.delays_ns):
-            delay = jnp.int32(0)
-            for r, nanoseconds in enumerate(self.delays_ns[number]):
-                delay = jnp.where(rank == r, nanoseconds, delay)
-            ptx.pause(delay)
+        fb.hold_back(self.delays_ns, number, lambda: rank)
 
 
 class Mail:
@@ -199,15 +195,14 @@ def call(
       out_type: one rank's.
       num_slots: that `body` uses; what it sends it also collects.
     """
-    workers = plan.num_blocks * plan.num_warpgroups
-    if workers > MAX_WORKERS or num_slots > MAX_SLOTS:
+    if plan.num_workers > MAX_WORKERS or num_slots > MAX_SLOTS:
         raise ValueError(
             f"LL has {MAX_WORKERS} workers of {MAX_SLOTS} slots, but {name} with {plan} needs "
-            f"{workers} of {num_slots}."
+            f"{plan.num_workers} of {num_slots}."
         )
 
     def run(place_ref: Any, *refs: Any, **scratch: Any) -> None:
-        mail = Mail(channels, channels.place(place_ref), worker_of(plan), name)
+        mail = Mail(channels, channels.place(place_ref), plan.worker(), name)
         mail.stage(0)
         body(mail, *(channels.mine(ref) for ref in refs), **scratch)
         mail.stage(2)
@@ -223,8 +218,3 @@ def call(
         scratch_types=scratch_types or {},
         num_channels=0,
     )(place, *operands)
-
-
-def worker_of(plan: Plan) -> jax.Array:
-    """The number of this warpgroup."""
-    return lax.axis_index("block") * plan.num_warpgroups + lax.axis_index("warpgroup")

@@ -119,11 +119,10 @@ def _call(
     is moved back to end with them.
     """
     size, tile = shape[-1], tile_length(x.dtype)
-    workers = plan.num_blocks * plan.num_warpgroups
-    num_tiles = pl.cdiv(pl.cdiv(size, tile), workers)
+    num_tiles = pl.cdiv(pl.cdiv(size, tile), plan.num_workers)
 
     def run(mail: Mail, x_ref: Any, out_ref: Any) -> None:
-        starts = [(ll.worker_of(plan) + i * workers) * tile for i in range(num_tiles)]
+        starts = [(plan.worker() + i * plan.num_workers) * tile for i in range(num_tiles)]
         where = [pl.ds(jnp.minimum(start, size - tile), tile) for start in starts]
         body(mail, where, x_ref, out_ref)
 

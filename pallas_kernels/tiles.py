@@ -43,6 +43,15 @@ class Plan:
     num_warpgroups: int = 4
     num_vectors: int = 1
 
+    @property
+    def num_workers(self) -> int:
+        """Warpgroups of all blocks."""
+        return self.num_blocks * self.num_warpgroups
+
+    def worker(self) -> jax.Array:
+        """The number of this warpgroup among them; within a kernel."""
+        return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
+
 
 def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
     """Elements that a warpgroup holds at a time."""
@@ -79,8 +88,7 @@ class Tiles:
 
         Neighbouring warpgroups take different shards, so that no rank's link is crowded.
         """
-        workers = self.plan.num_blocks * self.plan.num_warpgroups
-        worker = lax.axis_index("block") * self.plan.num_warpgroups + lax.axis_index("warpgroup")
+        workers, worker = self.plan.num_workers, self.plan.worker()
         num_tiles = self.num_shards * pl.cdiv(self.size, self.tile)
 
         def step(i: jax.Array, _: None) -> None:

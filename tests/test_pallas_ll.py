@@ -567,7 +567,7 @@ def test_channels_of_a_program(noted_calls):
     for axis_name, axes in (("a", ((2, 2),)), ("b", ((1, 2),)), ("ba", ((1, 2), (2, 2)))):
 
         def trace(x, axis_name=axis_name):
-            way = pallas_collectives.Way("ll", tuple(axis_name), order)
+            way = pallas_collectives.Transport("ll", tuple(axis_name), order)
             return pallas_collectives.all_gather(x, way)
 
         mesh = cuda_mesh((2, 2), ("a", "b"))
