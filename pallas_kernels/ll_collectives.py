@@ -5,7 +5,7 @@ Their operands and results are those of the functions of the modules named after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,11 +35,7 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
     """All-reduce: [N, S] -> [N, S]. Every rank sums the shard that all send it, and sends it on."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
-        for slot, tile in enumerate(where):
-            mail.post(slot, [tiles.load(channels, x_ref.at[peer, tile]) for peer in mail.peers])
-        mail.stage(1)
-        for slot, tile in enumerate(where):
-            total = mail.sum(slot, tiles.load(channels, x_ref.at[mail.rank, tile]))
+        for slot, (tile, total) in enumerate(_sums_of_shard(mail, where, x_ref)):
             mail.post(len(where) + slot, [total] * len(mail.peers))
             tiles.store(channels, out_ref.at[mail.rank, tile], total)
         for slot, tile in enumerate(where):
@@ -69,11 +65,7 @@ def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: 
     """[N, S] -> [S]."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
-        for slot, tile in enumerate(where):
-            mail.post(slot, [tiles.load(channels, x_ref.at[peer, tile]) for peer in mail.peers])
-        mail.stage(1)
-        for slot, tile in enumerate(where):
-            total = mail.sum(slot, tiles.load(channels, x_ref.at[mail.rank, tile]))
+        for tile, total in _sums_of_shard(mail, where, x_ref):
             tiles.store(channels, out_ref.at[tile], total)
 
     return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_reduce_scatter_ll")
@@ -92,6 +84,15 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
         _store_what_arrives(mail, where, x, out_ref)
 
     return _call(body, place, x, x.shape[-2:], channels, plan, 1, "ep_all_to_all_ll")
+
+
+def _sums_of_shard(mail: Mail, where: Sequence[Any], x_ref: Any) -> Iterator[tuple[Any, jax.Array]]:
+    """Sends every rank its shard; then, as they arrive, this rank's tiles and their sums."""
+    for slot, tile in enumerate(where):
+        mail.post(slot, [tiles.load(mail.channels, x_ref.at[peer, tile]) for peer in mail.peers])
+    mail.stage(1)
+    for slot, tile in enumerate(where):
+        yield tile, mail.sum(slot, tiles.load(mail.channels, x_ref.at[mail.rank, tile]))
 
 
 def _store_what_arrives(mail: Mail, where: Sequence[Any], x: jax.Array, out_ref: Any) -> None:
