@@ -96,7 +96,7 @@ _ITERATIONS = flags.DEFINE_integer(
     "iterations", 50, "Dependent calls in one compiled loop.", lower_bound=10, **_here
 )
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Times each loop is run.", lower_bound=1, **_here)
-_SECONDS = flags.DEFINE_float("seconds", 600.0, "Start nothing more after this long.", **_here)
+_SECONDS = flags.DEFINE_float("seconds", 1200.0, "Start nothing more after this long.", **_here)
 _TIMER = flags.DEFINE_enum(
     "device_timer",
     "auto",
