@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 def elsewhere(num_devices: int) -> Regions:
     """Where the regions would be on a machine that is not here."""
-    return Regions(_ADDRESS, _STRIDE, num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices))
+    return _regions(_ADDRESS, num_devices)
 
 
 def here() -> Regions | str:
@@ -62,4 +62,8 @@ def _here() -> Regions | str:
             driver.fill(ordinal, slots, EMPTY, SLOT_BYTES * ll.num_slots(count))
     except driver.Error as error:
         return f"the CUDA driver gives no memory that all GPUs can write to: {error}"
-    return Regions(base, _STRIDE, count, ll.NUM_COUNTERS, ll.num_slots(count))
+    return _regions(base, count)
+
+
+def _regions(base: int, num_devices: int) -> Regions:
+    return Regions(base, _STRIDE, num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices))

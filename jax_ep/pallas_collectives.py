@@ -122,7 +122,7 @@ class Transport:
         if not is_ll(self.algorithm):
             return kernel(x, fabric=self.fabric, plan=_plan(size, x.dtype))
         place, x = vary_alike((primitives.place(), x), self.axis_name)
-        plan = _ll_plan(x.shape[-1], x.dtype)
+        plan = _plan(x.shape[-1], x.dtype, by_ll=True)
         return by_ll(place, x, channels=self.channels(), plan=plan)
 
 
@@ -224,26 +224,20 @@ def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
     return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
 
 
-def _plan(num_elements: int, dtype: Any) -> Plan:
-    """For so many elements that each rank's blocks have to go over; every block gets as many."""
+def _plan(num_elements: int, dtype: Any, *, by_ll: bool = False) -> Plan:
+    """For so many elements that each rank's blocks have to go over; every block gets as many.
+
+    By LL a warpgroup takes one tile at a time, and there are no more workers than it has slots for.
+    """
     if forced := _forced_plan.get():
         return forced
+    max_blocks = ll.MAX_WORKERS // _MAX_WARPGROUPS if by_ll else _MAX_BLOCKS
     num_tiles, num_vectors = _num_tiles(num_elements, dtype), 1
-    if num_tiles > _MANY_ROUNDS * _MAX_BLOCKS * _MAX_WARPGROUPS:
+    if num_tiles > _MANY_ROUNDS * max_blocks * _MAX_WARPGROUPS and not by_ll:
         num_tiles, num_vectors = -(-num_tiles // 2), 2
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
-    rounds = -(-num_tiles // (_MAX_BLOCKS * num_warpgroups))
+    rounds = -(-num_tiles // (max_blocks * num_warpgroups))
     return Plan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups, num_vectors)
-
-
-def _ll_plan(num_elements: int, dtype: Any) -> Plan:
-    """The same with a tile at a time, for as many warpgroups as LL buffers are made for."""
-    if forced := _forced_plan.get():
-        return forced
-    num_tiles = _num_tiles(num_elements, dtype)
-    num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
-    rounds = -(-num_tiles // (ll.MAX_WORKERS // _MAX_WARPGROUPS * num_warpgroups))
-    return Plan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups)
 
 
 def _num_tiles(num_elements: int, dtype: Any) -> int:

@@ -59,17 +59,32 @@ class Ranks(Protocol):
         """Of a buffer of all ranks of this device, from that of one rank."""
 
 
+class OnDevices:
+    """Ranks that have a device each."""
+
+    stacked = False
+    interpret = None
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def mine(self, ref: Any) -> Any:
+        """This rank's part of a buffer."""
+        return ref
+
+    def barrier(self) -> None:
+        """All threads of this warpgroup come here before any goes on."""
+        ptx.barrier()
+
+
 @dataclasses.dataclass(frozen=True)
-class Mesh:
+class Mesh(OnDevices):
     """Ranks along one or several axes of the mesh of the enclosing `shard_map`."""
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     timeout_s: float = 100.0
     delays_ns: tuple[tuple[int, ...], ...] = ()  # for tests: [stage][rank]
-
-    stacked = False
-    interpret = None
 
     @property
     def num_ranks(self) -> int:
@@ -82,10 +97,6 @@ class Mesh:
         # A kernel that asks for its device is a collective one, even with nobody to talk to.
         return lax.axis_index(self.axis_names) if self.num_ranks > 1 else jnp.int32(0)
 
-    def mine(self, ref: Any) -> Any:
-        """This rank's part of a buffer."""
-        return ref
-
     def peer(self, ref: Any, rank: Any) -> Any:
         """The same buffer on another rank."""
         if self.num_ranks == 1:
@@ -96,9 +107,6 @@ class Mesh:
         """Finds the peers' buffers ahead of their first use."""
         if INLINE_TAKES_PEERS and self.num_ranks > 1:
             ptx.touch([self.peer(ref, rank) for ref in refs for rank in range(self.num_ranks)])
-
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape)
 
     def signal(self, semaphores: Any, channel: int, *, wrote: bool = True) -> None:
         """Tells every rank, on this channel; what this warpgroup wrote before is visible to it.
@@ -122,10 +130,6 @@ class Mesh:
         from_ranks = [semaphores.at[channel, rank] for rank in range(self.num_ranks)]
         axes = self.axes()
         ptx.wait(from_ranks, count, timeout_s=self.timeout_s, what=what, axes=axes)
-
-    def barrier(self) -> None:
-        """All threads of this warpgroup come here before any goes on."""
-        ptx.barrier()
 
     def async_fence(self) -> None:
         """What this warpgroup has waited for, its bulk copies see too."""

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import fabric as fb
-from pallas_kernels import ptx, vectors
+from pallas_kernels import vectors
 from pallas_kernels.ll_memory import Regions
 from pallas_kernels.tiles import Plan
 
@@ -46,7 +46,7 @@ def num_slots(num_devices: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Channels:
+class Channels(fb.OnDevices):
     """The channels between the ranks along some axes of a mesh, for one kernel.
 
     Attributes:
@@ -61,27 +61,13 @@ class Channels:
     timeout_s: float = 100.0
     delays_ns: tuple[tuple[int, ...], ...] = ()  # for tests: [stage][rank]
 
-    stacked = False
-    interpret = None
-
     @property
     def num_ranks(self) -> int:
         return math.prod(size for _, size in self.axes)
 
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape)
-
-    def mine(self, ref: Any) -> Any:
-        """This rank's part of a buffer."""
-        return ref
-
     def place(self, ref: Any) -> jax.Array:
         """Of this rank in the mesh, which `ref` refers to."""
         return ref[0]
-
-    def barrier(self) -> None:
-        """All threads of this warpgroup come here before any goes on."""
-        ptx.barrier()
 
     def stage(self, number: int, rank: jax.Array) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""

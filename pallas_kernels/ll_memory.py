@@ -138,7 +138,7 @@ class Regions:
                     pointer = self._note(device, scalars[j])
 
                     def ask_for_note() -> tuple[ir.Value, list[ir.Value]]:
-                        note = _load_word(pointer)
+                        note = ptx.load_word(pointer)
                         return _is(EMPTY, note), [note]
 
                     (note,) = ptx.poll(
@@ -181,7 +181,7 @@ class Regions:
             values = []
             for counter in counters:
                 address = self._counter(device.registers.item(), counter.registers.item())
-                value = _load_word(address)
+                value = ptx.load_word(address)
                 values.append(mgpu.FragmentedArray.splat(value, (), is_signed=True))
             return values
 
@@ -254,13 +254,6 @@ def _is(value: int, word: ir.Value) -> ir.Value:
 
 def _any(conditions: Sequence[ir.Value]) -> ir.Value:
     return functools.reduce(arith.ori, conditions)
-
-
-def _load_word(pointer: ir.Value) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(
-        i32, [pointer], "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", has_side_effects=True
-    )
 
 
 def _store_word(pointer: ir.Value, word: ir.Value) -> None:

@@ -12,7 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
-_LANES = 128
+from pallas_kernels.plan import LANES
+
 _POLLS_PER_CLOCK = 1024  # a power of two
 
 
@@ -59,15 +60,12 @@ def wait(
     """
 
     def emit(ctx: Any, target: Any, *refs: ir.Value) -> None:
-        i32 = ir.IntegerType.get_signless(32)
         waiter, pointer = lane(), _pointer_of_lane(refs)
         target = target.registers.item()
         waits = _below(waiter, len(refs))
 
         def behind() -> tuple[ir.Value, list[ir.Value]]:
-            seen = llvm.inline_asm(
-                i32, [pointer], "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", has_side_effects=True
-            )
+            seen = load_word(pointer)
             return arith.andi(waits, arith.cmpi(arith.CmpIPredicate.slt, seen, target)), []
 
         poll(
@@ -128,6 +126,14 @@ def poll(
         late(values)
         scf.yield_([])
     return values
+
+
+def load_word(pointer: ir.Value) -> ir.Value:
+    """32 bits as they are in any GPU's memory by now."""
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(
+        i32, [pointer], "ld.relaxed.sys.global.b32 $0, [$1];", "=r,l", has_side_effects=True
+    )
 
 
 def give_up(what: str, timeout_s: float, rank: ir.Value, peer: ir.Value) -> None:
@@ -216,7 +222,7 @@ def async_fence() -> None:
 def lane() -> ir.Value:
     """The thread's number in its warpgroup."""
     i32 = ir.IntegerType.get_signless(32)
-    return arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, _LANES))
+    return arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, LANES))
 
 
 def _below(value: ir.Value, count: int) -> ir.Value:

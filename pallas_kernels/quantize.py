@@ -18,6 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels import fabric as fb
+from pallas_kernels import ptx
 from pallas_kernels.plan import LANES
 
 BLOCK = 128  # values to a scale
@@ -66,7 +67,7 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
         f32 = ir.F32Type.get()
         source_type = ir.MemRefType(source_ref.type).element_type
         pointers = [mgpu.utils.memref_ptr(ref) for ref in (source_ref, values_ref, scales_ref)]
-        thread = arith.remui(mgpu.utils.thread_idx(), _integer(LANES))
+        thread = ptx.lane()
         warp, lane = (op(thread, _integer(_WARP)) for op in (arith.divui, arith.remui))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, _integer(0))
         warps = LANES // _WARP
@@ -181,7 +182,7 @@ def add_rows(
         ]
         rows, of_blocks = args[num_rows : 2 * num_rows], args[2 * num_rows :]
         num_vectors = hidden // (LANES * elements)
-        thread = arith.remui(mgpu.utils.thread_idx(), _integer(LANES))
+        thread = ptx.lane()
         first = arith.muli(thread, _integer(elements))
 
         def load(i: int) -> list[tuple[list[ir.Value], ir.Value]]:

@@ -15,6 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels import fabric as fb
+from pallas_kernels import ptx
 from pallas_kernels.plan import LANES
 
 _BYTES = 16
@@ -32,7 +33,7 @@ def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
     def emit(ctx: Any, source_ref: ir.Value, destination_ref: ir.Value) -> None:
         del ctx
         i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
-        thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, LANES))
+        thread = ptx.lane()
         pointers = [mgpu.utils.memref_ptr(ref) for ref in (destination_ref, source_ref)]
         for first in range(0, num_pieces, LANES):
             piece = arith.addi(thread, arith.constant(i32, first))

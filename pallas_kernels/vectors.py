@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_kernels import fabric as fb
+from pallas_kernels import ptx
 from pallas_kernels.plan import LANES
 
 BYTES = 16
@@ -150,7 +151,7 @@ def partial_sums(fabric: fb.Fabric, value: jax.Array, ref: Any, elements: int) -
             odd = parts[len(parts) // 2 * 2 :]
             parts = [arith.addf(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
         total = mgpu.utils.warp_tree_reduce(parts[0], arith.addf, _WARP)
-        thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, LANES))
+        thread = ptx.lane()
         lane = arith.remui(thread, arith.constant(i32, _WARP))
         first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, lane, arith.constant(i32, 0)))
         with ir.InsertionPoint(first.then_block):
@@ -174,7 +175,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
     def emit(ctx: Any, sums_ref: ir.Value, to: ir.Value) -> None:
         del ctx
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, LANES))
+        thread = ptx.lane()
         first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, thread, arith.constant(i32, 0)))
         with ir.InsertionPoint(first.then_block):
             base = mgpu.utils.memref_ptr(sums_ref)
@@ -191,7 +192,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
 def _pointers(memref: ir.Value, num_bytes: int, count: int) -> list[ir.Value]:
     """Where this thread's vectors of `num_bytes` are."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    thread = arith.remui(mgpu.utils.thread_idx(), arith.constant(i32, LANES))
+    thread = ptx.lane()
     offset = arith.extui(i64, arith.muli(thread, arith.constant(i32, num_bytes)))
     base = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(memref)), offset)
     pointer = llvm.PointerType.get(_GLOBAL_MEMORY)

@@ -373,12 +373,18 @@ jax.block_until_ready(program(*work.inputs()))
 @needs_gpus
 def test_a_rank_that_never_comes_ends_the_program():
     """With a message that says which op, which rank waits, and for whom; not with a hang."""
+    output = output_of_a_failure(LATE, JAX_EP_TIMEOUT_SECONDS="0.25")
+    assert "jax_ep: dispatch: rank 0 waited over 0.25 s for rank 1 (block " in output, output
+
+
+def output_of_a_failure(program: str, **environment: str) -> str:
+    """What a program, which may import the tests, prints before it fails."""
     tests = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", LATE],
+        [sys.executable, "-c", program],
         env={
             **os.environ,
-            "JAX_EP_TIMEOUT_SECONDS": "0.25",
+            **environment,
             "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process has memory of its own
         },
@@ -388,7 +394,7 @@ def test_a_rank_that_never_comes_ends_the_program():
     )
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
-    assert "jax_ep: dispatch: rank 0 waited over 0.25 s for rank 1 (block " in output, output
+    return output
 
 
 def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:

