@@ -18,7 +18,7 @@ from absl import flags
 from flax import linen as nn
 
 from jax_ep.linen import MoE
-from jax_ep.moe import MoEMetrics
+from jax_ep.moe.layer import MoEMetrics
 
 SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Bytes in a sequence.")
 D_MODEL = flags.DEFINE_integer("d_model", 128, "Width of the residual stream.")

@@ -8,21 +8,21 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from jax_ep.collectives import (
+from jax_ep.collectives.api import (
     all_gather,
     all_reduce,
     all_reduce_rms_norm,
     all_to_all,
     reduce_scatter,
 )
-from jax_ep.expert_mlp import expert_mlp
-from jax_ep.expert_parallel import Dispatched, Handle, combine, dispatch, dispatch_like
-from jax_ep.grouped_matmul import grouped_matmul
-from jax_ep.grouping import group_by_expert, sum_by_token
-from jax_ep.memory import workspace_bytes
-from jax_ep.moe import MoEConfig, MoEMetrics, MoEParams, moe_layer
-from jax_ep.rank_layout import RankDispatched, RankHandle
-from jax_ep.routing import (
+from jax_ep.exchange.api import Dispatched, Handle, combine, dispatch, dispatch_like
+from jax_ep.exchange.memory import workspace_bytes
+from jax_ep.exchange.permute import group_by_expert, sum_by_token
+from jax_ep.exchange.rank_major import RankDispatched, RankHandle
+from jax_ep.matmul.api import grouped_matmul
+from jax_ep.moe.expert_mlp import expert_mlp
+from jax_ep.moe.layer import MoEConfig, MoEMetrics, MoEParams, moe_layer
+from jax_ep.moe.routing import (
     Routing,
     load_balance_loss,
     router_z_loss,

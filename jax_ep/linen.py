@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jax_ep import moe, routing
-from jax_ep.expert_parallel import Implementation
-from jax_ep.grouped_matmul import Implementation as MatmulImplementation
+from jax_ep.exchange.api import Implementation
+from jax_ep.matmul.api import Implementation as MatmulImplementation
+from jax_ep.moe import layer as moe
+from jax_ep.moe import routing
 
 ROUTER_STATE = "router_state"
 
@@ -50,8 +51,8 @@ class MoE(nn.Module):
     """Mixture of gated MLP experts, spread over the ranks of a mesh axis.
 
     Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
-    shape, and `metrics` a `jax_ep.moe.MoEMetrics` of losses, expert counts and drops for all
-    ranks; the losses reach the training loss only if you add them. `jax_ep.moe.moe_layer` says on
+    shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
+    ranks; the losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
     which mesh it runs. The output does not depend on the mesh, and neither do the shapes of the
     parameters.
 
@@ -74,7 +75,7 @@ class MoE(nn.Module):
       kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
       gate_init: initializer of gate.kernel.
 
-    The others are those of `jax_ep.moe.MoEConfig`.
+    The others are those of `jax_ep.MoEConfig`.
     """
 
     num_experts: int
@@ -143,7 +144,7 @@ class MoE(nn.Module):
         return self.param(name, init, shape, self.param_dtype)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Steps the selection bias against the load; see `jax_ep.routing.update_expert_bias`.
+        """Steps the selection bias against the load; see `jax_ep.update_expert_bias`.
 
         Call it once per training step, with the collection "router_state" mutable: from the
         module that owns this one, or from outside as

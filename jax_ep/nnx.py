@@ -11,9 +11,10 @@ from flax import nnx
 from flax.core import spmd
 from jax.sharding import Mesh
 
-from jax_ep import moe, routing
-from jax_ep.expert_parallel import Implementation
-from jax_ep.grouped_matmul import Implementation as MatmulImplementation
+from jax_ep.exchange.api import Implementation
+from jax_ep.matmul.api import Implementation as MatmulImplementation
+from jax_ep.moe import layer as moe
+from jax_ep.moe import routing
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -44,8 +45,8 @@ class MoE(nnx.Module):
     """Mixture of gated MLP experts, spread over the ranks of a mesh axis.
 
     Replaces the MLP of a transformer block: `y, metrics = layer(x)` with x [..., H], y of x's
-    shape, and `metrics` a `jax_ep.moe.MoEMetrics` of losses, expert counts and drops for all
-    ranks; the losses reach the training loss only if you add them. `jax_ep.moe.moe_layer` says on
+    shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
+    ranks; the losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
     which mesh it runs. The output does not depend on the mesh, and neither do the shapes of the
     parameters.
 
@@ -73,7 +74,7 @@ class MoE(nnx.Module):
       gate_init: initializer of gate.kernel.
       rngs: gives the key "params".
 
-    The others are those of `jax_ep.moe.MoEConfig`.
+    The others are those of `jax_ep.MoEConfig`.
     """
 
     wi_0: nnx.Param
@@ -168,7 +169,7 @@ class MoE(nnx.Module):
         return moe.moe_layer(moe.MoEParams(**arrays), x, self.config, mask)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
-        """Steps the selection bias against the load; see `jax_ep.routing.update_expert_bias`.
+        """Steps the selection bias against the load; see `jax_ep.update_expert_bias`.
 
         Call it once per training step.
 

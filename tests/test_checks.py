@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from meshes import cuda_mesh
+from support.meshes import cuda_mesh
 
 import jax_ep
-from jax_ep import checks, moe, routing
-from jax_ep.expert_mlp import expert_mlp
-from jax_ep.routed_experts import routed_experts
+from jax_ep import checks
+from jax_ep.moe import layer as moe
+from jax_ep.moe import routing
+from jax_ep.moe.expert_mlp import expert_mlp
+from jax_ep.moe.routed_experts import routed_experts
 
 X, IDX, WEIGHTS = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2))
 LOGITS, SIZES = jnp.zeros((4, 4)), jnp.zeros(4, jnp.int32)

@@ -13,13 +13,25 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from dense_moe import BATCH, SEQUENCE, E, F, H, K, S, assert_close, dense, make_params, make_x
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import RANK_COUNTS, expert_mesh, mesh
+from support.dense_moe import (
+    BATCH,
+    SEQUENCE,
+    E,
+    F,
+    H,
+    K,
+    S,
+    assert_close,
+    dense,
+    make_params,
+    make_x,
+)
+from support.meshes import RANK_COUNTS, expert_mesh, mesh
 
-from jax_ep import moe
 from jax_ep.linen import MoE
+from jax_ep.moe import layer as moe
 
 RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
 layer: Any = functools.partial(MoE, num_experts=E, num_experts_per_token=K, mlp_dim=F)

@@ -11,12 +11,24 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from dense_moe import BATCH, SEQUENCE, E, F, H, K, S, assert_close, dense, make_params, make_x
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from meshes import RANK_COUNTS, expert_mesh, mesh
+from support.dense_moe import (
+    BATCH,
+    SEQUENCE,
+    E,
+    F,
+    H,
+    K,
+    S,
+    assert_close,
+    dense,
+    make_params,
+    make_x,
+)
+from support.meshes import RANK_COUNTS, expert_mesh, mesh
 
-from jax_ep import moe
+from jax_ep.moe import layer as moe
 from jax_ep.nnx import MoE, RouterState
 
 RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from absl import flags
 
-# The name of a command is the name of its module here, imported only when it is asked for; the
-# module of "bench collectives" is bench_collectives.
 COMMANDS = {
     "info": "versions, devices, peer access, and which implementation serves here",
     "bench": "times of dispatch, combine and their gradients beside what plain JAX offers",
@@ -18,6 +16,16 @@ COMMANDS = {
     "bench collectives": "times of every algorithm of all_reduce & co., and the best of them",
     "bench layer": "time, throughput and memory of the MoE layer beside what plain JAX makes of it",
     "bench matmul": "results and times of the grouped matmuls beside a dense matmul",
+}
+
+# Where each command is, imported only when it is asked for.
+_MODULES = {
+    "info": "jax_ep.cli.info",
+    "bench": "jax_ep.bench.exchange",
+    "memory": "jax_ep.cli.memory",
+    "bench collectives": "jax_ep.bench.collectives",
+    "bench layer": "jax_ep.bench.layer",
+    "bench matmul": "jax_ep.bench.matmul",
 }
 
 
@@ -41,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     words = 2 if " ".join(argv[1:3]) in COMMANDS else 1
     name = " ".join(argv[1 : 1 + words])
-    command = importlib.import_module(f"jax_ep.cli.{name.replace(' ', '_')}")
+    command = importlib.import_module(_MODULES[name])
     values: flags.FlagValues = command.FLAGS
     for flag in values:  # a second call in one process starts from the defaults again
         values[flag].unparse()

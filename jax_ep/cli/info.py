@@ -12,9 +12,9 @@ import jax
 from absl import flags
 
 import jax_ep
-from jax_ep import driver
 from jax_ep.cli import command_flags
-from jax_ep.primitives import pallas_unavailable_reason
+from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.runtime import cuda_driver
 
 FLAGS = command_flags()
 _JSON = flags.DEFINE_boolean(
@@ -41,7 +41,7 @@ def versions() -> dict[str, str | None]:
         found[package] = _version(package)
     plugins = [f"{name} {_version(name)}" for name in CUDA_PLUGINS if _version(name)]
     found["CUDA plugin"] = ", ".join(plugins) or None
-    module, cuda = driver.kernel_module_version(), driver.cuda_version()
+    module, cuda = cuda_driver.kernel_module_version(), cuda_driver.cuda_version()
     found["NVIDIA driver"] = f"{module or 'version unknown'} (CUDA {cuda})" if cuda else module
     return found
 
@@ -95,7 +95,7 @@ def _peer_access(devices: list[jax.Device]) -> tuple[tuple[bool, ...], ...] | No
     local = [d for d in devices if d.process_index == jax.process_index()]
     if len(local) < 2 or local[0].platform != "gpu":
         return None
-    return driver.peer_access([d.local_hardware_id for d in local])
+    return cuda_driver.peer_access([d.local_hardware_id for d in local])
 
 
 def _describe(device: dict[str, Any]) -> str:

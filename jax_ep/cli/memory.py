@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from absl import flags
 
-from jax_ep import ll_buffers, memory, wire
 from jax_ep.cli import command_flags
-from pallas_kernels import ll
+from jax_ep.exchange import memory, quantization
+from jax_ep.runtime import symmetric_memory
+from pallas_kernels.fabric import low_latency as ll
 
 FLAGS = command_flags()
 _here: dict[str, Any] = {"flag_values": FLAGS}
@@ -78,15 +79,15 @@ def collect() -> dict[str, Any]:
         "unavailable": unavailable,
         "message_bytes": memory.message_bytes(_HIDDEN.value),
         "others": others,
-        "ll_region_bytes": ll_buffers.region_bytes(min(_RANKS.value, ll.MAX_DEVICES)),
+        "ll_region_bytes": symmetric_memory.region_bytes(min(_RANKS.value, ll.MAX_DEVICES)),
     }
 
 
 def _ways() -> Iterator[dict[str, Any]]:
     """Every way to do every operation, whether or not it serves these sizes."""
     wire_dtypes: list[str | None] = [None]
-    if _HIDDEN.value % wire.BLOCK == 0:
-        wire_dtypes += [jnp.dtype(dtype).name for dtype in wire.DTYPES]
+    if _HIDDEN.value % quantization.BLOCK == 0:
+        wire_dtypes += [jnp.dtype(dtype).name for dtype in quantization.DTYPES]
     for implementation in memory.IMPLEMENTATIONS:
         for layout in memory.LAYOUTS:
             for operation in memory.OPERATIONS:

@@ -1,0 +1,1 @@
+"""The `bench` commands of `python -m jax_ep`."""

@@ -1,0 +1,472 @@
+"""`python -m jax_ep bench collectives`: every algorithm of the collectives, and which is the best.
+
+For each operation and number of ranks it prints a table of the form that vLLM's users know: the
+shape of the whole array, its MB (10^6 bytes), a column for each algorithm, the best one, its
+speed-up over the function of `jax.lax`, and what algorithm=None picks. Times are in-loop wall
+times and, on GPUs, device times of everything that a call launches; see `jax_ep.cli.timing`.
+`--write_table` writes what they imply in the form of `jax_ep/collectives_table.json`, which
+`algorithm=None` looks up.
+
+NCCL's own use of NVLink multicast is off, unless NCCL_NVLS_ENABLE says otherwise: many hosts lack
+it, and the kernels do without.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import datetime
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ep.bench import measuring, report
+from jax_ep.bench.baselines import AXIS
+from jax_ep.bench.timing import Loop
+from jax_ep.cli import command_flags
+from jax_ep.collectives import api as collectives
+from jax_ep.collectives import pallas as pallas_collectives
+from jax_ep.collectives import primitives
+from jax_ep.collectives import table as collectives_table
+from pallas_kernels.fabric.tiles import Plan
+
+OPERATIONS = tuple(primitives.ALGORITHMS)
+# "fused" is one of two that are measured, and multicast is not for measuring unasked.
+MEASURED = {
+    op: tuple(name for name in names if name not in ("fused", "multimem"))
+    for op, names in primitives.ALGORITHMS.items()
+}
+LAX_NAMES = {
+    "all_reduce": "lax.psum",
+    "all_gather": "lax.all_gather",
+    "reduce_scatter": "lax.psum_scatter",
+    "all_to_all": "lax.all_to_all",
+    "all_reduce_rms_norm": "lax.psum + norm",
+}
+_GPU_ROWS = [str(rows) for rows in (8, 32, 64, 128, 256, 512, 1024, 2048, 4096)]
+
+FLAGS = command_flags()
+_here: dict[str, Any] = {"flag_values": FLAGS}
+_OPS = flags.DEFINE_list("ops", list(OPERATIONS), "Operations to measure.", **_here)
+_RANKS = flags.DEFINE_list(
+    "ranks", None, "Rank counts. Default: those of 2, 4 and 8 that there are devices for.", **_here
+)
+_ROWS = flags.DEFINE_list(
+    "rows",
+    None,
+    "Rows of the whole array. Default: 8 and powers of two, 32 to 4096, on GPUs; 32, 128 on CPUs.",
+    **_here,
+)
+_HIDDEN = flags.DEFINE_integer(
+    "hidden", None, "Columns. Default: 8192 on GPUs and 256 on CPUs.", lower_bound=1, **_here
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of the elements.", **_here
+)
+_ALGORITHMS = flags.DEFINE_list(
+    "algorithms",
+    None,
+    "Default: all that serve here.",
+    **_here,
+)
+_PLANS = flags.DEFINE_list(
+    "plans",
+    None,
+    "Time the kernels with these plans too: BLOCKSxWARPGROUPSxVECTORS, such as 64x4x1.",
+    **_here,
+)
+_CHECK = flags.DEFINE_boolean("check", False, "Compare with float64 before timing.", **_here)
+_ITERATIONS = flags.DEFINE_integer(
+    "iterations", 50, "Dependent calls in one compiled loop.", lower_bound=10, **_here
+)
+_REPEATS = flags.DEFINE_integer("repeats", 7, "Times each loop is run.", lower_bound=1, **_here)
+_SECONDS = flags.DEFINE_float("seconds", 1200.0, "Start nothing more after this long.", **_here)
+_TIMER = flags.DEFINE_enum(
+    "device_timer",
+    "auto",
+    list(measuring.TIMERS),
+    "As in `bench`.",
+    **_here,
+)
+_WRITE_TABLE = flags.DEFINE_string(
+    "write_table", None, "Write the lookup table, merged into the one in this file.", **_here
+)
+_BY_KERNEL = flags.DEFINE_boolean(
+    "by_kernel", False, "Print device times by kernel below each table.", **_here
+)
+_JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation on a whole array of `rows` by `hidden`."""
+
+    op: str
+    ranks: int
+    rows: int
+    hidden: int
+    dtype: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.hidden * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def x(self) -> jax.ShapeDtypeStruct:
+        """What a rank passes."""
+        rows = self.rows // self.ranks if self.op == "all_gather" else self.rows
+        return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
+
+    def operands(self, mesh: Mesh) -> Callable[[], tuple[jax.Array, ...]]:
+        """Makes [N * B, ...] each, B rows to a rank; small numbers, so that float64 can judge."""
+        shapes: list[tuple[int, ...]] = [(self.ranks * self.x.shape[0], self.hidden)]
+        if self.op == "all_reduce_rms_norm":
+            shapes += [(self.rows, self.hidden), (self.hidden,)]
+        sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+
+        def make() -> tuple[jax.Array, ...]:
+            keys = jax.random.split(jax.random.key(self.rows), len(shapes))
+            arrays = [
+                jax.random.normal(key, shape, self.dtype)
+                for key, shape in zip(keys, shapes, strict=True)
+            ]
+            same = [jnp.concatenate([array] * self.ranks) for array in arrays[1:]]
+            return (arrays[0], *same)
+
+        return jax.jit(make, out_shardings=sharding).lower().compile()
+
+    def step(self, algorithm: str) -> Callable[[Any], Any]:
+        """What is timed, per rank."""
+        function = getattr(collectives, self.op)
+        return lambda state: function(*state, AXIS, algorithm=algorithm)
+
+    def loop(self, algorithm: str, operands: tuple[jax.Array, ...], mesh: Mesh) -> Loop:
+        """The compiled loop of what is timed."""
+        kind: type[Loop] = Loop
+        if algorithm == "xla" and self.op in ("all_reduce", "all_reduce_rms_norm"):
+            kind = _InPlaceLoop
+        return kind(lambda *args: args, self.step(algorithm), operands, mesh, _ITERATIONS.value)
+
+    def expected(self, state: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """float64 results, ranks stacked, of operands with ranks stacked."""
+        x = np.asarray(state[0])
+        if self.op == "all_gather":
+            return [
+                np.broadcast_to(x.reshape(-1, self.hidden), (self.ranks, self.rows, self.hidden))
+            ]
+        if self.op == "all_to_all":
+            parts = x.reshape(self.ranks, self.ranks, -1, self.hidden)
+            return [parts.swapaxes(0, 1).reshape(x.shape)]
+        total = np.zeros(x.shape[1:])
+        for part in x:
+            total += part.astype(np.float64)
+        if self.op == "reduce_scatter":
+            return [total.reshape(self.ranks, -1, self.hidden)]
+        if self.op == "all_reduce":
+            return [np.broadcast_to(total, x.shape)]
+        total += state[1][0].astype(np.float64)
+        mean_square = np.mean(total**2, axis=-1, keepdims=True)
+        normalized = total / np.sqrt(mean_square + 1e-6) * state[2][0].astype(np.float64)
+        return [np.broadcast_to(a, x.shape) for a in (normalized, total)]
+
+    def check(self, loop: Loop, algorithm: str) -> None:
+        state, outputs = jax.device_get((loop.state, loop.outputs()))
+        eps = float(jnp.finfo(self.dtype).eps)
+        exact = self.op in ("all_gather", "all_to_all")
+        # XLA may round after every addition; the sum of N normal numbers is about sqrt(N).
+        tolerance = 0.0 if exact else 8 * eps * self.ranks
+        if algorithm != "xla" and self.op in ("all_reduce", "reduce_scatter"):
+            tolerance = eps
+        results = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        for result, expected in zip(results, self.expected(state), strict=True):
+            error = np.abs(result.astype(np.float64) - expected)
+            bound = tolerance * np.maximum(np.abs(expected), 1)
+            worst = float(np.max(error - bound))
+            assert worst <= 0, f"off by up to {error.max():.3g}, {worst:.3g} more than allowed"
+        if self.op in ("all_reduce", "all_reduce_rms_norm"):
+            same = all(np.array_equal(result[0], other) for result in results for other in result)
+            assert same, "ranks disagree"
+
+
+class _InPlaceLoop(Loop):
+    """A loop of `lax.psum`, which XLA runs in place: each call takes the sum of the one before.
+
+    In a loop over one operand XLA would copy it for every call, as programs seldom need it to.
+    """
+
+    def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
+        first, *others = state
+
+        def body(_, carry):
+            total, link = carry
+            total, link = jax.lax.optimization_barrier((total, link))
+            total = jax.lax.psum(total, AXIS)
+            out = []
+            if others:
+                residual = primitives.add(total, others[0])
+                out = [primitives.rms_norm(residual, others[1], 1e-6, total.dtype), residual]
+            total, *out = jax.lax.optimization_barrier((total, *out))
+            return total, after(link, [total, *out])
+
+        total, link = jax.lax.fori_loop(0, self.iterations, body, (first, jnp.float32(0)))
+        return total.reshape(-1)[0], link
+
+
+@dataclasses.dataclass
+class Column:
+    """An algorithm, and the plan that it is to use; None: its own."""
+
+    algorithm: str
+    plan: Plan | None = None
+
+    @property
+    def name(self) -> str:
+        if self.plan is None:
+            return self.algorithm
+        sizes = (self.plan.num_blocks, self.plan.num_warpgroups, self.plan.num_vectors)
+        return f"{self.algorithm} {'x'.join(map(str, sizes))}"
+
+
+def run() -> int:
+    started = time.monotonic()
+    multicast = os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    measuring.check_outputs(json=_JSON.value, write_table=_WRITE_TABLE.value)
+    if _WRITE_TABLE.value:
+        read_table(_WRITE_TABLE.value)
+    wanted = measuring.integers("ranks", _RANKS.value or [])
+    measuring.offer_cpu_devices(max(wanted, default=8))
+    devices = jax.devices()
+    ranks = wanted or [count for count in (2, 4, 8) if count <= len(devices)] or [1]
+    on_gpu = devices[0].platform == "gpu"
+    rows = measuring.integers("rows", _ROWS.value or (_GPU_ROWS if on_gpu else ["32", "128"]))
+    _check_flags(ranks, rows)
+    hidden = _HIDDEN.value or (8192 if on_gpu else 256)
+    kind = measuring.devices_in_words(devices)
+    print(f"{kind}, jax {jax.__version__}, {_DTYPE.value}")
+    if on_gpu:
+        print(f"NCCL_NVLS_ENABLE={multicast}")
+
+    records: list[dict[str, Any]] = []
+    for num_ranks in ranks:
+        mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
+        for op in _OPS.value:
+            cases = [Case(op, num_ranks, n, hidden, jnp.dtype(_DTYPE.value)) for n in rows]
+            found = _measure(cases, on_gpu, mesh, started)
+            records += found
+            for clock in ("wall", "device"):
+                if text := table(found, clock):
+                    print(f"\n{op}, {num_ranks} ranks: {clock} time of one call, us\n{text}")
+            extra = report.notes(found, _name)
+            extra += report.kernels(found, _name) if _BY_KERNEL.value else []
+            if extra:
+                print("\n".join(extra))
+            sys.stdout.flush()
+    print(f"\n{time.monotonic() - started:.0f} s")
+
+    if _JSON.value:
+        measuring.write_json(_JSON.value, records, nccl_nvls_enable=multicast)
+    if _WRITE_TABLE.value:
+        write_table(_WRITE_TABLE.value, records, devices)
+    return 1 if any(not record.get("out_of_time") for record in records if "error" in record) else 0
+
+
+def table(records: Sequence[dict[str, Any]], clock: str) -> str:
+    """Fixed-width text; empty if nothing was measured by this clock."""
+    timed = [record for record in records if record.get(clock)]
+    if not timed:
+        return ""
+    columns = list(dict.fromkeys(record["column"] for record in timed))
+    header = ["shape", "MB", *columns, "best", f"vs {LAX_NAMES[timed[0]['op']]}", "auto", "checked"]
+    lines = []
+    for rows in dict.fromkeys(record["rows"] for record in timed):
+        times = {
+            record["column"]: record[clock]["median_us"]
+            for record in timed
+            if record["rows"] == rows
+        }
+        record = next(record for record in timed if record["rows"] == rows)
+        best = min(times, key=lambda name: times[name])
+        speedup = f"{times['xla'] / times[best]:.2f}x" if "xla" in times else ""
+        cells = [f"{times[name]:.1f}" if name in times else "" for name in columns]
+        shape = f"({rows}, {record['hidden']})"
+        size = f"{record['bytes'] / 1e6:.2f}"
+        checked = "yes" if record["checked"] else ""
+        lines.append([shape, size, *cells, best, speedup, record["auto"], checked])
+    return "\n".join(report.fixed_width(header, lines))
+
+
+def _name(record: dict[str, Any]) -> str:
+    return "{op}, {ranks} ranks, {rows} rows, {column}".format(**record)
+
+
+def read_table(path: str) -> dict[str, Any]:
+    """The table of a file to be written, with nothing in it if there is no such file yet."""
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except ValueError as error:
+        raise flags.Error(
+            f"--write_table: {path!r} holds no table to merge into: {error}"
+        ) from error
+    if not isinstance(found, dict):
+        raise flags.Error(f"--write_table: {path!r} holds no table to merge into")
+    return found
+
+
+def write_table(
+    path: str, records: Sequence[dict[str, Any]], devices: Sequence[jax.Device]
+) -> None:
+    """Merges the choices that the times imply into the table of a file, which may not exist yet.
+
+    Device times decide if every algorithm has them at every size, wall times if not. Times of other
+    sizes that the file has from the same machine, jax and day count, too.
+    """
+    merged = read_table(path)
+    capability = getattr(devices[0], "compute_capability", None) or devices[0].platform
+    for op, ranks in dict.fromkeys((record["op"], record["ranks"]) for record in records):
+        timed = [
+            record
+            for record in records
+            if (record["op"], record["ranks"]) == (op, ranks)
+            and record["column"] in MEASURED[op]  # neither another plan nor "auto"
+            and record.get("wall")
+        ]
+        clock = "device" if all(record.get("device") for record in timed) else "wall"
+        source = {
+            "machine": measuring.devices_in_words(devices[:ranks]),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "jax": jax.__version__,
+            "clock": clock,
+        }
+        times: dict[int, dict[str, float]] = {}
+        before = merged.get(capability, {}).get(op, {}).get(str(ranks), {})
+        if before.items() >= source.items():
+            times = {int(size): dict(at_size) for size, at_size in before["us"].items()}
+        for record in timed:
+            times.setdefault(record["bytes"], {})[record["column"]] = record[clock]["median_us"]
+        sizes = sorted(size for size, at_size in times.items() if "xla" in at_size)
+        if not sizes:
+            continue
+        merged.setdefault(capability, {}).setdefault(op, {})[str(ranks)] = {
+            "choices": collectives_table.choices(sizes, [times[size] for size in sizes]),
+            **source,
+            "us": {
+                str(size): {name: round(us, 2) for name, us in times[size].items()}
+                for size in sizes
+            },
+        }
+    text = re.sub(
+        r"\[\s+([^\s\[\]]+)\s+([^\s\[\]]+)\s+\]", r"[\1 \2]", json.dumps(merged, indent=1)
+    )
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def _measure(
+    cases: Sequence[Case], on_gpu: bool, mesh: Mesh, started: float
+) -> list[dict[str, Any]]:
+    """Compiles everything side by side, then times one thing at a time."""
+
+    def build(case: Case, column: Column, operands: tuple[jax.Array, ...]) -> Loop | Exception:
+        if time.monotonic() - started > _SECONDS.value:
+            return TimeoutError(f"not started within {_SECONDS.value:g} s")
+        try:
+            with pallas_collectives.forced_plan(column.plan):
+                return case.loop(column.algorithm, operands, mesh)
+        except Exception as error:  # what cannot be compiled is a result too
+            return error
+
+    measuring.progress(f"{cases[0].op}, {cases[0].ranks} ranks: compiling")
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        work = []
+        for case, make in zip(
+            cases, pool.map(lambda case: case.operands(mesh), cases), strict=True
+        ):
+            operands = make()
+            work += [
+                (case, column, pool.submit(build, case, column, operands))
+                for column in _columns(case, on_gpu)
+            ]
+        programs = [(case, column, future.result()) for case, column, future in work]
+    del work
+    records = []
+    for case, column, loop in programs:
+        record: dict[str, Any] = {
+            "op": case.op,
+            "ranks": case.ranks,
+            "rows": case.rows,
+            "hidden": case.hidden,
+            "bytes": case.num_bytes,
+            "column": column.name,
+            "checked": _CHECK.value,
+            "auto": primitives.choose(case.op, None, case.x, case.ranks, _no_kernels(on_gpu)),
+        }
+        records.append(record)
+        if time.monotonic() - started > _SECONDS.value:
+            loop = TimeoutError(f"not started within {_SECONDS.value:g} s")
+        try:
+            if isinstance(loop, Exception):
+                raise loop
+            measuring.progress(f"{case.op}, {case.ranks} ranks, {case.rows} rows, {column.name}")
+            if _CHECK.value:
+                case.check(loop, column.algorithm)
+            record |= measuring.times(loop, _REPEATS.value, _TIMER.value)
+        except Exception as error:  # one that fails must not cost the others their results
+            record["error"] = measuring.first_line(error)
+            record["out_of_time"] = isinstance(error, TimeoutError)
+    measuring.progress("")
+    return records
+
+
+def _columns(case: Case, on_gpu: bool) -> list[Column]:
+    op, names = case.op, _ALGORITHMS.value
+    if names is None:
+        serving = [
+            name
+            for name in MEASURED[op]
+            if not primitives.unavailable_reason(op, name, case.x, case.ranks, _no_kernels(on_gpu))
+        ]
+    else:
+        serving = [name for name in names if name in primitives.ALGORITHMS[op]]
+    columns = [Column(name) for name in serving if case.ranks > 1 or name == "xla"]
+    plans = [_plan(text) for text in _PLANS.value or []]
+    kernels = [column for column in columns if column.algorithm not in ("xla", "multimem")]
+    for plan in plans:
+        columns += [Column(kernel.algorithm, plan) for kernel in kernels]
+    return columns
+
+
+def _no_kernels(on_gpu: bool) -> str | None:
+    return None if on_gpu else "the devices here are no GPUs"
+
+
+def _plan(text: str) -> Plan:
+    num_blocks, num_warpgroups, num_vectors = map(int, text.split("x"))
+    return Plan(num_blocks, num_warpgroups, num_vectors)
+
+
+def _check_flags(ranks: Sequence[int], rows: Sequence[int]) -> None:
+    known = {name for names in primitives.ALGORITHMS.values() for name in names}
+    measuring.check_names("ops", _OPS.value, OPERATIONS)
+    measuring.check_names("algorithms", _ALGORITHMS.value or [], sorted(known))
+    for text in _PLANS.value or []:
+        sizes = text.split("x")
+        if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise flags.Error(f"--plans: {text!r} is not like 64x4x1")
+    measuring.check_ranks(ranks)
+    for num_ranks in ranks:
+        for count in rows:
+            if count % num_ranks:
+                raise flags.Error(f"--rows: {count} is not a multiple of {num_ranks} ranks")

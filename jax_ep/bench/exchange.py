@@ -1,0 +1,349 @@
+"""`python -m jax_ep bench`: how long the exchange takes, beside what plain JAX offers.
+
+Every time is measured twice: by the host's clock around a compiled loop of dependent calls, and on
+GPUs by CUPTI, which sees each kernel. Bandwidths are taken from the slowest rank's device time
+where there is one and from the wall time elsewhere. "Rows" are those of a receive buffer that a
+token fills, mean over ranks: one for each (token, choice), in the rank layout for each (token,
+rank). Logical GB/s count these, wire GB/s those that cross; MB and GB are powers of ten. "Of link"
+is the time that the rows that must cross would take at the peer-to-peer copy bandwidth of the same
+run, over the time measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh
+
+from jax_ep.bench import measuring, report
+from jax_ep.bench.baselines import AXIS, BASELINES, Case, unavailable_reason
+from jax_ep.bench.operations import (
+    DIRECTIONS,
+    OF_RANK_LAYOUT,
+    OPERATIONS,
+    QUANTIZED,
+    Work,
+    make_operation,
+    rows_needed,
+    uniform_routing,
+)
+from jax_ep.bench.timing import Loop, peer_copy_bandwidth
+from jax_ep.cli import command_flags
+from jax_ep.exchange import quantization
+from jax_ep.exchange.primitives import pallas_unavailable_reason
+
+WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in quantization.DTYPES)
+
+FLAGS = command_flags()
+_here: dict[str, Any] = {"flag_values": FLAGS}
+_OPS = flags.DEFINE_list("ops", list(OPERATIONS), "Operations to measure.", **_here)
+_TOKENS = flags.DEFINE_list(
+    "tokens", None, "Tokens per rank. Default: 128,4096 on GPUs and 32,128 on CPUs.", **_here
+)
+_RANKS = flags.DEFINE_list("ranks", None, "Rank counts. Default: all devices.", **_here)
+_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Of the rows.", **_here)
+_HIDDEN = flags.DEFINE_integer(
+    "hidden", None, "H. Default: 7168 on GPUs and 256 on CPUs.", lower_bound=1, **_here
+)
+_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 256, "E.", lower_bound=1, **_here)
+_TOP_K = flags.DEFINE_integer("top_k", 8, "K, distinct experts per token.", lower_bound=1, **_here)
+_CAPACITY_FACTOR = flags.DEFINE_float(
+    "capacity_factor",
+    1.125,
+    "Rows of a receive buffer over the T * K that a rank gets on average; raised where the run's "
+    "routing needs more. 0: room for any routing.",
+    lower_bound=0.0,
+    **_here,
+)
+_ALIGNMENT = flags.DEFINE_integer(
+    "expert_alignment", 1, "Each expert's block starts at a multiple.", lower_bound=1, **_here
+)
+_IMPLEMENTATIONS = flags.DEFINE_list(
+    "implementations", None, "Default: all that serve here (pallas, xla).", **_here
+)
+_BASELINES = flags.DEFINE_list(
+    "baselines", None, f"Default: all that run here ({', '.join(BASELINES)}).", **_here
+)
+_LAYOUTS = flags.DEFINE_list("layouts", ["expert"], "Of what is received: expert, rank.", **_here)
+_WIRE_DTYPES = flags.DEFINE_list(
+    "wire_dtypes",
+    ["none"],
+    f"Of what crosses in the operation itself: none (as it is), {', '.join(WIRE_DTYPES)}. Rows of "
+    "a dispatch, sums of a combine, cotangents of a gradient (its grad_wire_dtype); a round_trip "
+    "quantizes its dispatch alone. group, which sends nothing, takes the rows of "
+    "--output=quantized by it.",
+    **_here,
+)
+_OUTPUT = flags.DEFINE_enum(
+    "output",
+    "dequantized",
+    ["dequantized", "quantized"],
+    "What a dispatch with a wire dtype hands out.",
+    **_here,
+)
+_CHECK = flags.DEFINE_boolean(
+    "check", False, "Compare every element with jax_ep.reference before timing.", **_here
+)
+_ITERATIONS = flags.DEFINE_integer(
+    "iterations", 20, "Dependent calls in one compiled loop.", lower_bound=10, **_here
+)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Times each loop is run.", lower_bound=1, **_here)
+_TIMER = flags.DEFINE_enum(
+    "device_timer",
+    "auto",
+    list(measuring.TIMERS),
+    "CUPTI through jax.profiler's trace (by rank; kernels, copies and memsets) or through JAX's "
+    "Mosaic GPU profiler (kernels, ranks mixed). auto: the first that works.",
+    **_here,
+)
+_BY_KERNEL = flags.DEFINE_boolean(
+    "by_kernel", False, "Print device times by kernel below the table.", **_here
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of routing and rows.", **_here)
+_JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
+_PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_here)
+
+
+def run() -> int:
+    measuring.check_outputs(json=_JSON.value, plot=_PLOT.value)
+    wanted_ranks = measuring.integers("ranks", _RANKS.value or [])
+    measuring.offer_cpu_devices(max(wanted_ranks, default=8))
+    devices = jax.devices()
+    ranks = wanted_ranks or [len(devices)]
+    platform = devices[0].platform
+    _check_flags(ranks, platform)
+    cases = list(_cases(ranks, platform))
+    if not cases:
+        raise flags.Error("nothing to measure: see --wire_dtypes, which not every operation takes")
+
+    bandwidth = peer_copy_bandwidth(devices) if max(ranks) > 1 else None
+    rows: list[report.Row] = []
+    measured: dict[str, dict[str, Any]] = {}
+    for number, case in enumerate(cases, 1):
+        text = report.name(case)
+        measuring.progress(f"[{number}/{len(cases)}] {text}")
+        program = _program(case)
+        if program not in measured:
+            measured[program] = measure(case, bandwidth)
+        rows.append(case | measured[program])
+    measuring.progress("")
+    _compare_with_ragged(rows)
+
+    link = "" if bandwidth is None else f", peer-to-peer copy {bandwidth / 1e9:.0f} GB/s"
+    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}{link}")
+    print(
+        f"H={rows[0]['hidden']} E={_NUM_EXPERTS.value} K={_TOP_K.value}, "
+        f"{_ITERATIONS.value} calls a loop, {_REPEATS.value} loops\n"
+    )
+    print(report.table(rows, by_kernel=_BY_KERNEL.value))
+    if _JSON.value:
+        gb_per_s = None if bandwidth is None else bandwidth / 1e9
+        measuring.write_json(_JSON.value, rows, peer_copy_gb_per_s=gb_per_s)
+    if _PLOT.value:
+        report.plot(rows, _PLOT.value)
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+    """What was measured of a case, or the error that it met."""
+    try:
+        return _measure(case, bandwidth)
+    except Exception as error:  # one case that fails must not cost the others their results
+        return {"error": measuring.first_line(error)}
+
+
+def _program(case: dict[str, Any]) -> str:
+    """Two cases with equal names run the same program: a baseline knows directions only."""
+    if case["implementation"] in BASELINES:
+        case = case | {"op": DIRECTIONS[case["op"]]}
+    return str(sorted(case.items()))
+
+
+def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+    devices = jax.devices()[: case["ranks"]]
+    work = make_work(case)
+    plain = work.case()
+    row_bytes = work.wire_row_bytes(quantized=False)
+    wire_row_bytes = work.wire_row_bytes(quantized=work.wire_dtype is not None)
+    if case["op"] == "round_trip":
+        row_bytes, wire_row_bytes = 2 * row_bytes, wire_row_bytes + row_bytes
+    if case["implementation"] in BASELINES:
+        direction = DIRECTIONS[case["op"]]
+        baseline = BASELINES[case["implementation"]](plain, direction)
+        arrays, prepare, step = baseline.arrays, baseline.prepare, baseline.step
+        wire_rows = baseline.wire_rows
+    else:
+        operation = make_operation(case["op"], work, case["implementation"], case["seed"])
+        arrays, prepare, step = operation.arrays, operation.prepare, operation.step
+        wire_rows = 0.0 if case["op"] in OF_RANK_LAYOUT else plain.wire_rows()
+    mesh = Mesh(np.asarray(devices), (AXIS,))
+    loop = Loop(prepare, step, arrays, mesh, case["iterations"])
+
+    if case["check"]:
+        state, outputs = jax.device_get((loop.state, loop.outputs()))
+        if case["implementation"] in BASELINES:
+            _check_baseline(baseline, state, outputs, plain)
+        else:
+            operation.check(state, outputs)
+
+    by_rank = case["layout"] == "rank" and case["op"] not in OF_RANK_LAYOUT
+    filled = plain.tokens() if by_rank else plain.pairs()
+    result: dict[str, Any] = {
+        "capacity": work.capacity,
+        "checked": case["check"],
+        "rows": float(filled.sum()) / case["ranks"],
+        "wire_rows": wire_rows,
+        "wire_bytes": wire_rows * wire_row_bytes,
+        **measuring.times(
+            loop,
+            case["repeats"],
+            case["device_timer"],
+            device_repeats=min(case["repeats"], 3),
+        ),
+    }
+    device = result["device"]
+    microseconds = result["wall"]["median_us"] if device is None else device["slowest_us"]
+    seconds = microseconds * 1e-6
+    result["logical_gb_per_s"] = result["rows"] * row_bytes / seconds / 1e9
+    result["wire_gb_per_s"] = result["wire_bytes"] / seconds / 1e9
+    if bandwidth is not None and case["ranks"] > 1 and wire_rows:
+        result["link_fraction"] = plain.wire_rows() * wire_row_bytes / bandwidth / seconds
+    return result
+
+
+def make_work(case: dict[str, Any]) -> Work:
+    """The routing and buffer of a case; the same for every operation and implementation."""
+    topk_idx = uniform_routing(
+        case["ranks"] * case["tokens"], case["num_experts"], case["top_k"], case["seed"]
+    )
+    capacity = None
+    if case["capacity_factor"]:
+        needed = rows_needed(topk_idx, case["ranks"], case["num_experts"], case["expert_alignment"])
+        wanted = math.ceil(case["capacity_factor"] * case["tokens"] * case["top_k"])
+        capacity = max(needed, wanted)
+    return Work(
+        topk_idx,
+        case["ranks"],
+        case["num_experts"],
+        case["hidden"],
+        jnp.dtype(case["dtype"]),
+        capacity,
+        case["expert_alignment"],
+        case["layout"],
+        None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"]),
+        "dequantized" if case["wire_dtype"] == "none" else case["output"],
+    )
+
+
+def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
+    on_gpu = platform == "gpu"
+    tokens = measuring.integers(
+        "tokens", _TOKENS.value or (["128", "4096"] if on_gpu else ["32", "128"])
+    )
+    implementations = _IMPLEMENTATIONS.value
+    if implementations is None:
+        devices = jax.devices()[: max(ranks)]
+        implementations = ["xla"] if pallas_unavailable_reason(devices) else ["pallas", "xla"]
+    baselines = _BASELINES.value
+    if baselines is None:
+        baselines = [name for name in BASELINES if unavailable_reason(name, platform) is None]
+    for num_ranks in ranks:
+        for dtype in _DTYPES.value:
+            for num_tokens in tokens:
+                for op in _OPS.value:
+                    for way in _ways(op, implementations, baselines):
+                        yield way | {
+                            "op": op,
+                            "tokens": num_tokens,
+                            "ranks": num_ranks,
+                            "dtype": dtype,
+                            "output": _OUTPUT.value,
+                            "hidden": _HIDDEN.value or (7168 if on_gpu else 256),
+                            "num_experts": _NUM_EXPERTS.value,
+                            "top_k": _TOP_K.value,
+                            "capacity_factor": _CAPACITY_FACTOR.value,
+                            "expert_alignment": _ALIGNMENT.value,
+                            "iterations": _ITERATIONS.value,
+                            "repeats": _REPEATS.value,
+                            "device_timer": _TIMER.value,
+                            "check": _CHECK.value,
+                            "seed": _SEED.value,
+                        }
+
+
+def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator[dict[str, str]]:
+    """How an operation is done: every implementation in every layout; a baseline has none."""
+    for layout in _LAYOUTS.value:
+        if layout != "rank" and op in OF_RANK_LAYOUT:
+            continue
+        for wire_dtype in _WIRE_DTYPES.value:
+            serving = implementations
+            if wire_dtype != "none":
+                if op not in QUANTIZED or (op == "group" and _OUTPUT.value != "quantized"):
+                    continue
+                if op == "group":  # of float8 rows, which "xla" gathers whatever one asks for
+                    serving = ["xla"]
+            for implementation in serving:
+                yield {
+                    "layout": layout,
+                    "wire_dtype": wire_dtype,
+                    "implementation": implementation,
+                }
+    if op in DIRECTIONS:
+        for baseline in baselines:
+            yield {"layout": "expert", "wire_dtype": "none", "implementation": baseline}
+
+
+def _check_flags(ranks: list[int], platform: str) -> None:
+    known = {
+        "ops": (_OPS.value, OPERATIONS),
+        "implementations": (_IMPLEMENTATIONS.value or [], ("pallas", "xla")),
+        "baselines": (_BASELINES.value or [], BASELINES),
+        "dtypes": (_DTYPES.value, ("bfloat16", "float16", "float32")),
+        "layouts": (_LAYOUTS.value, ("expert", "rank")),
+        "wire_dtypes": (_WIRE_DTYPES.value, ("none", *WIRE_DTYPES)),
+    }
+    for flag, (values, allowed) in known.items():
+        measuring.check_names(flag, values, allowed)
+    if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
+        raise flags.Error(
+            f"--output: quantized rows need a wire dtype, --wire_dtypes={WIRE_DTYPES[0]}"
+        )
+    for name in _BASELINES.value or []:
+        if reason := unavailable_reason(name, platform):
+            raise flags.Error(f"--baselines: {name} cannot run here: {reason}")
+    measuring.check_ranks(ranks)
+    for num_ranks in ranks:
+        if _NUM_EXPERTS.value % num_ranks:
+            raise flags.Error(f"--num_experts: {_NUM_EXPERTS.value} over {num_ranks} ranks")
+    if _TOP_K.value > _NUM_EXPERTS.value:
+        raise flags.Error(f"--top_k: {_TOP_K.value} distinct of {_NUM_EXPERTS.value} experts")
+
+
+def _check_baseline(baseline, state, outputs, plain: Case) -> None:
+    expected = baseline.expected(state)
+    tolerance = 0.0 if baseline.exact else plain.num_ranks**2 * float(jnp.finfo(plain.dtype).eps)
+    error = np.abs(outputs.astype(np.float32) - expected.astype(np.float32))
+    assert np.all(error <= tolerance), f"off by up to {error.max()}, tolerance {tolerance}"
+
+
+def _compare_with_ragged(rows: list[report.Row]) -> None:
+    """Adds each row's speed-up over `lax.ragged_all_to_all`, wall time over wall time."""
+
+    def work(row):
+        return row["op"], row["tokens"], row["ranks"], row["dtype"]
+
+    ragged = {
+        work(row): row["wall"]["median_us"]
+        for row in rows
+        if row["implementation"] == "ragged_all_to_all" and "wall" in row
+    }
+    for row in rows:
+        if work(row) in ragged and "wall" in row:
+            row["speedup_over_ragged"] = ragged[work(row)] / row["wall"]["median_us"]

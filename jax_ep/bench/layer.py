@@ -1,0 +1,488 @@
+"""`python -m jax_ep bench layer`: the MoE layer as a whole, beside what plain JAX makes of it.
+
+Router, exchange, experts and exchange back, forward alone or with the gradients of x, gate, wi_0,
+wi_1 and wo (each rank's own: a training step sums the gate's over ranks with its other replicated
+parameters). All layers of a shape share parameters, tokens and R. The yardsticks: (a)
+`lax.ragged_all_to_all` with `lax.ragged_dot`, and (b) the fastest exchange of plain XLA collectives
+with this library's grouped matmul.
+
+Throughputs and speed-ups are of in-loop wall times. FLOP/s count the experts' matmuls of rows that
+were routed: 6 H F for a row, three times that with gradients. "Communication" is the share of the
+device time that kernels of the exchange and of XLA's collectives take, waiting for peers included.
+"Peak" is what XLA says the program holds on a device: arguments, results and temporaries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jax_ep.bench import measuring, report
+from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
+from jax_ep.bench.layer_baselines import (
+    CONTENDERS,
+    RAGGED_DOT,
+    make_layer,
+    route,
+    unavailable_reason,
+)
+from jax_ep.bench.operations import rows_needed
+from jax_ep.bench.timing import Loop
+from jax_ep.cli import command_flags
+from jax_ep.exchange import quantization
+from jax_ep.moe.layer import MoEConfig, MoEParams
+from jax_ep.moe.routing import Score
+
+DIRECTIONS = ("forward", "forward_backward")
+OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
+COMMUNICATION = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
+# Of a row of a result, in norm, relative to it and to the mean row: some roundings to bfloat16.
+TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
+# With float8 on the wire, whose values are off by up to 2^-4 of themselves.
+QUANTIZED_TOLERANCE = 2.0**-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """H, F, E and K of a model's MoE layers."""
+
+    hidden: int
+    mlp_dim: int
+    num_experts: int
+    top_k: int
+    score: Score = "softmax"
+
+
+SHAPES = {
+    "deepseek-v3": Shape(7168, 2048, 256, 8, "sigmoid"),
+    "qwen3-moe": Shape(2048, 768, 128, 8),
+    "mixtral": Shape(4096, 14336, 8, 2),
+}
+SMALL_SHAPES = {  # for CPUs
+    "deepseek-v3": Shape(256, 64, 32, 8, "sigmoid"),
+    "qwen3-moe": Shape(128, 64, 16, 8),
+    "mixtral": Shape(128, 256, 8, 2),
+}
+
+FLAGS = command_flags()
+_here: dict[str, Any] = {"flag_values": FLAGS}
+_SHAPES = flags.DEFINE_list(
+    "shapes", list(SHAPES), "Models; on CPUs, small layers of the same kind.", **_here
+)
+_DIRECTIONS = flags.DEFINE_list("directions", list(DIRECTIONS), "What to time.", **_here)
+_TOKENS = flags.DEFINE_list(
+    "tokens", None, "Tokens per rank. Default: 4096 on GPUs and 64 on CPUs.", **_here
+)
+_RANKS = flags.DEFINE_list("ranks", None, "Rank counts. Default: all devices.", **_here)
+_HIDDEN = flags.DEFINE_integer("hidden", None, "H, for every shape.", lower_bound=1, **_here)
+_MLP_DIM = flags.DEFINE_integer("mlp_dim", None, "F, for every shape.", lower_bound=1, **_here)
+_NUM_EXPERTS = flags.DEFINE_integer(
+    "num_experts",
+    None,
+    "E, for every shape. A single rank with E / 8 does the matmuls of one rank of 8.",
+    lower_bound=1,
+    **_here,
+)
+_TOP_K = flags.DEFINE_integer("top_k", None, "K, for every shape.", lower_bound=1, **_here)
+_CONTENDERS = flags.DEFINE_list(
+    "contenders",
+    None,
+    f"Of {', '.join(CONTENDERS)}. Default: all that run here, but for the last but one, which is "
+    "slow.",
+    **_here,
+)
+_CAPACITY_FACTOR = flags.DEFINE_float(
+    "capacity_factor",
+    1.125,
+    "Rows of a receive buffer over the T * K that a rank gets on average; raised where the run's "
+    "routing needs more. 0: room for any routing.",
+    lower_bound=0.0,
+    **_here,
+)
+_WIRE_DTYPE = flags.DEFINE_enum(
+    "wire_dtype",
+    "none",
+    ["none", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES)],
+    "In which jax_ep sends tokens to the experts; none: as they are, which is how the other layers "
+    "send them in any case.",
+    **_here,
+)
+_CHECK = flags.DEFINE_boolean(
+    "check", False, "Compare outputs and gradients of all layers before timing.", **_here
+)
+_ITERATIONS = flags.DEFINE_integer(
+    "iterations", 5, "Dependent calls in one loop; 2 of ragged_dot.", lower_bound=2, **_here
+)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Times each loop is run.", lower_bound=1, **_here)
+_SECONDS = flags.DEFINE_float("seconds", 600.0, "Start nothing more after this long.", **_here)
+_TIMER = flags.DEFINE_enum(
+    "device_timer", "auto", list(measuring.TIMERS), "As of `bench`.", **_here
+)
+_BY_KERNEL = flags.DEFINE_boolean(
+    "by_kernel", False, "Print device times by kernel below the table.", **_here
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of parameters and tokens.", **_here)
+_JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
+_PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_here)
+
+
+def run() -> int:
+    measuring.check_outputs(json=_JSON.value, plot=_PLOT.value)
+    deadline = time.monotonic() + _SECONDS.value
+    wanted_ranks = measuring.integers("ranks", _RANKS.value or [])
+    measuring.offer_cpu_devices(max(wanted_ranks, default=8))
+    devices = jax.devices()
+    platform = devices[0].platform
+    shapes = _shapes(platform)
+    contenders = _contenders(platform)
+    tokens = measuring.integers("tokens", _TOKENS.value or ["4096" if platform == "gpu" else "64"])
+    ranks = wanted_ranks or [len(devices)]
+    _check_flags(ranks, shapes)
+
+    rows: list[report.Row] = []
+    for num_ranks in ranks:
+        for name, shape in shapes.items():
+            for num_tokens in tokens:
+                work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens}
+                rows += measure_shape(work, shape, contenders, deadline)
+    measuring.progress("")
+    compare(rows)
+
+    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16")
+    for name, shape in shapes.items():
+        print(f"{name}: H={shape.hidden} F={shape.mlp_dim} E={shape.num_experts} K={shape.top_k}")
+    print(f"\n{table(rows, by_kernel=_BY_KERNEL.value)}")
+    if _JSON.value:
+        measuring.write_json(_JSON.value, rows)
+    if _PLOT.value:
+        report.bars(
+            rows,
+            _PLOT.value,
+            panel="direction",
+            group=lambda row: f"{row['shape']}\n{row['tokens']} tokens x {row['ranks']}",
+            bar="contender",
+            height="tokens_per_s",
+            label="tokens/s",
+        )
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def measure_shape(
+    work: dict[str, Any], shape: Shape, contenders: Sequence[str], deadline: float
+) -> list[report.Row]:
+    """A row for each direction and contender, or all with the error that kept them from it."""
+    cases = [
+        work
+        | dataclasses.asdict(shape)
+        | {"direction": direction, "contender": contender, "wire_dtype": _wire_dtype(contender)}
+        for direction in _DIRECTIONS.value
+        for contender in contenders
+    ]
+    text = "{shape}, {tokens} tokens, {ranks} ranks".format(**work)
+    measuring.progress(f"{text}: compiling")
+    try:
+        mesh = Mesh(np.asarray(jax.devices()[: work["ranks"]]), (AXIS,))
+        state = make_state(shape, work["tokens"], mesh, _SEED.value)
+        config, load = make_config(shape, state, mesh, _CAPACITY_FACTOR.value)
+    except Exception as error:  # nor must one shape cost the others their results
+        return [case | {"error": measuring.first_line(error)} for case in cases]
+
+    def build(case: dict[str, Any]) -> Loop:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not started within {_SECONDS.value:g} s")
+        iterations = 2 if case["contender"] == RAGGED_DOT else _ITERATIONS.value
+        wire_dtype = None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"])
+        own = dataclasses.replace(config, wire_dtype=wire_dtype)
+        step = make_step(case["contender"], case["direction"], own)
+        return Loop(None, step, state, mesh, iterations)
+
+    rows: list[report.Row] = []
+    expected: dict[str, tuple[str, Any]] = {}  # by direction: whose, and what
+    with ThreadPoolExecutor(max_workers=len(cases)) as pool:
+        futures = [pool.submit(build, case) for case in cases]
+        for future in futures:  # compiled side by side, but timed alone
+            future.exception()
+    for case, future in zip(cases, futures, strict=True):
+        measuring.progress("{}: {direction}, {contender}".format(text, **case))
+        memory: dict[str, Any] = {}
+        try:
+            loop = future.result()
+            memory = memory_of(loop)  # known even of what then does not fit
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not started within {_SECONDS.value:g} s")
+            if _CHECK.value:
+                outputs = loop.outputs()
+                theirs = expected.setdefault(case["direction"], (case["contender"], outputs))
+                quantized = _WIRE_DTYPE.value != "none"
+                tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE
+                agree(case["contender"], outputs, *theirs, tolerance)
+                del outputs
+            checked = {"checked": _CHECK.value}
+            rows.append(case | load | checked | memory | measure(loop, case))
+        except Exception as error:
+            rows.append(case | memory | {"error": measuring.first_line(error)})
+    return rows
+
+
+def _wire_dtype(contender: str) -> str:
+    return "none" if CONTENDERS[contender].plain_exchange else _WIRE_DTYPE.value
+
+
+def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
+    """Times and throughput of one compiled layer."""
+    slow = case["contender"] == RAGGED_DOT
+    result: dict[str, Any] = {
+        "iterations": loop.iterations,
+        **measuring.times(
+            loop,
+            min(_REPEATS.value, 3) if slow else _REPEATS.value,
+            _TIMER.value,
+            device_repeats=1 if slow else 2,
+            spaced=False,
+        ),
+    }
+    seconds = result["wall"]["median_us"] * 1e-6
+    passes = 1 if case["direction"] == "forward" else 3
+    flops = passes * case["tokens"] * case["top_k"] * 6 * case["hidden"] * case["mlp_dim"]
+    result["tokens_per_s"] = case["ranks"] * case["tokens"] / seconds
+    result["tflops_per_rank"] = flops / seconds / 1e12
+    if result["device"] is not None:
+        by_kernel = result["device"]["by_kernel_us"]
+        result["communication_share"] = communication_share(by_kernel)
+    return result
+
+
+def memory_of(loop: Loop) -> dict[str, Any]:
+    """What a compiled layer holds on a device, as XLA says."""
+    memory = loop.compiled.memory_analysis()
+    if memory is None:
+        return {"peak_bytes": None, "temp_bytes": None}
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak = held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
+
+
+def communication_share(by_kernel: dict[str, float]) -> float:
+    """Of the time of all kernels, by their names."""
+    in_exchange = sum(us for name, us in by_kernel.items() if COMMUNICATION.search(name))
+    return in_exchange / sum(by_kernel.values())
+
+
+def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
+    """(`MoEParams`, x [T, H], the cotangent of the output [T, H]) of every rank, stacked."""
+    num_local = shape.num_experts // mesh.size
+    hidden, mlp_dim = shape.hidden, shape.mlp_dim
+
+    def on_rank(own_seed, gate_seed):
+        def rows(stream, *sizes):
+            return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
+
+        # Of values that bfloat16 holds, so that no precision of the router's matmul rounds them:
+        # the layers must not choose other experts for it.
+        gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)
+        params = MoEParams(
+            gate=gate.astype(jnp.float32) * 2.0 ** -round(math.log2(hidden / 8) / 2),
+            wi_0=rows(1, num_local, hidden, mlp_dim) * math.sqrt(9 / hidden),
+            wi_1=rows(2, num_local, hidden, mlp_dim) * math.sqrt(9 / hidden),
+            wo=rows(3, num_local, mlp_dim, hidden) * math.sqrt(9 / mlp_dim),
+        )
+        state = params, rows(4, num_tokens, hidden), rows(5, num_tokens, hidden)
+        return jax.tree.map(lambda leaf: leaf[None], state)
+
+    spec = PartitionSpec(AXIS)
+    make = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    seeds = rank_seeds(mesh.size, seed)
+    return jax.jit(make)(seeds, np.full_like(seeds, 1000 * seed + 999))
+
+
+def make_config(
+    shape: Shape, state: Any, mesh: Mesh, capacity_factor: float
+) -> tuple[MoEConfig, dict[str, Any]]:
+    """The layer's config, whose buffer holds all rows of this routing; and the load in numbers."""
+    config = MoEConfig(
+        num_experts=shape.num_experts,
+        num_experts_per_token=shape.top_k,
+        score=shape.score,
+        expert_axis=AXIS,
+    )
+    spec = PartitionSpec(AXIS)
+
+    def on_rank(state):
+        params, x, _ = jax.tree.map(lambda leaf: leaf[0], state)
+        return route(params, x, config).topk_idx
+
+    routed = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    topk_idx = np.asarray(jax.jit(routed)(state))
+    needed = rows_needed(topk_idx, mesh.size, shape.num_experts, 1)
+    average = topk_idx.size // mesh.size
+    load = {"rows": average, "rows_needed": needed, "capacity": None}
+    if capacity_factor:
+        rows = max(math.ceil(capacity_factor * average), needed)
+        rows = -(-rows // 128) * 128
+        config = dataclasses.replace(config, capacity_factor=rows / average)
+        load["capacity"] = rows
+    return config, load
+
+
+def make_step(contender: str, direction: str, config: MoEConfig) -> Any:
+    """What a `Loop` repeats: from the state, the outputs that `OUTPUTS` names (or the first)."""
+    layer = make_layer(contender, config)
+
+    def forward(state):
+        params, x, _ = state
+        return (layer(params, x),)
+
+    def forward_backward(state):
+        params, x, g = state
+        out, backward = jax.vjp(layer, params, x)
+        out, g = lax.optimization_barrier((out, g))  # in training g depends on the output
+        dparams, dx = backward(g)
+        return out, dparams.gate, dparams.wi_0, dparams.wi_1, dparams.wo, dx
+
+    return forward if direction == "forward" else forward_backward
+
+
+def agree(name: str, outputs: Any, other: str, expected: Any, tolerance: float = TOLERANCE) -> None:
+    """Raises AssertionError unless two layers' outputs and gradients agree, row by row.
+
+    A row differs if the norm of its error is above `tolerance` times its own plus the mean row's
+    norm. One row in 10000 may: two experts whose scores are equal but for a rounding may change
+    places.
+    """
+    for what, got, wanted in zip(OUTPUTS, outputs, expected, strict=False):
+        count, worst = (float(number) for number in _differing_rows(got, wanted, tolerance))
+        rows = got.size // got.shape[-1]
+        if count > rows // 10_000:
+            raise AssertionError(
+                f"{what} of {name} differs from that of {other} in {count:.0f} of {rows} rows, by "
+                f"up to {worst:.3g} of a row's norm (tolerance {tolerance:.3g})"
+            )
+
+
+@jax.jit
+def _differing_rows(
+    got: jax.Array, wanted: jax.Array, tolerance: float
+) -> tuple[jax.Array, jax.Array]:
+    got, wanted = got.astype(jnp.float32), wanted.astype(jnp.float32)
+    error = jnp.linalg.norm(got - wanted, axis=-1)
+    size = jnp.linalg.norm(wanted, axis=-1)
+    relative = error / (size + jnp.sqrt(jnp.mean(size**2)))
+    return jnp.sum(~(relative <= tolerance)), jnp.max(relative)  # so that NaN differs
+
+
+def compare(rows: list[report.Row]) -> None:
+    """Adds each row's speed-up over (a) and over the fastest of (b), wall time over wall time."""
+
+    def work(row):
+        return row["shape"], row["tokens"], row["ranks"], row["direction"]
+
+    measured = [row for row in rows if "wall" in row]
+    for row in measured:
+        alike = [other for other in measured if work(other) == work(row)]
+        for key, yardsticks in {
+            "speedup_over_ragged": [o for o in alike if o["contender"] == RAGGED_DOT],
+            "speedup_over_xla": [o for o in alike if CONTENDERS[o["contender"]].plain_exchange],
+        }.items():
+            if yardsticks:
+                fastest = min(other["wall"]["median_us"] for other in yardsticks)
+                row[key] = fastest / row["wall"]["median_us"]
+
+
+_COLUMNS = (
+    "shape", "tokens", "ranks", "direction", "layer", "wire", "checked", "wall us", "low..high",
+    "device us", "tokens/s", "TFLOP/s/rank", "communication", "peak MiB", "vs (a)", "vs (b)",
+)  # fmt: skip
+_TEXT = ("shape", "direction", "layer", "wire", "checked")
+
+
+def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
+    """Fixed-width text; a column that is empty in every row is left out."""
+    text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _TEXT)
+    text += ["", f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"]
+    text += report.notes(rows, _name)[1:]
+    return "\n".join(text + (report.kernels(rows, _name) if by_kernel else []))
+
+
+def _name(row: report.Row) -> str:
+    return "{shape}, {direction}, {contender}".format(**row)
+
+
+def _cells(row: report.Row) -> list[str]:
+    wall, device = row.get("wall") or {}, row.get("device") or {}
+
+    def cell(value: float | None, form: str) -> str:
+        return "" if value is None else form.format(value)
+
+    return [
+        row["shape"],
+        str(row["tokens"]),
+        str(row["ranks"]),
+        row["direction"],
+        row["contender"],
+        "" if row.get("wire_dtype", "none") == "none" else row["wire_dtype"],
+        "yes" if row.get("checked") else "",
+        cell(wall.get("median_us"), "{:.1f}"),
+        "{low_us:.1f}..{high_us:.1f}".format(**wall) if wall else "failed",
+        cell(device.get("slowest_us"), "{:.1f}"),
+        cell(row.get("tokens_per_s"), "{:.0f}"),
+        cell(row.get("tflops_per_rank"), "{:.3g}"),
+        cell(row.get("communication_share"), "{:.0%}"),
+        cell(None if row.get("peak_bytes") is None else row["peak_bytes"] / 2**20, "{:.0f}"),
+        cell(row.get("speedup_over_ragged"), "{:.2f}x"),
+        cell(row.get("speedup_over_xla"), "{:.2f}x"),
+    ]
+
+
+def _shapes(platform: str) -> dict[str, Shape]:
+    measuring.check_names("shapes", _SHAPES.value, SHAPES)
+    own = {
+        "hidden": _HIDDEN.value,
+        "mlp_dim": _MLP_DIM.value,
+        "num_experts": _NUM_EXPERTS.value,
+        "top_k": _TOP_K.value,
+    }
+    own = {field: value for field, value in own.items() if value is not None}
+    table = SMALL_SHAPES if platform == "cpu" else SHAPES
+    return {name: dataclasses.replace(table[name], **own) for name in _SHAPES.value}
+
+
+def _contenders(platform: str) -> list[str]:
+    chosen = _CONTENDERS.value
+    if chosen is None:
+        usual = [name for name in CONTENDERS if name != "ragged_all_to_all+grouped_matmul"]
+        return [name for name in usual if unavailable_reason(name, platform) is None]
+    measuring.check_names("contenders", chosen, CONTENDERS)
+    for name in chosen:
+        if reason := unavailable_reason(name, platform):
+            raise flags.Error(f"--contenders: {name} cannot run here: {reason}")
+    return chosen
+
+
+def _check_flags(ranks: list[int], shapes: dict[str, Shape]) -> None:
+    measuring.check_names("directions", _DIRECTIONS.value, DIRECTIONS)
+    measuring.check_ranks(ranks)
+    for num_ranks in ranks:
+        for name, shape in shapes.items():
+            if shape.num_experts % num_ranks:
+                raise flags.Error(f"--ranks: {shape.num_experts} experts over {num_ranks} ranks")
+            if _WIRE_DTYPE.value != "none" and shape.hidden % quantization.BLOCK:
+                raise flags.Error(
+                    f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
+                    f"of {quantization.BLOCK}"
+                )
+            if shape.top_k > shape.num_experts:
+                raise flags.Error(
+                    f"--top_k: {shape.top_k} distinct of {name}'s {shape.num_experts} experts"
+                )

@@ -1,0 +1,253 @@
+"""The MoE layer as `bench layer` compares it: this library's, and what plain JAX makes of it.
+
+Every layer is a function of (params, x) on one rank, inside `jax.shard_map` over `AXIS`: the same
+router, the same rows for the experts in a buffer of the same size, differentiable in all operands.
+The baselines are written to be fast: each gradient that JAX would derive as a scattering sum and
+that has a better form is given in that form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.bench.baselines import AXIS
+from jax_ep.moe import layer as moe
+from jax_ep.moe import routing
+from jax_ep.moe.expert_mlp import expert_mlp
+from jax_ep.moe.layer import MoEConfig, MoEParams
+
+Layer = Callable[[MoEParams, jax.Array], jax.Array]  # x [T, H] -> [T, H]
+
+
+class Exchange(NamedTuple):
+    """One way there and back, along the routes of one call.
+
+    Attributes:
+      group_sizes: [L] int32.
+      send: x [T, H] -> [R, H], rows grouped by local expert.
+      bring_back: (y [R, H], weights [T, K] float32) -> [T, H], the weighted sums.
+    """
+
+    group_sizes: jax.Array
+    send: Callable[[jax.Array], jax.Array]
+    bring_back: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A way to compute the layer.
+
+    Attributes:
+      exchange: None: that of `moe.moe_layer`, with `implementation`; else from topk_idx [T, K],
+        the config and R.
+      ragged_dot: multiply by `lax.ragged_dot` instead of `jax_ep.grouped_matmul`.
+      plain_exchange: whether it counts as plain XLA collectives with our grouped matmul.
+    """
+
+    exchange: Callable[[jax.Array, MoEConfig, int], Exchange] | None = None
+    implementation: Any = None
+    ragged_dot: bool = False
+    plain_exchange: bool = False
+
+
+def make_layer(name: str, config: MoEConfig) -> Layer:
+    """`name`: one of CONTENDERS."""
+    contender = CONTENDERS[name]
+    exchange = contender.exchange
+    if exchange is None:
+        own = dataclasses.replace(config, implementation=contender.implementation)
+        return lambda params, x: moe.moe_layer(params, x, own)[0]
+
+    experts = _ragged_dot_mlp if contender.ragged_dot else expert_mlp
+
+    def layer(params, x):
+        routed = route(params, x, config)
+        # The buffer is as large as that of `moe_layer`.
+        capacity = moe._capacity(config, x.shape[0], lax.axis_size(AXIS))
+        way = exchange(routed.topk_idx, config, capacity)
+        y = experts(way.send(x), params.wi_0, params.wi_1, params.wo, way.group_sizes)
+        return way.bring_back(y, routed.topk_weights)
+
+    return layer
+
+
+def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing:
+    """What `moe_layer` routes by."""
+    logits = routing.router_logits(x, params.gate)
+    return routing.top_k_routing(logits, config.num_experts_per_token, score=config.score)
+
+
+def unavailable_reason(name: str, platform: str) -> str | None:
+    """Why a contender cannot run on this platform, or None."""
+    if name.startswith("ragged") and platform == "cpu":
+        return "XLA has no ragged_all_to_all for CPU"
+    return None
+
+
+def _ragged_dot_mlp(tokens, wi_0, wi_1, wo, group_sizes):
+    pre_0, pre_1 = (lax.ragged_dot(tokens, wi, group_sizes) for wi in (wi_0, wi_1))
+    gated = jax.nn.silu(pre_0.astype(jnp.float32)) * pre_1.astype(jnp.float32)
+    return lax.ragged_dot(gated.astype(tokens.dtype), wo, group_sizes)
+
+
+# ---- all_gather there, psum_scatter back -----------------------------------------------------
+
+
+def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
+    """Every token to every rank, which picks its own; one sum over ranks on the way back."""
+    top_k = topk_idx.shape[1]
+    num_local = config.num_experts // lax.axis_size(AXIS)
+    choices = lax.all_gather(topk_idx, AXIS, tiled=True).reshape(-1)
+    local = choices - lax.axis_index(AXIS) * num_local
+    expert = jnp.where((local >= 0) & (local < num_local), local, num_local)
+    by_expert, choice = lax.sort_key_val(expert, jnp.arange(choices.size, dtype=jnp.int32))
+    ends = jnp.searchsorted(by_expert, jnp.arange(num_local), side="right").astype(jnp.int32)
+    live = jnp.arange(capacity) < ends[-1]
+    choice = jnp.where(live, choice[:capacity], choices.size)
+    token = choice // top_k  # past the last one where the row is empty
+
+    def bring_back(y, weights):
+        all_weights = lax.all_gather(weights, AXIS, tiled=True).reshape(-1)
+        row_weights = jnp.take(all_weights, choice, mode="fill", fill_value=0)
+        rows = y.astype(jnp.float32) * row_weights[:, None]
+        return _collect(rows, token, len(topk_idx), y.dtype)
+
+    return Exchange(jnp.diff(ends, prepend=0), lambda x: _spread(x, token), bring_back)
+
+
+@jax.custom_vjp
+def _spread(x: jax.Array, token: jax.Array) -> jax.Array:
+    """[T, H] -> [R, H]: the row of token `token[r]` of all N * T, zeros past the last."""
+    return jnp.take(lax.all_gather(x, AXIS, tiled=True), token, 0, mode="fill", fill_value=0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _collect(rows: jax.Array, token: jax.Array, num_tokens: int, dtype: Any) -> jax.Array:
+    """[R, H] -> [T, H]: the sums by token over all ranks; float32 within a rank."""
+    sums = jnp.zeros((lax.axis_size(AXIS) * num_tokens, rows.shape[1]), jnp.float32)
+    sums = sums.at[token].add(rows.astype(jnp.float32), mode="drop")
+    return lax.psum_scatter(sums.astype(dtype), AXIS, tiled=True)
+
+
+_spread.defvjp(
+    lambda x, token: (_spread(x, token), (token, x)),
+    lambda saved, g: (_collect(g, saved[0], len(saved[1]), g.dtype), None),
+)
+_collect.defvjp(
+    lambda rows, token, num_tokens, dtype: (
+        _collect(rows, token, num_tokens, dtype),
+        (token, jnp.zeros((), rows.dtype)),
+    ),
+    lambda num_tokens, dtype, saved, g: (_spread(g, saved[0]).astype(saved[1].dtype), None),
+)
+
+
+# ---- ragged_all_to_all both ways -------------------------------------------------------------
+
+
+def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
+    """One row per choice: sorted by expert, sent, sorted again where they arrive; and back."""
+    num_tokens, top_k = topk_idx.shape
+    num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    num_local = config.num_experts // num_ranks
+    by_expert, order = lax.sort_key_val(
+        topk_idx.reshape(-1), jnp.arange(topk_idx.size, dtype=jnp.int32)
+    )
+    ends = jnp.searchsorted(by_expert, jnp.arange(config.num_experts), side="right")
+    counts = lax.all_gather(jnp.diff(ends.astype(jnp.int32), prepend=0), AXIS)
+    pairs = counts.reshape(num_ranks, num_ranks, num_local).sum(axis=2)  # [source, destination]
+    mine = lax.dynamic_slice_in_dim(counts, rank * num_local, num_local, axis=1)
+    # Rows arrive by source, and by expert within each; what is past them belongs to no expert.
+    block_ends = jnp.cumsum(mine.reshape(-1), dtype=jnp.int32)
+    block = jnp.searchsorted(block_ends, jnp.arange(capacity), side="right")
+    expert = jnp.where(block < mine.size, block % num_local, num_local)
+    arrival = lax.sort_key_val(expert, jnp.arange(capacity, dtype=jnp.int32))[1]
+    inverse_order, inverse_arrival = _inverse(order), _inverse(arrival)
+
+    def send(x):
+        rows = _permute(x, order, inverse_order, top_k)
+        return _permute(_ragged_out(rows, pairs, capacity), arrival, inverse_arrival, 1)
+
+    def bring_back(y, weights):
+        rows = _ragged_back(_permute(y, inverse_arrival, arrival, 1), pairs, topk_idx.size)
+        rows = _permute(rows, inverse_order, order, 1).reshape(num_tokens, top_k, -1)
+        sums = jnp.sum(rows.astype(jnp.float32) * weights[:, :, None], axis=1)
+        return sums.astype(y.dtype)
+
+    return Exchange(mine.sum(axis=0), send, bring_back)
+
+
+def _inverse(permutation: jax.Array) -> jax.Array:
+    places = jnp.arange(permutation.size, dtype=jnp.int32)
+    return jnp.zeros_like(permutation).at[permutation].set(places, unique_indices=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _permute(x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
+    """The rows of x, each `copies` times in a row, in the order of `index`."""
+    return x[index // copies]
+
+
+def _permute_bwd(copies, inverse, g):
+    dx = g[inverse]
+    if copies > 1:
+        dx = jnp.sum(dx.reshape(-1, copies, g.shape[1]).astype(jnp.float32), axis=1)
+    return dx.astype(g.dtype), None, None
+
+
+_permute.defvjp(
+    lambda x, index, inverse, copies: (_permute(x, index, inverse, copies), inverse), _permute_bwd
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _ragged_out(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
+    """Rows by destination -> [num_rows, H] by source; `pairs[s, d]` rows go from s to d."""
+    return _ragged_all_to_all(rows, pairs, num_rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _ragged_back(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
+    """The way back of `_ragged_out`, and its gradient."""
+    return _ragged_all_to_all(rows, pairs.T, num_rows)
+
+
+_ragged_out.defvjp(
+    lambda rows, pairs, num_rows: (_ragged_out(rows, pairs, num_rows), (pairs, rows)),
+    lambda num_rows, saved, g: (_ragged_back(g, saved[0], len(saved[1])), None),
+)
+_ragged_back.defvjp(
+    lambda rows, pairs, num_rows: (_ragged_back(rows, pairs, num_rows), (pairs, rows)),
+    lambda num_rows, saved, g: (_ragged_out(g, saved[0], len(saved[1])), None),
+)
+
+
+def _ragged_all_to_all(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
+    rank = lax.axis_index(AXIS)
+    sent, received = pairs[rank], pairs[:, rank]
+    return lax.ragged_all_to_all(
+        rows,
+        jnp.zeros((num_rows, rows.shape[1]), rows.dtype),
+        (jnp.cumsum(sent) - sent).astype(jnp.int32),
+        sent,
+        (jnp.cumsum(pairs, axis=0) - pairs)[rank].astype(jnp.int32),
+        received,
+        axis_name=AXIS,
+    )
+
+
+CONTENDERS = {
+    "jax_ep": Contender(),
+    "all_gather+psum_scatter": Contender(gather_and_scatter, plain_exchange=True),
+    "all_gather+all_to_all": Contender(implementation="xla", plain_exchange=True),
+    "ragged_all_to_all+grouped_matmul": Contender(ragged, plain_exchange=True),
+    "ragged_all_to_all+ragged_dot": Contender(ragged, ragged_dot=True),
+}
+RAGGED_DOT = "ragged_all_to_all+ragged_dot"

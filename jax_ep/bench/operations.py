@@ -1,0 +1,417 @@
+"""The exchange's operations as `timing.Loop` runs them, and what each must return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import combine, dispatch, group_by_expert, reference, sum_by_token
+from jax_ep.bench.baselines import AXIS, Case, random_rows, rank_seeds
+from jax_ep.exchange import quantization
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One routing and the buffer that takes it.
+
+    Attributes:
+      topk_idx: [N * T, K] int32 global expert ids, distinct within a row.
+      num_ranks, num_experts, hidden: N, E, H.
+      dtype: of the rows.
+      capacity: R; None: dropless.
+      expert_alignment: of the expert blocks, in rows.
+      layout: "expert" or "rank".
+      wire_dtype: of what crosses in the operation, or None for the rows' own: of a gradient, the
+        cotangents.
+      output: of a dispatch with a wire_dtype: "dequantized" or "quantized".
+    """
+
+    topk_idx: Array
+    num_ranks: int
+    num_experts: int
+    hidden: int
+    dtype: Any
+    capacity: int | None
+    expert_alignment: int = 1
+    layout: str = "expert"
+    wire_dtype: Any = None
+    output: str = "dequantized"
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.topk_idx) // self.num_ranks
+
+    def case(self) -> Case:
+        """What the baselines need to know of it."""
+        ranks = self.topk_idx // (self.num_experts // self.num_ranks)
+        return Case(ranks, self.num_ranks, self.hidden, self.dtype)
+
+    def routes(self) -> list[reference.Routes]:
+        """The routes by `jax_ep.reference`."""
+        topk_idx = np.split(self.topk_idx, self.num_ranks)
+        nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
+        return [received.routes for received in self._reference_dispatch(nothing, topk_idx)]
+
+    def wire_row_bytes(self, quantized: bool) -> int:
+        """Of a row on its way, quantized or not."""
+        return quantization.row_bytes(
+            self.hidden, self.dtype, self.wire_dtype if quantized else None
+        )
+
+    def received(self, x=None) -> list[reference.RankDispatched]:
+        """What a dispatch of x into the rank layout gives, by `jax_ep.reference`."""
+        if x is None:
+            x = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
+        topk_idx = np.split(self.topk_idx, self.num_ranks)
+        return reference.rank_dispatch(x, topk_idx, num_experts=self.num_experts)
+
+    def _reference_dispatch(self, x, topk_idx):
+        return reference.dispatch(
+            x,
+            topk_idx,
+            num_experts=self.num_experts,
+            capacity=self.capacity,
+            expert_alignment=self.expert_alignment,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation on one `Work`; `prepare` and `step` are as in `timing.Loop`.
+
+    Attributes:
+      arrays: host arrays [N * B, ...], B rows per rank.
+      check: raises AssertionError unless `step`'s outputs agree with `jax_ep.reference` on what
+        `prepare` returned (both as host arrays, the ranks stacked).
+    """
+
+    arrays: tuple[Array, ...]
+    prepare: Callable[..., Any]
+    step: Callable[[Any], Any]
+    check: Callable[[Any, Any], None]
+
+
+def uniform_routing(num_tokens: int, num_experts: int, top_k: int, seed: int) -> Array:
+    """[num_tokens, K] int32: K distinct experts for each token, all equally likely."""
+    scores = np.random.default_rng(seed).random((num_tokens, num_experts), np.float32)
+    return np.argpartition(scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+
+
+def rows_needed(topk_idx: Array, num_ranks: int, num_experts: int, expert_alignment: int) -> int:
+    """The capacity that drops nothing on any rank."""
+    counts = np.bincount(topk_idx.reshape(-1), minlength=num_experts)
+    blocks = -(-counts // expert_alignment) * expert_alignment
+    return int(blocks.reshape(num_ranks, -1).sum(axis=1).max())
+
+
+def make_operation(name: str, work: Work, implementation: str, seed: int) -> Operation:
+    """`name`: one of OPERATIONS; `seed`: of the payload."""
+    arrays = (rank_seeds(work.num_ranks, seed), work.topk_idx)
+    return OPERATIONS[name](work, implementation, arrays)
+
+
+def _dispatcher(work: Work, implementation: Any, grad_wire_dtype: Any = None) -> Callable[..., Any]:
+    options: dict[str, Any] = {"layout": "rank"}
+    if work.layout == "expert":
+        options = {"capacity": work.capacity, "expert_alignment": work.expert_alignment}
+
+    def call(x, topk_idx):
+        return dispatch(  # type: ignore[call-overload]
+            x,
+            topk_idx,
+            num_experts=work.num_experts,
+            axis_name=AXIS,
+            wire_dtype=work.wire_dtype,
+            grad_wire_dtype=grad_wire_dtype,
+            output=work.output,
+            implementation=implementation,
+            **options,
+        )
+
+    return call
+
+
+def _dispatch(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        return random_rows(seed, (work.num_tokens, work.hidden), work.dtype), topk_idx
+
+    def check(state, out):
+        _check_dispatched(work, state, out)
+
+    return Operation(arrays, prepare, lambda state: call(*state), check)
+
+
+def _check_dispatched(work: Work, state: Any, out: Any) -> None:
+    x, topk_idx = state
+    names: tuple[str, ...]
+    wanted: Sequence[Any]
+    if work.layout == "rank":
+        names, wanted = ("local_topk_idx",), work.received(x)
+    else:
+        names = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
+        wanted = work._reference_dispatch(x, topk_idx)
+    tolerance = 0.0
+    tokens = out.tokens
+    if work.wire_dtype is not None:  # of values below 1
+        tolerance = 2.0**-4 + float(jax.numpy.finfo(work.dtype).eps)
+    if out.scales is not None:
+        tokens = reference.dequantize(np.asarray(tokens), np.asarray(out.scales), np.float32)
+    for rank, received in enumerate(wanted):
+        _agree(tokens[rank], received.tokens, f"tokens of rank {rank}", tolerance)
+        for name in names:
+            _agree(getattr(out, name)[rank], getattr(received, name), f"{name} of rank {rank}")
+
+
+def _combine(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        x = random_rows(seed, (work.num_tokens, work.hidden), work.dtype)
+        received = call(x, topk_idx)
+        y = random_rows(seed + 1, received.tokens.shape, work.dtype)
+        return y, received.handle, _weights(work, seed + 2, topk_idx.shape)
+
+    def step(state):
+        return combine(*state, wire_dtype=work.wire_dtype, implementation=implementation)
+
+    def check(state, out):
+        y, _, weights = state
+        _check_combined(work, y, weights, out, quantized=work.wire_dtype is not None)
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _check_combined(work: Work, y: Any, weights: Any, out: Any, quantized: bool) -> None:
+    magnitude = 1.0
+    if work.layout == "rank":
+        magnitude = min(work.num_ranks, work.topk_idx.shape[1])
+        wanted = reference.rank_combine(y, [r.local_topk_idx for r in work.received()])
+    else:
+        wanted = reference.combine(y, work.routes(), weights)
+    # Half a step of e4m3 of each rank's sum.
+    tolerance = _tolerance(work, magnitude) + (2.0**-4 * magnitude if quantized else 0.0)
+    _agree_all(out, wanted, "out", tolerance)
+
+
+def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    """A dispatch, and a combine of ready rows along its routes: a layer without its experts."""
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        x = random_rows(seed, (work.num_tokens, work.hidden), work.dtype)
+        shape = jax.eval_shape(call, x, topk_idx).tokens.shape
+        y = random_rows(seed + 1, shape, work.dtype)
+        return x, topk_idx, y, _weights(work, seed + 2, topk_idx.shape)
+
+    def step(state):
+        x, topk_idx, y, weights = state
+        received = call(x, topk_idx)
+        return received, combine(y, received.handle, weights, implementation=implementation)
+
+    def check(state, outputs):
+        x, topk_idx, y, weights = state
+        received, out = outputs
+        _check_dispatched(work, (x, topk_idx), received)
+        _check_combined(work, y, weights, out, quantized=False)
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    """From what a dispatch gave in the rank layout to the blocks of the experts; all local.
+
+    Rows that came quantized take "xla", and their scales take it with them.
+    """
+    work = dataclasses.replace(work, layout="rank")
+    call = _dispatcher(work, implementation)
+
+    def prepare(seed, topk_idx):
+        return call(random_rows(seed, (work.num_tokens, work.hidden), work.dtype), topk_idx)
+
+    def step(received):
+        return group_by_expert(
+            received,
+            capacity=work.capacity,
+            expert_alignment=work.expert_alignment,
+            implementation=implementation if received.scales is None else "xla",
+        )
+
+    def check(received, out):
+        names = ("tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed")
+        per_rank = work.num_experts // work.num_ranks
+        for rank, tokens in enumerate(np.asarray(received.tokens)):
+            (wanted,) = reference.dispatch(
+                [tokens.reshape(-1, work.hidden)],
+                [np.asarray(received.local_topk_idx)[rank].reshape(-1, work.topk_idx.shape[1])],
+                num_experts=per_rank,
+                capacity=work.capacity,
+                expert_alignment=work.expert_alignment,
+            )
+            for name in names:
+                _agree(getattr(out, name)[rank], getattr(wanted, name), f"{name} of rank {rank}")
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    """From the blocks of the experts to the sums that a combine takes in the rank layout."""
+    group = _group(_unquantized(work), implementation, arrays)
+
+    def prepare(seed, topk_idx):
+        received = group.prepare(seed, topk_idx)
+        grouped = group.step(received)
+        return random_rows(seed + 1, grouped.tokens.shape, work.dtype), grouped, received
+
+    def step(state):
+        return sum_by_token(*state, implementation=implementation)
+
+    def check(state, out):
+        y, grouped, received = state
+        for rank, rows in enumerate(np.asarray(grouped.handle.routes.rows)):
+            # [N * T, K]: one rank's, since the exchange was among one.
+            routes = reference.Routes(np.zeros_like(rows[0]), rows[0], len(y[rank]))
+            (wanted,) = reference.combine([np.asarray(y[rank])], [routes], None)
+            got = np.asarray(out[rank]).reshape(wanted.shape)
+            _agree(got, wanted, f"sums of rank {rank}", _tolerance(work, work.topk_idx.shape[1]))
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _dispatch_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    plain = _unquantized(work)
+    call = _dispatcher(plain, implementation, grad_wire_dtype=work.wire_dtype)
+
+    def prepare(seed, topk_idx):
+        x = random_rows(seed, (work.num_tokens, work.hidden), work.dtype)
+        tokens, backward = jax.vjp(lambda x: call(x, topk_idx).tokens, x)
+        return backward, random_rows(seed + 1, tokens.shape, work.dtype)
+
+    def step(state):
+        backward, g = state
+        (dx,) = backward(g)
+        return dx
+
+    def check(state, out):
+        _, g = state
+        if work.layout == "rank":
+            wanted = reference.rank_combine(g, [r.local_topk_idx for r in work.received()])
+        else:
+            wanted = reference.dispatch_grad(g, work.routes())
+        top_k = work.topk_idx.shape[1]
+        tolerance = _tolerance(work, top_k)
+        if work.wire_dtype is not None:  # half a step of e4m3 of each rank's sum
+            tolerance += 2.0**-4 * top_k
+        _agree_all(out, wanted, "dx", tolerance)
+
+    return Operation(arrays, prepare, step, check)
+
+
+def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+    forward = _combine(_unquantized(work), implementation, arrays)
+    options = dict(grad_wire_dtype=work.wire_dtype, implementation=implementation)
+
+    def prepare(seed, topk_idx):
+        y, handle, weights = forward.prepare(seed, topk_idx)
+        _, backward = jax.vjp(lambda y, weights: combine(y, handle, weights, **options), y, weights)
+        g = random_rows(seed + 3, (work.num_tokens, work.hidden), work.dtype)
+        return backward, g, y, weights
+
+    def step(state):
+        backward, g, _, _ = state
+        return backward(g)
+
+    def check(state, out):
+        _, g, y, weights = state
+        # A value between two of e4m3's may go to the other one on a GPU: then it is off by a step
+        # of it, 2^-3, and not by the half that is lost here as there.
+        slack = 0.0
+        if work.wire_dtype is not None:
+            g = _through_wire(work, g)
+            slack = 2.0**-3
+        if work.layout == "rank":
+            _agree_all(out[0], [r.tokens for r in work.received(g)], "dy", slack)
+            return
+        wanted_dy, wanted_dweights = reference.combine_grad(g, y, work.routes(), weights)
+        assert wanted_dweights is not None
+        dy, dweights = out
+        _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0) + slack)
+        # A sum of H products of numbers below 1, in float32; and in few of them such a step.
+        _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden + 2 * slack)
+
+    return Operation(arrays, prepare, step, check)
+
+
+OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
+    "dispatch": _dispatch,
+    "combine": _combine,
+    "round_trip": _round_trip,
+    "dispatch_grad": _dispatch_grad,
+    "combine_grad": _combine_grad,
+    "group": _group,
+    "ungroup": _ungroup,
+}
+# Which way an operation's rows travel: what a baseline beside it must do.
+DIRECTIONS = {
+    "dispatch": "out",
+    "combine": "back",
+    "dispatch_grad": "back",
+    "combine_grad": "out",
+}
+
+
+# Operations that a wire_dtype changes.
+QUANTIZED = ("dispatch", "combine", "round_trip", "dispatch_grad", "combine_grad", "group")
+# Those of the rank layout alone.
+OF_RANK_LAYOUT = ("group", "ungroup")
+
+
+def _unquantized(work: Work) -> Work:
+    return dataclasses.replace(work, wire_dtype=None, output="dequantized")
+
+
+def _through_wire(work: Work, rows: Any) -> Array:
+    """What arrives of rows that cross as the work's wire_dtype."""
+    rows = np.asarray(rows)
+    return reference.dequantize(*reference.quantize(rows, work.wire_dtype), work.dtype)
+
+
+def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
+    if work.layout == "rank":  # the experts' side has weighed
+        return None
+    weights = random_rows(seed, shape, np.float32) + 1.5
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def _tolerance(work: Work, magnitude: float) -> float:
+    """Of a sum of terms that are at most `magnitude` together, rounded once per rank and once."""
+    return 2 * magnitude * float(jax.numpy.finfo(work.dtype).eps)
+
+
+def _agree_all(got: Array, wanted: Sequence[Array], name: str, tolerance: float) -> None:
+    for rank, array in enumerate(wanted):
+        _agree(got[rank], array, f"{name} of rank {rank}", tolerance)
+
+
+def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None:
+    """Every element; a tolerance of 0 asks for equality."""
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    assert got.shape == wanted.shape, f"{name}: shape {got.shape}, not {wanted.shape}"
+    if tolerance == 0.0:
+        wrong = got != wanted
+    else:
+        error = np.abs(got.astype(np.float32) - wanted.astype(np.float32))
+        wrong = ~(error <= tolerance)  # so that NaN is wrong
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise AssertionError(
+            f"{name}: {int(wrong.sum())} of {wrong.size} elements differ from the reference, the "
+            f"first at {where}: {got[where]}, not {wanted[where]} (tolerance {tolerance:.3g})"
+        )

@@ -1,0 +1,1 @@
+"""Dispatch and combine: `api` is where to start reading."""

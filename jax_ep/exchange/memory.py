@@ -1,0 +1,447 @@
+"""What communication holds in memory: bytes per rank beside the caller's inputs and outputs.
+
+Counted from shapes, so it answers for machines that are not here. What XLA's own memory analysis
+says of the portable exchange is compared with it in the tests, and so are the buffers that the
+kernels' calls are lowered with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import checks
+from jax_ep.exchange import pallas as pallas_exchange
+from jax_ep.exchange import quantization, routes
+from pallas_kernels.fabric.plan import LANES, Tiling, Window, align_up
+
+Operation = Literal[
+    "dispatch",
+    "combine",
+    "dispatch_grad",
+    "combine_grad",
+    "dispatch_like",
+    "group_by_expert",
+    "sum_by_token",
+]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+IMPLEMENTATIONS = ("pallas", "xla")
+LAYOUTS = ("expert", "rank")
+# Within one rank, between the rank layout and blocks of rows: nothing crosses the wire.
+LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
+
+_WORD = 4  # bytes of an int32 or a float32
+
+
+def workspace_bytes(
+    operation: Operation,
+    implementation: Literal["pallas", "xla"],
+    *,
+    num_tokens: int,
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    num_ranks: int,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    layout: Literal["expert", "rank"] = "expert",
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Literal["dequantized", "quantized"] = "dequantized",
+) -> dict[str, int]:
+    """The buffers that one call of an operation holds: name -> bytes per rank.
+
+    x and topk_idx, y and the weights, `Dispatched.tokens`, the result of `combine`, cotangents and
+    gradients are the caller's and not counted. The routes are, by the dispatch that makes them,
+    though they live as long as the handle does; everything else is freed when the call returns,
+    and two calls never hold theirs at once unless XLA runs them at once.
+
+    For "xla" these are the arrays the program names. XLA may fuse some of them away, let those
+    that are not needed at once share memory or lie where the results will be; or hold more where
+    it does not fuse: up to K arrays [N, T, H] of the terms of a sum over a token's choices.
+
+    Args:
+      operation: a function of this library; or "dispatch_grad", the gradient of a dispatch, or
+        "combine_grad", that of a weighted combine, or in the rank layout of one without weights.
+      implementation: "pallas" or "xla".
+      num_tokens: T, per rank.
+      hidden: H.
+      num_experts: E.
+      top_k: K.
+      num_ranks: N.
+      dtype: of the rows.
+      capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Of
+        no matter to what keeps to the rank layout, which has N·T rows.
+      expert_alignment: as given there; R is larger by the padding that it may need.
+      layout: of `dispatch`. group_by_expert and sum_by_token are of "rank".
+      wire_dtype: of the operation; for a gradient, the grad_wire_dtype.
+      output: of a dispatch with a wire_dtype; "pallas" writes a quantized one where it belongs.
+
+    Raises:
+      ValueError, TypeError: an argument does not fit, or "pallas" cannot serve the sizes; the
+        message names it.
+    """
+    for name, value, allowed in (
+        ("operation", operation, OPERATIONS),
+        ("implementation", implementation, IMPLEMENTATIONS),
+        ("layout", layout, LAYOUTS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, but is {value!r}.")
+    sizes = dict(
+        num_tokens=num_tokens,
+        hidden=hidden,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=num_ranks,
+        expert_alignment=expert_alignment,
+        **({} if capacity is None else dict(capacity=capacity)),
+    )
+    for name, size in sizes.items():
+        checks.check_integer(name, size)
+    if num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be a positive multiple of num_ranks, but is {num_experts} for "
+            f"{num_ranks} ranks."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be floating, but is {jnp.dtype(dtype).name}.")
+    if operation in LOCAL and layout != "rank":
+        raise ValueError(f'layout must be "rank" for {operation}, but is {layout!r}.')
+    wire_dtype = quantization.checked("hidden", jax.ShapeDtypeStruct((hidden,), dtype), wire_dtype)
+    quantization.check_output(output, wire_dtype)
+    if output == "quantized" and operation != "dispatch":
+        raise ValueError(f'output="quantized" is of a dispatch, but the operation is {operation}.')
+    if wire_dtype is not None and operation in LOCAL:
+        raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
+    num_local = num_experts // num_ranks
+    if operation in LOCAL:  # an exchange among one rank
+        num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
+        layout = "expert"
+    if layout == "rank":
+        capacity = num_ranks * num_tokens
+    if capacity is None:
+        capacity = routes.dropless_capacity(
+            num_ranks, num_tokens, top_k, num_local, expert_alignment
+        )
+    shape = _Shape(
+        num_tokens,
+        hidden,
+        num_experts,
+        top_k,
+        num_ranks,
+        jnp.dtype(dtype),
+        capacity,
+        layout == "rank",
+        wire_dtype,
+        output == "quantized",
+    )
+    if implementation == "pallas":
+        _check_kernels_serve(shape)
+    count = _COUNTS[operation, implementation]
+    return {name: size for name, size in count(shape).items() if size}
+
+
+class OtherLibrary(NamedTuple):
+    """The low-latency buffers of another library.
+
+    Attributes:
+      name: which, and in which state.
+      formula: bytes per rank, of B = T tokens and P bytes of a message.
+      source: where the formula comes from.
+      size: the formula, of (N, E, K, B·P).
+    """
+
+    name: str
+    formula: str
+    source: str
+    size: Callable[[int, int, int, int], int]
+
+
+def message_bytes(hidden: int) -> int:
+    """P of `OTHER_LIBRARIES`: a combine message, a bfloat16 row and two bfloat16 per 128 values."""
+    return 2 * hidden + hidden // 128 * 4
+
+
+def _flags(num_experts: int) -> int:
+    return align_up(num_experts * _WORD, 128)
+
+
+_NCCL_EP = "arXiv:2603.13606, section IV.D; NVIDIA/nccl pull request 2040"
+# Everything twice, because odd and even calls alternate between two sets of buffers.
+OTHER_LIBRARIES = (
+    OtherLibrary(
+        "DeepEP V1",
+        "2 (E·B·P sent + E·B·P received + 4 E)",
+        "LowLatencyLayout in csrc/config.hpp of deepseek-ai/DeepEP",
+        lambda n, e, k, rows: 2 * (2 * e * rows + _flags(e)),
+    ),
+    OtherLibrary(
+        "NCCL EP, before",
+        "the same",
+        f"{_NCCL_EP}: where it began",
+        lambda n, e, k, rows: 2 * (2 * e * rows + _flags(e)),
+    ),
+    OtherLibrary(
+        "NCCL EP, expert-major",
+        "2 (E·B·P sent + max(N, K)·B·P received + 4 E)",
+        f"{_NCCL_EP}: one message per (rank, token), the routes in its header; what combine sends "
+        "lies by expert",
+        lambda n, e, k, rows: 2 * (e * rows + max(n, k) * rows + _flags(e)),
+    ),
+    OtherLibrary(
+        "NCCL EP, rank-major",
+        "2 (N·B·P sent + max(N, K)·B·P received + 4 E)",
+        "as before; what combine sends lies by rank",
+        lambda n, e, k, rows: 2 * (n * rows + max(n, k) * rows + _flags(e)),
+    ),
+    OtherLibrary(
+        "NCCL EP, NVLink alone",
+        "2 max(N, K)·B·P",
+        "the least of that design: peers are written directly, so nothing is sent from a buffer",
+        lambda n, e, k, rows: 2 * max(n, k) * rows,
+    ),
+)
+
+
+def other_libraries(
+    *, num_tokens: int, hidden: int, num_experts: int, top_k: int, num_ranks: int
+) -> dict[str, int]:
+    """What the low-latency buffers of DeepEP and NCCL EP hold, by library, in bytes per rank.
+
+    `OTHER_LIBRARIES` has their formulas, and where these come from.
+    """
+    rows = num_tokens * message_bytes(hidden)
+    return {
+        other.name: other.size(num_ranks, num_experts, top_k, rows) for other in OTHER_LIBRARIES
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """The sizes of one call."""
+
+    num_tokens: int
+    hidden: int
+    num_experts: int
+    top_k: int
+    num_ranks: int
+    dtype: jnp.dtype
+    capacity: int
+    by_rank: bool
+    wire_dtype: jnp.dtype | None
+    quantized: bool  # what a dispatch hands out
+
+    @property
+    def pairs(self) -> int:
+        """(source rank, token) pairs."""
+        return self.num_ranks * self.num_tokens
+
+    def rows(self, count: int) -> int:
+        return count * self.hidden * self.dtype.itemsize
+
+    def sent_rows(self, count: int) -> int:
+        """Rows as they are on their way."""
+        return count * quantization.row_bytes(self.hidden, self.dtype, self.wire_dtype)
+
+    def quantized_rows(self, count: int) -> int:
+        """Rows before or after their way, if that takes others than the caller's."""
+        return 0 if self.wire_dtype is None else self.sent_rows(count)
+
+    def gathered(self, size: int) -> int:
+        """So many bytes of all ranks; one rank alone reads its own."""
+        return size if self.num_ranks > 1 else 0
+
+    def routes(self) -> int:
+        """Rows or local experts of every choice; and counts, unless ranks own rows."""
+        counts = 0 if self.by_rank else self.num_ranks * self.num_experts
+        return _WORD * (self.pairs * self.top_k + counts)
+
+    @property
+    def padded_hidden(self) -> int:
+        """H as the kernels see it."""
+        return pallas_exchange.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
+
+    def padded_rows(self, count: int) -> int:
+        """Copies of the caller's rows that the kernels need where they want longer ones."""
+        padded = self.padded_hidden
+        return 0 if padded == self.hidden else count * padded * self.dtype.itemsize
+
+
+def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
+    hidden, wire_dtype = shape.padded_hidden, shape.wire_dtype
+    rows = jax.ShapeDtypeStruct((shape.num_tokens, hidden), shape.dtype)
+    sizes = (shape.num_ranks, shape.top_k)
+    if shape.by_rank:
+        plan = pallas_exchange.rank_dispatch_plan(rows, *sizes, wire_dtype)
+    else:
+        plan = pallas_exchange.dispatch_plan(rows, *sizes, shape.num_experts, wire_dtype)
+    received = shape.capacity * quantization.row_bytes(hidden, shape.dtype, wire_dtype)
+    if hidden == shape.hidden and (wire_dtype is None or shape.quantized):
+        received = 0  # they are the caller's
+    counts = 0 if shape.by_rank else align_up(shape.num_experts, LANES)
+    entries = max(
+        Window.of(tokens, plan, shape.num_tokens, shape.top_k).total
+        for tokens in (plan.window_tokens, plan.step_tokens)
+    )
+    return {
+        "routes": _WORD * shape.num_ranks * (entries + counts),
+        "choices of each expert": counts * _count_bytes(shape),
+        "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
+        "padded rows": shape.padded_rows(shape.num_tokens),
+        "received rows": received,
+    }
+
+
+def _count_bytes(shape: _Shape) -> int:
+    """Of one of the counts that peers read."""
+    topk_idx = jax.ShapeDtypeStruct((shape.num_tokens, shape.top_k), jnp.int32)
+    count = functools.partial(routes.count_experts, num_experts=shape.num_experts)
+    return jax.eval_shape(count, topk_idx).dtype.itemsize
+
+
+def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
+    if shape.by_rank:  # the lists are made anew
+        return _pallas_dispatch(shape)
+    held = _pallas_dispatch(shape)
+    return {name: held[name] for name in ("semaphores", "padded rows", "received rows")}
+
+
+def _pallas_combine(shape: _Shape) -> dict[str, int]:
+    hidden = shape.padded_hidden
+    plan = pallas_exchange.combine_plan(
+        jax.ShapeDtypeStruct((shape.capacity, hidden), shape.dtype),
+        shape.num_ranks,
+        shape.num_tokens,
+        shape.top_k,
+        wire_dtype=shape.wire_dtype,
+    )
+    steps = math.ceil(plan.tokens_per_block(shape.num_tokens) / plan.step_tokens)
+    columns = Tiling.of(hidden, shape.dtype).padded
+    row_bytes = quantization.row_bytes(columns, shape.dtype, shape.wire_dtype)
+    mailbox_rows = min(plan.mailbox_steps, steps) * shape.num_ranks * plan.step_tokens
+    return {
+        "mailbox": plan.num_blocks * mailbox_rows * row_bytes,
+        "semaphores": _WORD * plan.num_blocks * 2 * shape.num_ranks,
+        "padded rows": shape.padded_rows(shape.num_tokens + shape.capacity),
+    }
+
+
+def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
+    if shape.by_rank:
+        return _pallas_dispatch_like(shape)
+    if shape.wire_dtype is not None:  # rows that came as it are weighed by XLA
+        return _pallas_dispatch_like(shape) | _xla_grad_of_rows(shape)
+    hidden = shape.padded_hidden
+    plan = pallas_exchange.combine_grad_plan(
+        jax.ShapeDtypeStruct((shape.capacity, hidden), shape.dtype),
+        shape.num_ranks,
+        shape.num_tokens,
+        shape.top_k,
+        shape.num_experts,
+    )
+    return {
+        "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
+        "padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity),  # g, y and dy
+    }
+
+
+def _xla_dispatch(shape: _Shape) -> dict[str, int]:
+    choices = shape.num_tokens * shape.top_k
+    if shape.by_rank:
+        return {
+            "gathered tokens": shape.gathered(shape.sent_rows(shape.pairs)),
+            "quantized rows": shape.quantized_rows(shape.num_tokens),
+            "gathered choices": shape.gathered(_WORD * shape.pairs * shape.top_k),
+            "routes": shape.routes(),
+        }
+    counts = shape.num_ranks * (2 * choices + shape.num_experts)
+    return {
+        "gathered choices": _WORD * counts,
+        "counting choices": _WORD * align_up(choices, LANES) * shape.num_experts,
+        "routes": shape.routes(),
+        **_xla_dispatch_like(shape),
+    }
+
+
+def _xla_dispatch_like(shape: _Shape) -> dict[str, int]:
+    if shape.by_rank:
+        return _xla_dispatch(shape)
+    return {
+        "gathered tokens": shape.gathered(shape.sent_rows(shape.pairs)),
+        "quantized rows": shape.quantized_rows(shape.num_tokens),
+        "received rows": shape.quantized_rows(shape.capacity),
+        "choice of each row": _WORD * (shape.capacity + 2 * shape.pairs * shape.top_k),
+    }
+
+
+def _xla_combine(shape: _Shape, weighted: bool = True) -> dict[str, int]:
+    sums = shape.pairs * shape.hidden * _WORD
+    rounded = shape.sent_rows(shape.pairs)
+    received = {
+        "received sums": shape.gathered(rounded),
+        "widened sums": 0 if shape.wire_dtype is None else sums,
+    }
+    if shape.by_rank:
+        return {"sent sums": rounded, **received}
+    return {
+        "partial sums": sums,
+        "rounded sums": 0 if rounded == sums else shape.gathered(rounded),
+        **received,
+        "gathered weights": shape.gathered(_WORD * shape.pairs * shape.top_k) if weighted else 0,
+    }
+
+
+def _xla_combine_grad(shape: _Shape) -> dict[str, int]:
+    if shape.by_rank:
+        return _xla_dispatch_like(shape)
+    return _xla_dispatch_like(shape) | _xla_grad_of_rows(shape)
+
+
+def _xla_grad_of_rows(shape: _Shape) -> dict[str, int]:
+    """From g in the rows to the gradients of y and the weights."""
+    numbers = _WORD * shape.pairs * shape.top_k
+    return {
+        "g in the rows": shape.rows(shape.capacity),
+        "products with y": _WORD * shape.capacity * shape.hidden,
+        "gathered weights": shape.gathered(numbers),
+        "weights and their gradient by row": 2 * _WORD * shape.capacity,
+        "weights' gradient by rank": numbers + shape.gathered(numbers),
+    }
+
+
+_COUNTS: dict[tuple[str, str], Callable[[_Shape], dict[str, int]]] = {
+    ("dispatch", "pallas"): _pallas_dispatch,
+    ("dispatch", "xla"): _xla_dispatch,
+    ("combine", "pallas"): _pallas_combine,
+    ("combine", "xla"): _xla_combine,
+    ("dispatch_grad", "pallas"): _pallas_combine,
+    ("dispatch_grad", "xla"): functools.partial(_xla_combine, weighted=False),
+    ("combine_grad", "pallas"): _pallas_combine_grad,
+    ("combine_grad", "xla"): _xla_combine_grad,
+    ("dispatch_like", "pallas"): _pallas_dispatch_like,
+    ("dispatch_like", "xla"): _xla_dispatch_like,
+    ("group_by_expert", "pallas"): _pallas_dispatch,
+    ("group_by_expert", "xla"): _xla_dispatch,
+    ("sum_by_token", "pallas"): _pallas_combine,
+    ("sum_by_token", "xla"): _xla_combine,
+}
+
+
+def _check_kernels_serve(shape: _Shape) -> None:
+    reason = pallas_exchange.unavailable_reason(
+        shape.hidden,
+        shape.dtype,
+        shape.num_ranks,
+        shape.top_k,
+        shape.num_experts,
+        shape.wire_dtype,
+    )
+    if reason is not None:
+        raise ValueError(f'implementation="pallas" cannot serve: {reason}.')

@@ -1,0 +1,139 @@
+"""Rows as float8 on the wire: 1 byte a value, and one float32 scale for every 128 values.
+
+The blocks and the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). For a block
+of 128 neighbouring values of one row,
+
+    scale = max(largest |finite value| / 448, 2^-117),    sent = float8_e4m3fn(value · (1 / scale)),
+
+so what arrives, sent · scale, is within the type's own rounding of the value: e4m3 has 3 bits of
+fraction, normal numbers from 2^-6 and subnormal ones every 2^-9, so
+
+    |arrived - value| <= max(2^-4 |value|, 2^-10 scale),
+
+and the rounding of the receiver's dtype. A block of zeros arrives as zeros; the largest values a
+dtype has do not overflow; below 448 · 2^-117, or 2.7e-33, the scale stays and the error is at most
+2^-127. The type has no infinity: NaN and infinities arrive as NaN, and leave the rest of their
+block alone.
+
+XLA on CPUs, the kernels and `jax_ep.reference` give the same bits. Where XLA divides in fewer steps
+than IEEE 754 asks for, as on GPUs, 1 / scale may be off by 2^-22 of itself, so a value just between
+two numbers of e4m3 may go to the other one. Where sums are sent, XLA may multiply by a scale and
+add to the sum over ranks in one rounding; the kernels round twice, as `jax_ep.reference` would.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.exchange.quantize import BLOCK, dequantize, quantize
+
+Rows = jax.Array | jax.ShapeDtypeStruct
+
+DTYPES = (jnp.float8_e4m3fn,)
+_SCALE_BYTES = 4
+
+
+def checked(
+    name: str,
+    rows: Rows,
+    wire_dtype: jax.typing.DTypeLike | None,
+    argument: str = "wire_dtype",
+) -> jnp.dtype | None:
+    """wire_dtype as a dtype; raises ValueError or TypeError unless `rows` can go as that."""
+    if wire_dtype is None:
+        return None
+    try:
+        known = jnp.dtype(wire_dtype) in DTYPES
+    except TypeError:
+        known = False
+    if not known:
+        names = ", ".join(jnp.dtype(d).name for d in DTYPES)
+        raise ValueError(f"{argument} must be None or {names}, but is {wire_dtype!r}.")
+    dtype = jnp.dtype(wire_dtype)
+    if rows.shape[-1] % BLOCK:
+        raise ValueError(
+            f"{argument}={dtype.name} needs rows of whole blocks of {BLOCK} values, but {name} has "
+            f"{rows.shape[-1]} columns; pad them."
+        )
+    if rows.dtype.itemsize < 2:
+        raise TypeError(
+            f"{name} is sent as {dtype.name} from a wider dtype, but has dtype {rows.dtype}; leave "
+            f"{argument} out."
+        )
+    return dtype
+
+
+def both_checked(
+    name: str,
+    rows: Rows,
+    wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
+) -> tuple[jnp.dtype | None, jnp.dtype | None]:
+    """`checked`, of what rows cross the wire in and of what their cotangents do."""
+    return (
+        checked(name, rows, wire_dtype),
+        checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
+    )
+
+
+def check_output(output: str, wire_dtype: jax.typing.DTypeLike | None) -> None:
+    if output not in ("dequantized", "quantized"):
+        raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')
+    if output == "quantized" and wire_dtype is None:
+        raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
+
+
+def handed_out(
+    received: tuple[jax.Array, ...], dtype: jax.typing.DTypeLike, quantized: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """What arrived, for the caller: rows of `dtype`, or as they came with their scales."""
+    if len(received) == 1:
+        return received[0], None
+    rows, scales = received
+    return (rows, scales) if quantized else (dequantize(rows, scales, dtype), None)
+
+
+def row_bytes(
+    hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None
+) -> int:
+    """Of a row on its way."""
+    if wire_dtype is None:
+        return hidden * jnp.dtype(dtype).itemsize
+    return hidden * jnp.dtype(wire_dtype).itemsize + hidden // BLOCK * _SCALE_BYTES
+
+
+def bits(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
+    """Rows [..., H] as XLA's collectives carry them, in one array and NaNs with their payload.
+
+    Unsigned words of x's size; or with a wire_dtype bytes, [..., H + H / 32]: the values, then
+    the scales.
+    """
+    if wire_dtype is None:
+        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    rows, scales = quantize(x, wire_dtype)
+    of_scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    of_rows = lax.bitcast_convert_type(rows, jnp.uint8)
+    return jnp.concatenate([of_rows, of_scales.reshape(*rows.shape[:-1], -1)], axis=-1)
+
+
+def parts(sent: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, ...]:
+    """What `bits(x)` were made of: rows of x's dtype, or rows of `wire_dtype` and their scales."""
+    if wire_dtype is None:
+        return (lax.bitcast_convert_type(sent, x.dtype),)
+    rows, scales = jnp.split(sent, [x.shape[-1]], axis=-1)
+    scales = scales.reshape(*sent.shape[:-1], -1, _SCALE_BYTES)
+    return (
+        lax.bitcast_convert_type(rows, wire_dtype),
+        lax.bitcast_convert_type(scales, jnp.float32),
+    )
+
+
+def no_gradient(wire_dtype: jnp.dtype | None) -> str:
+    """Why nobody can differentiate a dispatch of quantized output, and what would do."""
+    return (
+        f'dispatch(output="quantized") has no gradient: the cotangent of {wire_dtype} rows would '
+        f'be {wire_dtype}. Use output="dequantized", or give the cotangent of the rows to combine '
+        "in a jax.custom_vjp around the dispatch and the matmul."
+    )

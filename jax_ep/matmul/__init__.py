@@ -1,0 +1,1 @@
+"""Grouped matmul: one matrix for each expert."""

@@ -1,0 +1,327 @@
+"""Grouped matmul: each row times its group's matrix, and which kernel computes it here.
+
+Two JAX primitives carry it, so that one jaxpr lowers to the right kernel on each platform:
+`grouped_matmul` (a product, or the sum of several) and `grouped_matmul_drhs` (the gradient of the
+matrices). Each is the gradient of the other, so gradients of any order work.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_ep import checks
+from jax_ep.exchange.primitives import vary_alike
+from jax_ep.matmul import backends as kernels
+
+Implementation = Literal["pallas", "mosaic", "tokamax", "xla", "loop"] | None
+IMPLEMENTATIONS = ("pallas", "mosaic", "tokamax", "xla", "loop")
+
+# What None tries, in this order, by the platform that the program is lowered for. Measured on an
+# H200 at [32768, 7168] x [32, 7168, 2048] (product, dlhs, drhs; WORKSPACE_NOTES.md), in per cent of
+# a dense matmul: "pallas" 90, 90 and 87, "mosaic" 57, 46 and 64, "xla" 3, 3 and 3; and tokamax
+# 0.0.17 38, 39 and, with wrong sums, 25, which is why None leaves it out.
+_PREFERENCE = {
+    "cpu": ("loop",),
+    "cuda": ("pallas", "mosaic", "xla"),
+}
+_PREFERENCE_ELSEWHERE = ("xla",)
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Multiplies consecutive groups of rows by one matrix each: an MoE layer's experts.
+
+    Rows [0, group_sizes[0]) of `lhs` are multiplied by `rhs[0]`, the next `group_sizes[1]` rows
+    by `rhs[1]`, and so on. Sums are float32. Works anywhere in a JAX program: `jit`, `grad` (of
+    any order, for both operands), `vmap` (one product after another), `jax.checkpoint`, `scan`,
+    and inside `shard_map` with `check_vma` on or off.
+
+    Rows past the last group may hold anything, NaN included: the result is zero there, so is the
+    gradient of `lhs`, and they never reach the gradient of `rhs`, which is zero for an empty
+    group. "pallas" and "loop" do nothing for them but write the zeros. "mosaic" does not read
+    them for the gradient of `rhs`; in the two products of rows it multiplies blocks of them like
+    any others, and selects zeros in their place.
+
+    Args:
+      lhs: [R, H] floating: rows in group order.
+      rhs: [L, H, F], the dtype of lhs: one matrix for each group.
+      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R.
+      implementation: what computes it:
+        "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
+                  of 64.
+        "mosaic"  JAX's own Pallas kernels, likewise.
+        "tokamax" the `ragged_dot` of the package tokamax, on the GPUs and TPUs it serves, and
+                  `jax.lax`'s for the gradient of rhs. None never picks it.
+        "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
+        "loop"    a loop over groups and tiles of their rows; any platform, made for CPUs.
+        None      the best of them that serves the operands on the platform the program is
+                  compiled for.
+
+    Returns:
+      [R, F], the dtype of lhs.
+
+    Raises:
+      TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
+        it here; the message says why.
+    """
+    checks.check_array("lhs", lhs, 2, jnp.floating, "[R, H]", may_be_empty=False)
+    checks.check_array("rhs", rhs, 3, jnp.floating, "[L, H, F]", may_be_empty=False)
+    checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]", may_be_empty=False)
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(
+            f"lhs and rhs must have one dtype, but have {lhs.dtype} and {rhs.dtype}; "
+            "cast one of them with .astype."
+        )
+    if lhs.shape[1] != rhs.shape[1]:
+        raise ValueError(
+            "the columns of lhs [R, H] must be the rows of each matrix of rhs [L, H, F], but lhs "
+            f"has shape {lhs.shape} and rhs has shape {rhs.shape}."
+        )
+    if group_sizes.shape[0] != rhs.shape[0]:
+        raise ValueError(
+            "group_sizes must have one entry for each matrix of rhs [L, H, F], but has shape "
+            f"{group_sizes.shape} where rhs has shape {rhs.shape}."
+        )
+    check_implementation(implementation, rhs)
+    lhs, rhs, sizes = vary_alike((lhs, rhs, jnp.asarray(group_sizes, jnp.int32)), ())
+    return product(lhs, rhs, sizes, implementation)
+
+
+def check_implementation(implementation: Implementation, rhs: jax.Array) -> None:
+    """Raises ValueError, with the reason, if the named one cannot multiply by such matrices."""
+    if implementation is None:
+        return
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}."
+        )
+    reason = _operands_reason(implementation, rhs.shape[1:], rhs.dtype)
+    if reason is not None:
+        raise ValueError(f'implementation="{implementation}" cannot serve here: {reason}.')
+
+
+def serving_implementations(
+    matrix_shape: tuple[int, int], dtype: Any, platform: str | None = None
+) -> tuple[str, ...]:
+    """The implementations that can multiply by matrices of this shape and dtype on a platform.
+
+    Args:
+      matrix_shape: (H, F).
+      dtype: of the operands.
+      platform: "cpu", "cuda", "tpu", ...; None: the one that JAX uses by default here.
+    """
+    platform = _default_platform() if platform is None else platform
+    return tuple(
+        name
+        for name in IMPLEMENTATIONS
+        if _operands_reason(name, matrix_shape, dtype) is None
+        and _platform_reason(name, platform) is None
+    )
+
+
+def product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    implementation: Implementation,
+    transpose_rhs: bool = False,
+) -> jax.Array:
+    """lhs [R, K] by groups times rhs [L, K, N] (or, transposed, [L, N, K]) -> [R, N].
+
+    For operands that were checked, of one varying-axes type, with int32 group_sizes.
+    """
+    return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def sum_of_products(
+    pairs: tuple[tuple[jax.Array, jax.Array], ...],
+    group_sizes: jax.Array,
+    implementation: Implementation,
+    transpose_rhs: bool = False,
+) -> jax.Array:
+    """The sum of the `product`s of (lhs, rhs) pairs, which are alike in shape and dtype.
+
+    "pallas" computes it in one kernel, so that the sum is float32 and rounded once; the others
+    round each product.
+    """
+    operands = (operand for pair in pairs for operand in pair)
+    return grouped_matmul_p.bind(
+        *operands, group_sizes, implementation=implementation, transpose_rhs=transpose_rhs
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def drhs(
+    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
+) -> jax.Array:
+    """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
+
+    For operands that were checked, of one varying-axes type, with int32 group_sizes.
+    """
+    return grouped_matmul_drhs_p.bind(lhs, grad, group_sizes, implementation=implementation)
+
+
+def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs):
+    out = sum_of_products(pairs, group_sizes, implementation, transpose_rhs)
+    return out, (pairs, group_sizes)
+
+
+def _sum_of_products_bwd(implementation, transpose_rhs, saved, grad):
+    pairs, group_sizes = saved
+
+    def one_pair(lhs, rhs):
+        dlhs = product(grad, rhs, group_sizes, implementation, not transpose_rhs)
+        operands = (grad, lhs) if transpose_rhs else (lhs, grad)
+        return dlhs, drhs(*operands, group_sizes, implementation)
+
+    return tuple(one_pair(*pair) for pair in pairs), None
+
+
+def _drhs_fwd(lhs, grad, group_sizes, implementation):
+    return drhs(lhs, grad, group_sizes, implementation), (lhs, grad, group_sizes)
+
+
+def _drhs_bwd(implementation, saved, ct):
+    lhs, grad, group_sizes = saved
+    dlhs = product(grad, ct, group_sizes, implementation, True)
+    dgrad = product(lhs, ct, group_sizes, implementation, False)
+    return dlhs, dgrad, None
+
+
+sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
+drhs.defvjp(_drhs_fwd, _drhs_bwd)
+
+
+def _operands_reason(name: str, matrix_shape: tuple[int, ...], dtype: Any) -> str | None:
+    if name in ("pallas", "mosaic"):
+        return kernels.hopper_unavailable_reason(matrix_shape, dtype)
+    if name == "tokamax":
+        return kernels.tokamax_unavailable_reason(matrix_shape, dtype)
+    return None
+
+
+def _platform_reason(name: str, platform: str) -> str | None:
+    if name in ("pallas", "mosaic"):
+        if platform != "cuda":
+            return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
+        capability = _compute_capability()
+        if capability is not None and not 9 <= capability < 10:
+            return (
+                "its kernels need an NVIDIA GPU of compute capability 9 (Hopper), and this one "
+                f"has {capability}"
+            )
+    if name == "tokamax" and platform not in ("cuda", "tpu"):
+        return f"its kernels are for GPUs and TPUs, and this program is for {platform}"
+    return None
+
+
+def _compute_capability() -> float | None:
+    """Of the first GPU; None where there is none, as when lowering for another machine."""
+    device = jax.devices()[0]
+    return float(device.compute_capability) if device.platform == "gpu" else None
+
+
+def _default_platform() -> str:
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return platform
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
+
+
+def _choose(
+    implementation: Implementation, platform: str, matrix_shape: tuple[int, ...], dtype: Any
+) -> str:
+    """The implementation to lower to; raises if the named one cannot serve the platform."""
+    if implementation is not None:
+        reason = _platform_reason(implementation, platform)
+        if reason is not None:
+            raise ValueError(f'implementation="{implementation}" cannot serve here: {reason}.')
+        return implementation
+    for name in _PREFERENCE.get(platform, _PREFERENCE_ELSEWHERE):
+        if (
+            _operands_reason(name, matrix_shape, dtype) is None
+            and _platform_reason(name, platform) is None
+        ):
+            return name
+    raise AssertionError("xla and loop serve everything")
+
+
+# Jitted, so that a program with many grouped matmuls of one shape traces each kernel once.
+@functools.partial(jax.jit, static_argnames=("implementation", "platform", "transpose_rhs"))
+def _compute_product(*operands, implementation, platform, transpose_rhs):
+    *factors, group_sizes = operands
+    pairs = list(zip(factors[::2], factors[1::2], strict=True))
+    lhs, rhs = pairs[0]
+    name = _choose(implementation, platform, rhs.shape[1:], lhs.dtype)
+    if name == "pallas":
+        return kernels.pallas_sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs)
+    compute = getattr(kernels, f"{name}_product")
+    products = (compute(*pair, group_sizes, transpose_rhs=transpose_rhs) for pair in pairs)
+    return functools.reduce(jnp.add, products)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "platform"))
+def _compute_drhs(lhs, grad, group_sizes, *, implementation, platform):
+    name = _choose(implementation, platform, (lhs.shape[1], grad.shape[1]), lhs.dtype)
+    return getattr(kernels, f"{name}_drhs")(lhs, grad, group_sizes)
+
+
+def _product_shape(lhs, rhs, *_, transpose_rhs, **__):
+    return lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+
+
+def _drhs_shape(lhs, grad, group_sizes, **_):
+    return group_sizes.shape[0], lhs.shape[1], grad.shape[1]
+
+
+def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
+    primitive = Primitive(name)
+
+    def abstract_eval(lhs, *others, **params):
+        return lhs.update(shape=shape(lhs, *others, **params), weak_type=False)
+
+    def one_by_one(operands, dims, **params):
+        size = next(
+            operand.shape[dim]
+            for operand, dim in zip(operands, dims, strict=True)
+            if dim is not None
+        )
+        stacked = [
+            jnp.broadcast_to(operand, (size, *operand.shape))
+            if dim is None
+            else jnp.moveaxis(operand, dim, 0)
+            for operand, dim in zip(operands, dims, strict=True)
+        ]
+        return lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked)), 0
+
+    primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(lambda *operands, **params: _jitted(primitive, **params)(*operands))
+    batching.primitive_batchers[primitive] = one_by_one
+    for platform in (None, "cpu", "cuda"):
+        lowered = functools.partial(compute, platform=platform or "another platform")
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(lowered, multiple_results=False), platform=platform
+        )
+    return primitive
+
+
+@functools.cache
+def _jitted(primitive: Primitive, **params: Any) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product)
+grouped_matmul_drhs_p = _primitive("grouped_matmul_drhs", _drhs_shape, _compute_drhs)

@@ -1,0 +1,341 @@
+"""Routers and balance losses: pure functions of one rank's logits, float32 inside."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import checks
+from jax_ep.checks import AxisName
+from jax_ep.exchange.primitives import vary_alike
+
+Score = Literal["softmax", "sigmoid"]
+
+# Keeps a normalization and its derivative finite when every chosen score is zero: far below any
+# score that matters, and its square does not underflow.
+_TINY = 1e-15
+
+
+class Routing(NamedTuple):
+    """Where each token goes, and with which weight. T tokens, K choices, E experts.
+
+    Attributes:
+        topk_idx: [T, K] int32, expert ids, best first; all K of a token are distinct.
+        topk_weights: [T, K] float32, what `combine` multiplies each expert's output by.
+        probs: [T, E] float32, every expert's score before bias, groups, normalization and scale.
+            What `load_balance_loss` takes.
+    """
+
+    topk_idx: jax.Array
+    topk_weights: jax.Array
+    probs: jax.Array
+
+
+def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    """x @ gate in float32, at the speed of bfloat16 where x is bfloat16.
+
+    A float32 is the sum of three bfloat16 numbers. With a bfloat16 x, three bfloat16 products
+    with float32 sums therefore lose nothing, where one product of float32 operands would first
+    copy x to float32, and on a GPU then round the gate to TF32's 11 bits. The gradients split
+    their float32 operands in two, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). Other
+    dtypes of x are multiplied as float32, in whatever precision `jax.default_matmul_precision`
+    says.
+
+    Args:
+        x: [T, H] floating.
+        gate: [H, E] floating.
+
+    Returns:
+        [T, E] float32.
+    """
+    checks.check_array("x", x, 2, jnp.floating, "[T, H]")
+    checks.check_array("gate", gate, 2, jnp.floating, "[H, E]")
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32) @ gate.astype(jnp.float32)
+    if gate.dtype != jnp.bfloat16:
+        gate = gate.astype(jnp.float32)
+    return _bfloat16_logits(*vary_alike((x, gate), ()))
+
+
+@jax.custom_vjp
+def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
+    parts = _split(gate, 3)
+    products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
+    return _sum_of_columns(products, len(parts))
+
+
+def _bfloat16_logits_bwd(saved, grad):
+    x, gate = saved
+    high, low = _split(grad, 2)
+    gate_high, *gate_low = _split(gate, 2)
+    dx = _dot(
+        jnp.concatenate([high, low, high][: 2 + len(gate_low)], axis=1),
+        jnp.concatenate([gate_high, gate_high, *gate_low], axis=1),
+        1,
+        1,
+        x.dtype,
+    )
+    dgate = _dot(x, jnp.concatenate([high, low], axis=1), 0, 0, jnp.float32)
+    return dx, _sum_of_columns(dgate, 2).astype(gate.dtype)
+
+
+_bfloat16_logits.defvjp(
+    lambda x, gate: (_bfloat16_logits(x, gate), (x, gate)), _bfloat16_logits_bwd
+)
+
+
+def _split(x: jax.Array, count: int) -> list[jax.Array]:
+    """float32 as a sum of bfloat16 arrays, largest first; bfloat16 is one."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    parts = []
+    for _ in range(count):
+        part = lax.reduce_precision(x, 8, 7)  # XLA may skip a cast there and back, but not this
+        parts.append(part.astype(jnp.bfloat16))
+        x = jnp.where(jnp.isfinite(part), x - part, 0)  # of infinity nothing is left, not NaN
+    return parts
+
+
+def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
+    """The sum of equal blocks of columns, the smallest, which are last, first."""
+    return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
+
+
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
+    """The product of two matrices, summed along an axis of each, in float32."""
+    contract = (((a_axis,), (b_axis,)), ((), ()))
+    return lax.dot_general(a, b, contract, preferred_element_type=dtype)
+
+
+def top_k_routing(
+    logits: jax.Array,
+    k: int,
+    *,
+    score: Score = "softmax",
+    bias: jax.Array | None = None,
+    num_groups: int = 1,
+    groups_kept: int = 1,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> Routing:
+    """Chooses k experts for every token.
+
+    A token's score for an expert is the softmax of its logits over the experts, or the sigmoid of
+    each logit. The k experts with the largest `score + bias` are chosen (the lower id where two are
+    equal), and weigh what their score says. Gradients flow through the weights and `probs`, not
+    through the choice.
+
+    With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
+    may only choose within its `groups_kept` best groups; a group is worth the sum of its two
+    largest `score + bias` (DeepSeek-V3's node-limited routing, arXiv:2412.19437, section 2.1.2).
+
+    Args:
+        logits: [T, E] floating; computed with in float32.
+        k: choices per token, at most the experts that a token may choose from.
+        score: "softmax" or "sigmoid".
+        bias: [E] or None. Steers the choice only: it enters neither weights nor gradients
+            (arXiv:2408.15664). See `update_expert_bias`.
+        num_groups: number of groups, a divisor of E.
+        groups_kept: groups that a token may choose from.
+        normalize: divide a token's k weights by their sum.
+        scale: factor on the weights, after normalization.
+
+    Returns:
+        A `Routing`.
+
+    Raises:
+        ValueError: naming the argument, for a shape, name or number that does not fit.
+        TypeError: logits or bias that are not floating.
+    """
+    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
+    num_experts = logits.shape[1]
+    k = checks.check_integer("k", k, least=0)
+    num_groups = checks.check_integer("num_groups", num_groups, least=0)
+    groups_kept = checks.check_integer("groups_kept", groups_kept, least=0)
+    if score not in get_args(Score):
+        raise ValueError(f"score must be one of {get_args(Score)}, but is {score!r}.")
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(
+            f"num_groups must divide the {num_experts} experts of logits {logits.shape}, "
+            f"but is {num_groups}."
+        )
+    if not 1 <= groups_kept <= num_groups:
+        raise ValueError(
+            f"groups_kept must be between 1 and num_groups={num_groups}, but is {groups_kept}."
+        )
+    selectable = num_experts // num_groups * groups_kept
+    if not 1 <= k <= selectable:
+        raise ValueError(
+            f"k must be between 1 and the {selectable} experts a token may choose from "
+            f"(num_experts={num_experts}, num_groups={num_groups}, groups_kept={groups_kept}), "
+            f"but is {k}."
+        )
+    if bias is not None:
+        checks.check_array("bias", bias, None, jnp.floating, "[E]")
+        if bias.shape != (num_experts,):
+            raise ValueError(
+                f"bias must have one value per expert, shape ({num_experts},), but has shape "
+                f"{bias.shape}."
+            )
+
+    logits = logits.astype(jnp.float32)
+    probs = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
+    preference = lax.stop_gradient(probs)
+    if bias is not None:
+        preference = preference + lax.stop_gradient(bias.astype(jnp.float32))
+    if groups_kept < num_groups:
+        preference = _keep_best_groups(preference, num_groups, groups_kept)
+    topk_idx = lax.top_k(preference, k)[1]
+
+    weights = jnp.take_along_axis(probs, topk_idx, axis=-1)
+    if normalize:
+        weights = _normalize(weights)
+    return Routing(topk_idx.astype(jnp.int32), weights * scale, probs)
+
+
+def _keep_best_groups(preference: jax.Array, num_groups: int, groups_kept: int) -> jax.Array:
+    """[T, E] preferences, -inf outside each token's best groups."""
+    tokens, num_experts = preference.shape
+    grouped = preference.reshape(tokens, num_groups, num_experts // num_groups)
+    group_score = jnp.sum(lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+    kept = lax.top_k(group_score, groups_kept)[1]
+    is_kept = jnp.any(kept[:, :, None] == jnp.arange(num_groups), axis=1)
+    return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(tokens, num_experts)
+
+
+def count_choices(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+    """[num_experts] int32: how many (token, choice) pairs name each expert; -1 names none."""
+    experts = jnp.arange(num_experts, dtype=topk_idx.dtype)
+    return jnp.sum(topk_idx.reshape(-1, 1) == experts, axis=0, dtype=jnp.int32)
+
+
+def load_balance_loss(
+    probs: jax.Array, topk_idx: jax.Array, *, axis_name: AxisName | None = None
+) -> jax.Array:
+    """E * sum_e f_e P_e: 1 when choices and probabilities are even, E when all are one expert's.
+
+    f_e is the share of all (token, choice) pairs that name expert e, P_e the mean probability of e
+    over the tokens (Switch Transformer, arXiv:2101.03961, eq. 4; GShard, arXiv:2006.16668). A
+    token's probabilities are its row of `probs` over the row's sum: softmax rows are themselves,
+    sigmoid scores become DeepSeek-V3's (arXiv:2412.19437, eq. 19). f and P are means over all
+    tokens of all ranks, taken before the product: the mean of the ranks' own losses would punish a
+    rank for its own tokens' skew. Tokens whose choices are all -1 count nowhere.
+
+    Args:
+        probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows through it alone.
+        topk_idx: [T, K] integer expert ids, -1 for none.
+        axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
+            for one rank's own loss.
+
+    Returns:
+        [] float32, the same on every rank of `axis_name`. Its derivative follows the rule of
+        `lax.psum`: exact for `jax.grad` around the `shard_map`, and inside one with
+        `check_vma=True`; inside one with `check_vma=False`, `jax.grad` gives the derivative of the
+        sum over ranks, for gradients that are then averaged over ranks.
+
+    Raises:
+        ValueError: shapes that do not fit, or an axis that is not bound, naming the argument.
+        TypeError: probs not floating or topk_idx not integer.
+    """
+    checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
+    checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
+    if topk_idx.shape[0] != probs.shape[0]:
+        raise ValueError(
+            f"topk_idx must have the {probs.shape[0]} tokens of probs {probs.shape}, but has shape "
+            f"{topk_idx.shape}."
+        )
+    num_experts = probs.shape[1]
+    routed = jnp.any(topk_idx >= 0, axis=-1)
+    sums = (
+        count_choices(topk_idx, num_experts),
+        jnp.sum(jnp.where(routed[:, None], _normalize(probs.astype(jnp.float32)), 0.0), axis=0),
+        jnp.sum(routed, dtype=jnp.int32),
+    )
+    sums = _sum_over_ranks(sums, axis_name)
+    counts, prob_sum, tokens = sums
+    f = counts / jnp.maximum(jnp.sum(counts), 1)
+    p = prob_sum / jnp.maximum(tokens, 1)
+    return num_experts * jnp.sum(f.astype(jnp.float32) * p)
+
+
+def router_z_loss(
+    logits: jax.Array, *, mask: jax.Array | None = None, axis_name: AxisName | None = None
+) -> jax.Array:
+    """Mean over tokens of logsumexp(logits)^2, which keeps logits small.
+
+    From ST-MoE (arXiv:2202.08906, eq. 5).
+
+    Args:
+        logits: [T, E] floating.
+        mask: [T] bool or None: the tokens that count.
+        axis_name: as in `load_balance_loss`: the mean is then over the tokens of all ranks.
+
+    Returns:
+        [] float32.
+
+    Raises:
+        ValueError: shapes that do not fit, naming the argument.
+        TypeError: logits not floating, or a mask that is not bool.
+    """
+    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
+    if mask is None:
+        mask = jnp.ones(logits.shape[:1], jnp.bool_)
+    checks.check_array("mask", mask, None, jnp.bool_, "[T]")
+    if mask.shape != logits.shape[:1]:
+        raise ValueError(
+            f"mask must have one value per token of logits {logits.shape}, but has shape "
+            f"{mask.shape}."
+        )
+    squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
+    sums = jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.int32)
+    sums = _sum_over_ranks(sums, axis_name)
+    total, tokens = sums
+    return total / jnp.maximum(tokens, 1)
+
+
+def update_expert_bias(
+    bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
+) -> jax.Array:
+    """The next selection bias: up by `rate` where the load is below the mean, down where above it.
+
+    Balancing without an auxiliary loss (arXiv:2408.15664, as in DeepSeek-V3). Call it once per
+    training step, outside the gradient, with the counts of that step's tokens on all ranks.
+
+    Args:
+        bias: [E] floating.
+        expert_counts: [E] tokens that chose each expert, summed over ranks.
+        rate: the step; DeepSeek-V3 used 0.001.
+
+    Returns:
+        [E] bias.dtype.
+
+    Raises:
+        ValueError: shapes that differ, naming the argument.
+        TypeError: bias not floating.
+    """
+    checks.check_array("bias", bias, 1, jnp.floating, "[E]")
+    checks.check_array("expert_counts", expert_counts, None, jnp.number, "[E]")
+    if expert_counts.shape != bias.shape:
+        raise ValueError(
+            f"expert_counts must have the shape of bias {bias.shape}, but has shape "
+            f"{expert_counts.shape}."
+        )
+    counts = expert_counts.astype(jnp.float32)
+    step = rate * jnp.sign(jnp.mean(counts) - counts)
+    return (bias.astype(jnp.float32) + step).astype(bias.dtype)
+
+
+def _sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
+    if axis_name is None:
+        return sums
+    axes = checks.as_axes(axis_name)
+    checks.num_ranks(axes)
+    return lax.psum(sums, axes)
+
+
+def _normalize(scores: jax.Array) -> jax.Array:
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)

@@ -1,0 +1,1 @@
+"""What the machine offers: its GPUs, their memory and their driver."""

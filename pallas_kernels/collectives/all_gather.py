@@ -1,0 +1,24 @@
+"""All-gather: every rank writes its part straight into all ranks' outputs."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import tiles
+from pallas_kernels.fabric.tiles import Plan, Tiles
+
+
+def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+    """[S] -> [N, S], rank r's part at r. Stacked: [N, S] -> [N, N, S]."""
+    (size,) = x.shape[-1:]
+
+    def body(x_ref, out_ref):
+        def put_tile(_, where):
+            tile = tiles.load(fabric, fabric.mine(x_ref).at[where])
+            tiles.put(fabric, out_ref, (fabric.rank(), where), tile)
+
+        Tiles(size, x.dtype, plan).each(put_tile)
+
+    out_type = jax.ShapeDtypeStruct((fabric.num_ranks, size), x.dtype)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_gather", puts=True)

@@ -1,0 +1,52 @@
+"""All-reduce, two ways; both give every rank the same bits, and the same bits as each other.
+
+  one_shot  every rank reads all ranks' inputs and sums them: one trip, N times the bytes;
+  two_shot  every rank does so for its own shard, and writes the sum into all ranks' outputs:
+            2 (N - 1) / N times the bytes, of which half are reads.
+
+One-shot and two-shot are the names of vLLM's and TensorRT-LLM's custom all-reduces.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import tiles
+from pallas_kernels.fabric.tiles import Plan, Tiles
+
+
+def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+    """[S] floating -> [S], the float32 sum over ranks, rounded once. Stacked: [N, S] -> [N, S].
+
+    S is a whole number of vectors of 16 bytes and at least one tile.
+    """
+    (size,) = x.shape[-1:]
+
+    def body(x_ref, out_ref):
+        def reduce_tile(_, where):
+            total = tiles.sum_of_ranks(fabric, x_ref, where)
+            tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
+
+        Tiles(size, x.dtype, plan).each(reduce_tile)
+
+    out_type = jax.ShapeDtypeStruct((size,), x.dtype)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot", reads=True)
+
+
+def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+    """[N, S] floating -> [N, S]: rank r sums shard r. Stacked: [N, N, S] -> [N, N, S]."""
+    num_shards, size = x.shape[-2:]
+
+    def body(x_ref, out_ref):
+        rank = fabric.rank()
+
+        def reduce_tile(_, where):
+            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
+            tiles.put(fabric, out_ref, (rank, where), total.astype(x.dtype))
+
+        Tiles(size, x.dtype, plan).each(reduce_tile)
+
+    out_type = jax.ShapeDtypeStruct((num_shards, size), x.dtype)
+    name = "ep_all_reduce_two_shot"
+    return tiles.call(fabric, body, plan, [x], out_type, name=name, reads=True, puts=True)

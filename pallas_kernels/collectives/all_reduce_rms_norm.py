@@ -1,0 +1,362 @@
+"""All-reduce, residual add and RMSNorm in one pass over the data.
+
+Each block owns some rows of [T, H], the same on every rank; its warpgroups share each row.
+
+  one_shot  a rank reads each of its rows from all ranks, and goes on from registers;
+  two_shot  of a block's rows every rank sums a share and writes it to all ranks, into what becomes
+            their output; once all shares are there, each goes on from its own memory.
+
+What follows the sum is every rank's own, so the residual need not be the same on all of them. The
+fusion is TokenWeave's (Gond et al., 2025); theirs splits the normalization over ranks as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import low_latency as ll
+from pallas_kernels.fabric import tiles, vectors
+from pallas_kernels.fabric.tiles import Plan
+
+_SUMMED = 0  # channel: this block has summed its share (two_shot), or read all it needs (one_shot)
+
+
+def all_reduce_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    hidden: int,
+    two_shot: bool,
+    fabric: fb.Fabric,
+    plan: Plan,
+    stage: str = "all",
+) -> tuple[jax.Array, jax.Array]:
+    """Sums x over ranks, adds the residual, normalizes. Stacked: every array has a leading N.
+
+    Args:
+      x: [T, H] floating; H is whole vectors of 16 bytes of it, and at least one tile.
+      residual: [T, H] floating.
+      scale: [H] floating: multiplies the normalized rows.
+      eps: added to the mean square.
+      hidden: how many columns are real; the others are zeros, and not counted by the mean.
+      two_shot: which of the two ways.
+      fabric: how ranks reach each other.
+      plan: number of blocks and of warpgroups per row; one vector to a thread at a time.
+      stage: "all"; or, where ranks are stacked, a half of `two_shot`: "sum", whose first result is
+        the sums, or "norm", which takes them as x.
+
+    Returns:
+      normalized [T, H], x's dtype, and new_residual [T, H], residual's dtype. Both the sum and
+      the new residual are rounded to their dtypes before they are used.
+    """
+    num_rows, padded = x.shape[-2:]
+    body = _Body(
+        num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, stage, fabric, plan
+    )
+    normalized, new_residual = fb.kernel(
+        fabric,
+        body,
+        name="ep_all_reduce_rms_norm",
+        num_blocks=plan.num_blocks,
+        num_warpgroups=plan.num_warpgroups,
+        out_type=body.out_type,
+        scratch_types=body.scratch_types,
+        num_channels=1,
+    )(x, residual, scale)
+    return normalized, new_residual
+
+
+def all_reduce_rms_norm_ll(
+    place: jax.Array,
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+    hidden: int,
+    two_shot: bool,
+    channels: ll.Channels,
+    plan: Plan,
+) -> tuple[jax.Array, jax.Array]:
+    """The same by LL; see `ll.call`. In two shots a block has one row for each rank."""
+    num_rows, padded = x.shape[-2:]
+    body = _Body(
+        num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, "all", channels, plan
+    )
+    if two_shot and plan.num_blocks * channels.num_ranks < num_rows:
+        raise ValueError(
+            f"in two shots by LL a block has a row for each rank, but {plan} has too few for "
+            f"{num_rows} rows of {channels.num_ranks} ranks."
+        )
+    slots_per_tile = 2 if two_shot else body.rows_per_block
+    normalized, new_residual = ll.call(
+        body.two_shot_by_ll if two_shot else body.one_shot_by_ll,
+        place,
+        [x, residual, scale],
+        body.out_type,
+        channels=channels,
+        plan=plan,
+        num_slots=slots_per_tile * body.tiles_of_warpgroup,
+        name=f"ep_all_reduce_rms_norm_{'two' if two_shot else 'one'}_shot_ll",
+        scratch_types=body.scratch_types,
+    )
+    return normalized, new_residual
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """The kernel: its static arguments, and its body."""
+
+    num_rows: int
+    padded: int
+    dtype: Any
+    residual_dtype: Any
+    hidden: int
+    eps: float
+    two_shot: bool
+    stage: str
+    fabric: Any  # a fabric; channels of LL
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        if self.padded % self.vector or self.padded < self.tile:
+            raise ValueError(
+                f"a row must be whole vectors of {self.vector} elements and at least a tile of "
+                f"{self.tile}, but has {self.padded}."
+            )
+
+    @property
+    def out_type(self) -> list[jax.ShapeDtypeStruct]:
+        shape = (self.num_rows, self.padded)
+        return [jax.ShapeDtypeStruct(shape, dtype) for dtype in (self.dtype, self.residual_dtype)]
+
+    @property
+    def scratch_types(self) -> dict[str, Any]:
+        sums = self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP
+        return dict(
+            squares=plgpu.SMEM((2, sums), jnp.float32),
+            together=plgpu.Barrier(num_arrivals=self.plan.num_warpgroups),
+        )
+
+    @property
+    def vector(self) -> int:
+        return vectors.length(self.dtype)
+
+    @property
+    def tile(self) -> int:
+        return tiles.tile_length(self.dtype)
+
+    @property
+    def _one_row(self) -> bool:
+        """Whether each block has one: then its own operands come while it waits for peers."""
+        return self.plan.num_blocks == self.num_rows
+
+    @property
+    def tiles_per_row(self) -> int:
+        return pl.cdiv(self.padded, self.tile)
+
+    @property
+    def tiles_of_warpgroup(self) -> int:
+        """Of a row."""
+        return pl.cdiv(self.tiles_per_row, self.plan.num_warpgroups)
+
+    @property
+    def rows_per_block(self) -> int:
+        return pl.cdiv(self.num_rows, self.plan.num_blocks)
+
+    def __call__(
+        self, x, residual, scale, normalized, new_residual, *, semaphores, squares, together
+    ):
+        fabric = self.fabric
+        first = lax.axis_index("block") * self.rows_per_block
+        num_rows = jnp.clip(self.num_rows - first, 0, self.rows_per_block)
+        operands = functools.partial(self._row, fabric.mine(residual))
+
+        def norm(row, residuals, buffer, tell=None):
+            sums = self._row_of_sums(x, normalized, row)
+            if tell:
+                fabric.stage(1)
+            refs = (fabric.mine(normalized), fabric.mine(new_residual), buffer, together)
+            self._norm(sums, row, residuals, scales, *refs, tell)
+
+        def norm_row(i, _):
+            norm(first + i, operands(first + i), squares.at[lax.rem(i, jnp.int32(2))])
+            return _
+
+        fabric.stage(0)
+        fabric.touch(x, *([normalized] if self.two_shot else []), semaphores)
+        scales = self._row(fabric.mine(scale))
+        residuals = operands(first) if self._one_row else None
+        if self.two_shot and self.stage != "norm":
+            self._sum_share(x, normalized, first, num_rows)
+            fabric.stage(1)
+            self._meet(together)
+            self._tell(semaphores, wrote=True)
+            self._wait(semaphores)
+            fabric.stage(2)
+        if self.stage == "sum":
+            return
+        if self._one_row:
+            tell = None if self.two_shot else lambda: self._tell(semaphores, wrote=False)
+            norm(first, residuals, squares.at[0], tell)
+        else:
+            lax.fori_loop(0, num_rows, norm_row, None)
+        if not self.two_shot:
+            if not self._one_row:
+                fabric.stage(1)
+                self._meet(together)
+                self._tell(semaphores, wrote=False)
+            self._wait(semaphores)
+
+    def one_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
+        """Every block has as many rows: some share the last one, with the same outcome."""
+        first = lax.axis_index("block") * self.rows_per_block
+        rows = [jnp.minimum(first + i, self.num_rows - 1) for i in range(self.rows_per_block)]
+        count = self.tiles_of_warpgroup
+        for i, row in enumerate(rows):
+            for j, tile in enumerate(self._row(x, row)):
+                mail.post(i * count + j, [tile] * len(mail.peers))
+        scales = self._row(scale)
+        mail.stage(1)
+        for i, row in enumerate(rows):
+            old, mine = self._row(residual, row), self._row(x, row)
+            sums = [mail.sum(i * count + j, tile) for j, tile in enumerate(mine)]
+            self._norm_by_ll(i, sums, row, old, scales, *results, **scratch)
+
+    def two_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
+        """Every block has a row for each rank, which sums it; where there is none, the last one."""
+        first = lax.axis_index("block") * self.fabric.num_ranks
+        ranks, count = [mail.rank, *mail.peers], self.tiles_of_warpgroup
+        mine, *others = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
+        parts = [self._row(x, row) for row in others]
+        for j in range(count):
+            mail.post(j, [part[j] for part in parts])
+        scales, old, part = self._row(scale), self._row(residual, mine), self._row(x, mine)
+        mail.stage(1)
+        sums = [mail.sum(j, tile) for j, tile in enumerate(part)]
+        for j, tile in enumerate(sums):
+            mail.post(count + j, [tile] * len(others))
+        self._norm_by_ll(0, sums, mine, old, scales, *results, **scratch)
+        arrived = [mail.collect(count + j, (self.tile,), self.dtype) for j in range(count)]
+        for i, row in enumerate(others):
+            sums, old = [tiles_of_peers[i] for tiles_of_peers in arrived], self._row(residual, row)
+            self._norm_by_ll(i + 1, sums, row, old, scales, *results, **scratch)
+
+    def _norm_by_ll(self, i, sums, row, old, scales, *results, squares, together):
+        """The i-th row of a block."""
+        normalized, new_residual = results
+        refs = (normalized, new_residual, squares.at[i % 2], together)
+        self._norm(sums, row, old, scales, *refs, tell=None)
+
+    def _row(self, ref, *row):
+        """This warpgroup's part of a row."""
+        return [
+            vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
+            for where in self._my_tiles()
+        ]
+
+    def _sum_share(self, x, out, first, num_rows):
+        """Sums every N-th tile of the block's rows into all ranks' `out`."""
+        fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
+        rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
+        share = fabric.num_ranks * self.plan.num_warpgroups
+        start = rank + fabric.num_ranks * warpgroup
+
+        def sum_tile(i, _):
+            index = start + i * share
+            row = first + lax.div(index, per_row)
+            where = (row, self._slice(lax.rem(index, per_row)))
+            total = tiles.sum_of_ranks(fabric, x, *where)
+            tiles.put(fabric, out, where, total.astype(self.dtype))
+            return _
+
+        count = lax.div(num_rows * per_row - start + (share - 1), jnp.int32(share))
+        lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
+
+    def _row_of_sums(self, x, normalized, row):
+        """This warpgroup's tiles of a row of sums."""
+        if not self.two_shot:
+            return [
+                tiles.sum_of_ranks(self.fabric, x, row, where).astype(self.dtype)
+                for where in self._my_tiles()
+            ]
+        return self._row(self.fabric.mine(x if self.stage == "norm" else normalized), row)
+
+    def _norm(
+        self, sums, row, residuals, scales, normalized, new_residual, squares, together, tell
+    ):
+        """`tell` is called once all warpgroups have their parts of the row."""
+        fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
+        totals = [
+            (total.astype(jnp.float32) + old.astype(jnp.float32)).astype(self.residual_dtype)
+            for total, old in zip(sums, residuals, strict=True)
+        ]
+        for total, where in zip(totals, self._my_tiles(), strict=True):
+            vectors.store(fabric, [new_residual.at[row, where]], total, vector)
+
+        values = [total.astype(jnp.float32) for total in totals]
+        squares_of_tiles = [self._own(i, value * value) for i, value in enumerate(values)]
+        square = functools.reduce(jnp.add, squares_of_tiles)
+        parts = pl.ds(warpgroup * vectors.SUMS_OF_WARPGROUP, vectors.SUMS_OF_WARPGROUP)
+        vectors.partial_sums(fabric, square, squares.at[parts], vector)
+        self._meet(together)
+        if tell:
+            tell()
+        fabric.barrier()  # `together` orders the warpgroups, this the threads of each
+        total_square = squares[0]
+        for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
+            total_square = total_square + squares[i]
+        factor = lax.rsqrt(total_square * (1 / self.hidden) + self.eps)
+        for value, weight, where in zip(values, scales, self._my_tiles(), strict=True):
+            normal = value * factor * weight.astype(jnp.float32)
+            tiles.store(fabric, normalized.at[row, where], normal.astype(self.dtype))
+
+    def _my_tiles(self):
+        """The parts of a row that this warpgroup serves; the last tile is moved back to end it."""
+        return [self._slice(index) for index in self._my_indices()]
+
+    def _my_indices(self):
+        return [
+            lax.axis_index("warpgroup") + i * self.plan.num_warpgroups
+            for i in range(self.tiles_of_warpgroup)
+        ]
+
+    def _slice(self, index):
+        return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
+
+    def _own(self, i, value):
+        """Zero where another tile of the row counts an element."""
+        index = self._my_indices()[i]
+        exact = self.tiles_per_row * self.tile == self.padded
+        if exact and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
+            return value
+        counted = index * self.tile - jnp.minimum(index * self.tile, self.padded - self.tile)
+        position = fb.iota(self.fabric, self.tile, self.vector)
+        return jnp.where(position >= counted, value, jnp.zeros_like(value))
+
+    def _meet(self, together):
+        """All warpgroups of the block come here before any goes on."""
+        plgpu.barrier_arrive(together)
+        plgpu.barrier_wait(together)
+
+    def _tell(self, semaphores, *, wrote):
+        """This block has summed its share, or read all it needs: its warpgroups have met."""
+
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _():
+            self.fabric.signal(semaphores, _SUMMED, wrote=wrote)
+
+    def _wait(self, semaphores):
+        """This block of every rank has told."""
+        self.fabric.wait(semaphores, _SUMMED, 1, "all_reduce_rms_norm")

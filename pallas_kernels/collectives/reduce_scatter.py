@@ -1,0 +1,29 @@
+"""Reduce-scatter: every rank reads its shard of all ranks' inputs and sums them."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import tiles
+from pallas_kernels.fabric.tiles import Plan, Tiles
+
+
+def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+    """[N, S] floating -> [S], the float32 sum of shard r at rank r. Stacked: [N, N, S] -> [N, S].
+
+    The sum is taken in rank order and rounded once.
+    """
+    (size,) = x.shape[-1:]
+
+    def body(x_ref, out_ref):
+        rank = fabric.rank()
+
+        def reduce_tile(_, where):
+            total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
+            tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
+
+        Tiles(size, x.dtype, plan).each(reduce_tile)
+
+    out_type = jax.ShapeDtypeStruct((size,), x.dtype)
+    return tiles.call(fabric, body, plan, [x], out_type, name="ep_reduce_scatter", reads=True)

@@ -1,0 +1,357 @@
+"""The gradient of a weighted combine, of the rows and of the weights, in one pass over the rows.
+
+Each block serves a range of tokens of every owner, with three warpgroups:
+
+  scout    finds the rows of each (owner, token), and fetches the token's cotangent from its owner
+           and the rows of y, each into a ring in shared memory; of dropped choices it writes zeros
+           to the owner's dweights;
+  weigher  multiplies a cotangent with each of its rows: the sum over the columns goes to the
+           owner's dweights, and the cotangent times the weight takes the row's place in the ring
+           and goes to its place in dy;
+  filler   writes zeros to the rows of dy that receive nothing, and to dweights where this rank's
+           choices are of no expert.
+
+A cotangent crosses the link once per (token, rank), read by the rank that needs it: everybody knows
+the routes, so nobody waits for a peer, but at the end. Then every block tells its peers that it has
+read what is theirs and written what they get, and waits to be told the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.ring import Ring
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric.plan import LANES, Plan, Window, align_up, pad_last
+
+_DONE = 0  # channel, signalled once
+
+# What a slot of the ring of rows holds: the first or the last row of a cotangent, or both or none.
+_FIRST, _LAST, _END_OF_WINDOW = 1, 2, 4
+
+
+def padded_columns(hidden: int, dtype: jax.typing.DTypeLike) -> int:
+    """Of a row in shared memory: whole vectors for every thread."""
+    return align_up(hidden, LANES * vectors.length(dtype))
+
+
+def combine_grad(
+    g: jax.Array,
+    topk_weights: jax.Array,
+    y: jax.Array,
+    topk_idx: jax.Array,
+    rows: jax.Array,
+    counts: jax.Array,
+    *,
+    fabric: fb.Fabric,
+    plan: Plan,
+    expert_alignment: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of y and of the weights. With a stacked fabric arrays have a rank axis first.
+
+    Args:
+      g: [T, H], the cotangent of the combine's result; H · itemsize a multiple of 128 bytes.
+      topk_weights: [T, K] float32.
+      y: [R, H], of g's dtype.
+      topk_idx: [T, K] int32.
+      rows: [N, T, K] int32, from the dispatch: the row of each choice, or less than 0 if it has
+        none here; one that is not less than R was dropped.
+      counts: [N, E] int32: every rank's choices of each expert.
+      fabric: how ranks reach each other.
+      plan: number of blocks, and depth of the two rings.
+      expert_alignment: each expert's block starts at a multiple of this.
+
+    Returns:
+      dy [R, H], y's dtype: the weight times the cotangent, in float32 and rounded once; zero in
+      rows that receive nothing. dweights [T, K] float32: the product of cotangent and row, summed
+      in one fixed order; zero for choices of no expert and dropped ones.
+    """
+    num_ranks, num_tokens, top_k = rows.shape[-3:]
+    lead, flat = rows.shape[:-3], num_tokens * top_k
+    capacity, hidden = y.shape[-2:]
+    window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
+    of_experts = ExpertRows(
+        fabric, plan, counts.shape[-1], capacity, expert_alignment, counts.dtype,
+        parts=[(hidden, y.dtype)],
+    )  # fmt: skip
+    call = _CombineGrad(
+        num_tokens=num_tokens,
+        hidden=hidden,
+        top_k=top_k,
+        dtype=y.dtype,
+        fabric=fabric,
+        plan=plan,
+        window=window,
+        expert_rows=of_experts,
+    )
+    dy, dweights = fb.kernel(
+        fabric,
+        call,
+        name="ep_combine_grad",
+        num_blocks=plan.num_blocks,
+        num_warpgroups=3,
+        out_type=[
+            jax.ShapeDtypeStruct((capacity, hidden), y.dtype),
+            jax.ShapeDtypeStruct((flat,), jnp.float32),
+        ],
+        scratch_types=call.scratch_types(),
+        num_channels=1,
+    )(
+        g,
+        window.pad(topk_weights.reshape(*lead, flat), 0),
+        y,
+        topk_idx.reshape(*lead, flat),
+        window.pad(rows.reshape(*lead, num_ranks, flat), fb.NOWHERE),
+        pad_last(counts, of_experts.count_width - counts.shape[-1]),
+    )
+    return dy, dweights.reshape(*lead, num_tokens, top_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CombineGrad:
+    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
+
+    num_tokens: int
+    hidden: int
+    top_k: int
+    dtype: Any
+    fabric: fb.Fabric
+    plan: Plan
+    window: Window
+    expert_rows: ExpertRows
+
+    def scratch_types(self) -> dict[str, Any]:
+        num_ranks = self.fabric.num_ranks
+        slots, g_slots = self.plan.num_slots, self.plan.num_g_slots
+        columns = padded_columns(self.hidden, self.dtype)
+        return dict(
+            **self.expert_rows.scratch_types(),
+            window_rows=plgpu.SMEM((num_ranks, self.window.width), jnp.int32),
+            window_weights=plgpu.SMEM((num_ranks, self.window.width), jnp.float32),
+            slots=plgpu.SMEM((slots, columns), self.dtype),
+            slot_notes=plgpu.SMEM((slots, 4), jnp.int32),  # kind, owner, choice of the owner, row
+            g_slots=plgpu.SMEM((g_slots, columns), self.dtype),
+            sums=plgpu.SMEM((vectors.SUMS_OF_WARPGROUP,), jnp.float32),
+            full=plgpu.Barrier(num_barriers=(slots,)),
+            empty=plgpu.Barrier(num_barriers=(slots,)),
+            g_full=plgpu.Barrier(num_barriers=(g_slots,)),
+            g_empty=plgpu.Barrier(num_barriers=(g_slots,)),
+        )
+
+    def __call__(
+        self, *refs: Any, semaphores: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
+        g_slots: Any, g_full: Any, g_empty: Any, **scratch: Any,
+    ) -> None:  # fmt: skip
+        g, weights, y, topk_idx, rows, counts, dy, dweights = refs
+        ring, g_ring = Ring(slots, full, empty, slot_notes), Ring(g_slots, g_full, g_empty)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _scout():
+            self.fabric.stage(0)
+            self._scout(g, y, rows, dweights, ring, g_ring, **scratch)
+
+        @pl.when(warpgroup == 1)
+        def _weigher():
+            self._weigh(weights, dy, dweights, semaphores, ring, g_ring, **scratch)
+
+        @pl.when(warpgroup == 2)
+        def _filler():
+            self.fabric.stage(3)
+            self._fill(g, topk_idx, counts, dy, dweights, **scratch)
+
+    def _range(self) -> tuple[jax.Array, jax.Array]:
+        """This block's tokens: first, and end."""
+        first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
+        return first, first + count
+
+    def _num_windows(self) -> jax.Array:
+        first, end = self._range()
+        return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
+
+    def _owner(self, i: jax.Array | int) -> jax.Array:
+        """The i-th rank that this block turns to."""
+        offset = fb.first_peer(self.fabric)
+        return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
+
+    def _scout(self, g, y, rows, dweights, ring, g_ring, *, window_rows, **_):
+        fabric, window, top_k = self.fabric, self.window, self.top_k
+        num_ranks, capacity = fabric.num_ranks, self.expert_rows.capacity
+        first_token, end_token = self._range()
+
+        def scout_window(index, used):
+            window_token = first_token + index * window.tokens
+            start = window.start(window_token * top_k)
+            values = [
+                fabric.mine(rows).at[owner, pl.ds(start, window.width)][...]
+                for owner in range(num_ranks)
+            ]
+            fabric.barrier()  # the window before this one has been read
+            for owner, value in enumerate(values):
+                window_rows[owner] = value
+            fabric.barrier()
+
+            def scout_pair(i, used):
+                token, owner = window_token + lax.div(i, num_ranks), self._owner(i)
+                entry = token * top_k
+                places = [window_rows[owner, entry - start + choice] for choice in range(top_k)]
+                held = [(place >= 0) & (place < capacity) for place in places]
+                num_held = sum(h.astype(jnp.int32) for h in held)
+                used_rows, used_g = used
+
+                @pl.when(num_held > 0)
+                def _():
+                    g_ring.fetch(g_ring.open(used_g), fabric.peer(g, owner).at[token])
+
+                seen = jnp.int32(0)
+                for choice, place in enumerate(places):
+                    kind = jnp.where(seen == 0, _FIRST, 0)
+                    kind = kind + jnp.where(seen == num_held - 1, _LAST, 0)
+
+                    def fetch(used, choice=choice, place=place, kind=kind):
+                        slot = ring.open(used, kind, owner, entry + choice, place)
+                        ring.fetch(slot, fabric.mine(y).at[place])
+                        return used + 1
+
+                    used_rows = lax.cond(held[choice], fetch, lambda used: used, used_rows)
+                    seen = seen + held[choice].astype(jnp.int32)
+
+                dropped = [place >= capacity for place in places]
+
+                @pl.when(functools.reduce(operator.or_, dropped))
+                def _():
+                    for choice in range(top_k):
+
+                        @pl.when(dropped[choice])
+                        def _(choice=choice):
+                            fabric.peer(dweights, owner)[entry + choice] = jnp.float32(0)
+
+                return used_rows, used_g + (num_held > 0).astype(jnp.int32)
+
+            num_tokens = jnp.minimum(end_token - window_token, window.tokens)
+            used_rows, used_g = lax.fori_loop(0, num_tokens * num_ranks, scout_pair, used)
+            slot = ring.open(used_rows, _END_OF_WINDOW, 0, 0, 0)
+            plgpu.barrier_arrive(ring.full.at[slot])
+            return used_rows + 1, used_g
+
+        zero = jnp.int32(0)
+        used = lax.fori_loop(0, self._num_windows(), scout_window, (zero, zero))
+        fb.drain(ring.empty, used[0], self.plan.num_slots)
+        fb.drain(g_ring.empty, used[1], self.plan.num_g_slots)
+
+    def _weigh(self, weights, dy, dweights, semaphores, ring, g_ring, *, window_weights, sums, **_):
+        fabric, window, num_ranks = self.fabric, self.window, self.fabric.num_ranks
+        lag, first_token = self.plan.store_lag, self._range()[0]
+
+        def open_window(index):
+            """Loads the weights of its tokens at all owners; returns the first one's number."""
+            start = window.start((first_token + index * window.tokens) * self.top_k)
+            owners = [self._owner(i) for i in range(num_ranks)]
+            values = [
+                fabric.peer(weights, owner).at[pl.ds(start, window.width)][...] for owner in owners
+            ]
+            # The end of the window before this one was a rendezvous of this warpgroup.
+            for i, owner in enumerate(owners):
+                window_weights[owner] = values[i]
+            fabric.barrier()
+            return start
+
+        def multiply(slot, g_slot, weight):
+            """The slot's row becomes weight * g, and what it was times g goes into the sums."""
+            vector = vectors.length(self.dtype)
+            size = LANES * vector
+            total: Any = None
+            for first in range(0, self.hidden, size):
+                columns = pl.ds(first, size)
+                cotangent = fb.load(fabric, g_ring.rows.at[g_slot, columns], vector)
+                cotangent = cotangent.astype(jnp.float32)
+                row = fb.load(fabric, ring.rows.at[slot, columns], vector).astype(jnp.float32)
+                product = cotangent * row
+                if first + size > self.hidden:  # nothing was fetched past the row
+                    inside = fb.iota(fabric, size, vector) < self.hidden - first
+                    product = jnp.where(inside, product, jnp.zeros_like(product))
+                total = product if total is None else total + product
+                ring.rows[slot, columns] = (cotangent * weight).astype(self.dtype)
+            vectors.partial_sums(fabric, total, sums, vector)
+
+        def take_slot(start, state):
+            used, used_g, _ = state
+            slot, g_slot = ring.slot(used), g_ring.slot(used_g)
+            plgpu.barrier_wait(ring.full.at[slot])
+            kind, owner, choice, place = (ring.notes[slot, i] for i in range(4))
+            last, end = (kind & _LAST) != 0, (kind & _END_OF_WINDOW) != 0
+
+            @pl.when((kind & _FIRST) != 0)
+            def _():
+                plgpu.barrier_wait(g_ring.full.at[g_slot])
+
+            @pl.when(~end)
+            def _():
+                multiply(slot, g_slot, window_weights[owner, choice - start])
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    ring.rows.at[slot, pl.ds(0, self.hidden)],
+                    fabric.mine(dy).at[place],
+                    commit_group=False,
+                )
+                vectors.store_total(fabric, sums, fabric.peer(dweights, owner), choice)
+
+            @pl.when(last)
+            def _():
+                plgpu.barrier_arrive(g_ring.empty.at[g_slot])
+
+            plgpu.commit_smem_to_gmem_group()
+            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+            ring.free(used, lag)
+            return used + 1, used_g + last.astype(jnp.int32), ~end
+
+        def weigh_window(index, used):
+            start = open_window(index)
+            *used, _ = lax.while_loop(
+                lambda state: state[2],
+                lambda state: take_slot(start, state),
+                (*used, jnp.bool_(True)),
+            )
+            return tuple(used)
+
+        zero = jnp.int32(0)
+        used, _ = lax.fori_loop(0, self._num_windows(), weigh_window, (zero, zero))
+        plgpu.wait_smem_to_gmem(0)
+        ring.free_last(used, lag)
+        # The scout has read all that it wants of peers, and what it wrote to them was written
+        # before the last end of a window.
+        fabric.stage(1)
+        fabric.signal(semaphores, _DONE)
+        fabric.stage(2)
+        fabric.wait(semaphores, _DONE, 1, "the gradient of combine")
+
+    def _fill(self, g, topk_idx, counts, dy, dweights, **scratch):
+        fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
+        of_experts.fetch_counts(
+            [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)], **scratch
+        )
+        fabric.touch(g, dweights)  # for the others
+
+        def clear_token(token, _):
+            entries = [token * top_k + choice for choice in range(top_k)]
+            experts = [fabric.mine(topk_idx)[entry] for entry in entries]
+            for entry, expert in zip(entries, experts, strict=True):
+
+                @pl.when((expert < 0) | (expert >= of_experts.num_experts))
+                def _(entry=entry):
+                    fabric.mine(dweights)[entry] = jnp.float32(0)
+
+        lax.fori_loop(*self._range(), clear_token, None)
+        of_experts.lay_out(**scratch)
+        of_experts.fill([dy], **scratch)

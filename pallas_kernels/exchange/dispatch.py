@@ -1,0 +1,462 @@
+"""Dispatch: every rank puts its rows straight into their final places at the peers.
+
+Each block serves a range of tokens, the same on every rank, with three warpgroups:
+
+  sender    reads the peers' counts, works out where the rows of each token go, puts it into its
+            first place at every rank that gets it, and the list of all its places beside it;
+  receiver  copies the rows of a step of tokens that several experts here are to get, once they
+            have arrived, from their first place to the others;
+  filler    writes zeros to the rows of this rank's receive buffer that receive nothing.
+
+So a row crosses the link once per (token, rank) and is fanned out in local memory; there is no
+staging buffer. No rank leaves early: its last wait is for the last rows meant for it, and what a
+peer reads of its inputs is read before that peer's last signal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.sender import PUT, Payload, Sender, parts_of_row, payload
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import short_copies
+from pallas_kernels.fabric.plan import LANES, Plan, pad_last
+
+_COUNTED = 1024  # choices that a block counts at a time
+
+
+def dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    counts: jax.Array,
+    *,
+    fabric: fb.Fabric,
+    plan: Plan,
+    capacity: int,
+    expert_alignment: int,
+    wire_dtype: Any = None,
+    stage: str = "all",
+) -> tuple[Any, ...]:
+    """Routes and moves the rows. With a stacked fabric every array has a leading rank axis.
+
+    Args:
+      x: [T, H]; H · itemsize a multiple of 128 bytes.
+      topk_idx: [T, K] int32.
+      counts: [E]: this rank's choices of each expert, of a type that holds T * K. All blocks of all
+        ranks read them at once, so a small type is soon there.
+      fabric: how ranks reach each other.
+      plan: number of blocks, tokens of a step, and depth of the rings.
+      capacity: R.
+      expert_alignment: each expert's block starts at a multiple of this.
+      wire_dtype: None; or float8_e4m3fn, in which the rows travel and arrive, with a scale for
+        every 128 values; then H is a multiple of 512.
+      stage: "all"; or, where ranks are stacked, "put", which leaves out the copies of `fan_out`.
+
+    Returns:
+      tokens [R, H], or with a wire_dtype two of them, (rows [R, H], scales [R, H / 128]);
+      rows [N, T, K] int32, counts [N, E] int32 of all ranks, and the layout of tokens, all int32:
+      group_sizes [L], expert_counts [L], num_dropped [1], rows_needed [1].
+    """
+    (num_tokens, top_k), num_experts = topk_idx.shape[-2:], counts.shape[-1]
+    lead, num_ranks = x.shape[:-2], fabric.num_ranks
+    kernel = _Dispatch.of(
+        x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
+        count_dtype=counts.dtype, routes_known=False, stage=stage, wire_dtype=wire_dtype,
+    )  # fmt: skip
+    flat = (*lead, num_tokens * top_k)
+    results = kernel.call(
+        x,
+        kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE),
+        pad_last(counts, kernel.expert_rows.count_width - num_experts),
+    )
+    parts, (rows, all_counts, *layout) = kernel.split(results)
+    rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
+    return payload(parts), rows, all_counts[..., :num_experts], *layout
+
+
+def dispatch_like(
+    x: jax.Array,
+    rows: jax.Array,
+    counts: jax.Array,
+    *,
+    fabric: fb.Fabric,
+    plan: Plan,
+    capacity: int,
+    expert_alignment: int,
+    wire_dtype: Any = None,
+    stage: str = "all",
+) -> Payload:
+    """Moves [T, H] along known routes (rows [N, T, K], counts [N, E]) to tokens [R, H]."""
+    kernel = _Dispatch.of(
+        x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
+        count_dtype=counts.dtype, routes_known=True, stage=stage, wire_dtype=wire_dtype,
+    )  # fmt: skip
+    tokens = kernel.call(
+        x,
+        kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
+        pad_last(counts, kernel.expert_rows.count_width - counts.shape[-1]),
+    )
+    return payload(tokens)
+
+
+def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Plan) -> jax.Array:
+    """The receiver's stage alone, where ranks are stacked: only the rows it copies are written."""
+    kernel = _Dispatch.of(
+        tokens, rows.shape[-3:], fabric.num_ranks, tokens.shape[-2], 1, fabric, plan,
+        count_dtype=jnp.int32, routes_known=True, stage="fan_out",
+    )  # fmt: skip
+    (out,) = kernel.call(
+        tokens, kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE)
+    )
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatch:
+    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
+
+    top_k: int
+    routes_known: bool
+    stage: str
+    sender: Sender
+    expert_rows: ExpertRows
+
+    @classmethod
+    def of(
+        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
+        routes_known, stage, wire_dtype=None,
+    ):  # fmt: skip
+        num_ranks, num_tokens, top_k = rows_shape
+        row = x.shape[-1], x.dtype, wire_dtype
+        sources = num_ranks if routes_known else 1  # of rows, or of experts
+        return cls(
+            top_k,
+            routes_known,
+            stage,
+            Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
+            ExpertRows(
+                fabric, plan, num_experts, capacity, alignment, count_dtype, parts_of_row(*row)
+            ),
+        )
+
+    @property
+    def fabric(self) -> fb.Fabric:
+        return self.sender.fabric
+
+    @property
+    def plan(self) -> Plan:
+        return self.sender.plan
+
+    @property
+    def quantized(self) -> bool:
+        return self.sender.wire_dtype is not None
+
+    def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The parts of what arrives, and what comes beside them."""
+        num_parts = len(self.sender.parts)
+        return results[:num_parts], results[num_parts:]
+
+    def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        num_ranks, of_experts = self.fabric.num_ranks, self.expert_rows
+        capacity, per_rank = of_experts.capacity, of_experts.num_local_experts
+        out_type = [jax.ShapeDtypeStruct((capacity, width), t) for width, t in self.sender.parts]
+        if not self.routes_known:
+            out_type += [
+                jax.ShapeDtypeStruct((num_ranks, self.sender.window.total), jnp.int32),
+                jax.ShapeDtypeStruct((num_ranks, of_experts.count_width), jnp.int32),
+                *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
+            ]
+        return fb.kernel(
+            self.fabric,
+            self,
+            name="ep_dispatch_like" if self.routes_known else "ep_dispatch",
+            num_blocks=self.plan.num_blocks,
+            num_warpgroups=3,
+            out_type=out_type,
+            scratch_types=self._scratch_types(),
+            num_channels=1,
+        )(*operands)
+
+    def _scratch_types(self) -> dict[str, Any]:
+        copies, ranks, sender = self.plan.num_copy_slots, self.fabric.num_ranks, self.sender
+        types: dict[str, Any] = {}
+        if not self.routes_known:
+            # Where each expert's next row goes; one entry more, for choices of no expert.
+            types["next_rows"] = plgpu.SMEM((self.expert_rows.count_width + LANES,), jnp.int32)
+        return dict(
+            **types,
+            **sender.scratch_types(),
+            **self.expert_rows.scratch_types(),
+            step_rows=plgpu.SMEM((ranks, sender.step_window.width), jnp.int32),
+            step_copies=plgpu.SMEM((sender.step_tokens * ranks, self.top_k), jnp.int32),
+            copies=[plgpu.SMEM((copies, width), t) for width, t in sender.parts],
+            laid_out=plgpu.Barrier(),
+            copy_full=plgpu.Barrier(num_barriers=(copies,)),
+        )
+
+    def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        fabric, sender = self.fabric, self.sender
+        tokens: Any  # the parts of what arrives
+        layout: Any = ()
+        if self.stage == "fan_out":
+            put_tokens, rows, tokens = refs[:1], refs[1], refs[2:]
+        elif self.routes_known:
+            x, rows, counts, *tokens = refs
+            choices, all_counts_ref, put_tokens = rows, None, tokens
+        else:
+            x, choices, counts, *results = refs
+            tokens, (rows, all_counts_ref, *layout) = self.split(results)
+            put_tokens = tokens
+
+        if self.stage != "fan_out":
+
+            @pl.when(warpgroup == 0)
+            def _sender():
+                fabric.stage(0)
+                self._fetch_counts(counts, **scratch)
+                sender.fetch_first(x, **scratch)
+                fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
+                sources = functools.partial(self._sources, choices)
+                sender.open_window(sources, 0, **scratch)
+                if not self.routes_known:
+                    self._count_earlier(choices, **scratch)
+                sender.make_ready(x, 0, **scratch)
+                self.expert_rows.lay_out(all_counts_ref, **scratch)
+                plgpu.barrier_arrive(laid_out)
+                find = self._known_rows if self.routes_known else self._new_rows
+                sender.send(
+                    x,
+                    sources,
+                    tokens,
+                    None if self.routes_known else rows,
+                    semaphores,
+                    lists_for=functools.partial(find, **scratch),
+                    place_of=self._first_place,
+                    **scratch,
+                )
+
+            @pl.when(warpgroup == 2)
+            def _filler():
+                plgpu.barrier_wait(laid_out)
+                fabric.stage(3)
+                if not self.routes_known:
+                    self.expert_rows.describe(*layout, **scratch)
+                self.expert_rows.fill(tokens, **scratch)
+
+        if self.stage != "put":
+
+            @pl.when(warpgroup == 1)
+            def _receiver():
+                self._receive(put_tokens, rows, tokens, semaphores, **scratch)
+
+    def _fetch_counts(self, counts, **scratch):
+        """Of every rank: from this rank's copy, where routes are known, else from the rank."""
+        fabric = self.fabric
+        sources = [
+            (peer, fabric.mine(counts).at[peer] if self.routes_known else fabric.peer(counts, peer))
+            for peer in self.sender.peers()
+        ]
+        self.expert_rows.fetch_counts(sources, **scratch)
+
+    def _sources(self, choices):
+        """What the sender reads: where this rank's rows go at every peer, or its choices."""
+        fabric = self.fabric
+        if not self.routes_known:
+            return [fabric.mine(choices)]
+        return [fabric.peer(choices, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
+
+    def _count_earlier(self, choices_ref, *, next_rows, **_):
+        """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
+        fabric = self.fabric
+        fb.clear(next_rows, self.expert_rows.count_width)
+        fabric.barrier()
+        num_tokens, num_choices = self.sender.num_tokens, self.sender.window.total
+        end = jnp.minimum(self.sender.range()[0], num_tokens) * self.top_k
+        width = min(_COUNTED, num_choices // LANES * LANES)
+
+        def count(i, _):
+            start = jnp.minimum(i * width, num_choices - width)
+            entries = start + fb.iota(fabric, width)
+            experts = fb.load(fabric, fabric.mine(choices_ref).at[pl.ds(start, width)], 1)
+            new = (entries >= i * width) & (entries < end)
+            experts = jnp.where(new, experts, fb.NOWHERE)
+            fb.count(fabric, next_rows, experts, self.expert_rows.num_experts)
+
+        lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
+        fabric.barrier()
+
+    def _known_rows(self, entry, peers, *, choices, **_):
+        """[N][K]: the row of each choice at each rank, in the order of `peers`."""
+        entries = [entry + choice for choice in range(self.top_k)]
+        return [[choices[peer, e] for e in entries] for peer in peers]
+
+    def _new_rows(self, entry, peers, *, choices, next_rows, **_):
+        """The same from what is counted so far, and this token counted, too."""
+        of_experts = self.expert_rows
+        # Read where each expert's next row goes, all threads, then count this token's choices.
+        experts = [choices[0, entry + choice] for choice in range(self.top_k)]
+        valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]
+        experts = [
+            jnp.where(v, e, of_experts.count_width) for e, v in zip(experts, valid, strict=True)
+        ]
+        found = [next_rows[expert] for expert in experts]
+        for choice in range(self.top_k):
+            for earlier in range(choice):
+                again = experts[earlier] == experts[choice]
+                found[choice] = found[choice] + again.astype(jnp.int32)
+        self.fabric.barrier()
+        for expert, row in zip(experts, found, strict=True):
+            next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
+        self.fabric.barrier()  # the next token reads what this one has counted
+        owners = [
+            jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)
+            for e, v in zip(experts, valid, strict=True)
+        ]
+        return [
+            [
+                jnp.where(owner == peer, row, fb.NOWHERE)
+                for owner, row in zip(owners, found, strict=True)
+            ]
+            for peer in peers
+        ]
+
+    def _first_place(self, rows, i):
+        """Where the i-th token goes first at a peer, given its rows there; or nowhere."""
+        del i
+        place = jnp.int32(fb.NOWHERE)
+        for row in reversed(rows):
+            kept = (row >= 0) & (row < self.expert_rows.capacity)
+            place = jnp.where(kept, row, place)
+        return place
+
+    def _receive(
+        self,
+        put_tokens,
+        rows,
+        tokens,
+        semaphores,
+        *,
+        step_rows,
+        step_copies,
+        copies,
+        copy_full,
+        **_,
+    ):
+        fabric, window, step_tokens = self.fabric, self.sender.step_window, self.sender.step_tokens
+        num_ranks, top_k, num_copies = fabric.num_ranks, self.top_k, self.plan.num_copy_slots
+        first_token, num_tokens = self.sender.range()
+
+        def list_copies(step):
+            """step_copies[:count]: the rows of this step that go to several places, and which."""
+            step_token = first_token + step * step_tokens
+            start = window.start(step_token * top_k)
+            values = [
+                fabric.mine(rows).at[source, pl.ds(start, window.width)][...]
+                for source in range(num_ranks)
+            ]
+            fabric.barrier()  # the step before this one has been read
+            for source, value in enumerate(values):
+                step_rows[source] = value
+            fabric.barrier()
+
+            def list_token(i, count):
+                for source in range(num_ranks):
+                    places, held = [], jnp.int32(0)
+                    for choice in range(top_k):
+                        row = step_rows[source, (step_token + i) * top_k - start + choice]
+                        here = (row >= 0) & (row < self.expert_rows.capacity)
+                        places.append(jnp.where(here, row, fb.NOWHERE))
+                        held = held + here.astype(jnp.int32)
+                    for choice, place in enumerate(places):
+                        step_copies[count, choice] = place  # stays if the next one is counted on
+                    count = count + (held > 1).astype(jnp.int32)
+                return count
+
+            step_end = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
+            count = lax.fori_loop(0, step_end, list_token, jnp.int32(0))
+            fabric.barrier()
+            return count
+
+        def begin(i, begun):
+            first = jnp.int32(fb.NOWHERE)
+            for choice in reversed(range(top_k)):
+                place = step_copies[i, choice]
+                first = jnp.where(place >= 0, place, first)
+            slot = lax.rem(begun + i, jnp.int32(num_copies))
+            plgpu.copy_gmem_to_smem(
+                fabric.mine(put_tokens[0]).at[first],
+                copies[0].at[slot],
+                copy_full.at[slot],
+                oob_mode=fb.IN_BOUNDS,
+            )
+            if self.quantized:
+                scales, ring = put_tokens[1], copies[1]
+                short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[slot])
+                short_copies.commit_group(fabric)
+
+        def finish(i, begun, count):
+            slot = lax.rem(begun + i, jnp.int32(num_copies))
+            plgpu.barrier_wait(copy_full.at[slot])
+            if self.quantized:
+                lax.cond(
+                    i + num_copies <= count,  # as many were begun after this one, but for the last
+                    lambda: short_copies.wait(fabric, num_copies - 1),
+                    lambda: short_copies.wait(fabric, 0),
+                )
+            copied_from = step_copies[i, 0] >= 0
+            for choice in range(1, top_k):
+                place = step_copies[i, choice]
+                for part, ref in zip(copies, tokens, strict=True):
+                    fb.put_if(
+                        fabric,
+                        copied_from & (place >= 0),
+                        part.at[slot],
+                        fabric.mine(ref).at[place],
+                    )
+                copied_from = copied_from | (place >= 0)
+            plgpu.commit_smem_to_gmem_group()
+
+        def receive_step(step, begun):
+            """`begun` copies have gone through the ring before this step's."""
+            fabric.wait(semaphores, PUT, step + 1, "dispatch")
+            fabric.stage(2)
+            fabric.async_fence()
+            count = list_copies(step)
+
+            def begin_next(i, carry):
+                begin(i, begun)
+                return carry
+
+            def copy_row(i, carry):
+                finish(i, begun, count)
+
+                @pl.when(i + num_copies < count)
+                def _():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    begin(i + num_copies, begun)
+
+                return carry
+
+            lax.fori_loop(0, jnp.minimum(count, num_copies), begin_next, None)
+            lax.fori_loop(0, count, copy_row, None)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            return begun + count
+
+        lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
+
+        @pl.when(num_tokens == 0)
+        def _():  # nothing comes, but peers may still be reading this rank's counts
+            fabric.wait(semaphores, PUT, 1, "dispatch")
+
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,214 @@
+"""Dispatch into the rank layout: each row at the place of its (source rank, token).
+
+The place of a token at a peer is rank · T + token, known without counting anything, and it gets one
+row there however many of its experts live there. So nothing is exchanged before the rows leave, and
+nothing is copied after they have arrived. Two warpgroups to a block:
+
+  sender    see `sender`; its lists hold local expert ids (or none) and, if asked for, weights;
+  receiver  reads the lists as they arrive, and writes zeros where a token has no expert here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric.plan import Plan, Tiling
+
+
+def rank_dispatch(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    *,
+    num_experts: int,
+    fabric: fb.Fabric,
+    plan: Plan,
+    wire_dtype: Any = None,
+) -> tuple[Payload, jax.Array, jax.Array | None]:
+    """Moves the rows. With a stacked fabric every array has a leading rank axis.
+
+    Args:
+      x: [T, H]; H · itemsize a multiple of 128 bytes.
+      topk_idx: [T, K] int32.
+      topk_weights: [T, K] float32, or None.
+      num_experts: E.
+      fabric: how ranks reach each other.
+      plan: number of blocks, tokens of a step, and depth of the ring.
+      wire_dtype: as in `dispatch`.
+
+    Returns:
+      tokens [N · T, H], or with a wire_dtype rows and scales as in `dispatch`;
+      local_topk_idx [N, T, K] int32 (-1 where the choice is not of this rank),
+      and topk_weights [N, T, K] (0 there), or None.
+    """
+    num_tokens, top_k = topk_idx.shape[-2:]
+    lead, num_ranks = x.shape[:-2], fabric.num_ranks
+    choices = topk_idx
+    if topk_weights is not None:
+        bits = lax.bitcast_convert_type(topk_weights, jnp.int32)
+        choices = jnp.concatenate([topk_idx, bits], axis=-1)
+    width = choices.shape[-1]
+    sender = Sender(fabric, plan, num_tokens, x.shape[-1], x.dtype, wire_dtype, num_words=width)
+    kernel = _RankDispatch(num_experts, top_k, sender)
+    flat = choices.reshape(*lead, num_tokens * width)
+    *parts, lists = kernel.call(x, sender.window.pad(flat, fb.NOWHERE))
+    tokens = payload(parts)
+    lists = lists[..., : num_tokens * width].reshape(*lead, num_ranks, num_tokens, width)
+    if topk_weights is None:
+        return tokens, lists, None
+    weights = lax.bitcast_convert_type(lists[..., top_k:], jnp.float32)
+    return tokens, lists[..., :top_k], weights
+
+
+@dataclasses.dataclass(frozen=True)
+class _RankDispatch:
+    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
+
+    num_experts: int
+    top_k: int
+    sender: Sender  # its lists hold `top_k` experts, and as many weights or none
+
+    @property
+    def fabric(self) -> fb.Fabric:
+        return self.sender.fabric
+
+    def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        sender, num_ranks = self.sender, self.fabric.num_ranks
+        num_rows = num_ranks * sender.num_tokens
+        return fb.kernel(
+            self.fabric,
+            self,
+            name="ep_rank_dispatch",
+            num_blocks=sender.plan.num_blocks,
+            num_warpgroups=2,
+            out_type=[
+                *(jax.ShapeDtypeStruct((num_rows, width), t) for width, t in sender.parts),
+                jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
+            ],
+            scratch_types=self._scratch_types(),
+            num_channels=1,
+        )(*operands)
+
+    def _scratch_types(self) -> dict[str, Any]:
+        sender = self.sender
+        return dict(
+            **sender.scratch_types(),
+            step_rows=plgpu.SMEM((self.fabric.num_ranks, sender.step_window.width), jnp.int32),
+            zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in sender.parts],
+        )
+
+    def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
+        x, choices, *tokens, lists = refs
+        warpgroup = lax.axis_index("warpgroup")
+        fabric, sender = self.fabric, self.sender
+
+        @pl.when(warpgroup == 0)
+        def _sender():
+            fabric.stage(0)
+            sender.fetch_first(x, **scratch)
+            fabric.touch(*tokens, lists)
+
+            def sources():
+                return [fabric.mine(choices)]
+
+            sender.open_window(sources, 0, **scratch)
+            sender.make_ready(x, 0, **scratch)
+            sender.send(
+                x,
+                sources,
+                tokens,
+                lists,
+                semaphores,
+                lists_for=functools.partial(self._lists_for, **scratch),
+                place_of=self._place_of,
+                **scratch,
+            )
+
+        @pl.when(warpgroup == 1)
+        def _receiver():
+            self._receive_lists(lists, tokens, semaphores, **scratch)
+
+    def _lists_for(self, entry, peers, *, choices, **_):
+        """[N][words]: this token's list for each rank, in the order of `peers`."""
+        words = [choices[0, entry + i] for i in range(self.sender.num_words)]
+        experts, weights = words[: self.top_k], words[self.top_k :]
+        per_rank = jnp.int32(self.num_experts // self.fabric.num_ranks)
+        lists = []
+        for peer in peers:
+            local = [expert - peer * per_rank for expert in experts]
+            here = [
+                (expert >= 0) & (expert < self.num_experts) & (i >= 0) & (i < per_rank)
+                for expert, i in zip(experts, local, strict=True)
+            ]
+            ids = [jnp.where(h, i, fb.NOWHERE) for h, i in zip(here, local, strict=True)]
+            ids += [jnp.where(h, w, 0) for h, w in zip(here, weights, strict=False)]
+            lists.append(ids)
+        return lists
+
+    def _place_of(self, words, i):
+        first_token, _ = self.sender.range()
+        token = self.fabric.rank() * self.sender.num_tokens + first_token + i
+        return jnp.where(self._any_expert(words), token, fb.NOWHERE)
+
+    def _any_expert(self, words):
+        return fb.any_of(words[: self.top_k])
+
+    def _receive_lists(self, lists_ref, tokens, semaphores, *, step_rows, zeros, **_):
+        fabric, sender, window = self.fabric, self.sender, self.sender.step_window
+        num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
+        first_token, num_tokens = sender.range()
+        for part in zeros:
+            part[...] = jnp.zeros(part.shape, part.dtype)
+        plgpu.commit_smem()
+
+        def receive_step(step, carry):
+            fabric.wait(semaphores, PUT, step + 1, "dispatch")
+            fabric.stage(2)
+            step_token = first_token + step * step_tokens
+            start = window.start(step_token * width)
+            values = [
+                fabric.mine(lists_ref).at[source, pl.ds(start, window.width)][...]
+                for source in range(num_ranks)
+            ]
+            fabric.barrier()  # the step before this one has been read
+            for source, value in enumerate(values):
+                step_rows[source] = value
+            fabric.barrier()
+
+            def fill_pair(pair, carry):
+                source, i = lax.rem(pair, num_ranks), lax.div(pair, num_ranks)
+                entry = (step_token + i) * width - start
+                words = [step_rows[source, entry + word] for word in range(self.top_k)]
+                row = source * sender.num_tokens + step_token + i
+                for part, ref, (columns, _) in zip(zeros, tokens, sender.parts, strict=True):
+                    fb.put_if(
+                        fabric,
+                        ~self._any_expert(words),
+                        part.at[pl.ds(0, columns)],
+                        fabric.mine(ref).at[row],
+                    )
+                return carry
+
+            pairs = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
+            lax.fori_loop(0, pairs * num_ranks, fill_pair, None)
+            plgpu.commit_smem_to_gmem_group()
+            return carry
+
+        num_steps = sender.num_steps()
+        lax.fori_loop(0, num_steps, receive_step, None)
+
+        @pl.when(num_steps == 0)
+        def _():  # nothing comes, but peers may not leave before their last signal is heard
+            fabric.wait(semaphores, PUT, 1, "dispatch")
+
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,69 @@
+"""A ring of rows in shared memory: one warpgroup fills its slots, another empties them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import fabric as fb
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Both warpgroups take the same turns in order, counted from 0; turn i is of slot i modulo S.
+
+    A turn completes each of its slot's barriers once: `full`, when the row that the filler fetches
+    has arrived, or by the filler's own arrival if it fetches none; then `empty`, when the other
+    warpgroup, which has waited for `full`, frees the slot. The filler leaves when all slots are
+    empty: see `fabric.drain`.
+    """
+
+    rows: Any  # [S, columns]
+    full: Any  # [S] barriers
+    empty: Any  # [S] barriers
+    notes: Any = None  # [S, words] int32 on what a slot holds
+
+    def slot(self, turn: jax.Array) -> jax.Array:
+        return lax.rem(turn, jnp.int32(self.rows.shape[0]))
+
+    def open(self, turn: jax.Array, *notes: Any) -> jax.Array:
+        """The turn's slot, once it is empty; takes the notes."""
+        slot = self.slot(turn)
+
+        @pl.when(turn >= self.rows.shape[0])
+        def _() -> None:
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        for i, note in enumerate(notes):
+            self.notes[slot, i] = jnp.int32(note)
+        return slot
+
+    def fetch(self, slot: jax.Array, row: Any) -> None:
+        """Starts to fill an open slot with a row of global memory, of no more columns than it."""
+        place = self.rows.at[slot, pl.ds(0, row.shape[0])]
+        plgpu.copy_gmem_to_smem(row, place, self.full.at[slot], oob_mode=fb.IN_BOUNDS)
+
+    def free(self, turn: jax.Array, lag: int) -> None:
+        """Frees the slot of `lag` turns before, if there was such a turn.
+
+        Where rows are put from the slots, every turn's puts are a group of their own, empty or
+        not, and all groups but the last `lag` have been read.
+        """
+
+        @pl.when(turn >= lag)
+        def _() -> None:
+            plgpu.barrier_arrive(self.empty.at[self.slot(turn - lag)])
+
+    def free_last(self, turns: jax.Array, lag: int) -> None:
+        """After so many turns, frees what `free` has left, when all puts have been read."""
+
+        def free(turn: jax.Array, _: None) -> None:
+            plgpu.barrier_arrive(self.empty.at[self.slot(turn)])
+
+        lax.fori_loop(jnp.maximum(turns - lag, 0), turns, free, None)

@@ -1,0 +1,272 @@
+"""A ring of rows in shared memory, from which a block sends its tokens to every peer.
+
+One warpgroup of a block takes the block's tokens in order. It fetches a token's row, quantizes it
+if it is to be, puts it straight to its place at every rank that gets it, and beside it, if they are
+to be told, a list of words on what the token does there. A step of tokens is signalled when the
+next one is under way. What the lists say, and where a row goes, is the kernel's to know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.exchange import quantize
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric.plan import Plan, Window
+
+PUT = 0  # channel, signalled once for each step, and once where there is none
+
+Payload = jax.Array | tuple[jax.Array, ...]
+Parts = list[tuple[int, Any]]
+List = Sequence[jax.Array]  # a token's words
+Sources = Callable[[], Sequence[Any]]  # gives references, each [T·num_words], to read words from
+
+
+def payload(parts: Sequence[jax.Array]) -> Payload:
+    """What arrived: rows, or rows and their scales."""
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def parts_of_row(hidden: int, dtype: Any, wire_dtype: Any) -> Parts:
+    """What a row consists of on its way and where it arrives: columns and dtype of each."""
+    if wire_dtype is None:
+        return [(hidden, dtype)]
+    return [(hidden, wire_dtype), (hidden // quantize.BLOCK, jnp.float32)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sender:
+    """What it needs to know; its methods are steps of a kernel, and `scratch` is the kernel's.
+
+    Attributes:
+      fabric: how ranks reach each other.
+      plan: number of blocks, tokens of a step, and depth of the ring.
+      num_tokens: T.
+      hidden: H, of a row as it is fetched.
+      dtype: likewise.
+      wire_dtype: None, or what rows are quantized to.
+      num_words: int32 words that are known of a token, and words of a list.
+      num_sources: arrays that the words are read from.
+    """
+
+    fabric: fb.Fabric
+    plan: Plan
+    num_tokens: int
+    hidden: int
+    dtype: Any
+    wire_dtype: Any
+    num_words: int
+    num_sources: int = 1
+
+    @property
+    def parts(self) -> Parts:
+        return parts_of_row(self.hidden, self.dtype, self.wire_dtype)
+
+    @property
+    def step_tokens(self) -> int:
+        return min(self.plan.step_tokens, self.plan.tokens_per_block(self.num_tokens))
+
+    @property
+    def window(self) -> Window:
+        """The words that are held at a time."""
+        return self._window(self.plan.window_tokens)
+
+    @property
+    def step_window(self) -> Window:
+        """The words of a step."""
+        return self._window(self.plan.step_tokens)
+
+    def _window(self, tokens: int) -> Window:
+        sizes = self.plan, self.num_tokens, self.num_words
+        both = [Window.of(t, *sizes) for t in (self.plan.window_tokens, self.plan.step_tokens)]
+        # Both are of the same arrays.
+        return dataclasses.replace(
+            Window.of(tokens, *sizes), total=max(window.total for window in both)
+        )
+
+    def scratch_types(self) -> dict[str, Any]:
+        slots = self.plan.num_slots
+        types: dict[str, Any] = dict(
+            choices=plgpu.SMEM((self.num_sources, self.window.width), jnp.int32),
+            slots=[plgpu.SMEM((slots, columns), t) for columns, t in self.parts],
+            lists=plgpu.SMEM((slots, self.fabric.num_ranks, self.num_words), jnp.int32),
+            full=plgpu.Barrier(num_barriers=(slots,)),
+        )
+        if self.wire_dtype is not None:  # rows as they are before
+            types["wide_slots"] = plgpu.SMEM((slots, self.hidden), self.dtype)
+        return types
+
+    def range(self) -> tuple[jax.Array, jax.Array]:
+        """This block's tokens: first, and how many."""
+        return self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
+
+    def num_steps(self) -> jax.Array:
+        _, num_tokens = self.range()
+        return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
+
+    def peers(self) -> list[jax.Array]:
+        """All ranks, in the order in which this block turns to them."""
+        num_ranks = self.fabric.num_ranks
+        offset = fb.first_peer(self.fabric)
+        return [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
+
+    def fetch_first(self, x: Any, **scratch: Any) -> None:
+        """Starts to fill the ring."""
+        first, count = self.range()
+
+        def fetch(i: jax.Array, _: None) -> None:
+            self._fetch(x, first + i, i, **scratch)
+
+        lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
+
+    def make_ready(
+        self, x: Any, i: Any, *, slots: Any, full: Any, wide_slots: Any = None, **_: Any
+    ) -> None:
+        """Waits until the i-th token's row is there, and quantizes it if it is to be."""
+        first_token, num_tokens = self.range()
+        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
+
+        @pl.when(i < num_tokens)
+        def _() -> None:
+            plgpu.barrier_wait(full.at[slot])
+            if wide_slots is not None:
+                parts = [part.at[slot] for part in slots]
+                quantize.quantize_row(self.fabric, wide_slots.at[slot], *parts)
+                plgpu.commit_smem()  # all have read the wide row, and the puts see the other
+                ahead = i + self.plan.num_slots
+
+                @pl.when(ahead < num_tokens)
+                def _() -> None:
+                    rings = dict(slots=slots, full=full, wide_slots=wide_slots)
+                    self._fetch(x, first_token + ahead, ahead, **rings)
+
+    def open_window(self, sources: Sources, i: Any, *, choices: Any, **_: Any) -> None:
+        """Loads the words of this block's tokens from the i-th on, a row from each source."""
+        fabric, window = self.fabric, self.window
+        first_token, refs = self.range()[0], sources()
+        entries = pl.ds(window.start((first_token + i) * self.num_words), window.width)
+        values = [ref.at[entries][...] for ref in refs]
+        fabric.barrier()  # the window before this one has been read
+        for i, value in enumerate(values):
+            choices[i] = value
+        fabric.barrier()
+
+    def send(
+        self,
+        x: Any,
+        sources: Sources,
+        tokens: Sequence[Any],
+        lists_ref: Any,
+        semaphores: Any,
+        *,
+        lists_for: Callable[[jax.Array, Sequence[jax.Array]], Sequence[List]],
+        place_of: Callable[[List, jax.Array], jax.Array],
+        choices: Any,
+        slots: Any,
+        lists: Any,
+        full: Any,
+        wide_slots: Any = None,
+        **_: Any,
+    ) -> None:
+        """Sends all tokens. The first window is open, and the first row ready.
+
+        Args:
+          x: [T, H].
+          sources: what the windows are opened on; asked for each.
+          tokens: the parts of what arrives, each [R, columns].
+          lists_ref: [N, T·num_words] by source rank, where peers are told; or None.
+          semaphores: the kernel's.
+          lists_for: of a token's first entry in `choices`, and the peers: a list for each.
+          place_of: of the i-th token's list for a peer, and i: where its row goes, or nowhere.
+        """
+        fabric, plan, window = self.fabric, self.plan, self.window
+        num_words, lag = self.num_words, plan.store_lag
+        num_slots, step_tokens = plan.num_slots, self.step_tokens
+        rank, peers = fabric.rank(), self.peers()
+        first_token, num_tokens = self.range()
+
+        def put_lists(slot: jax.Array, entry: jax.Array, lists_of_peers: Sequence[List]) -> None:
+            if num_words % 4:  # bulk copies are of whole 16 bytes
+                for peer, words in zip(peers, lists_of_peers, strict=True):
+                    for i, word in enumerate(words):
+                        fabric.peer(lists_ref, peer)[rank, entry + i] = word
+                return
+            for peer, words in zip(peers, lists_of_peers, strict=True):
+                for i, word in enumerate(words):
+                    lists[slot, peer, i] = word
+            plgpu.commit_smem()
+            for peer in peers:
+                plgpu.copy_smem_to_gmem(
+                    lists.at[slot, peer],
+                    fabric.peer(lists_ref, peer).at[rank, pl.ds(entry, num_words)],
+                    commit_group=False,
+                )
+
+        def send_token(i: jax.Array, carry: None) -> None:
+            in_window = lax.rem(i, jnp.int32(window.tokens))
+
+            @pl.when((in_window == 0) & (i > 0))
+            def _() -> None:
+                self.open_window(sources, i, choices=choices)
+
+            slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * num_words
+            in_choices = entry - window.start(entry - in_window * num_words)
+            lists_of_peers = lists_for(in_choices, peers)
+            for peer, words in zip(peers, lists_of_peers, strict=True):
+                place = place_of(words, i)
+                for part, ref in zip(slots, tokens, strict=True):
+                    fb.put_if(fabric, place >= 0, part.at[slot], fabric.peer(ref, peer).at[place])
+            if lists_ref is not None:
+                put_lists(slot, entry, lists_of_peers)
+            plgpu.commit_smem_to_gmem_group()
+
+            # Once a slot's puts have read it, it takes the next token.
+            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
+            if wide_slots is None:
+                ahead = i - lag + num_slots
+
+                @pl.when((i >= lag) & (ahead < num_tokens))
+                def _() -> None:
+                    self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
+
+            self.make_ready(x, i + 1, slots=slots, full=full, wide_slots=wide_slots)
+            return carry
+
+        def send_step(step: jax.Array, carry: None) -> None:
+            begin = step * step_tokens
+            end = jnp.minimum(begin + step_tokens, num_tokens)
+            lax.fori_loop(begin, end, send_token, None)
+
+            @pl.when(step > 0)
+            def _() -> None:  # with only this step under way, the one before has arrived
+                lax.cond(
+                    end - begin == step_tokens,
+                    lambda: plgpu.wait_smem_to_gmem(step_tokens),
+                    lambda: plgpu.wait_smem_to_gmem(0),
+                )
+                fabric.stage(1)
+                fabric.signal(semaphores, PUT)
+
+            return carry
+
+        lax.fori_loop(0, self.num_steps(), send_step, None)
+        plgpu.wait_smem_to_gmem(0)
+        fabric.stage(1)
+        fabric.signal(semaphores, PUT)
+
+    def _fetch(
+        self, x: Any, token: Any, i: Any, *, slots: Any, full: Any, wide_slots: Any = None, **_: Any
+    ) -> None:
+        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
+        (ring,) = slots if wide_slots is None else [wide_slots]
+        plgpu.copy_gmem_to_smem(
+            self.fabric.mine(x).at[token], ring.at[slot], full.at[slot], oob_mode=fb.IN_BOUNDS
+        )

@@ -1,0 +1,297 @@
+"""The words of LL buffers: where they are, and how a warpgroup writes, polls and counts with them.
+
+Every GPU has a region of memory that its peers write to: counters, slots of a tile each, and a note
+of each thread to each slot. A word that is `EMPTY` has not arrived. Where a tile itself has such a
+word, `_INSTEAD` is sent; where it has either of the two, a note tells which it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+from pallas_kernels.fabric import ptx, vectors
+from pallas_kernels.fabric.plan import LANES
+
+EMPTY = 0xFFFFFFFF  # as floats NaNs, but not those of arithmetic: seldom anything that is sent
+_INSTEAD = 0xFFFFFFFE
+
+TILE_BYTES = LANES * vectors.BYTES
+_NOTES_BYTES = LANES * 4
+SLOT_BYTES = TILE_BYTES + _NOTES_BYTES
+_WORDS = vectors.BYTES // 4
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """The regions of a process's GPUs.
+
+    Attributes:
+      base: the address of GPU 0's.
+      stride: from the region of a GPU to that of the next one, in bytes.
+      num_devices: how many GPUs have one.
+      num_counters: of a region.
+      num_slots: of a region.
+    """
+
+    base: int
+    stride: int
+    num_devices: int
+    num_counters: int
+    num_slots: int
+
+    def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        """Writes a tile into a slot of a GPU, which must be empty.
+
+        If it need not be `exact`, as who takes it knows, a NaN may arrive as another.
+        """
+
+        def emit(ctx: Any, device: Any, slot: Any, array: Any) -> None:
+            del ctx
+            i32 = ir.IntegerType.get_signless(32)
+            packed = vector.bitcast(ir.VectorType.get((_WORDS,), i32), array.registers.item())
+            words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
+            where = device.registers.item(), slot.registers.item()
+            empty = [_is(EMPTY, word) for word in words]
+            if exact:
+                bits = [
+                    arith.select(is_empty, _i32(1 << i), _i32(0))
+                    for i, is_empty in enumerate(empty)
+                ]
+                llvm.inline_asm(
+                    None,
+                    [
+                        self._note(*where),
+                        functools.reduce(arith.ori, bits),
+                        _any([*empty, *(_is(_INSTEAD, word) for word in words)]),
+                    ],
+                    "@$2 st.relaxed.sys.global.b32 [$0], $1;",
+                    "l,r,b",
+                    has_side_effects=True,
+                )
+            words = [
+                arith.select(is_empty, _i32(_INSTEAD), word)
+                for is_empty, word in zip(empty, words, strict=True)
+            ]
+            _store(self._slot(*where), words)
+
+        layout = _layout(tile.shape, tile.dtype)
+        plgpu.inline_mgpu(arg_types=(_SCALAR, _SCALAR, layout))(emit)(device, slot, tile)
+
+    def collect(
+        self,
+        device: jax.Array,
+        slots: Sequence[jax.Array],
+        shape: tuple[int, ...],
+        dtype: Any,
+        *,
+        rank: jax.Array,
+        peers: Sequence[jax.Array],
+        timeout_s: float,
+        what: str,
+        exact: bool,
+    ) -> list[jax.Array]:
+        """Waits for the tiles of a GPU's own slots, takes them and leaves the slots empty.
+
+        Traps after `timeout_s`, with a message that names `what`, the rank, and which of the peers,
+        one for each slot, has sent nothing.
+        """
+        count = len(slots)
+
+        def emit(ctx: Any, device: Any, rank: Any, *scalars: Any) -> Any:
+            del ctx
+            device, rank = device.registers.item(), rank.registers.item()
+            scalars = tuple(scalar.registers.item() for scalar in scalars)
+            pointers = [self._slot(device, slot) for slot in scalars[:count]]
+
+            def ask() -> tuple[ir.Value, list[ir.Value]]:
+                words = [word for pointer in pointers for word in _load(pointer)]
+                return _any([_is(EMPTY, word) for word in words]), words
+
+            def late(words: Sequence[ir.Value]) -> None:
+                peer = scalars[count]
+                for j, of_slot in enumerate(by_slot(words)):
+                    missing = _any([_is(EMPTY, word) for word in of_slot])
+                    peer = arith.select(missing, scalars[count + j], peer)
+                ptx.give_up(what, timeout_s, rank, peer)
+
+            def by_slot(words: Sequence[ir.Value]) -> list[Sequence[ir.Value]]:
+                return [words[_WORDS * j : _WORDS * (j + 1)] for j in range(count)]
+
+            def as_sent(j: int, words: Sequence[ir.Value]) -> list[ir.Value]:
+                """What a thread has received, or what its note says."""
+                i32 = ir.IntegerType.get_signless(32)
+                noted = _any([_is(_INSTEAD, word) for word in words])
+                found = scf.IfOp(noted, [i32] * _WORDS, has_else=True)
+                with ir.InsertionPoint(found.then_block):
+                    pointer = self._note(device, scalars[j])
+
+                    def ask_for_note() -> tuple[ir.Value, list[ir.Value]]:
+                        note = ptx.load_word(pointer)
+                        return _is(EMPTY, note), [note]
+
+                    (note,) = ptx.poll(
+                        ask_for_note,
+                        lambda _: ptx.give_up(what, timeout_s, rank, scalars[count + j]),
+                        timeout_s=timeout_s,
+                        num_values=1,
+                    )
+                    _store_word(pointer, _i32(EMPTY))
+                    bits = [arith.andi(note, _i32(1 << i)) for i in range(_WORDS)]
+                    scf.yield_(
+                        [
+                            arith.select(_is(0, bit), word, _i32(EMPTY))
+                            for bit, word in zip(bits, words, strict=True)
+                        ]
+                    )
+                with ir.InsertionPoint(found.else_block):
+                    scf.yield_(list(words))
+                return list(found.results)
+
+            words = ptx.poll(ask, late, timeout_s=timeout_s, num_values=_WORDS * count)
+            for pointer in pointers:
+                _store(pointer, [_i32(EMPTY)] * _WORDS)
+            return [
+                _tile(as_sent(j, of_slot) if exact else of_slot, shape, dtype)
+                for j, of_slot in enumerate(by_slot(words))
+            ]
+
+        tile = plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=_layout(shape, dtype))
+        arg_types = (_SCALAR,) * (2 + 2 * count)
+        return plgpu.inline_mgpu(arg_types=arg_types, return_type=[tile] * count)(emit)(
+            device, rank, *slots, *peers
+        )
+
+    def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
+        """Counters of a GPU's own."""
+
+        def emit(ctx: Any, device: Any, *counters: Any) -> Any:
+            del ctx
+            values = []
+            for counter in counters:
+                address = self._counter(device.registers.item(), counter.registers.item())
+                value = ptx.load_word(address)
+                values.append(mgpu.FragmentedArray.splat(value, (), is_signed=True))
+            return values
+
+        scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+        count = len(counters)
+        arg_types = (_SCALAR,) * (1 + count)
+        return plgpu.inline_mgpu(arg_types=arg_types, return_type=[scalar] * count)(emit)(
+            device, *counters
+        )
+
+    def write(
+        self, device: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
+    ) -> None:
+        """Sets counters of a GPU's own, once all threads of the warpgroup are here."""
+        count = len(counters)
+
+        def emit(ctx: Any, device: Any, *scalars: Any) -> None:
+            del ctx
+            scalars = tuple(scalar.registers.item() for scalar in scalars)
+            mgpu.utils.warpgroup_barrier()
+            first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, ptx.lane(), _i32(0)))
+            with ir.InsertionPoint(first.then_block):
+                for counter, value in zip(scalars[:count], scalars[count:], strict=True):
+                    _store_word(self._counter(device.registers.item(), counter), value)
+                scf.yield_([])
+
+        arg_types = (_SCALAR,) * (1 + 2 * count)
+        plgpu.inline_mgpu(arg_types=arg_types)(emit)(device, *counters, *values)
+
+    def _region(self, device: ir.Value) -> ir.Value:
+        return arith.addi(_times(device, self.stride), _i64(self.base))
+
+    def _counter(self, device: ir.Value, counter: ir.Value) -> ir.Value:
+        return arith.addi(self._region(device), _times(counter, 4))
+
+    def _slot(self, device: ir.Value, slot: ir.Value) -> ir.Value:
+        """Where this thread's part of a slot is."""
+        start = arith.addi(self._region(device), _i64(4 * self.num_counters))
+        part = _times(ptx.lane(), vectors.BYTES)
+        return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
+
+    def _note(self, device: ir.Value, slot: ir.Value) -> ir.Value:
+        """Where this thread's note to a slot is."""
+        start = arith.addi(
+            self._region(device), _i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
+        )
+        return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(ptx.lane(), 4)))
+
+
+def _layout(shape: tuple[int, ...], dtype: Any) -> Any:
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=vectors.length(dtype))
+
+
+def _i32(value: int) -> ir.Value:
+    signed = value - 2**32 if value >= 2**31 else value
+    return arith.constant(ir.IntegerType.get_signless(32), signed)
+
+
+def _i64(value: int) -> ir.Value:
+    return arith.constant(ir.IntegerType.get_signless(64), value)
+
+
+def _times(value: ir.Value, size: int) -> ir.Value:
+    return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), _i64(size))
+
+
+def _is(value: int, word: ir.Value) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, word, _i32(value))
+
+
+def _any(conditions: Sequence[ir.Value]) -> ir.Value:
+    return functools.reduce(arith.ori, conditions)
+
+
+def _store_word(pointer: ir.Value, word: ir.Value) -> None:
+    llvm.inline_asm(
+        None, [pointer, word], "st.relaxed.sys.global.b32 [$0], $1;", "l,r", has_side_effects=True
+    )
+
+
+def _load(pointer: ir.Value) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    words = llvm.inline_asm(
+        ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * _WORDS)})>"),
+        [pointer],
+        "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+        "=r,=r,=r,=r,l",
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(i32, words, [i]) for i in range(_WORDS)]
+
+
+def _store(pointer: ir.Value, words: Sequence[ir.Value]) -> None:
+    llvm.inline_asm(
+        None,
+        [pointer, *words],
+        "st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};",
+        "l,r,r,r,r",
+        has_side_effects=True,
+    )
+
+
+def _tile(words: Sequence[ir.Value], shape: tuple[int, ...], dtype: Any) -> Any:
+    i32, element = ir.IntegerType.get_signless(32), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
+    packed = llvm.mlir_undef(ir.VectorType.get((_WORDS,), i32))
+    for i, word in enumerate(words):
+        packed = llvm.insertelement(packed, word, _i32(i))
+    of_thread = ir.VectorType.get((vectors.length(dtype),), element)
+    return mgpu.FragmentedArray(
+        _registers=np.array([vector.bitcast(of_thread, packed)], dtype=object),
+        _layout=mgpu.WGStridedFragLayout(tuple(shape), vectors.length(dtype)),
+        _is_signed=None,
+    )

@@ -1,0 +1,178 @@
+"""What the collectives share: flat arrays in tiles of registers, sums of ranks, a rendezvous.
+
+A collective's payload is flat and cut into tiles, of which every warpgroup takes its share: 16
+bytes to a thread and instruction, straight between registers and any rank's memory. Nothing is
+staged in shared memory, and many threads with a few loads each hide the link's latency.
+
+All ranks' inputs are readable when a kernel starts. None of its blocks leaves before the block of
+the same index on every other rank has touched its last byte, so when the kernel ends, no rank
+reads this rank's input or writes its output any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric.plan import LANES
+
+_DONE = 0  # channel: this block has touched its last byte of any other rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static choices of one kernel call.
+
+    Attributes:
+      num_blocks: thread blocks per rank.
+      num_warpgroups: warpgroups per block.
+      num_vectors: of 16 bytes that each thread holds of one rank at a time.
+    """
+
+    num_blocks: int
+    num_warpgroups: int = 4
+    num_vectors: int = 1
+
+    @property
+    def num_workers(self) -> int:
+        """Warpgroups of all blocks."""
+        return self.num_blocks * self.num_warpgroups
+
+    def worker(self) -> jax.Array:
+        """The number of this warpgroup among them; within a kernel."""
+        return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
+
+
+def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
+    """Elements that a warpgroup holds at a time."""
+    return LANES * num_vectors * vectors.length(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A flat array, or the `num_shards` equal shards of one, as tiles of a kernel's warpgroups.
+
+    The last tile of a shard is moved back to end with it, over elements of the tile before: they
+    are done twice, with the same outcome. So any length will do that is a whole number of vectors
+    and at least one tile.
+    """
+
+    size: int  # elements of a shard
+    dtype: Any
+    plan: Plan
+    num_shards: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size % vectors.length(self.dtype) or self.size < self.tile:
+            raise ValueError(
+                f"a shard must be whole vectors of {vectors.length(self.dtype)} elements and at "
+                f"least a tile of {self.tile}, but has {self.size}."
+            )
+
+    @property
+    def tile(self) -> int:
+        return tile_length(self.dtype, self.plan.num_vectors)
+
+    def each(self, body: Callable[[Any, Any], None]) -> None:
+        """Calls body(shard, slice of that shard) for every tile of this warpgroup.
+
+        Neighbouring warpgroups take different shards, so that no rank's link is crowded.
+        """
+        workers, worker = self.plan.num_workers, self.plan.worker()
+        num_tiles = self.num_shards * pl.cdiv(self.size, self.tile)
+
+        def step(i: jax.Array, _: None) -> None:
+            index = worker + i * workers
+            shard = lax.rem(index, jnp.int32(self.num_shards))
+            start = lax.div(index, jnp.int32(self.num_shards)) * self.tile
+            body(shard, pl.ds(jnp.minimum(start, self.size - self.tile), self.tile))
+
+        count = lax.div(num_tiles - worker + (workers - 1), jnp.int32(workers))
+        lax.fori_loop(0, jnp.maximum(count, 0), step, None)
+
+
+def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
+    """A tile of any rank's memory."""
+    return vectors.load(fabric, ref, vectors.length(ref.dtype))
+
+
+def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
+    """Writes a tile to any rank's memory."""
+    vectors.store(fabric, [ref], tile, vectors.length(ref.dtype))
+
+
+def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
+    """float32 sum over ranks of the tile at `indices` of each rank's `ref`, in rank order.
+
+    Every rank that computes it gets the same bits. They begin to read at different peers, or all
+    of them would crowd one link.
+    """
+    num_ranks = fabric.num_ranks
+    stagger = num_ranks > 2 and not fabric.interpret
+    first = fabric.rank() if stagger else jnp.int32(0)
+    peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
+    parts = [load(fabric, fabric.peer(ref, peer).at[indices]) for peer in peers]
+    if stagger:  # rank r's part is at (r - first) % N
+        parts = vectors.rotate(fabric, parts, first, vectors.length(ref.dtype))
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
+
+
+def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
+    """Writes a tile to the same place at every rank, each rank beginning with itself."""
+    num_ranks = jnp.int32(fabric.num_ranks)
+    peers = [lax.rem(fabric.rank() + i, num_ranks) for i in range(fabric.num_ranks)]
+    parts = [fabric.peer(ref, peer).at[indices] for peer in peers]
+    vectors.store(fabric, parts, tile, vectors.length(ref.dtype))
+
+
+def call(
+    fabric: fb.Fabric,
+    body: Callable[..., None],
+    plan: Plan,
+    operands: Sequence[jax.Array],
+    out_type: jax.ShapeDtypeStruct,
+    *,
+    name: str,
+    reads: bool = False,
+    puts: bool = False,
+) -> jax.Array:
+    """Runs `body` on input and output refs; its blocks leave when their peers have finished.
+
+    `reads` and `puts`: whether the body reads other ranks' inputs, and writes to their outputs.
+    """
+
+    def run(*refs: Any, semaphores: Any, finished: Any) -> None:
+        fabric.stage(0)
+        fabric.touch(*(refs[:-1] if reads else ()), *(refs[-1:] if puts else ()), semaphores)
+        body(*refs)
+        fabric.stage(1)
+        plgpu.barrier_arrive(finished)
+
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _():
+            plgpu.barrier_wait(finished)
+            fabric.signal(semaphores, _DONE, wrote=puts)
+            fabric.wait(semaphores, _DONE, 1, name)
+            fabric.stage(2)
+
+    (out,) = fb.kernel(
+        fabric,
+        run,
+        name=name,
+        num_blocks=plan.num_blocks,
+        num_warpgroups=plan.num_warpgroups,
+        out_type=[out_type],
+        scratch_types=dict(finished=plgpu.Barrier(num_arrivals=plan.num_warpgroups)),
+        num_channels=1,
+    )(*operands)
+    return out

@@ -1,0 +1,640 @@
+"""Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
+
+Two kernels, both a fixed number of blocks that walk the tiles of the output; in each block
+
+  loader    (one warpgroup) copies operand tiles into a ring in shared memory, running ahead;
+  computer  (two warpgroups) multiplies them, each half of the output tile, and stores its half.
+
+`product` cuts the rows of every group into tiles of its own, so tiles past the last group do not
+exist: their output rows are filled with zeros. `drhs` cuts the sum over a group's rows into steps
+and clears, in shared memory, the rows of its first and last step that are not of the group: a NaN
+in a neighbour's row, or past the last group, never meets an accumulator.
+
+Tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles, so a
+tile may hold up to 7 rows of the group before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric.fabric import drain
+from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
+
+_ROW_ALIGNMENT = 8
+_CHUNK = 64  # rows and columns that a computer stores at a time; the width of a swizzled tile
+_COMPUTERS = 2
+_LOADER = 2  # its warpgroup
+_OTHER_BYTES = 2560  # of shared memory: barriers, and what Mosaic keeps for itself
+
+# Columns of a table of tiles.
+_GROUP, _FIRST, _BEGIN, _END = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How the work is cut.
+
+    Attributes:
+      block_m: height of a block's output tile: 64, or 128 (the computers take half each).
+      block_n: its width, a multiple of 64 (of 128 where block_m is 64: they take half each).
+      num_slots: depth of the ring, in pairs of operand tiles of 64 along the sum.
+      num_staged: 64 x 64 chunks of its result that a computer may hold on their way out.
+      band: tiles of columns that the blocks sweep together down all rows.
+    """
+
+    block_m: int
+    block_n: int
+    num_slots: int
+    num_staged: int
+    band: int = 1
+
+    @classmethod
+    def fitting(cls, block_m: int, block_n: int, band: int = 1) -> Tiles:
+        """Staging for a whole tile, and as deep a ring as shared memory then holds."""
+        chunks = block_m * block_n // (_CHUNK * _CHUNK * _COMPUTERS)
+        chunk, operand = 2 * _CHUNK * _CHUNK, 2 * _CHUNK
+        staging = _COMPUTERS * chunk * (chunks + 1)  # and one for partial chunks
+        slots = (SHARED_MEMORY_BYTES - _OTHER_BYTES - staging) // (operand * (block_m + block_n))
+        return cls(block_m, block_n, min(slots, 6), chunks, band)
+
+    @property
+    def split_rows(self) -> bool:
+        return self.block_m > _CHUNK
+
+    @property
+    def part(self) -> int:
+        """Width of a computer's part of a tile, which is 64 rows high."""
+        return self.block_n if self.split_rows else self.block_n // _COMPUTERS
+
+    @property
+    def staged(self) -> int:
+        """Staging chunks, so many that each turn of them ends with a part's last chunk."""
+        return math.gcd(self.num_staged, self.part // _CHUNK)
+
+    def __post_init__(self) -> None:
+        if self.block_m not in (_CHUNK, _COMPUTERS * _CHUNK) or self.part % _CHUNK:
+            raise ValueError(f"block sizes must be 64 or 128 by a multiple of 64, not {self}.")
+
+
+def product(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    tiles: Tiles,
+    num_blocks: int,
+    interpret: Any = None,
+) -> jax.Array:
+    """The sum over pairs of lhs [R, K] by groups of rows times rhs [L, K, N] -> [R, N].
+
+    rhs is [L, N, K] with `transpose_rhs`. bfloat16 or float16; R a multiple of 8, K of 64, N of
+    tiles.block_n. Sums are float32, those of all pairs in the same accumulators. Rows past the last
+    group come out zero and are not read beyond the last tile.
+    """
+    lhs, rhs = pairs[0]
+    num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
+    depths = tuple(lhs.shape[1] for lhs, _ in pairs)
+    table = _row_tiles(group_sizes, tiles.block_m, num_rows)
+    kernel = _Product(tiles, num_blocks, bool(interpret), width, depths, num_rows, transpose_rhs)
+    return _call(
+        kernel,
+        kernel.scratch_types(lhs.dtype),
+        jax.ShapeDtypeStruct((num_rows, width), lhs.dtype),
+        "grouped_matmul",
+        interpret,
+    )(*(operand for pair in pairs for operand in pair), table)
+
+
+def drhs(
+    lhs: jax.Array,
+    grad: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    tiles: Tiles,
+    num_blocks: int,
+    interpret: Any = None,
+) -> jax.Array:
+    """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
+
+    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.block_n. Sums are float32. Zero for
+    an empty group.
+    """
+    num_groups = group_sizes.shape[0]
+    shape = num_groups, lhs.shape[1], grad.shape[1]
+    kernel = _Drhs(tiles, num_blocks, bool(interpret), grad.shape[1], *shape[:2])
+    return _call(
+        kernel,
+        kernel.scratch_types(lhs.dtype),
+        jax.ShapeDtypeStruct(shape, lhs.dtype),
+        "grouped_matmul_drhs",
+        interpret,
+    )(lhs, grad, _group_steps(group_sizes, lhs.shape[0]))
+
+
+def _row_tiles(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
+    """The tiles of every group's rows, in order, and last [their number, the rows in groups, ...].
+
+    A tile [4]: its group, its first row (a multiple of 8), and the rows [begin, end) of it that
+    are the group's.
+    """
+    num_groups = group_sizes.shape[0]
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    first = starts // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+    counts = jnp.where(group_sizes > 0, -((first - ends) // height), 0)
+    tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
+    # A tile more for each group that ends within one, and for its rows of the group before.
+    most = (num_rows + (_ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
+    tile = jnp.arange(most + 1, dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
+    row = first[group] + (tile - (tile_ends - counts)[group]) * height
+    table = jnp.stack(
+        [group, row, jnp.maximum(row, starts[group]), jnp.minimum(row + height, ends[group])],
+        axis=1,
+    )
+    totals = jnp.stack([tile_ends[-1], ends[-1], ends[-1], ends[-1]])
+    return jnp.where(tile[:, None] == most, totals, table)
+
+
+def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """For each group [4]: how many steps of rows (at least one), the first row of the first, and
+    the group's rows [begin, end)."""
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    first = jnp.minimum(starts, num_rows - _ROW_ALIGNMENT) // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+    steps = jnp.maximum(-((first - ends) // _CHUNK), 1)
+    return jnp.stack([steps, first, starts, ends], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What both kernels share: the ring, and which tile of the output is whose."""
+
+    tiles: Tiles
+    num_blocks: int
+    interpreted: bool
+    width: int  # of the output
+
+    def __post_init__(self) -> None:
+        if self.width % self.tiles.block_n:
+            raise ValueError(
+                f"the output's {self.width} columns are not whole tiles of {self.tiles.block_n}."
+            )
+
+    def ring(self, dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> dict[str, Any]:
+        slots, operand = self.tiles.num_slots, _swizzled(dtype)
+        return dict(
+            left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
+            right=plgpu.SMEM((slots, *right), dtype, transforms=operand),
+            staged=plgpu.SMEM(
+                (_COMPUTERS, self.tiles.staged, _CHUNK, _CHUNK), dtype, transforms=operand
+            ),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+            empty=plgpu.Barrier(num_arrivals=_COMPUTERS, num_barriers=slots),
+        )
+
+    def each_of(
+        self,
+        total: jax.Array,
+        look_up: Callable[[jax.Array], Any],
+        body: Callable[[Any, Any], Any],
+        carry: Any,
+    ) -> Any:
+        """Runs `body(look_up(tile), carry)` for this block's share of `total` tiles.
+
+        The next tile is looked up before a tile is worked on, since the look-up takes its time.
+        """
+        block, stride = lax.axis_index("block"), self.num_blocks
+        mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
+
+        def looked_up(i):
+            return look_up(jnp.minimum(block + i * stride, jnp.maximum(total - 1, 0)))
+
+        def step(i, both):
+            tile, carry = both
+            following = looked_up(i + 1)
+            return following, body(tile, carry)
+
+        return lax.fori_loop(0, mine, step, (looked_up(0), carry))[1]
+
+    def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+        """A tile's row of tiles, and its first column, band by band."""
+        columns, band = self.width // self.tiles.block_n, self.tiles.band
+        band = band if columns % band == 0 else columns
+        whole, rest = _divmod(index, rows * band)
+        row, column = _divmod(rest, jnp.int32(band))
+        return row, (whole * band + column) * self.tiles.block_n
+
+    def fill(self, scratch: Any, used: jax.Array, left: Any, right: Any) -> jax.Array:
+        """Copies a pair of operand tiles into the ring's next slot, once it is empty."""
+        slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
+
+        @pl.when(used >= self.tiles.num_slots)
+        def _():
+            plgpu.barrier_wait(scratch["empty"].at[slot])
+
+        full = scratch["full"].at[slot]
+        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], full)
+        plgpu.copy_gmem_to_smem(right, scratch["right"].at[slot], full)
+        return used + 1
+
+    def accumulate(
+        self,
+        scratch: Any,
+        used: jax.Array,
+        steps: Any,
+        multiply: Callable[[Any, jax.Array, jax.Array], None],
+    ) -> jax.Array:
+        """The sum of `multiply(accumulator, slot, step)` over the ring's next `steps` slots."""
+        num_slots = jnp.int32(self.tiles.num_slots)
+
+        def scope(accumulator):
+            def step(i, _):
+                slot = lax.rem(used + i, num_slots)
+                plgpu.barrier_wait(scratch["full"].at[slot])
+                multiply(accumulator, slot, i)
+                plgpu.wgmma_wait(1)  # of the step before this one, so its slot is free
+
+                @pl.when(i > 0)
+                def _():
+                    plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + i - 1, num_slots)])
+
+            lax.fori_loop(0, steps, step, None)
+            total = accumulator[...]
+            plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + steps - 1, num_slots)])
+            return total
+
+        return pl.run_scoped(scope, plgpu.ACC((_CHUNK, self.tiles.part)))
+
+    def pass_by(self, scratch: Any, used: jax.Array, steps: Any) -> None:
+        """Gives the ring's next `steps` slots back unused."""
+
+        def step(i, _):
+            slot = lax.rem(used + i, jnp.int32(self.tiles.num_slots))
+            plgpu.barrier_wait(scratch["full"].at[slot])
+            plgpu.barrier_arrive(scratch["empty"].at[slot])
+
+        lax.fori_loop(0, steps, step, None)
+
+    def part_of_left(self, left: Any, computer: jax.Array, axis: int) -> Any:
+        """The rows of the left operand that a computer multiplies; they lie along `axis`."""
+        if not self.tiles.split_rows:
+            return left
+        mine = pl.ds(computer * _CHUNK, _CHUNK)
+        return left.at[mine] if axis == 0 else left.at[:, mine]
+
+    def part_of_right(self, right: Any, computer: jax.Array, axis: int) -> Any:
+        """The columns of the right operand that a computer multiplies; they lie along `axis`."""
+        mine: Any = slice(None)
+        if not self.tiles.split_rows:
+            mine = pl.ds(computer * self.tiles.part, self.tiles.part)
+        return right.at[mine] if axis == 0 else right.at[:, mine]
+
+    def corner(self, top: Any, left_edge: Any, computer: jax.Array) -> tuple[Any, Any]:
+        """Where a computer's part of the tile at (top, left_edge) begins."""
+        if self.tiles.split_rows:
+            return top + computer * _CHUNK, left_edge
+        return top, left_edge + computer * self.tiles.part
+
+    def store_part(self, staged: Any, total: jax.Array, out: Any) -> None:
+        """Stores a computer's part to `out`, as many chunks at a time as fit."""
+        for first in range(0, self.tiles.part // _CHUNK, self.tiles.staged):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            columns = [
+                slice((first + i) * _CHUNK, (first + i + 1) * _CHUNK)
+                for i in range(self.tiles.staged)
+            ]
+            for i, column in enumerate(columns):
+                staged.at[i][...] = total[:, column].astype(out.dtype)
+            plgpu.commit_smem()
+            for i, column in enumerate(columns):
+                plgpu.copy_smem_to_gmem(staged.at[i], out.at[:, column])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product(_Kernel):
+    depths: tuple[int, ...]
+    num_rows: int
+    transpose_rhs: bool
+
+    def scratch_types(self, dtype: Any) -> dict[str, Any]:
+        tiles = self.tiles
+        right = (tiles.block_n, _CHUNK) if self.transpose_rhs else (_CHUNK, tiles.block_n)
+        return self.ring(dtype, (tiles.block_m, _CHUNK), right) | dict(
+            # Rows of a chunk that is not wholly the group's are stored few at a time, which the
+            # swizzled tile does not allow.
+            plain=plgpu.SMEM((_COMPUTERS, _CHUNK, _CHUNK), dtype),
+        )
+
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        *operands, table, out = refs
+        warpgroup = lax.axis_index("warpgroup")
+        last = table.shape[0] - 1
+        num_tiles, num_live_rows = table[last, 0], table[last, 1]
+        total = num_tiles * (self.width // self.tiles.block_n)
+
+        @pl.when(warpgroup == _LOADER)
+        def _load():
+            _set_registers(40, "decrease", self.interpreted)
+
+            def look_up(index):
+                tile, left_edge = self.place(index, num_tiles)
+                return table[tile, _GROUP], table[tile, _FIRST], left_edge
+
+            def one_tile(tile, used):
+                group, first, left_edge = tile
+                rows = pl.ds(_aligned(first), self.tiles.block_m)
+                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.block_n)
+                for lhs, rhs, depth in zip(operands[::2], operands[1::2], self.depths, strict=True):
+
+                    def step(i, used, lhs=lhs, rhs=rhs):
+                        inner = pl.ds(i * _CHUNK, _CHUNK)
+                        place = (cols, inner) if self.transpose_rhs else (inner, cols)
+                        return self.fill(scratch, used, lhs.at[rows, inner], rhs.at[group, *place])
+
+                    used = lax.fori_loop(0, depth // _CHUNK, step, used)
+                return used
+
+            used = self.each_of(total, look_up, one_tile, jnp.int32(0))
+            drain(scratch["empty"], used, self.tiles.num_slots)
+
+        @pl.when(warpgroup != _LOADER)
+        def _compute():
+            _set_registers(232, "increase", self.interpreted)
+
+            def look_up(index):
+                tile, left_edge = self.place(index, num_tiles)
+                top, left_edge = self.corner(table[tile, _FIRST], left_edge, warpgroup)
+                begin = jnp.clip(table[tile, _BEGIN] - top, 0, _CHUNK)
+                end = jnp.clip(table[tile, _END] - top, 0, _CHUNK)
+                return top, left_edge, begin, end
+
+            def one_tile(tile, used):
+                self._one_tile(tile, out, warpgroup, used, scratch)
+                return used + sum(self.depths) // _CHUNK
+
+            self.each_of(total, look_up, one_tile, jnp.int32(0))
+            self._zero_tail(out, num_live_rows, warpgroup, scratch["plain"].at[warpgroup])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _one_tile(
+        self, tile: Any, out: Any, computer: jax.Array, used: jax.Array, scratch: Any
+    ) -> None:
+        """This computer's part of a tile, whose rows [begin, end) are the group's."""
+        top, left_edge, begin, end = tile
+        steps = sum(self.depths) // _CHUNK
+
+        def multiply(accumulator, slot, _):
+            left = self.part_of_left(scratch["left"].at[slot], computer, 0)
+            right = scratch["right"].at[slot]
+            if self.transpose_rhs:
+                right = _transposed(self.part_of_right(right, computer, 0))
+            else:
+                right = self.part_of_right(right, computer, 1)
+            plgpu.wgmma(accumulator, left, right)
+
+        @pl.when(end > begin)
+        def _some():
+            total = self.accumulate(scratch, used, steps, multiply)
+
+            @pl.when(end - begin == _CHUNK)
+            def _whole():
+                rows = pl.ds(_aligned(top), _CHUNK)
+                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.part)
+                self.store_part(scratch["staged"].at[computer], total, out.at[rows, cols])
+
+            @pl.when(end - begin < _CHUNK)
+            def _some_rows():
+                plain = scratch["plain"].at[computer]
+                for chunk in range(0, self.tiles.part, _CHUNK):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    values = total[:, chunk : chunk + _CHUNK].astype(out.dtype)
+                    _store_unswizzled(plain, values)
+                    plgpu.commit_smem()
+                    cols = pl.ds(left_edge + chunk, _CHUNK)
+                    _store_rows(plain, begin, end, out, top, cols)
+
+        @pl.when(end <= begin)
+        def _none():
+            self.pass_by(scratch, used, steps)
+
+    def _zero_tail(self, out: Any, start: jax.Array, computer: jax.Array, zeros: Any) -> None:
+        """Writes zeros to the rows from `start` on, the computers of all blocks taking turns."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        _store_unswizzled(zeros, _zeros((_CHUNK, _CHUNK), out.dtype, self.interpreted))
+        plgpu.commit_smem()
+        columns = jnp.int32(self.width // _CHUNK)
+        first_chunk = lax.div(start, jnp.int32(_CHUNK))
+        chunks = -(-self.num_rows // _CHUNK) - first_chunk
+        workers = jnp.int32(self.num_blocks * _COMPUTERS)
+        me = lax.axis_index("block") * _COMPUTERS + computer
+
+        def one_chunk(i, _):
+            row, column = _divmod(me + i * workers, columns)
+            first = (first_chunk + row) * _CHUNK
+            begin = jnp.maximum(start - first, 0)
+            end = jnp.minimum(self.num_rows - first, _CHUNK)
+            cols = pl.ds(column * _CHUNK, _CHUNK)
+            _store_rows(zeros, begin, end, out, first, cols)
+
+        lax.fori_loop(0, lax.div(chunks * columns - me + (workers - 1), workers), one_chunk, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drhs(_Kernel):
+    num_groups: int
+    height: int
+
+    def scratch_types(self, dtype: Any) -> dict[str, Any]:
+        tiles = self.tiles
+        return self.ring(dtype, (_CHUNK, tiles.block_m), (_CHUNK, tiles.block_n)) | dict(
+            cleared=plgpu.Barrier(num_arrivals=_COMPUTERS),
+        )
+
+    def __call__(self, lhs: Any, grad: Any, table: Any, out: Any, **scratch: Any) -> None:
+        warpgroup = lax.axis_index("warpgroup")
+        tiles = self.tiles
+        # The last tile may reach past K: what it reads there is zero, and is not stored.
+        rows, columns = -(-self.height // tiles.block_m), self.width // tiles.block_n
+        total = jnp.int32(self.num_groups * rows * columns)
+
+        def look_up(index):
+            group, rest = _divmod(index, jnp.int32(rows * columns))
+            row, left_edge = self.place(rest, jnp.int32(rows))
+            steps = tuple(table[group, i] for i in range(4))
+            return group, row * tiles.block_m, left_edge, *steps
+
+        @pl.when(warpgroup == _LOADER)
+        def _load():
+            _set_registers(40, "decrease", self.interpreted)
+
+            def one_tile(tile, used):
+                _, top, left_edge, steps, first, _, _ = tile
+
+                def step(i, used):
+                    inner = pl.ds(_aligned(first + i * _CHUNK), _CHUNK)
+                    return self.fill(
+                        scratch,
+                        used,
+                        lhs.at[inner, pl.ds(pl.multiple_of(top, _CHUNK), tiles.block_m)],
+                        grad.at[inner, pl.ds(pl.multiple_of(left_edge, _CHUNK), tiles.block_n)],
+                    )
+
+                return lax.fori_loop(0, steps, step, used)
+
+            used = self.each_of(total, look_up, one_tile, jnp.int32(0))
+            drain(scratch["empty"], used, self.tiles.num_slots)
+
+        @pl.when(warpgroup != _LOADER)
+        def _compute():
+            _set_registers(232, "increase", self.interpreted)
+
+            def one_tile(tile, used):
+                group, top, left_edge, steps, first, begin, end = tile
+
+                def multiply(accumulator, slot, i):
+                    left, right = scratch["left"].at[slot], scratch["right"].at[slot]
+                    row = first + i * _CHUNK
+
+                    @pl.when((row < begin) | (row + _CHUNK > end))
+                    def _():
+                        # The computers clear what both of them will read.
+                        for operand in (left, right):
+                            self._clear(operand, begin - row, end - row, warpgroup)
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(scratch["cleared"])
+                        plgpu.barrier_wait(scratch["cleared"])
+
+                    left = self.part_of_left(left, warpgroup, 1)
+                    right = self.part_of_right(right, warpgroup, 1)
+                    plgpu.wgmma(accumulator, _transposed(left), right)
+
+                total = self.accumulate(scratch, used, steps, multiply)
+                top, left_edge = self.corner(top, left_edge, warpgroup)
+                rows = pl.ds(pl.multiple_of(top, _CHUNK), _CHUNK)
+                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), tiles.part)
+
+                @pl.when(top < self.height)
+                def _():
+                    part = out.at[group, rows, cols]
+                    self.store_part(scratch["staged"].at[warpgroup], total, part)
+
+                return used + steps
+
+            self.each_of(total, look_up, one_tile, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _clear(self, operand: Any, begin: jax.Array, end: jax.Array, computer: jax.Array) -> None:
+        """Zeros in the rows outside [begin, end), the computers taking turns at the columns."""
+        row = _rows_of_chunk(self.interpreted)
+        mine = (row >= begin) & (row < end)
+
+        def clear(column: Any) -> None:
+            part = operand.at[:, pl.ds(column, _CHUNK)]
+            values = part[...]
+            part[...] = jnp.where(mine, values, jnp.zeros_like(values))
+
+        columns = operand.shape[1] // _CHUNK
+        for pair in range(columns // _COMPUTERS):
+            clear((pair * _COMPUTERS + computer) * _CHUNK)
+        if columns % _COMPUTERS:
+
+            @pl.when(computer == 0)
+            def _():
+                clear((columns - 1) * _CHUNK)
+
+
+def _store_rows(
+    source: Any, begin: jax.Array, end: jax.Array, out: Any, first: jax.Array, cols: Any
+) -> None:
+    """Stores rows [begin, end) of an unswizzled chunk to out's rows from first + begin on.
+
+    A copy has a static height, so each power of two that the count is made of gets its own.
+    """
+    count, height = end - begin, _CHUNK
+    while height:
+
+        @pl.when((count & height) != 0)
+        def _(height=height, begin=begin):
+            plgpu.copy_smem_to_gmem(
+                source.at[pl.ds(begin, height)], out.at[pl.ds(first + begin, height), cols]
+            )
+
+        begin += count & height
+        height //= 2
+
+
+def _call(
+    kernel: _Kernel,
+    scratch_types: dict[str, Any],
+    out_type: jax.ShapeDtypeStruct,
+    name: str,
+    interpret: Any,
+) -> Callable[..., jax.Array]:
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=(kernel.num_blocks,),
+        grid_names=("block",),
+        num_threads=_COMPUTERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        kernel_name=name,
+    )
+
+
+def _swizzled(dtype: Any) -> tuple[Any, ...]:
+    """The layout that the tensor cores read: tiles of 8 rows of 128 bytes, swizzled."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((_ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
+
+
+def _aligned(row: jax.Array) -> jax.Array:
+    return pl.multiple_of(row, _ROW_ALIGNMENT)
+
+
+def _divmod(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.div(a, b), lax.rem(a, b)
+
+
+def _transposed(ref: Any) -> Any:
+    if hasattr(ref, "transpose"):
+        return ref.transpose((1, 0))
+    return plgpu.transpose_ref(ref, (1, 0))
+
+
+def _store_unswizzled(ref: Any, values: jax.Array) -> None:
+    """Registers to plain rows in shared memory: with bank conflicts, which some JAX refuse."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
+def _set_registers(count: int, action: Any, interpreted: bool) -> None:
+    if not interpreted:
+        plgpu.set_max_registers(count, action=action)
+
+
+def _rows_of_chunk(interpreted: bool) -> jax.Array:
+    shape = (_CHUNK, _CHUNK)
+    if interpreted:
+        return lax.broadcasted_iota(jnp.int32, shape, 0)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+
+
+def _zeros(shape: tuple[int, int], dtype: Any, interpreted: bool) -> jax.Array:
+    zeros = jnp.zeros(shape, dtype)
+    return zeros if interpreted else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)

@@ -1,0 +1,327 @@
+"""`python -m jax_ep bench` and its parts: what it times, what it checks, what it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support import meshes
+
+import jax_ep.cli
+from jax_ep import reference
+from jax_ep.bench import baselines, measuring, operations, report, timing
+from jax_ep.bench import exchange as bench
+from jax_ep.exchange.primitives import pallas_unavailable_reason
+
+IMPLEMENTATIONS = ["xla"] if pallas_unavailable_reason() else ["xla", "pallas"]
+
+
+def make_work(num_ranks: int, dtype=jnp.float32, hidden=24, **kwargs) -> operations.Work:
+    topk_idx = operations.uniform_routing(num_ranks * 6, 16, 3, seed=5)
+    capacity = operations.rows_needed(topk_idx, num_ranks, 16, kwargs.get("expert_alignment", 1))
+    return operations.Work(topk_idx, num_ranks, 16, hidden, jnp.dtype(dtype), capacity, **kwargs)
+
+
+def run_step(part, num_ranks: int):
+    loop = timing.Loop(part.prepare, part.step, part.arrays, meshes.expert_mesh(num_ranks), 10)
+    return jax.device_get((loop.state, loop.outputs()))
+
+
+@pytest.mark.parametrize("name", operations.OPERATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_an_operation_agrees_with_the_reference_and_only_then(name, num_ranks, implementation):
+    work = make_work(num_ranks, expert_alignment=4)
+    operation = operations.make_operation(name, work, implementation, seed=1)
+    state, outputs = run_step(operation, num_ranks)
+    operation.check(state, outputs)
+
+    leaves, structure = jax.tree.flatten(outputs)
+    spoiled = [np.array(leaf) for leaf in leaves]
+    spoiled[0][-1].reshape(-1, work.hidden)[3, 1] += 0.01
+    with pytest.raises(AssertionError, match=f"1 of .* differ.*first at .{3}, 1."):
+        operation.check(state, jax.tree.unflatten(structure, spoiled))
+
+
+@pytest.mark.parametrize("name", operations.OPERATIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("layout", "wire_dtype", "output"),
+    [
+        ("rank", None, "dequantized"),
+        ("rank", "float8_e4m3fn", "quantized"),
+        ("expert", "float8_e4m3fn", "dequantized"),
+        ("expert", "float8_e4m3fn", "quantized"),
+    ],
+)
+def test_so_does_it_in_another_layout_and_wire_dtype(
+    name, implementation, layout, wire_dtype, output
+):
+    if wire_dtype and name not in operations.QUANTIZED:
+        pytest.skip("nothing to quantize")
+    num_ranks = min(4, len(jax.devices()))
+    wire_dtype = wire_dtype and jnp.dtype(wire_dtype)
+    work = make_work(num_ranks, hidden=128, layout=layout, wire_dtype=wire_dtype, output=output)
+    operation = operations.make_operation(name, work, implementation, seed=1)
+    state, outputs = run_step(operation, num_ranks)
+    operation.check(state, outputs)
+    leaves, structure = jax.tree.flatten(outputs)
+    spoiled = [np.array(leaf) for leaf in leaves]
+    spoiled[-1 if name == "round_trip" else 0][0, 0] = 77
+    with pytest.raises(AssertionError, match="differ from the reference"):
+        operation.check(state, jax.tree.unflatten(structure, spoiled))
+
+
+@pytest.mark.parametrize("name", baselines.BASELINES)
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_baseline_moves_the_rows_it_says(name, direction):
+    if baselines.unavailable_reason(name, jax.default_backend()):
+        pytest.skip(f"{name} cannot run here")
+    case = make_work(4).case()
+    baseline = baselines.BASELINES[name](case, direction)
+    state, outputs = run_step(baseline, 4)
+    np.testing.assert_allclose(outputs, baseline.expected(state), atol=1e-5)
+    assert not np.allclose(outputs[0], outputs[1]) or name.startswith("all_gather")
+
+
+def test_wire_rows_are_those_of_the_reference():
+    work = make_work(4)
+    case = work.case()
+    crossing = set()
+    for source, routes in enumerate(work.routes()):
+        for token, choice in np.ndindex(*routes.ranks.shape):
+            if routes.ranks[token, choice] != source:
+                crossing.add((source, token, routes.ranks[token, choice]))
+    assert case.wire_rows() == len(crossing) / 4
+    assert case.pairs().sum() == work.topk_idx.size
+    needed = reference.dispatch(
+        [np.zeros((6, 1))] * 4, np.split(work.topk_idx, 4), num_experts=16, expert_alignment=8
+    )
+    assert operations.rows_needed(work.topk_idx, 4, 16, 8) == max(r.rows_needed for r in needed)
+
+
+def test_nothing_is_hoisted_out_of_the_loop():
+    mesh = meshes.expert_mesh(2)
+    x = np.ones((2, 8), np.float32)
+    loop = timing.Loop(lambda x: x, lambda x: (lax.psum(3 * x, "expert"), x + 1), (x,), mesh, 10)
+    text = loop.compiled.as_text()
+    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*{\n(.*?)^}", text, re.S | re.M))
+    (body,) = re.findall(r"while\(.*body=%?([\w.\-]+)", text)
+    called = re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", computations[body])
+    assert any("all-reduce" in computations[name] for name in (body, *called))
+    np.testing.assert_array_equal(loop.outputs()[0], np.full((2, 1, 8), 6))
+    wall = loop.wall_time(repeats=2)
+    assert 0 < wall.low <= wall.median <= wall.high
+
+
+TRACE = """
+planes {
+  name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "put" } }
+  event_metadata { key: 2 value { id: 2 name: "Memset" } }
+  lines {
+    name: "Stream #13(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 10000000 }
+    events { metadata_id: 1 offset_ps: 20000000 duration_ps: 14000000 }
+  }
+  lines {
+    name: "Stream #14(MemcpyD2D)"
+    events { metadata_id: 2 offset_ps: 15000000 duration_ps: 2000000 }
+  }
+  lines {
+    name: "XLA Ops"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 34000000 }
+  }
+}
+planes { name: "/device:GPU:1" }
+planes { name: "/host:CPU" lines { name: "Stream" events { duration_ps: 5 } } }
+"""
+
+
+def test_a_trace_is_read_by_device_and_stream():
+    profile = jax.profiler.ProfileData.from_text_proto(TRACE)
+    (launches,) = timing.launches_by_device(profile)
+    assert launches == [("put", 10.0), ("Memset", 2.0), ("put", 14.0)]
+    time = timing.summarize_by_rank([launches], calls=2)
+    assert time.median == time.slowest == pytest.approx(13.0)  # 10 and 14, and half a memset each
+    assert time.by_kernel == {"put": 12.0, "Memset": 1.0}
+
+
+def test_the_slowest_rank_is_the_one_with_the_largest_median():
+    fast, slow = [("put", 1.0), ("put", 2.0), ("put", 3.0)], [("put", 2.0), ("put", 9.0)] * 3
+    time = timing.summarize_by_rank([fast, slow], calls=3)
+    assert time.slowest == 11.0  # two launches in each call
+    assert time.median == pytest.approx((3.0 + 11.0) / 2)
+    assert time.by_kernel == {"put": (2.0 + 11.0) / 2}
+
+
+def test_launches_of_unknown_rank_are_summed_by_kernel():
+    launches = [("put", 4.0), ("put", 6.0), ("put", 5.0), ("put", 100.0), ("setup", 2.0)]
+    time = timing.summarize_mixed(launches, calls=2, num_ranks=2)
+    assert time.median == pytest.approx(5.5 + 0.5)
+    assert list(time.by_kernel) == ["put", "setup"]
+
+
+def test_what_the_loop_itself_runs_is_taken_off_every_device_time():
+    time = timing.summarize_by_rank([[("put", 10.0), ("count", 1.0), ("put", 14.0)]], calls=2)
+    less = time.without(0.5)
+    assert (less.median, less.low, less.high) == (12.0, 10.0, 14.0)
+    assert (less.slowest, less.of_loop, less.by_kernel) == (12.0, 0.5, time.by_kernel)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU's profiler")
+def test_a_call_of_nothing_takes_no_device_time():
+    mesh = meshes.expert_mesh(min(2, len(jax.devices())))
+    loop = timing.Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, 20)
+    device = loop.device_time(2)
+    assert abs(device.median) < 1
+    assert device.of_loop >= 0
+
+
+def test_a_table_leaves_out_what_was_not_measured_and_names_failures():
+    good = {
+        "op": "dispatch", "tokens": 8, "ranks": 2, "dtype": "float32", "implementation": "xla",
+        "wall": {"median_us": 12.34, "low_us": 12.0, "high_us": 13.0}, "device": None,
+        "wire_bytes": 1e6, "logical_gb_per_s": 1.5, "wire_gb_per_s": 0.5,
+    }  # fmt: skip
+    bad = {key: good[key] for key in ("op", "tokens", "ranks", "dtype")}
+    bad |= {"implementation": "pallas", "error": "ValueError: no"}
+    text = report.table([good, bad])
+    assert "12.3" in text and "of link" not in text and "device" not in text
+    assert "checked" not in text and "rows" not in text
+    assert "dispatch, 8 tokens, 2 ranks, float32, pallas: ValueError: no" in text
+
+
+def test_a_table_says_rows_checks_and_kernels():
+    device = {"median_us": 3.0, "slowest_us": 3.5, "by_kernel_us": {"ep_dispatch": 2.5, "set": 0.5}}
+    row = {
+        "op": "dispatch", "tokens": 8, "ranks": 2, "dtype": "float32", "implementation": "pallas",
+        "wall": {"median_us": 12.34, "low_us": 12.0, "high_us": 13.0}, "device": device,
+        "rows": 17.0, "checked": True,
+    }  # fmt: skip
+    plain = report.table([row]).splitlines()
+    assert plain[0].split()[4:8] == ["implementation", "checked", "rows", "device"]
+    assert plain[1].split()[4:7] == ["pallas", "yes", "17"]
+    assert len(plain) == 2
+    text = report.table([row, row | {"device": None}], by_kernel=True)
+    assert text.endswith(
+        "dispatch, 8 tokens, 2 ranks, float32, pallas: device us by kernel\n"
+        "       2.5  ep_dispatch\n       0.5  set"
+    )
+    assert "nothing saw" in report.table([row | {"device": None}], by_kernel=True)
+
+
+ARGS = ("--tokens=4", "--num_experts=8", "--top_k=2", "--hidden=16", "--repeats=1")
+
+
+def test_bench_measures_every_case_and_writes_them(tmp_path, capsys):
+    ranks = min(2, len(jax.devices()))
+    files = tmp_path / "out.json", tmp_path / "out.png"
+    status = jax_ep.cli.main([
+        "jax_ep", "bench", *ARGS, "--check", "--implementations=xla", "--baselines=all_to_all",
+        f"--ranks={ranks}", "--dtypes=bfloat16", f"--json={files[0]}", f"--plot={files[1]}",
+        "--iterations=10",
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    assert status == 0, out
+    rows = json.loads(files[0].read_text())["rows"]
+    assert [(row["op"], row["implementation"]) for row in rows] == [
+        (op, implementation)
+        for op in operations.OPERATIONS
+        if op not in operations.OF_RANK_LAYOUT
+        for implementation in ("xla", "all_to_all")
+        if implementation == "xla" or op in operations.DIRECTIONS
+    ]
+    assert all(row["checked"] and row["wall"]["median_us"] > 0 for row in rows)
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    assert len(out.strip().splitlines()) >= 2 + len(rows)
+
+
+def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
+    file = tmp_path / "out.json"
+    status = jax_ep.cli.main([
+        "jax_ep", "bench", *ARGS, "--hidden=128", "--implementations=xla", "--baselines=",
+        "--ranks=1", "--iterations=10", "--ops=dispatch,dispatch_grad,combine_grad,group,ungroup",
+        "--layouts=expert,rank", "--wire_dtypes=none,float8_e4m3fn", "--output=quantized",
+        "--check", f"--json={file}",
+    ])  # fmt: skip
+    out = capsys.readouterr().out
+    assert status == 0, out
+    rows = json.loads(file.read_text())["rows"]
+    ways = [
+        (op, layout, wire_dtype)
+        for op in ("dispatch", "dispatch_grad", "combine_grad")
+        for layout in ("expert", "rank")
+        for wire_dtype in ("none", "float8_e4m3fn")
+    ]
+    assert [(row["op"], row["layout"], row["wire_dtype"]) for row in rows] == [
+        *ways,
+        ("group", "rank", "none"),
+        ("group", "rank", "float8_e4m3fn"),
+        ("ungroup", "rank", "none"),
+    ]
+    assert "layout" in out and "wire" in out and "checked" in out
+    # 4 tokens of 2 choices on one rank: a row for each, or one for both.
+    assert {(row["op"], row["layout"]): row["rows"] for row in rows} == {
+        ("dispatch", "expert"): 8, ("dispatch", "rank"): 4, ("dispatch_grad", "expert"): 8,
+        ("dispatch_grad", "rank"): 4, ("combine_grad", "expert"): 8, ("combine_grad", "rank"): 4,
+        ("group", "rank"): 8, ("ungroup", "rank"): 8,
+    }  # fmt: skip
+
+
+def test_a_gradient_travels_in_the_wire_dtype():
+    work = make_work(2, hidden=128, wire_dtype=jnp.dtype("float8_e4m3fn"))
+    for name in ("dispatch_grad", "combine_grad"):
+        exact, rounded = (
+            run_step(operations.make_operation(name, work, "xla", seed=1), 2)[1]
+            for work in (dataclasses.replace(work, wire_dtype=None), work)
+        )
+        for plain, quantized in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
+            assert not np.array_equal(plain, quantized)
+            np.testing.assert_allclose(plain, quantized, atol=0.6)
+
+
+def test_a_row_is_named_by_what_gathers_it():
+    """float8 rows are gathered by "xla", whatever the exchange is done by."""
+    bench.FLAGS(["bench", "--layouts=rank", "--wire_dtypes=float8_e4m3fn", "--output=quantized"])
+    try:
+        for op, expected in (("group", ["xla"]), ("dispatch", ["pallas", "xla"])):
+            ways = bench._ways(op, ["pallas", "xla"], [])
+            assert [way["implementation"] for way in ways] == expected
+    finally:
+        for flag in bench.FLAGS:
+            bench.FLAGS[flag].unparse()
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(tmp_path):
+    there, not_there = tmp_path / "there.json", tmp_path / "not_there.json"
+    there.write_text("{}")
+    measuring.check_outputs(json=str(there), write_table=str(not_there), plot=None)
+    assert there.read_text() == "{}" and not not_there.exists()
+
+
+@pytest.mark.parametrize(
+    ("arg", "message"),
+    [
+        ("--layouts=row", "--layouts: 'row' is not one of expert, rank"),
+        ("--wire_dtypes=int8", "--wire_dtypes: 'int8' is not one of none, float8_e4m3fn"),
+        ("--ops=dance", "--ops: 'dance' is not one of dispatch"),
+        ("--tokens=many", "--tokens: 'many'"),
+        ("--ranks=4096", "--ranks: 4096 ranks"),
+        ("--iterations=3", "iterations"),
+        ("--output=quantized", "--output: quantized rows need a wire dtype"),
+        ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json': No such file"),
+        ("--json=/", "--json: cannot write '/': Is a directory"),
+        ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),
+        ("--plot=out.number", "--plot: 'out.number' does not end in one of"),
+    ],
+)
+def test_bench_refuses_wrong_flags(arg, message, capsys):
+    assert jax_ep.cli.main(["jax_ep", "bench", *ARGS, arg]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,255 @@
+"""`python -m jax_ep bench layer`: the layers it compares are one layer, and it says what it saw."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+from support import meshes
+
+import jax_ep.cli
+from jax_ep.bench import layer as bench_layer
+from jax_ep.bench import layer_baselines
+from jax_ep.bench.layer_baselines import CONTENDERS
+
+PLAIN = ("all_gather+psum_scatter", "all_gather+all_to_all")
+SHAPE = bench_layer.Shape(hidden=128, mlp_dim=64, num_experts=8, top_k=3)
+
+
+def ragged_all_to_all_of_plain_collectives(
+    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+):
+    """What `lax.ragged_all_to_all` does, for backends that lack it."""
+    rank = lax.axis_index(axis_name)
+    sent = (operand, input_offsets, send_sizes, output_offsets)
+    operands, starts, sizes, places = (lax.all_gather(array, axis_name) for array in sent)
+    index = jnp.arange(operand.shape[0])
+    for source in range(lax.axis_size(axis_name)):
+        row = index - starts[source, rank]
+        mine = (row >= 0) & (row < sizes[source, rank])
+        place = jnp.where(mine, places[source, rank] + row, output.shape[0])
+        output = output.at[place].set(operands[source], mode="drop")
+    return output
+
+
+@pytest.fixture
+def ragged_anywhere(monkeypatch):
+    if jax.default_backend() == "cpu":
+        monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all_of_plain_collectives)
+
+
+def run_layers(num_ranks: int, capacity_factor: float, names):
+    """Outputs and gradients by name, the ranks stacked; and the load."""
+    mesh = meshes.expert_mesh(num_ranks)
+    state = bench_layer.make_state(SHAPE, 20, mesh, seed=3)
+    config, load = bench_layer.make_config(SHAPE, state, mesh, capacity_factor)
+    steps = {name: bench_layer.make_step(name, "forward_backward", config) for name in names}
+
+    def on_rank(state):
+        state = jax.tree.map(lambda leaf: leaf[0], state)
+        outputs = {name: step(state) for name, step in steps.items()}
+        return jax.tree.map(lambda leaf: leaf[None], outputs)
+
+    spec = PartitionSpec("expert")
+    run = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(run)(state), load
+
+
+@pytest.fixture(scope="module")
+def own_outputs():
+    outputs, _ = run_layers(min(2, len(jax.devices())), 1.125, ["jax_ep"])
+    return outputs["jax_ep"]
+
+
+@pytest.mark.parametrize(("num_ranks", "capacity_factor"), [(4, 1.125)])
+def test_all_contenders_are_one_layer(num_ranks, capacity_factor, ragged_anywhere):
+    outputs, load = run_layers(num_ranks, capacity_factor, CONTENDERS)
+    assert load["rows"] == 60 and load["rows_needed"] >= 60
+    own = outputs.pop("jax_ep")
+    assert len(own) == len(bench_layer.OUTPUTS)
+    for name, theirs in outputs.items():
+        bench_layer.agree(name, theirs, "jax_ep", own)
+
+
+def test_every_output_has_something_to_compare(own_outputs):
+    for what, array in zip(bench_layer.OUTPUTS, own_outputs, strict=True):
+        array = np.asarray(array, np.float32)
+        assert np.isfinite(array).all(), what
+        assert np.mean(array != 0) > 0.8, what
+
+
+@pytest.mark.parametrize("what", bench_layer.OUTPUTS)
+def test_check_sees_one_wrong_row_of_any_output(what, own_outputs):
+    expected = own_outputs
+    spoiled = [np.array(array) for array in expected]
+    index = bench_layer.OUTPUTS.index(what)
+    row = spoiled[index].reshape(-1, spoiled[index].shape[-1])[5]  # a view
+    row *= np.asarray(1.25, row.dtype)
+    bench_layer.agree("spoiled", expected, "jax_ep", expected)
+    with pytest.raises(AssertionError, match=f"{what} of spoiled .* jax_ep in 1 of"):
+        bench_layer.agree("spoiled", spoiled, "jax_ep", expected)
+    row[:] = np.nan
+    with pytest.raises(AssertionError, match="in 1 of"):
+        bench_layer.agree("spoiled", spoiled, "jax_ep", expected)
+
+
+def bench(*args: str) -> int:
+    ranks = min(2, len(jax.devices()))
+    small = ("--tokens=8", "--hidden=64", "--mlp_dim=64", "--num_experts=8", "--top_k=2")
+    loop = ("--iterations=2", "--repeats=2", "--device_timer=none")
+    return jax_ep.cli.main(["jax_ep", "bench", "layer", *small, *loop, f"--ranks={ranks}", *args])
+
+
+def test_bench_layer_measures_every_case_and_writes_them(tmp_path, capsys):
+    files = tmp_path / "out.json", tmp_path / "out.png"
+    status = bench(
+        "--shapes=mixtral",
+        f"--contenders=jax_ep,{','.join(PLAIN)}",
+        f"--json={files[0]}",
+        f"--plot={files[1]}",
+    )
+    out = capsys.readouterr().out
+    assert status == 0, out
+    rows = json.loads(files[0].read_text())["rows"]
+    assert [(row["direction"], row["contender"]) for row in rows] == [
+        (direction, name) for direction in bench_layer.DIRECTIONS for name in ("jax_ep", *PLAIN)
+    ]
+    for row in rows:
+        seconds = row["wall"]["median_us"] * 1e-6
+        assert not row["checked"] and row["wall"]["low_us"] <= row["wall"]["median_us"]
+        assert row["tokens_per_s"] == pytest.approx(row["ranks"] * 8 / seconds)
+        passes = 1 if row["direction"] == "forward" else 3
+        flops = passes * 8 * 2 * 6 * 64 * 64
+        assert row["tflops_per_rank"] == pytest.approx(flops / seconds / 1e12)
+        assert row["peak_bytes"] > 3 * 8 // row["ranks"] * 64 * 64 * 2  # the experts' weights
+        assert "speedup_over_ragged" not in row
+    for direction in bench_layer.DIRECTIONS:
+        plain = [r for r in rows if r["direction"] == direction and r["contender"] in PLAIN]
+        assert max(row["speedup_over_xla"] for row in plain) == 1.0
+    lines = out.splitlines()
+    (header,) = (line for line in lines if line.startswith("shape"))
+    for column in ("wall us", "tokens/s", "TFLOP/s/rank", "peak MiB", "vs (b)"):
+        assert column in header
+    assert "vs (a)" not in header and "communication" not in header  # neither was measured
+    assert sum(line.startswith("mixtral  ") for line in lines) == len(rows)
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, capsys):
+    def with_a_row_too_large(topk_idx, config, capacity):
+        way = layer_baselines.gather_and_scatter(topk_idx, config, capacity)
+        return way._replace(send=lambda x: way.send(x).at[3].multiply(2))
+
+    name = "all_gather+psum_scatter"
+    spoiled = dataclasses.replace(CONTENDERS[name], exchange=with_a_row_too_large)
+    monkeypatch.setitem(CONTENDERS, name, spoiled)
+    path = tmp_path / "out.json"
+    args = ("--shapes=qwen3-moe", "--directions=forward", f"--contenders=jax_ep,{','.join(PLAIN)}")
+    assert bench("--check", f"--json={path}", *args) == 1
+    error = f"AssertionError: out of {name} differs from that of jax_ep"
+    assert f"qwen3-moe, forward, {name}: {error}" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row.get("error", "")[: len(error)] for row in rows] == ["", error, ""]
+    assert bench(*args) == 0  # unasked, it does not look
+
+
+def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    args = ("--shapes=mixtral", "--hidden=128", f"--contenders={PLAIN[0]},jax_ep", "--check")
+    assert bench(*args, "--wire_dtype=float8_e4m3fn", f"--json={path}") == 0
+    out = capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    wires = {row["contender"]: row["wire_dtype"] for row in rows}
+    assert wires == {PLAIN[0]: "none", "jax_ep": "float8_e4m3fn"}
+    assert out.count("float8_e4m3fn  yes") == 2
+    # It is really sent so: without room for that rounding the layers differ.
+    monkeypatch.setattr(bench_layer, "QUANTIZED_TOLERANCE", 2.0**-7)
+    assert bench(*args, "--wire_dtype=float8_e4m3fn") == 1
+
+
+def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
+    measure = bench_layer.measure
+
+    def out_of_memory(loop, case):
+        if case["contender"] == PLAIN[0]:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand much more")
+        return measure(loop, case)
+
+    monkeypatch.setattr(bench_layer, "measure", out_of_memory)
+    path = tmp_path / "out.json"
+    names = f"--contenders=jax_ep,{','.join(PLAIN)}"
+    assert bench("--shapes=mixtral", "--directions=forward", names, f"--json={path}") == 1
+    out = capsys.readouterr().out
+    assert f"{PLAIN[0]}: RuntimeError: RESOURCE_EXHAUSTED: Out of memory\n" in out
+    (line,) = (line for line in out.splitlines() if " failed " in line)
+    rows = json.loads(path.read_text())["rows"]
+    assert [("wall" in row, row["peak_bytes"] > 0) for row in rows] == [
+        (True, True), (False, True), (True, True),
+    ]  # fmt: skip
+    assert line.split()[-1] == f"{rows[1]['peak_bytes'] / 2**20:.0f}"
+
+
+def test_what_cannot_start_in_time_is_reported(capsys):
+    assert bench("--shapes=mixtral", "--directions=forward", "--seconds=0") == 1
+    out = capsys.readouterr().out
+    assert "mixtral, forward, jax_ep: TimeoutError: not started within 0 s" in out
+
+
+def test_speedups_are_over_the_fastest_of_their_own_work():
+    def row(contender, us, **work):
+        work = {"shape": "mixtral", "tokens": 8, "ranks": 2, "direction": "forward"} | work
+        return work | {"contender": contender, "wall": {"median_us": us}}
+
+    own, other = row("jax_ep", 10.0), row("jax_ep", 10.0, tokens=16)
+    failed = {key: own[key] for key in ("shape", "tokens", "ranks", "direction")}
+    failed |= {"contender": PLAIN[0], "error": "no"}
+    bench_layer.compare([
+        own, other, failed, row(PLAIN[0], 30.0), row(PLAIN[1], 20.0),
+        row(PLAIN[1], 1.0, direction="forward_backward"), row(bench_layer.RAGGED_DOT, 50.0),
+    ])  # fmt: skip
+    assert own["speedup_over_xla"] == 2.0
+    assert own["speedup_over_ragged"] == 5.0
+    assert "speedup_over_xla" not in other and "speedup_over_xla" not in failed
+
+
+def test_communication_is_known_by_its_kernels():
+    by_kernel = {
+        "ep_dispatch": 3.0,
+        "ncclDevKernel_AllGather_RING_LL": 2.0,
+        "void stream_executor::gpu::MultiGpuBarrierKernel": 1.0,
+        "grouped_matmul_product": 5.0,
+        "loop_multiply_fusion": 1.0,
+    }
+    assert math.isclose(bench_layer.communication_share(by_kernel), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arg", "message"),
+    [
+        ("--shapes=gpt-2", "--shapes: 'gpt-2' is not one of deepseek-v3"),
+        ("--directions=sideways", "--directions: 'sideways' is not one of forward"),
+        ("--contenders=nccl", "--contenders: 'nccl' is not one of jax_ep"),
+        ("--tokens=many", "--tokens: 'many'"),
+        ("--ranks=4096", "--ranks: 4096 ranks"),
+        ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),
+        ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),
+        ("--wire_dtype=float8_e4m3fn", "--wire_dtype: deepseek-v3's rows of 64 values"),
+        ("--top_k=9", "--top_k: 9 distinct of deepseek-v3's 8 experts"),
+    ],
+)
+def test_bench_layer_refuses_wrong_flags(arg, message, capsys):
+    assert bench(arg) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["layer", "matmul", "collectives"])
+def test_the_commands_of_two_words_are_reached(command, capsys):
+    assert jax_ep.cli.main(["jax_ep", "bench", command, "--help"]) == 0
+    assert f"usage: python -m jax_ep bench {command}" in capsys.readouterr().out

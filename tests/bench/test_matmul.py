@@ -1,0 +1,120 @@
+"""`python -m jax_ep bench matmul`: what it measures, and that its checks see what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+import jax_ep.cli
+from jax_ep.bench import matmul as bench_matmul
+from jax_ep.matmul import backends as kernels
+
+# The smallest that the kernels of every platform serve, whatever the platform's own cases are.
+TINY = bench_matmul.Case("tiny", 32, 64, 64, 3, 20, slow=True)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setattr(bench_matmul, "CASES", (TINY,))
+    monkeypatch.setattr(bench_matmul, "SMALL_CASES", (TINY,))
+
+
+def bench(*args: str) -> int:
+    loop = ("--iterations=2", "--repeats=2", "--device_timer=none")
+    return jax_ep.cli.main(["jax_ep", "bench", "matmul", *loop, *args])
+
+
+def test_it_measures_every_operation_and_writes_them(tmp_path, capsys):
+    files = tmp_path / "out.json", tmp_path / "out.png"
+    status = bench("--check", f"--json={files[0]}", f"--plot={files[1]}")
+    out = capsys.readouterr().out
+    assert status == 0, out
+    rows = json.loads(files[0].read_text())["rows"]
+    served = {c.name for c in bench_matmul.implementations((64, 64), jnp.dtype("bfloat16"))}
+    for op in bench_matmul.OPERATIONS:
+        of_op = [row for row in rows if row["op"] == op]
+        assert of_op[0]["candidate"] == "dense" and "share_of_dense" not in of_op[0]
+        assert {row["candidate"] for row in of_op[1:]} == served
+        assert all(row["checked"] and row["share_of_dense"] > 0 for row in of_op[1:])
+        times = [row["wall"]["median_us"] for row in of_op[1:]]
+        assert times == sorted(times)
+        pairs = 2 if op == "sum_of_dlhs" else 1
+        for row in of_op[1:]:
+            flops = pairs * 2 * 20 * 64 * 64  # of the rows in a group
+            assert row["tflops"] == pytest.approx(flops / row["wall"]["median_us"] * 1e-6)
+        assert of_op[0]["flops"] == 2 * 32 * 64 * 64
+    header = next(line for line in out.splitlines() if line.startswith("case"))
+    assert header.split() == (
+        "case op candidate checked wall us low..high TFLOP/s of dense".split()
+    )
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_candidate_and_operation_can_be_asked_for(capsys):
+    assert bench("--candidate=xla", "--ops=drhs", "--case=tin") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "tiny" in line]
+    assert [line[:3] for line in lines] == [["tiny", "drhs", "dense"], ["tiny", "drhs", "xla"]]
+
+
+@pytest.mark.parametrize("op", ["product", "drhs"])
+def test_check_sees_a_wrong_group(op, monkeypatch, capsys):
+    right = getattr(kernels, f"xla_{op}")
+
+    def wrong(*operands, **options):
+        out = right(*operands, **options)
+        return out * jnp.asarray(1.1, out.dtype)
+
+    monkeypatch.setattr(kernels, f"xla_{op}", wrong)
+    assert bench("--candidate=xla", f"--ops={op}") == 0  # unasked, it does not look
+    assert bench("--candidate=xla", f"--ops={op}", "--check") == 1
+    out = capsys.readouterr().out
+    assert f"tiny, {op}, xla: AssertionError: group" in out
+    assert f"wrong on small operands:\n  xla, {op}, [1024, 256]" in out
+
+
+def test_a_candidate_that_fails_is_a_row(monkeypatch, tmp_path, capsys):
+    def fails(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: no\nand much more")
+
+    monkeypatch.setattr(kernels, "xla_product", fails)
+    path = tmp_path / "out.json"
+    assert bench("--ops=product", "--candidate=xla", f"--json={path}") == 1
+    assert "tiny, product, xla: RuntimeError: RESOURCE_EXHAUSTED: no\n" in capsys.readouterr().out
+    dense, failed = json.loads(path.read_text())["rows"]
+    assert "wall" in dense and "wall" not in failed
+
+
+def test_what_cannot_start_in_time_is_reported(capsys):
+    assert bench("--ops=product", "--seconds=0") == 1
+    assert "tiny, product, xla: TimeoutError: not started within 0 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arg", "message"),
+    [
+        ("--case=nothing", "--case: 'nothing' is in the name of none: tiny"),
+        ("--candidate=cublas", "--candidate: 'cublas' is in the name of none: "),
+        ("--dtype=foo", "dtype=foo"),
+        ("--ops=dance", "--ops: 'dance' is not one of product"),
+        ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),
+        ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),
+        ("--tiny", "tiny"),
+    ],
+)
+def test_it_refuses_wrong_flags(arg, message, capsys):
+    assert bench(arg) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_sweep_tries_other_blocks():
+    names = ["pallas", "mosaic"]
+    case = bench_matmul.CASES[0]
+    assert not bench_matmul.other_blocks(case, "product", ["xla"])
+    large = bench_matmul.Case("large", 4096, 512, 1024, 4, 4096)
+    for op in bench_matmul.OPERATIONS:
+        found = bench_matmul.other_blocks(large, op, names)
+        assert found and all(candidate.operation(op) for candidate in found)
+        by_mosaic = [candidate for candidate in found if candidate.name.startswith("mosaic")]
+        assert bool(by_mosaic) == (op != "sum_of_dlhs")

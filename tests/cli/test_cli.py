@@ -1,0 +1,77 @@
+"""The command line: usage, `info`, and the parts that a GPU alone would otherwise exercise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jax_ep.cli
+from jax_ep.cli import info
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run_cli(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jax_ep", *args],
+        cwd=REPOSITORY,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("args", [(), ("no_such_command",), ("info", "--no_such_flag")])
+def test_wrong_usage_exits_with_2(args, capsys):
+    assert jax_ep.cli.main(["jax_ep", *args]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "python -m jax_ep" in captured.err
+    assert all(arg.lstrip("-") in captured.err for arg in args[-1:])
+
+
+def test_help_lists_every_command(capsys):
+    assert jax_ep.cli.main(["jax_ep", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in jax_ep.cli.COMMANDS)
+
+
+def test_info_as_a_program():
+    done = run_cli("info", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["versions"]["jax"] == jax.__version__
+    assert facts["backend"] == "cpu"
+    assert len(facts["devices"]) >= 1
+    assert facts["pallas_unavailable"]  # no CPU is served by the GPU kernels
+
+
+def test_info_says_which_implementation_serves(capsys):
+    facts = info.collect()
+    text = info.render({**facts, "pallas_unavailable": None})
+    assert "default        pallas" in text
+    text = info.render({**facts, "pallas_unavailable": "needs NVIDIA GPUs"})
+    assert "does not: needs NVIDIA GPUs" in text
+    assert "default        xla" in text
+    assert len(facts["devices"]) == len(jax.devices())
+
+
+def test_info_names_the_pairs_without_peer_access():
+    facts = {
+        "versions": {"jax": "1"},
+        "backend": "gpu",
+        "processes": 1,
+        "devices": [{"kind": "GPU", "compute_capability": "9.0"}] * 2,
+        "pallas_unavailable": None,
+    }
+    assert "between all GPUs" in info.render({**facts, "peer_access": [[True, True]] * 2})
+    one_way = [[True, False], [True, True]]
+    assert "missing between GPUs 0->1\n" in info.render({**facts, "peer_access": one_way})
+    assert "unknown" in info.render({**facts, "peer_access": None})

@@ -1,0 +1,608 @@
+"""The collectives against float64 and `jax.lax`, on every rank count, with their gradients."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh, mesh
+
+import jax_ep.cli
+from jax_ep.bench import collectives as bench_collectives
+from jax_ep.collectives import api as collectives
+from jax_ep.collectives import table as collectives_table
+from jax_ep.collectives.api import all_reduce_rms_norm
+from jax_ep.collectives.primitives import ALGORITHMS
+from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.runtime import multicast
+
+AXIS = "expert"
+SHARDED, REPLICATED = P(AXIS), P()
+LINEAR = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+EVERYWHERE = ("xla", "unfused")
+
+
+def serving(op: str) -> list[str | None]:
+    """The algorithms that can be run here; never "multimem"."""
+    if pallas_unavailable_reason():
+        return [None, *(name for name in ALGORITHMS[op] if name in EVERYWHERE)]
+    return [None, *(name for name in ALGORITHMS[op] if name != "multimem")]
+
+
+CASES = [(op, algorithm) for op in LINEAR for algorithm in serving(op)]
+
+
+def lax_function(op: str, axis_name: Any = AXIS):
+    return {
+        "all_reduce": lambda x: lax.psum(x, axis_name),
+        "all_gather": lambda x: lax.all_gather(x, axis_name, tiled=True),
+        "reduce_scatter": lambda x: lax.psum_scatter(x, axis_name, tiled=True),
+        "all_to_all": lambda x: lax.all_to_all(x, axis_name, 0, 0, tiled=True),
+    }[op]
+
+
+def function(op: str, algorithm: str | None = None, axis_name: Any = AXIS):
+    return lambda x: getattr(collectives, op)(x, axis_name, algorithm=algorithm)
+
+
+def expected(op: str, x: np.ndarray) -> np.ndarray:
+    """float64 results of every rank, [N, ...], from operands [N, ...]."""
+    num_ranks, x = len(x), x.astype(np.float64)
+    if op == "all_reduce":
+        return np.stack([x.sum(0)] * num_ranks)
+    if op == "all_gather":
+        return np.stack([x.reshape(-1, *x.shape[2:])] * num_ranks)
+    if op == "reduce_scatter":
+        return x.sum(0).reshape(num_ranks, -1, *x.shape[2:])
+    return x.reshape(num_ranks, num_ranks, -1, *x.shape[2:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def run(apply, num_ranks: int, x: np.ndarray, check_vma: bool = False) -> np.ndarray:
+    """[N, ...] -> [N, ...]: each rank's results."""
+    mapped = jax.shard_map(
+        lambda x: jax.tree.map(lambda y: y[None], apply(x[0])),
+        mesh=expert_mesh(num_ranks),
+        in_specs=SHARDED,
+        out_specs=SHARDED,
+        check_vma=check_vma,
+    )
+    return jax.tree.map(np.asarray, jax.jit(mapped)(x))
+
+
+def normal(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+# ----------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((8, 16), "float32"), ((16, 3, 129), "bfloat16"), ((24,), "float16")],
+    ids=str,
+)
+@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize(("op", "algorithm"), CASES)
+def test_values(op, algorithm, num_ranks, shape, dtype):
+    x = normal((num_ranks, *shape), dtype)
+    got = run(function(op, algorithm), num_ranks, x)
+    want = expected(op, x)
+    assert got.dtype == x.dtype and got.shape == want.shape
+    if op in ("all_gather", "all_to_all"):
+        np.testing.assert_array_equal(got.astype(np.float64), want)
+        return
+    eps = float(jnp.finfo(dtype).eps)
+    if algorithm in (None, "xla"):  # XLA may round after every addition
+        eps *= num_ranks
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=eps, atol=2 * eps)
+    if op == "all_reduce":
+        assert all(np.array_equal(got[0], other) for other in got)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 0), (1, 5, 7)], ids=str)
+@pytest.mark.parametrize("algorithm", [None, "xla"])
+def test_all_reduce_takes_any_shape(shape, algorithm):
+    x = normal((2, *shape))
+    got = run(function("all_reduce", algorithm), 2, x)
+    np.testing.assert_allclose(got, expected("all_reduce", x), rtol=1e-6)
+
+
+@pytest.mark.skipif(bool(pallas_unavailable_reason()), reason="XLA may quiet NaNs")
+def test_what_is_only_moved_keeps_its_bits():
+    bits = np.random.default_rng(0).integers(0, 2**16, (2, 4, 33), dtype=np.uint16)
+    x = bits.view(jnp.bfloat16)  # NaNs of every kind
+    for op in ("all_gather", "all_to_all"):
+        got = run(function(op, "direct"), 2, x).view(np.uint16)
+        want = expected(op, bits).astype(np.uint16)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("axis_name", ["expert", "data", ("data", "expert"), ("expert", "data")])
+@pytest.mark.parametrize(("op", "algorithm"), CASES)
+def test_meshes_of_several_axes(op, algorithm, axis_name):
+    both = P(("data", "expert"))
+    x = normal((4 * 8, 3))
+    results = [
+        jax.jit(
+            jax.shard_map(
+                lambda x, apply=apply: apply(x).reshape(-1),
+                mesh=mesh((2, 2), ("data", "expert")),
+                in_specs=both,
+                out_specs=both,
+                check_vma=False,
+            )
+        )(x)
+        for apply in (function(op, algorithm, axis_name), lax_function(op, axis_name))
+    ]
+    np.testing.assert_allclose(*results, rtol=1e-6, atol=1e-6)
+
+
+# -------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("op", "algorithm"), CASES)
+def test_gradients_are_those_of_lax(op, algorithm, check_vma):
+    """Of each rank's part of a loss that weighs every element of every rank's result."""
+    num_ranks = min(4, len(jax.devices()))
+    x, out_specs = normal((num_ranks * 8, 3)), REPLICATED if op == "all_reduce" else SHARDED
+
+    def gradients(apply):
+        mapped = jax.shard_map(
+            lambda x: jnp.tanh(apply(x)),
+            mesh=expert_mesh(num_ranks),
+            in_specs=SHARDED,
+            out_specs=out_specs,
+            check_vma=check_vma,
+        )
+        weights = normal(jax.eval_shape(mapped, x).shape, seed=1)
+        return jax.jit(jax.grad(lambda x: jnp.sum(mapped(x) * weights)))(x)
+
+    got, want = gradients(function(op, algorithm)), gradients(lax_function(op))
+    assert np.abs(want).max() > 0.1
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("op", LINEAR)
+def test_gradients_inside_of_shard_map_are_those_of_lax(op, check_vma):
+    num_ranks = min(4, len(jax.devices()))
+    x = normal((num_ranks, 8, 3))
+
+    def gradients(apply):
+        loss = lambda x: jnp.sum(jnp.sin(apply(x)) * (1 + lax.axis_index(AXIS)))  # noqa: E731
+        return run(jax.grad(loss), num_ranks, x, check_vma)
+
+    got, want = gradients(function(op)), gradients(lax_function(op))
+    assert np.abs(want).max() > 0.1
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", LINEAR)
+def test_transforms(op):
+    """jvp, second derivatives, checkpoint, scan and vmap, as of lax."""
+    num_ranks = min(2, len(jax.devices()))
+    x = normal((num_ranks, 4, 4, 3))
+
+    def results(apply):
+        def loss(x):
+            return jnp.sum(jnp.cos(jax.checkpoint(apply)(x)) ** 2)
+
+        def everything(x):
+            first = x[0]
+            tangent = jax.jvp(apply, (first,), (jnp.sin(first),))[1]
+            second = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(first)
+            scanned = lax.scan(lambda total, x: (total + loss(x), apply(x)), 0.0, x)
+            return tangent, second, scanned, jax.vmap(apply, 1, 0)(x)
+
+        return run(everything, num_ranks, x)
+
+    for got, want in zip(
+        jax.tree.leaves(results(function(op))),
+        jax.tree.leaves(results(lax_function(op))),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_types_vary_as_those_of_lax():
+    def varies(apply):
+        found = []
+
+        def note(x):
+            out = apply(x)
+            found.append(jax.typeof(out).mat.varying)
+            return out
+
+        axes = ("data", "expert")
+        small = cuda_mesh((2, 2), axes)
+        jax.eval_shape(
+            jax.shard_map(note, mesh=small, in_specs=P(axes), out_specs=P(axes), check_vma=True),
+            jax.ShapeDtypeStruct((16, 2), jnp.float32),
+        )
+        return found[0]
+
+    for op in LINEAR:
+        want = {"data"} if op == "all_reduce" else {"data", "expert"}
+        assert varies(function(op)) == varies(lax_function(op)) == want
+
+
+# ----------------------------------------------------------------------------- all_reduce_rms_norm
+
+
+def norm_of_lax(x, residual, scale, eps=1e-6):
+    new_residual = lax.psum(x, AXIS) + residual
+    mean_square = jnp.mean(new_residual**2, axis=-1, keepdims=True)
+    return new_residual / jnp.sqrt(mean_square + eps) * scale, new_residual
+
+
+@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "residual_dtype"),
+    [((6, 32), "float32", "float32"), ((2, 3, 200), "bfloat16", "float32")],
+    ids=str,
+)
+@pytest.mark.parametrize("algorithm", serving("all_reduce_rms_norm"))
+def test_all_reduce_rms_norm(algorithm, shape, dtype, residual_dtype, num_ranks):
+    x = normal((num_ranks, *shape), dtype)
+    residual, scale = normal(shape, residual_dtype, 1), normal(shape[-1:], seed=2)
+    mapped = jax.shard_map(
+        lambda x, *args: all_reduce_rms_norm(x[0], *args, AXIS, eps=1e-3, algorithm=algorithm),
+        mesh=expert_mesh(num_ranks),
+        in_specs=(SHARDED, REPLICATED, REPLICATED),
+        out_specs=REPLICATED,
+    )
+    normalized, new_residual = map(np.asarray, jax.jit(mapped)(x, residual, scale))
+    total = x.astype(np.float64).sum(0) + residual.astype(np.float64)
+    want = total / np.sqrt(np.mean(total**2, -1, keepdims=True) + 1e-3) * scale
+    eps = 4 * float(jnp.finfo(dtype).eps) * num_ranks
+    np.testing.assert_allclose(new_residual, total, rtol=eps, atol=eps)
+    np.testing.assert_allclose(normalized.astype(np.float64), want, rtol=eps, atol=eps)
+    assert normalized.dtype == x.dtype and new_residual.dtype == residual.dtype
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("varying_residual", [False, True])
+@pytest.mark.parametrize("algorithm", serving("all_reduce_rms_norm"))
+def test_gradients_of_all_reduce_rms_norm(algorithm, varying_residual, check_vma):
+    num_ranks = min(4, len(jax.devices()))
+    x, scale = normal((num_ranks * 6, 32)), normal((32,), seed=2)
+    residual = normal((num_ranks * 6 if varying_residual else 6, 32), seed=1)
+    of_residual = SHARDED if varying_residual else REPLICATED
+
+    def gradients(apply):
+        mapped = jax.shard_map(
+            apply,
+            mesh=expert_mesh(num_ranks),
+            in_specs=(SHARDED, of_residual, REPLICATED),
+            out_specs=of_residual,
+            check_vma=check_vma,
+        )
+        weights = normal((2, *residual.shape), seed=3)
+
+        def loss(*args):
+            normalized, new_residual = mapped(*args)
+            return jnp.sum(normalized * weights[0]) + jnp.sum(new_residual * weights[1])
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(x, residual, scale)
+
+    def ours(x, residual, scale):
+        return all_reduce_rms_norm(x, residual, scale, AXIS, algorithm=algorithm)
+
+    for got, want in zip(gradients(ours), gradients(norm_of_lax), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_all_reduce_rms_norm_forwards_and_again():
+    num_ranks = min(2, len(jax.devices()))
+    x = normal((num_ranks, 3, 4, 16))
+
+    def results(apply):
+        def everything(x):
+            residual, scale = jnp.cos(x[0]), jnp.arange(1.0, 17.0)
+            args = (x[1], residual, scale)
+            tangents = jax.jvp(apply, args, jax.tree.map(jnp.sin, args))
+            loss = lambda *args: sum(jnp.sum(out**3) for out in apply(*args))  # noqa: E731
+            return tangents, jax.grad(jax.checkpoint(loss), (0, 1, 2))(*args)
+
+        return run(everything, num_ranks, x)
+
+    ours = functools.partial(all_reduce_rms_norm, axis_name=AXIS)
+    for got, want in zip(
+        jax.tree.leaves(results(ours)), jax.tree.leaves(results(norm_of_lax)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+def call(apply, *shapes, num_ranks: int = 2, dtype: Any = jnp.float32):
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    specs = tuple(SHARDED if shape else REPLICATED for shape in shapes)
+    jax.eval_shape(
+        jax.shard_map(
+            apply, mesh=expert_mesh(num_ranks), in_specs=specs, out_specs=SHARDED, check_vma=False
+        ),
+        *args,
+    )
+
+
+def test_errors_name_the_argument_and_its_value():
+    with pytest.raises(ValueError, match=r"axis_name \('model',\) is not bound.*shard_map"):
+        call(function("all_reduce", None, "model"), (4, 2))
+    with pytest.raises(ValueError, match="not bound here"):
+        collectives.all_gather(jnp.ones(3), AXIS)
+    with pytest.raises(TypeError, match="x must be a floating array .*but has dtype int32"):
+        call(function("all_to_all"), (4, 2), dtype=jnp.int32)
+    with pytest.raises(TypeError, match="x must be a floating array .*but is the list"):
+        call(lambda x: collectives.all_reduce([x], AXIS), (4, 2))
+    for op in ("reduce_scatter", "all_to_all"):
+        with pytest.raises(
+            ValueError, match=rf"{op}: the first axis of x must .*2 ranks.*\(3, 2\); pad"
+        ):
+            call(function(op), (6, 2))
+    with pytest.raises(ValueError, match="all_gather works along the first axis.*scalar"):
+        call(function("all_gather"), ())
+    with pytest.raises(ValueError, match=r"algorithm of all_gather.*'direct', 'xla'.*'one_shot'"):
+        call(function("all_gather", "one_shot"), (4, 2))
+    with pytest.raises(ValueError, match=r"residual \(2, 3\) and scale \(3,\)"):
+        call(lambda x: all_reduce_rms_norm(x, x[:, :3], x[0, :3], AXIS)[0], (4, 4))
+    with pytest.raises(TypeError, match="scale must be a floating array .*but has dtype int32"):
+        call(lambda x: all_reduce_rms_norm(x, x, jnp.arange(4), AXIS)[0], (4, 4))
+
+
+def test_any_floating_dtype_has_a_collective():
+    """With algorithm=None; a kernel that sums has fewer, and says which."""
+    for op in LINEAR:
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn):
+            call(function(op), (8, 2), dtype=dtype)
+
+
+@pytest.mark.skipif(not pallas_unavailable_reason(), reason="the kernels serve here")
+@pytest.mark.parametrize(
+    ("op", "algorithm"),
+    [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in EVERYWHERE],
+)
+def test_an_algorithm_that_cannot_serve_says_why(op, algorithm):
+    apply = function(op, algorithm)
+    if op == "all_reduce_rms_norm":
+        apply = lambda x: all_reduce_rms_norm(x, x, x[0], AXIS, algorithm=algorithm)[0]  # noqa: E731
+    needs = rf'{op}: algorithm="{algorithm}" cannot serve here: it needs NVIDIA GPUs'
+    with pytest.raises(ValueError, match=needs):
+        run(apply, 2, normal((2, 4, 8)))
+
+
+def lower_for_cuda(apply, shape, dtype, num_ranks: int = 2) -> str:
+    small = cuda_mesh((num_ranks,), (AXIS,))
+    mapped = jax.shard_map(apply, mesh=small, in_specs=SHARDED, out_specs=SHARDED, check_vma=False)
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_payloads_that_the_kernels_cannot_sum_are_refused():
+    with pytest.raises(ValueError, match="x is float8_e4m3fn, not one of bfloat16"):
+        lower_for_cuda(function("all_reduce", "one_shot"), (4, 8), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"x is empty, its shape is \(2, 0\)"):
+        lower_for_cuda(function("reduce_scatter", "direct"), (4, 0), jnp.float32)
+    with pytest.raises(ValueError, match="a row of 20000 elements is longer than 16384"):
+        lower_for_cuda(
+            lambda x: all_reduce_rms_norm(x, x, x[0], AXIS, algorithm="fused")[0],
+            (4, 20000),
+            jnp.bfloat16,
+        )
+
+
+def test_kernels_are_refused_where_shard_map_leaves_axes_out():
+    small = cuda_mesh((2, 2), ("data", AXIS))
+
+    def lower(algorithm):
+        mapped = jax.shard_map(
+            function("all_gather", algorithm),
+            mesh=small,
+            axis_names={AXIS},
+            in_specs=SHARDED,
+            out_specs=SHARDED,
+        )
+        x = jax.ShapeDtypeStruct((4, 8192), jnp.float32)
+        return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    for algorithm in ("direct", "ll"):
+        with pytest.raises(
+            ValueError, match=r"over all axes of the mesh, and \('data',\) are left out"
+        ):
+            lower(algorithm)
+    assert "all_gather" in lower(None)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="something was measured here")
+def test_nothing_is_chosen_for_a_machine_that_is_not_here():
+    for op in LINEAR:
+        assert "mosaic" not in lower_for_cuda(function(op), (16, 8192), jnp.bfloat16)
+
+
+def test_the_jaxpr_names_the_collective():
+    small = cuda_mesh((2,), (AXIS,))
+    for op in LINEAR:
+        mapped = jax.shard_map(
+            function(op), mesh=small, in_specs=SHARDED, out_specs=SHARDED, check_vma=False
+        )
+        jaxpr = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((8, 2), jnp.float32))
+        assert f"ep_{op}[" in str(jaxpr) and not jaxpr.effects
+
+
+def test_multicast_memory_is_not_claimed_without_gpus():
+    if jax.default_backend() != "gpu":
+        assert "feature of NVIDIA GPUs" in (multicast.unavailable_reason() or "")
+    one = jax.devices()[:1]
+    assert multicast.unavailable_reason(one)
+
+
+# ------------------------------------------------------------------------------------------ table
+
+
+def test_only_what_is_clearly_faster_is_chosen():
+    for ours, choice in ((96.0, "direct"), (98.0, "xla"), (102.0, "xla")):
+        times = {"direct": ours, "xla": 100.0}
+        assert collectives_table.fastest(times) == choice
+        assert collectives_table.choices([1], [times]) == [(None, choice)]
+    # Between two sizes, too: from where on it is 3 % ahead.
+    times = [{"direct": 106.0, "xla": 100.0}, {"direct": 88.0, "xla": 100.0}]
+    (limit, first), (_, then) = collectives_table.choices([2**20, 2**22], times)
+    assert (first, then) == ("xla", "direct") and 2**20.9 < limit < 2**21.1
+
+
+def test_device_times_decide_if_all_are_there(tmp_path):
+    def record(column, wall, device):
+        times = {
+            clock: us if us is None else dict(median_us=us)
+            for clock, us in (("wall", wall), ("device", device))
+        }
+        return dict(op="all_gather", ranks=2, column=column, bytes=64, **times)
+
+    for device_of_xla, clock, choice in ((11.0, "device", "direct"), (None, "wall", "xla")):
+        path = tmp_path / clock
+        records = [record("direct", 30.0, 10.0), record("xla", 20.0, device_of_xla)]
+        bench_collectives.write_table(str(path), records, jax.devices())
+        (operations,) = json.loads(path.read_text()).values()
+        entry = operations["all_gather"]["2"]
+        assert entry["clock"] == clock and entry["choices"] == [[None, choice]]
+        assert entry["machine"].startswith(f"{min(2, len(jax.devices()))} x ")  # those measured
+
+
+def test_choices_cross_between_sizes():
+    times = [
+        {"one_shot": 10.0, "two_shot": 20.0, "xla": 30.0},
+        {"one_shot": 20.0, "two_shot": 20.1, "xla": 30.0},
+        {"one_shot": 80.0, "two_shot": 40.0, "xla": 80.0},
+        {"one_shot": 320.0, "two_shot": 100.0, "xla": 101.0},  # not clearly faster
+    ]
+    sizes = [2**10, 2**12, 2**14, 2**16]
+    (first, one), (second, two), (last, xla) = collectives_table.choices(sizes, times)
+    assert (one, two, xla) == ("one_shot", "two_shot", "xla") and last is None
+    assert 2**12 <= first < 2**12 * 1.1  # they were all but equal there
+    assert 2**15.9 < second < 2**16  # 3 % before they are equal
+    assert collectives_table.choices([1], [{"xla": 1.0}]) == [(None, "xla")]
+
+
+def test_lookup():
+    measured = {"8": {"choices": [[100, "one_shot"], [200, "two_shot"], [None, "xla"]]}}
+    table = {"9.0": {"all_reduce": {"2": {"choices": [[None, "one_shot"]]}, **measured}}}
+
+    def lookup(num_ranks, num_bytes, op="all_reduce", capability="9.0"):
+        return collectives_table.lookup(op, num_ranks, num_bytes, capability, table)
+
+    assert [lookup(8, n) for n in (1, 100, 101, 200, 201)] == [
+        "one_shot", "one_shot", "two_shot", "two_shot", "xla",
+    ]  # fmt: skip
+    assert lookup(2, 10**9) == "one_shot"
+    assert lookup(3, 150) == lookup(16, 150) == "two_shot"  # the next one that was measured
+    assert lookup(8, 1, capability="10.0") == lookup(8, 1, capability=None) == "xla"
+    assert lookup(8, 1, op="all_gather") == "xla"
+
+
+def test_a_table_of_few_words_still_serves():
+    def lookup(entry, num_bytes, serves=lambda name: True):
+        table = {"9.0": {"all_gather": {"2": entry}}}
+        return collectives_table.lookup("all_gather", 2, num_bytes, "9.0", table, serves)
+
+    assert lookup({"choices": [[100, "ll"]]}, 100) == "ll"
+    assert lookup({"choices": [[100, "ll"]]}, 101) == "xla"
+    assert lookup({"choices": [[None, "ll"]]}, 1, lambda name: name != "ll") == "xla"
+    times = {"1": {"ll": 1.0, "direct": 2.0}, "2": {"ll": 1.0, "direct": 2.0, "xla": 3.0}}
+    entry = {"choices": [[None, "ll"]], "us": times}
+    assert lookup(entry, 1, lambda name: name != "ll") == "direct"
+    assert lookup(entry, 1, lambda name: False) == "xla"
+
+
+def test_the_shipped_table_is_well_formed():
+    for capability, operations in collectives_table.current().items():
+        assert re.fullmatch(r"\d+\.\d", capability)
+        for op, by_ranks in operations.items():
+            for ranks, entry in by_ranks.items():
+                limits = [limit for limit, _ in entry["choices"]]
+                assert int(ranks) > 1 and limits[-1] is None
+                assert limits[:-1] == sorted(limits[:-1])
+                names = {name for _, name in entry["choices"]}
+                assert names <= set(ALGORITHMS[op]) - {"multimem"}
+                assert entry["machine"] and entry["date"] and entry["jax"]
+
+
+def test_the_notes_have_the_shipped_times_of_all_reduce():
+    notes = (Path(__file__).parents[2] / "WORKSPACE_NOTES.md").read_text(encoding="utf-8")
+    told = re.search(r"^\| all_reduce, MB .*\n\|[-|]+\n((?:\|.*\n)+)", notes, re.MULTILINE)
+    of_ranks = collectives_table.current()["9.0"]["all_reduce"]
+    names = ("xla", "one_shot_ll", "two_shot_ll", "one_shot", "two_shot")
+    columns = [(ranks, name) for ranks in "24" for name in names]
+    lines = told[1].splitlines()
+    assert len(lines) == len(of_ranks["2"]["us"])
+    for line, size in zip(lines, of_ranks["2"]["us"], strict=True):
+        times = [of_ranks[ranks]["us"][size].get(name) for ranks, name in columns]
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        told_times = ["" if us is None else f"{us:.1f}" for us in times]
+        assert cells == [f"{int(size) / 1e6:.3g}", *told_times]
+
+
+# ------------------------------------------------------------------------------------------ bench
+
+
+def bench(*args: str) -> int:
+    return jax_ep.cli.main(["jax_ep", "bench", "collectives", *args])
+
+
+def test_bench_prints_and_writes_the_table(tmp_path, capsys):
+    num_ranks = min(2, len(jax.devices()))
+    path, measured = tmp_path / "table.json", tmp_path / "measured.json"
+    path.write_text(json.dumps({"8.0": {"all_gather": {"2": {"choices": [[None, "xla"]]}}}}))
+    options = ["--hidden=2560", "--iterations=10", "--repeats=1", "--check", f"--ranks={num_ranks}"]
+    args = [f"--write_table={path}", "--ops=all_reduce,all_reduce_rms_norm", "--rows=8,200"]
+    assert bench(*options, *args, f"--json={measured}") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"shape +MB .*xla +best +vs lax.psum +auto +checked", out)
+    assert len(re.findall(r"\(8, 2560\) +0\.04 .*x +\w+ +yes", out)) >= 2
+    assert len(re.findall(r"\(200, 2560\) +1\.02 .*x +\w+ +yes", out)) >= 2  # 10^6 bytes
+    table = json.loads(path.read_text())
+    (written,) = set(table) - {"8.0"}  # what was there before is kept
+    entry = table[written]["all_reduce"][str(num_ranks)]
+    assert entry["choices"][-1][0] is None and len(entry["us"]) == 2
+    sizes = list(entry["us"])
+    assert bench(*options, f"--write_table={path}", "--ops=all_reduce", "--rows=100") == 0
+    again = json.loads(path.read_text())[written]["all_reduce"][str(num_ranks)]
+    assert list(again["us"]) == [sizes[0], str(100 * 2560 * 2), sizes[1]]  # those before count, too
+    assert {size: again["us"][size] for size in sizes} == entry["us"]
+    rows = json.loads(measured.read_text())["rows"]
+    assert {row["wall"]["median_us"] > 0 for row in rows} == {True}
+
+
+def test_bench_measures_2_4_and_8_ranks_by_default(capsys):
+    assert bench("--hidden=64", "--iterations=10", "--repeats=1", "--ops=all_gather") == 0
+    measured = re.findall(r"all_gather, (\d) ranks: wall", capsys.readouterr().out)
+    expected = [count for count in (2, 4, 8) if count <= len(jax.devices())]
+    assert [int(count) for count in measured] == (expected or [1])
+    assert {"512", "2048", "4096"} <= set(bench_collectives._GPU_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--ops=psum"], "--ops: 'psum' is not one of all_reduce"),
+        (["--rows=7", "--ranks=2"], "--rows: 7 is not a multiple of 2"),
+        (["--plans=4x4"], "--plans: '4x4' is not like"),
+        (["--ranks=4096"], "--ranks: 4096 ranks, but"),
+        (["--json=/no/folder/out.json"], "--json: cannot write '/no/folder/out.json'"),
+        (["--write_table=/"], "--write_table: cannot write '/'"),
+        ([f"--write_table={__file__}"], "holds no table to merge into"),
+    ],
+)
+def test_bench_refuses_flags(args, message, capsys):
+    assert bench(*args) == 2
+    assert message in capsys.readouterr().err

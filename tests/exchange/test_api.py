@@ -1,0 +1,993 @@
+"""The contract of dispatch and combine, against `jax_ep.reference`, on every rank count."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.contract import (
+    AXIS,
+    ROUTINGS,
+    Case,
+    Implementation,
+    Inputs,
+    assert_bitwise_equal,
+    assert_equal,
+    assert_sum_close,
+    implementations,
+    most_ranks,
+    owned_rows,
+    per_rank,
+    program,
+    random_bits,
+    routing,
+    rows_of,
+    run_reference,
+    send_by_reference,
+    small_integers,
+    small_weights,
+    with_nan_elsewhere,
+)
+from support.meshes import expert_mesh, mesh
+
+import jax_ep
+from jax_ep import reference
+
+
+@pytest.fixture(params=implementations())
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    return request.param
+
+
+# ------------------------------------------------------------------------ values, on every shape
+
+CASES = [
+    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype, capacity, expert_alignment
+    Case(1, 5, 8, 2, 4, "float32"),
+    Case(1, 7, 33, 3, 2, "bfloat16", 11, 8),
+    Case(1, 1, 16, 1, 1, "float16", 1),
+    Case(1, 9, 24, 4, 6, "bfloat16", None, 128),
+    Case(2, 5, 16, 2, 8, "bfloat16"),
+    Case(2, 3, 1, 2, 2, "float16", 1),
+    Case(2, 1, 8, 3, 4, "float32", None, 8),
+    Case(2, 9, 40, 4, 6, "float16", 130, 128),
+    Case(4, 6, 16, 2, 8, "float32"),
+    Case(4, 5, 17, 5, 4, "float16", None, 8),
+    Case(4, 1, 8, 2, 16, "bfloat16", 2),
+    Case(4, 11, 8, 3, 12, "bfloat16", 300, 128),
+    Case(4, 4, 64, 8, 8, "float32", 13, 4),
+    Case(8, 4, 8, 2, 16, "float32", None, 128),
+    Case(8, 7, 24, 3, 8, "bfloat16"),
+    Case(8, 1, 33, 1, 8, "float16", 1),
+    Case(8, 9, 16, 4, 24, "float32", 20, 8),
+    Case(8, 3, 8, 16, 16, "bfloat16", None, 8),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_everything_equals_the_reference(case: Case, implementation: Implementation):
+    """`tokens` bit for bit, whatever the bits; sums exactly, since they are of small integers."""
+    rng = np.random.default_rng(0)
+    capacity = rows_of(case, implementation)
+    run = program(case, implementation, check_vma=CASES.index(case) % 3 != 0)
+    by_token = (case.num_ranks, case.num_tokens, case.hidden)
+    by_row = (case.num_ranks, capacity, case.hidden)
+    for kind in ROUTINGS:
+        topk_idx = routing(kind, case, rng)
+        x = random_bits(rng, by_token, case.dtype)
+        sent = send_by_reference(case, x, topk_idx, capacity)
+        owned = owned_rows([d.routes for d in sent], capacity)
+        inputs = Inputs(
+            x=x,
+            topk_idx=topk_idx,
+            grad_tokens=with_nan_elsewhere(small_integers(rng, by_row, case.dtype), owned),
+            y=with_nan_elsewhere(small_integers(rng, by_row, case.dtype), owned),
+            topk_weights=small_weights(rng, topk_idx.shape, "float32"),
+            grad_out=small_integers(rng, by_token, case.dtype),
+        )
+        actual, expected = run(inputs), run_reference(case, inputs)
+        for name in ("tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed"):
+            message = f"{name}, routing {kind!r}"
+            assert_bitwise_equal(getattr(actual, name), getattr(expected, name), message)
+        for name in ("grad_x", "out", "grad_y", "grad_weights", "plain_out", "plain_grad_y"):
+            message = f"{name}, routing {kind!r}"
+            assert_equal(getattr(actual, name), getattr(expected, name), message)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[9], CASES[16]], ids=str)
+def test_sums_of_any_floats_are_close_and_repeat_bit_for_bit(
+    case: Case, implementation: Implementation
+):
+    rng = np.random.default_rng(1)
+    capacity = rows_of(case, implementation)
+    run = program(case, implementation, check_vma=CASES.index(case) % 3 != 0)
+    by_token = (case.num_ranks, case.num_tokens, case.hidden)
+    by_row = (case.num_ranks, capacity, case.hidden)
+    inputs = Inputs(
+        x=rng.normal(size=by_token).astype(case.dtype),
+        topk_idx=routing("uniform", case, rng),
+        grad_tokens=rng.normal(size=by_row).astype(case.dtype),
+        y=rng.normal(size=by_row).astype(case.dtype),
+        topk_weights=rng.random((case.num_ranks, case.num_tokens, case.top_k), np.float32),
+        grad_out=rng.normal(size=by_token).astype(case.dtype),
+    )
+    first, second = run(inputs), run(inputs)
+    for name in first._fields:
+        assert_bitwise_equal(getattr(first, name), getattr(second, name), name)
+
+    expected = run_reference(case, inputs)
+    floats = ("x", "grad_tokens", "y", "topk_weights", "grad_out")
+    absolute = {name: np.abs(getattr(inputs, name).astype(np.float32)) for name in floats}
+    magnitude = run_reference(
+        dataclasses.replace(case, dtype="float32"), inputs._replace(**absolute)
+    )
+    terms = {"grad_weights": case.hidden}
+    for name in ("grad_x", "out", "grad_y", "grad_weights", "plain_out", "plain_grad_y"):
+        assert_sum_close(
+            getattr(first, name),
+            getattr(expected, name),
+            getattr(magnitude, name),
+            terms.get(name, case.top_k),
+            name,
+        )
+
+
+def test_no_routing_overflows_the_default_capacity(implementation: Implementation):
+    """Every pair on one rank, each expert with one row more than its alignment holds."""
+    case = Case(most_ranks(4), 8, 8, 2, 4 * most_ranks(4), expert_alignment=8)
+    pairs = case.num_ranks * case.num_tokens * case.top_k
+    counts = [9, 9, 9, pairs - 27] if pairs > 36 else [9, 1, 1, pairs - 11]
+    topk_idx = np.repeat(np.arange(4), counts).reshape(case.num_ranks, case.num_tokens, -1)
+    x = np.ones((case.num_ranks, case.num_tokens, case.hidden), np.float32)
+
+    def summary(x: Any, topk_idx: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation)
+        return sent.num_dropped, sent.rows_needed, jnp.sum(sent.tokens)
+
+    dropped, needed, total = jax.jit(per_rank(summary, case.num_ranks))(
+        x, topk_idx.astype(np.int32)
+    )
+    assert not np.any(dropped)
+    assert needed[0] <= rows_of(case, implementation)
+    assert total[0] == pairs * case.hidden
+
+
+def test_an_id_outside_the_experts_is_none(implementation: Implementation):
+    case = Case(most_ranks(4), 6, 8, 2, 8)
+    rng = np.random.default_rng(2)
+    topk_idx = routing("uniform", case, rng)
+    strange = rng.random(topk_idx.shape) < 0.6
+    values = [-2, -128, 8, 9, 127, 2**31 - 1, -(2**31)]
+    topk_idx = np.where(strange, rng.choice(values, topk_idx.shape), topk_idx).astype(np.int32)
+    _check_round_trip(case, implementation, topk_idx, rng)
+
+
+@pytest.mark.parametrize("index_dtype", ["int8", "int16", "uint32"])
+def test_any_integer_dtype_names_experts(index_dtype: str, implementation: Implementation):
+    case = Case(most_ranks(2), 6, 8, 2, 128)
+    rng = np.random.default_rng(3)
+    topk_idx = routing("uniform", case, rng).astype(index_dtype)
+    topk_idx[0, 0, 0] = np.array(-1).astype(index_dtype)
+    _check_round_trip(case, implementation, topk_idx, rng)
+
+
+def _check_round_trip(
+    case: Case, implementation: Implementation, topk_idx: np.ndarray, rng: Any
+) -> None:
+    x = small_integers(rng, (case.num_ranks, case.num_tokens, case.hidden), case.dtype)
+
+    def round_trip(x: Any, topk_idx: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation)
+        out = jax_ep.combine(sent.tokens, sent.handle, implementation=implementation)
+        return sent.tokens, sent.expert_counts, out
+
+    tokens, counts, out = jax.jit(per_rank(round_trip, case.num_ranks))(x, topk_idx)
+    sent = send_by_reference(case, x, topk_idx.astype(np.int64), tokens.shape[1])
+    assert_bitwise_equal(tokens, np.stack([d.tokens for d in sent]))
+    assert_bitwise_equal(counts, np.stack([d.expert_counts for d in sent]))
+    routes = [d.routes for d in sent]
+    assert_equal(out, np.stack(reference.combine([d.tokens for d in sent], routes)))
+
+
+def test_float8_payloads_arrive_bit_for_bit():
+    """The portable exchange carries any float dtype."""
+    case = Case(most_ranks(4), 5, 16, 3, 8, "float8_e4m3fn")
+    rng = np.random.default_rng(4)
+    x = random_bits(rng, (case.num_ranks, case.num_tokens, case.hidden), case.dtype)
+    topk_idx = routing("masked", case, rng)
+
+    def tokens(x: Any, topk_idx: Any) -> Any:
+        return case.dispatch(x, topk_idx, "xla").tokens
+
+    actual = jax.jit(per_rank(tokens, case.num_ranks))(x, topk_idx)
+    expected = send_by_reference(case, x, topk_idx, actual.shape[1])
+    assert_bitwise_equal(actual, np.stack([d.tokens for d in expected]))
+
+
+def test_combine_accumulates_in_float32(implementation: Implementation):
+    """bfloat16 has no 257: 256 + 1 - 256 is 1 only where the sum is kept in float32."""
+    case = Case(most_ranks(4), 2, 8, 3, 4, "bfloat16", 8)
+    topk_idx = np.full((case.num_ranks, 2, 3), -1, np.int32)
+    topk_idx[0] = [[3, 3, 3], [0, 0, 0]]
+    y = np.tile(np.array([256, 1, -256], case.dtype)[:, None], (1, case.hidden))
+    y = np.concatenate([y, y, np.zeros((2, case.hidden), y.dtype)])
+
+    def bring_back(topk_idx: Any, y: Any) -> Any:
+        x = jnp.zeros((case.num_tokens, case.hidden), case.dtype)
+        sent = case.dispatch(x, topk_idx, implementation)
+        return jax_ep.combine(y, sent.handle, implementation=implementation)
+
+    out = jax.jit(per_rank(bring_back, case.num_ranks))(topk_idx, np.stack([y] * case.num_ranks))
+    np.testing.assert_array_equal(np.asarray(out[0], np.float32), 1.0)
+
+
+def test_nothing_leaks_from_one_pair_to_another(implementation: Implementation):
+    """A masked choice is skipped whatever its weight; infinities stay where they belong."""
+    case = Case(most_ranks(4), 3, 8, 2, 4, "float32", 4)
+    topk_idx = np.full((case.num_ranks, 3, 2), -1, np.int32)
+    topk_idx[0, :2] = [[0, -1], [-1, 3]]
+    weights = np.full(topk_idx.shape, np.nan, np.float32)  # as 0 / 0 of a masked token would be
+    weights[0, 0, 0], weights[0, 1, 1] = np.inf, 2
+    y = np.ones((case.num_ranks, 4, 8), np.float32)
+    grad_out = np.full((case.num_ranks, 3, 8), np.inf, np.float32)
+
+    def bring_back(topk_idx: Any, y: Any, weights: Any, grad_out: Any) -> Any:
+        sent = case.dispatch(jnp.zeros((3, 8)), topk_idx, implementation)
+        out, pull = jax.vjp(
+            lambda y, w: jax_ep.combine(y, sent.handle, w, implementation=implementation),
+            y,
+            weights,
+        )
+        return out, pull(grad_out)[1]
+
+    out, grad_weights = jax.jit(per_rank(bring_back, case.num_ranks))(
+        topk_idx, y, weights, grad_out
+    )
+    expected, expected_grad = np.zeros((case.num_ranks, 3, 8)), np.zeros(topk_idx.shape)
+    expected[0, 0], expected[0, 1] = np.inf, 2
+    expected_grad[0, 0, 0] = expected_grad[0, 1, 1] = np.inf
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(grad_weights, expected_grad)
+
+
+@pytest.mark.parametrize(
+    ("y_dtype", "weights_dtype"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", None)],
+)
+def test_combine_takes_another_width_and_other_dtypes(
+    y_dtype: str, weights_dtype: str | None, implementation: Implementation
+):
+    """y may differ from x in hidden size and dtype; weights have their own dtype and gradient."""
+    case = Case(most_ranks(4), 5, 16, 3, 8, "bfloat16", 40)
+    rng = np.random.default_rng(5)
+    x = small_integers(rng, (case.num_ranks, 5, 16), case.dtype)
+    topk_idx = routing("masked", case, rng)
+    y = small_integers(rng, (case.num_ranks, 40, 24), y_dtype)
+    grad_out = small_integers(rng, (case.num_ranks, 5, 24), y_dtype)
+    weights: Any = None
+    if weights_dtype is not None:
+        weights = small_weights(rng, topk_idx.shape, weights_dtype)
+
+    def bring_back(x: Any, topk_idx: Any, y: Any, weights: Any, grad_out: Any) -> Any:
+        handle = case.dispatch(x, topk_idx, implementation).handle
+        out, pull = jax.vjp(
+            lambda y, w: jax_ep.combine(y, handle, w, implementation=implementation), y, weights
+        )
+        return out, *pull(grad_out)
+
+    out, grad_y, grad_weights = jax.jit(per_rank(bring_back, case.num_ranks))(
+        x, topk_idx, y, weights, grad_out
+    )
+    routes = [d.routes for d in send_by_reference(case, x, topk_idx, 40)]
+    expected_grads = reference.combine_grad(list(grad_out), list(y), routes, weights)
+    assert_equal(out, np.stack(reference.combine(list(y), routes, weights)))
+    assert_equal(grad_y, np.stack(expected_grads[0]))
+    if weights is None:
+        assert grad_weights is None
+    else:
+        assert_equal(grad_weights, np.stack(expected_grads[1]))
+
+
+@pytest.mark.parametrize("capacity", [None, 7])
+def test_dispatch_like_sends_another_payload_and_has_a_gradient(
+    capacity: int | None, implementation: Implementation
+):
+    case = Case(most_ranks(4), 5, 16, 3, 8, "bfloat16", capacity, 4)
+    rng = np.random.default_rng(6)
+    rows = rows_of(case, implementation)
+    x = small_integers(rng, (case.num_ranks, 5, 16), case.dtype)
+    other = random_bits(rng, (case.num_ranks, 5, 8), "float32")
+    topk_idx = routing("masked", case, rng)
+    routes = [d.routes for d in send_by_reference(case, x, topk_idx, rows)]
+    grad = small_integers(rng, (case.num_ranks, rows, 8), "float32")
+    grad = with_nan_elsewhere(grad, owned_rows(routes, rows))
+
+    def send_other(x: Any, topk_idx: Any, other: Any, grad: Any) -> Any:
+        handle = case.dispatch(x, topk_idx, implementation).handle
+        sent, pull = jax.vjp(
+            lambda a: jax_ep.dispatch_like(a, handle, implementation=implementation), other
+        )
+        return sent, *pull(grad)
+
+    sent, grad_other = jax.jit(per_rank(send_other, case.num_ranks))(x, topk_idx, other, grad)
+    assert_bitwise_equal(sent, np.stack(reference.dispatch_like(list(other), routes)))
+    assert_equal(grad_other, np.stack(reference.dispatch_grad(list(grad), routes)))
+
+
+def test_no_implementation_named_serves_everywhere():
+    case = Case(most_ranks(8), 5, 8, 2, 8)
+    rng = np.random.default_rng(7)
+    x = random_bits(rng, (case.num_ranks, 5, 8), case.dtype)
+    topk_idx = routing("uniform", case, rng)
+
+    def tokens(x: Any, topk_idx: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, None)
+        return sent.tokens, jax_ep.combine(sent.tokens, sent.handle)
+
+    actual, _ = jax.jit(per_rank(tokens, case.num_ranks))(x, topk_idx)
+    expected = send_by_reference(case, x, topk_idx, actual.shape[1])
+    assert_bitwise_equal(actual, np.stack([d.tokens for d in expected]))
+
+
+def test_no_axes_are_one_rank():
+    """Outside any shard_map, `axis_name=()` serves a program that is not spread over ranks."""
+    case = Case(1, 5, 8, 2, 4, "bfloat16", 8)
+    rng = np.random.default_rng(16)
+    x = random_bits(rng, (5, 8), case.dtype)
+    topk_idx = routing("masked", case, rng)
+    sent = jax.jit(lambda x, i: case.dispatch(x, i, None, axis_name=()))(x, topk_idx[0])
+    (expected,) = send_by_reference(case, x[None], topk_idx, 8)
+    assert_bitwise_equal(sent.tokens, expected.tokens)
+    assert_equal(
+        jax.jit(jax_ep.combine)(jnp.ones((8, 8)), sent.handle),
+        reference.combine([np.ones((8, 8), np.float32)], [expected.routes])[0],
+    )
+
+
+# -------------------------------------------------------------------- inside other transformations
+
+
+def _layers(case: Case, implementation: Implementation, style: str) -> Any:
+    """x -> x + combine(2 * dispatch(x)), once per layer, written in one of several styles."""
+
+    def layer(x: Any, routing_of_layer: Any) -> tuple[Any, None]:
+        topk_idx, weights = routing_of_layer
+        sent = case.dispatch(x, topk_idx, implementation)
+        y = 2 * sent.tokens
+        return x + jax_ep.combine(y, sent.handle, weights, implementation=implementation), None
+
+    if "checkpoint" in style:
+        layer = jax.checkpoint(layer)
+
+    def run(x: Any, topk_idx: Any, weights: Any) -> Any:
+        if "scan" in style:
+            return jax.lax.scan(layer, x, (topk_idx, weights))[0]
+        for i in range(topk_idx.shape[0]):
+            x, _ = layer(x, (topk_idx[i], weights[i]))
+        return x
+
+    return run
+
+
+def _layers_by_reference(case: Case, rows: int, x: Any, topk_idx: Any, weights: Any, grad: Any):
+    """The same, and the gradients of sum(grad * result)."""
+    kept = []
+    for layer in range(topk_idx.shape[1]):
+        sent = send_by_reference(case, x, topk_idx[:, layer], rows)
+        y, routes = [2 * d.tokens for d in sent], [d.routes for d in sent]
+        kept.append((y, routes, weights[:, layer]))
+        x = x + np.stack(reference.combine(y, routes, weights[:, layer]))
+    grad_weights: list[np.ndarray] = []
+    for y, routes, layer_weights in reversed(kept):
+        grad_y, grad_w = reference.combine_grad(list(grad), y, routes, layer_weights)
+        grad_weights.insert(0, np.stack(grad_w))
+        grad = grad + np.stack(reference.dispatch_grad([2 * g for g in grad_y], routes))
+    return x, grad, np.stack(grad_weights, axis=1)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("style", ["plain", "checkpoint", "scan", "scan_checkpoint"])
+def test_gradients_through_layers(style: str, check_vma: bool, implementation: Implementation):
+    """jax.grad from outside the shard_map, three layers of different routings, some dropping."""
+    case = Case(most_ranks(4), 5, 8, 3, 8, "float32", 14)
+    rng = np.random.default_rng(8)
+    x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
+    kinds = ("uniform", "masked", "skewed")
+    topk_idx = np.stack([routing(kind, case, rng) for kind in kinds], axis=1)
+    weights = small_weights(rng, topk_idx.shape, "float32")
+    direction = small_integers(rng, x.shape, "float32")
+
+    run = per_rank(_layers(case, implementation, style), case.num_ranks, check_vma)
+
+    def loss(x: Any, weights: Any) -> Any:
+        out = run(x, topk_idx, weights)
+        return jnp.sum(out * direction), out
+
+    grads, out = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(x, weights)
+    expected = _layers_by_reference(case, 14, x, topk_idx, weights, direction)
+    assert_equal(out, expected[0], "out")
+    assert_equal(grads[0], expected[1], "grad of x")
+    assert_equal(grads[1], expected[2], "grad of weights")
+
+
+def test_a_handle_crosses_jit(implementation: Implementation):
+    """One program dispatches and returns the handle, another one takes it and combines."""
+    case = Case(most_ranks(4), 5, 8, 2, 8, "bfloat16", 9)
+    rng = np.random.default_rng(9)
+    x = small_integers(rng, (case.num_ranks, 5, 8), case.dtype)
+    topk_idx = routing("uniform", case, rng)
+    weights = small_weights(rng, topk_idx.shape, "float32")
+
+    send = per_rank(lambda x, i: case.dispatch(x, i, implementation), case.num_ranks)
+    sent = jax.jit(send)(x, topk_idx)
+    assert isinstance(sent, jax_ep.Dispatched) and isinstance(sent.handle, jax_ep.Handle)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sent))
+
+    bring_back = per_rank(
+        lambda y, h, w: jax_ep.combine(y, h, w, implementation=implementation), case.num_ranks
+    )
+    out = jax.jit(bring_back)(sent.tokens, sent.handle, weights)
+    expected = send_by_reference(case, x, topk_idx, 9)
+    routes = [d.routes for d in expected]
+    assert_equal(
+        out, np.stack(reference.combine([d.tokens for d in expected], routes, list(weights)))
+    )
+
+
+def test_a_handle_crosses_scan_and_checkpoint(implementation: Implementation):
+    """The handle as a scan's carry, then as an argument of a checkpointed function."""
+    case = Case(most_ranks(4), 5, 8, 2, 8, "float32", 12)
+    rng = np.random.default_rng(10)
+    x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
+    topk_idx = routing("uniform", case, rng)
+    weights = small_weights(rng, topk_idx.shape, "float32")
+    grad_out = small_integers(rng, x.shape, "float32")
+
+    @jax.checkpoint
+    def bring_back(y: Any, handle: Any, weights: Any) -> Any:
+        return jax_ep.combine(2 * y, handle, weights, implementation=implementation)
+
+    def run(x: Any, topk_idx: Any, weights: Any, grad_out: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation)
+
+        def step(carry: Any, _: Any) -> Any:
+            tokens, handle = carry
+            return (tokens + sent.tokens, handle), None
+
+        (tokens, handle), _ = jax.lax.scan(step, (sent.tokens, sent.handle), length=2)
+        _, pull = jax.vjp(lambda y, w: bring_back(y, handle, w), tokens, weights)
+        return bring_back(tokens, handle, weights), *pull(grad_out)
+
+    actual = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, weights, grad_out)
+    sent = send_by_reference(case, x, topk_idx, 12)
+    y, routes = [6 * d.tokens for d in sent], [d.routes for d in sent]
+    grad_y, grad_weights = reference.combine_grad(list(grad_out), y, routes, list(weights))
+    assert_equal(actual[0], np.stack(reference.combine(y, routes, list(weights))))
+    assert_equal(actual[1], 2 * np.stack(grad_y))
+    assert_equal(actual[2], np.stack(grad_weights))
+
+
+def test_several_dispatches_in_one_program(implementation: Implementation):
+    """Two routings in flight at once, combined in the other order."""
+    case = Case(most_ranks(4), 5, 8, 2, 8)
+    rng = np.random.default_rng(11)
+    x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
+    first, second = routing("uniform", case, rng), routing("one_rank", case, rng)
+
+    def run(x: Any, first: Any, second: Any) -> Any:
+        a = case.dispatch(x, first, implementation)
+        b = case.dispatch(3 * x, second, implementation)
+        out_b = jax_ep.combine(b.tokens, b.handle, implementation=implementation)
+        return jax_ep.combine(a.tokens, a.handle, implementation=implementation), out_b
+
+    out_a, out_b = jax.jit(per_rank(run, case.num_ranks))(x, first, second)
+    assert_equal(out_a, 2 * x)
+    assert_equal(out_b, 6 * x)
+
+
+def test_a_donated_buffer_is_reused(implementation: Implementation):
+    case = Case(most_ranks(4), 5, 8, 2, 8)
+    rng = np.random.default_rng(12)
+    x = small_integers(rng, (case.num_ranks, 5, 8), "float32")
+    topk_idx = routing("uniform", case, rng)
+
+    def round_trip(x: Any, topk_idx: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation)
+        return jax_ep.combine(sent.tokens, sent.handle, implementation=implementation)
+
+    sharding = jax.sharding.NamedSharding(expert_mesh(case.num_ranks), P(AXIS))
+    donated = jax.device_put(x, sharding)
+    run = jax.jit(per_rank(round_trip, case.num_ranks), donate_argnums=0)
+    out = run(donated, jax.device_put(topk_idx, sharding))
+    assert donated.is_deleted()
+    assert_equal(out, 2 * x)
+
+
+def test_vmap_says_what_to_do_instead(implementation: Implementation):
+    case = Case(most_ranks(2), 3, 8, 2, 4, "float32", 5)
+    x, topk_idx = (
+        np.zeros((case.num_ranks, 2, 3, 8), "float32"),
+        np.zeros((case.num_ranks, 2, 3, 2)),
+    )
+
+    def one_dispatch(x: Any, topk_idx: Any) -> Any:
+        return case.dispatch(x, topk_idx.astype(jnp.int32), implementation).tokens
+
+    with pytest.raises(NotImplementedError, match=r"jax\.vmap.*Fold the batch axis"):
+        jax.jit(per_rank(jax.vmap(one_dispatch), case.num_ranks))(x, topk_idx)
+
+
+def _primitive_names(jaxpr: Any) -> set[str]:
+    names = set()
+    for eqn in jaxpr.eqns:
+        names.add(eqn.primitive.name)
+        for value in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                names |= _primitive_names(inner)
+    return names
+
+
+def test_the_jaxpr_shows_the_primitives_and_has_no_effects(implementation: Implementation):
+    case = Case(most_ranks(4), 5, 8, 2, 8, "float32", 9)
+    x = np.zeros((case.num_ranks, 5, 8), np.float32)
+    topk_idx = np.zeros((case.num_ranks, 5, 2), np.int32)
+    weights = np.zeros(topk_idx.shape, np.float32)
+
+    def send(x: Any, topk_idx: Any) -> Any:
+        return case.dispatch(x, topk_idx, implementation).tokens
+
+    def round_trip(x: Any, topk_idx: Any, weights: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation)
+        return jax_ep.combine(sent.tokens, sent.handle, weights, implementation=implementation)
+
+    forward = per_rank(round_trip, case.num_ranks)
+    only_send = jax.make_jaxpr(per_rank(send, case.num_ranks))(x, topk_idx)
+    both = jax.make_jaxpr(forward)(x, topk_idx, weights)
+    backward = jax.make_jaxpr(
+        jax.grad(lambda x, w: jnp.sum(forward(x, topk_idx, w)), argnums=(0, 1))
+    )(x, weights)
+
+    assert "ep_dispatch" in _primitive_names(only_send.jaxpr)
+    for jaxpr in (both, backward):
+        assert {"ep_dispatch", "ep_combine"} <= _primitive_names(jaxpr.jaxpr)
+    for jaxpr in (only_send, both, backward):
+        assert not jaxpr.effects
+
+
+def test_second_derivatives(implementation):
+    """Of a loss that is nonlinear in rows and weights, along one direction."""
+    case = Case(most_ranks(2), 3, 64, 2, 4, "float32")
+    rng = np.random.default_rng(21)
+    topk_idx = routing("masked", case, rng)
+    x, vx, c = (rng.normal(size=(case.num_ranks, 3, 64)).astype(np.float32) for _ in range(3))
+    w, vw = (rng.normal(size=topk_idx.shape).astype(np.float32) for _ in range(2))
+
+    def on_one_rank(x: Any, topk_idx: Any, w: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation)
+        return jax_ep.combine(sent.tokens**3, sent.handle, w, implementation=implementation)
+
+    def plain(x: Any, topk_idx: Any, w: Any) -> Any:
+        return jnp.sum(jnp.where(topk_idx >= 0, w, 0), axis=-1, keepdims=True) * x**3
+
+    def along(forward: Any) -> Any:
+        def loss(x: Any, w: Any) -> Any:
+            return jnp.sum(c * jnp.sin(forward(x, topk_idx, w)))
+
+        def slope(x: Any, w: Any) -> Any:
+            dx, dw = jax.grad(loss, (0, 1))(x, w)
+            return jnp.sum(dx * vx) + jnp.sum(dw * vw)
+
+        return jax.jit(jax.grad(slope, (0, 1)))(x, w)
+
+    for got, want in zip(along(per_rank(on_one_rank, case.num_ranks)), along(plain), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+
+# -------------------------------------------------------------------------- meshes of several axes
+
+
+@functools.cache
+def _sample(num_ranks: int, groups: int) -> tuple[Case, np.ndarray, np.ndarray, np.ndarray]:
+    case = Case(num_ranks, 3, 8, 2, 8, "float32", 10)
+    rng = np.random.default_rng(14)
+    x = small_integers(rng, (groups, num_ranks, 3, 8), "float32")
+    topk_idx = np.stack([routing("uniform", case, rng) for _ in range(groups)])
+    return case, x, topk_idx, small_weights(rng, (num_ranks, 3, 2), "float32")
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((2, 1), ("data", "expert")),
+        ((1, 4), ("data", "expert")),
+        ((2, 2), ("data", "expert")),
+        ((2, 4), ("data", "expert")),
+        ((4, 2), ("expert", "data")),
+    ],
+)
+def test_each_data_row_of_a_mesh_dispatches_alone(
+    shape: tuple[int, int], names: tuple[str, str], check_vma: bool, implementation: Implementation
+):
+    """Weights replicated over data: their gradient sums over it."""
+    sizes = dict(zip(names, shape, strict=True))
+    groups = sizes["data"]
+    case, x, topk_idx, weights = _sample(sizes["expert"], groups)
+
+    def on_one_rank(x: Any, topk_idx: Any, weights: Any) -> Any:
+        x, topk_idx, weights = x[0, 0], topk_idx[0, 0], weights[0]
+        sent = case.dispatch(x, topk_idx, implementation)
+        out = jax_ep.combine(sent.tokens, sent.handle, weights, implementation=implementation)
+        return sent.tokens[None, None], out[None, None]
+
+    run = jax.shard_map(
+        on_one_rank,
+        mesh=mesh(shape, names),
+        in_specs=(P("data", "expert"), P("data", "expert"), P("expert")),
+        out_specs=P("data", "expert"),
+        check_vma=check_vma,
+    )
+
+    def loss(x: Any, weights: Any) -> Any:
+        tokens, out = run(x, topk_idx, weights)
+        return jnp.sum(out * x), (tokens, out)
+
+    (grad_x, grad_weights), (tokens, out) = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(
+        x, weights
+    )
+
+    expected_grad_weights = np.zeros_like(weights)
+    for group in range(groups):
+        sent = send_by_reference(case, x[group], topk_idx[group], 10)
+        y, routes = [d.tokens for d in sent], [d.routes for d in sent]
+        expected_out = np.stack(reference.combine(y, routes, list(weights)))
+        grad_y, grad_w = reference.combine_grad(list(x[group]), y, routes, list(weights))
+        assert_bitwise_equal(tokens[group], np.stack(y))
+        assert_equal(out[group], expected_out)
+        assert_equal(
+            grad_x[group], expected_out + np.stack(reference.dispatch_grad(grad_y, routes))
+        )
+        expected_grad_weights += np.stack(grad_w)
+    assert_equal(grad_weights, expected_grad_weights)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "axis_name"),
+    [
+        ((2, 2), ("a", "b"), ("a", "b")),
+        ((2, 2), ("a", "b"), ("b", "a")),
+        ((4, 2), ("a", "b"), ("a", "b")),
+        ((2, 2, 2), ("a", "data", "b"), ("b", "a")),
+        ((1, 2), ("a", "b"), ("a", "b")),
+        ((2, 1), ("expert", "data"), ("expert",)),
+    ],
+)
+def test_a_tuple_of_axes_is_one_expert_axis(
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    axis_name: tuple[str, ...],
+    implementation: Implementation,
+):
+    """Ranks count in the order of the tuple, as `jax.lax.axis_index` and PartitionSpec do."""
+    sizes = dict(zip(names, shape, strict=True))
+    num_ranks, groups = int(np.prod([sizes[a] for a in axis_name])), sizes.get("data", 1)
+    case, x, topk_idx, weights = _sample(num_ranks, groups)
+    data = "data" if "data" in names else None
+
+    def on_one_rank(x: Any, topk_idx: Any, weights: Any) -> Any:
+        x, topk_idx, weights = x[0, 0], topk_idx[0, 0], weights[0]
+        sent = case.dispatch(x, topk_idx, implementation, axis_name=axis_name)
+        out = jax_ep.combine(sent.tokens, sent.handle, weights, implementation=implementation)
+        return sent.tokens[None, None], out[None, None]
+
+    run = jax.shard_map(
+        on_one_rank,
+        mesh=mesh(shape, names),
+        in_specs=(P(data, axis_name), P(data, axis_name), P(axis_name)),
+        out_specs=P(data, axis_name),
+    )
+
+    def loss(x: Any) -> Any:
+        tokens, out = run(x, topk_idx, weights)
+        return jnp.sum(out * x), (tokens, out)
+
+    grad_x, (tokens, out) = jax.jit(jax.grad(loss, has_aux=True))(x)
+    for group in range(groups):
+        sent = send_by_reference(case, x[group], topk_idx[group], 10)
+        y, routes = [d.tokens for d in sent], [d.routes for d in sent]
+        expected_out = np.stack(reference.combine(y, routes, list(weights)))
+        grad_y, _ = reference.combine_grad(list(x[group]), y, routes, list(weights))
+        assert_bitwise_equal(tokens[group], np.stack(y))
+        assert_equal(out[group], expected_out)
+        assert_equal(
+            grad_x[group], expected_out + np.stack(reference.dispatch_grad(grad_y, routes))
+        )
+
+
+@pytest.mark.parametrize("style", ["automatic", "nested", "nested_no_vma"])
+def test_the_other_axis_may_be_automatic_or_an_outer_shard_map(
+    style: str, implementation: Implementation
+):
+    """Manual over the expert axis alone; the data axis is XLA's, or another shard_map's.
+
+    JAX cannot lower the gradient of a nested shard_map under check_vma=True, whatever is inside.
+    """
+    groups = most_ranks(2)
+    num_ranks = most_ranks(8) // groups
+    case, x, topk_idx, weights = _sample(num_ranks, groups)
+    check_vma = style != "nested_no_vma"
+
+    def on_one_rank(x: Any, topk_idx: Any, weights: Any) -> Any:
+        x, topk_idx, weights = x[0], topk_idx[0], weights[0]
+        sent = case.dispatch(x, topk_idx, implementation)
+        out = jax_ep.combine(sent.tokens, sent.handle, weights, implementation=implementation)
+        return out[None]
+
+    over_experts = jax.shard_map(
+        on_one_rank, axis_names={AXIS}, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma
+    )
+
+    def on_one_group(x: Any, topk_idx: Any, weights: Any) -> Any:
+        x, topk_idx, weights = x[0], topk_idx[0], weights[0]
+        if style == "nested":
+            grad_x = grad_weights = None
+            out = over_experts(x, topk_idx, weights)
+        else:
+            out, pull = jax.vjp(lambda x, w: over_experts(x, topk_idx, w), x, weights)
+            grad_x, grad_weights = pull(x)
+        return jax.tree.map(lambda a: a[None], (out, grad_x, grad_weights))
+
+    run = on_one_group
+    if style == "automatic":
+        x, topk_idx = x[:1], topk_idx[:1]
+    else:
+        run = jax.shard_map(
+            on_one_group,
+            axis_names={"data"},
+            in_specs=P("data"),
+            out_specs=P("data"),
+            check_vma=check_vma,
+        )
+
+    def results() -> Any:
+        with jax.set_mesh(mesh((groups, num_ranks), ("data", AXIS))):
+            return jax.jit(run)(x, topk_idx, np.stack([weights] * len(x)))
+
+    if implementation == "pallas" and style == "automatic":
+        with pytest.raises(ValueError, match="left out of it"):
+            results()
+        return
+    out, grad_x, grad_weights = results()
+
+    for group in range(len(x)):
+        sent = send_by_reference(case, x[group], topk_idx[group], 10)
+        y, routes = [d.tokens for d in sent], [d.routes for d in sent]
+        grad_y, grad_w = reference.combine_grad(list(x[group]), y, routes, list(weights))
+        assert_equal(out[group], np.stack(reference.combine(y, routes, list(weights))))
+        if style != "nested":
+            assert_equal(grad_x[group], np.stack(reference.dispatch_grad(grad_y, routes)))
+            assert_equal(grad_weights[group], np.stack(grad_w))
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize(
+    "replicated", [("x",), ("topk_idx",), ("weights",), ("x", "topk_idx", "weights")], ids="-".join
+)
+def test_what_every_rank_shares_may_stay_replicated(
+    replicated: tuple[str, ...], check_vma: bool, implementation: Implementation
+):
+    """Its gradient is the sum over ranks, of the type that check_vma asks for."""
+    case, x, topk_idx, weights = _sample(most_ranks(4), 1)
+    values = {"x": x[0], "topk_idx": topk_idx[0], "weights": weights}
+    for name in replicated:
+        values[name] = values[name][:1]
+    specs = {name: P() if name in replicated else P(AXIS) for name in values}
+
+    def on_one_rank(values: dict[str, Any]) -> Any:
+        x, topk_idx, weights = (values[name][0] for name in ("x", "topk_idx", "weights"))
+        sent = case.dispatch(x, topk_idx, implementation)
+        y = sent.tokens + 1
+        return jax_ep.combine(y, sent.handle, weights, implementation=implementation)[None]
+
+    run = jax.shard_map(
+        on_one_rank,
+        mesh=expert_mesh(case.num_ranks),
+        in_specs=(specs,),
+        out_specs=P(AXIS),
+        check_vma=check_vma,
+    )
+    direction = small_integers(np.random.default_rng(15), x[0].shape, "float32")
+
+    def loss(x: Any, weights: Any) -> Any:
+        out = run({"x": x, "topk_idx": values["topk_idx"], "weights": weights})
+        return jnp.sum(out * direction), out
+
+    (grad_x, grad_weights), out = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(
+        values["x"], values["weights"]
+    )
+
+    full = {k: np.broadcast_to(v, (case.num_ranks, *v.shape[1:])) for k, v in values.items()}
+    sent = send_by_reference(case, full["x"], full["topk_idx"], 10)
+    y, routes = [d.tokens + 1 for d in sent], [d.routes for d in sent]
+    grad_y, grad_w = reference.combine_grad(list(direction), y, routes, list(full["weights"]))
+    expected_x = np.stack(reference.dispatch_grad(grad_y, routes))
+    expected_weights = np.stack(grad_w)
+    if "x" in replicated:
+        expected_x = expected_x.sum(axis=0, keepdims=True)
+    if "weights" in replicated:
+        expected_weights = expected_weights.sum(axis=0, keepdims=True)
+    assert_equal(out, np.stack(reference.combine(y, routes, list(full["weights"]))))
+    assert_equal(grad_x, expected_x)
+    assert_equal(grad_weights, expected_weights)
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+ERRORS = (ValueError, TypeError, NameError, NotImplementedError, RuntimeError)
+
+
+def _trace(function: Any, num_ranks: int = 1) -> None:
+    """Trace only: nothing is compiled, so whatever is raised is raised at trace time."""
+    jax.make_jaxpr(per_rank(function, num_ranks))(np.zeros((num_ranks, 1), np.float32))
+
+
+def _assert_message(error: Any, *patterns: str) -> None:
+    for pattern in patterns:
+        error.match(pattern)
+
+
+def _zeros(*shape: int, dtype: str = "float32") -> Any:
+    return jnp.zeros(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "patterns"),
+    [
+        ({"x": ((5, 8), "int32")}, [r"\bx\b", "int32", "float"]),
+        ({"x": ((5,), "float32")}, [r"\bx\b", r"\(5,\)", r"\[T, H\]"]),
+        ({"x": ((5, 2, 8), "float32")}, [r"\bx\b", r"\(5, 2, 8\)", r"\[T, H\]"]),
+        ({"topk_idx": ((5, 2), "float32")}, [r"\btopk_idx\b", "float32", "int"]),
+        ({"topk_idx": ((5,), "int32")}, [r"\btopk_idx\b", r"\(5,\)", r"\[T, K\]"]),
+        ({"topk_idx": ((4, 2), "int32")}, [r"\btopk_idx\b", r"\b5\b", r"\b4\b"]),
+        ({"capacity": 0}, [r"\bcapacity\b", r"\b0\b"]),
+        ({"capacity": -3}, [r"\bcapacity\b", "-3"]),
+        ({"capacity": 2.5}, [r"\bcapacity\b", r"2\.5", "integer"]),
+        ({"num_experts": 0}, [r"\bnum_experts\b", r"\b0\b"]),
+        ({"num_experts": 4.0}, [r"\bnum_experts\b", r"4\.0", "integer"]),
+        ({"expert_alignment": 0}, [r"\bexpert_alignment\b", r"\b0\b"]),
+        ({"implementation": "nccl"}, [r"\bimplementation\b", "nccl", "xla", "pallas"]),
+        ({"axis_name": "nowhere"}, [r"\baxis_name\b", "nowhere", r"jax\.shard_map"]),
+        ({"axis_name": (AXIS, "nowhere")}, [r"\baxis_name\b", "nowhere", r"jax\.shard_map"]),
+    ],
+)
+def test_dispatch_errors(change: dict[str, Any], patterns: list[str]):
+    arrays: dict[str, Any] = {"x": ((5, 8), "float32"), "topk_idx": ((5, 2), "int32")}
+    options: dict[str, Any] = {"num_experts": 4, "axis_name": AXIS, "implementation": "xla"}
+    for name, value in change.items():
+        (arrays if name in arrays else options)[name] = value
+
+    def call(_: Any) -> Any:
+        x, topk_idx = (_zeros(*shape, dtype=dtype) for shape, dtype in arrays.values())
+        return jax_ep.dispatch(x, topk_idx, **options).tokens
+
+    with pytest.raises(ERRORS) as error:
+        _trace(call)
+    _assert_message(error, *patterns)
+
+
+def test_experts_must_divide_over_ranks():
+    num_ranks = most_ranks(4)
+    if num_ranks == 1:
+        pytest.skip("every number of experts divides over one rank")
+
+    def call(_: Any) -> Any:
+        return Case(num_ranks, 5, 8, 2, 7).dispatch(
+            _zeros(5, 8), _zeros(5, 2, dtype="int32"), "xla"
+        )
+
+    with pytest.raises(ERRORS) as error:
+        _trace(lambda a: call(a).tokens, num_ranks)
+    _assert_message(error, r"\bnum_experts\b", r"\b7\b", rf"\b{num_ranks}\b", AXIS)
+
+
+def test_dispatch_outside_shard_map():
+    with pytest.raises(ERRORS) as error:
+        jax.make_jaxpr(lambda x, i: Case(1, 5, 8, 2, 4).dispatch(x, i, "xla").tokens)(
+            _zeros(5, 8), _zeros(5, 2, dtype="int32")
+        )
+    _assert_message(error, r"\baxis_name\b", AXIS, r"call this inside jax\.shard_map")
+
+
+@pytest.mark.parametrize(
+    ("change", "patterns"),
+    [
+        ({"y": ((8, 8), "float32")}, [r"\by\b", r"\b8\b", r"\b9\b"]),
+        ({"y": ((9,), "float32")}, [r"\by\b", r"\(9,\)", r"\[R, H\]"]),
+        ({"y": ((9, 8), "int32")}, [r"\by\b", "int32", "float"]),
+        ({"weights": ((5, 3), "float32")}, [r"\btopk_weights\b", r"\(5, 3\)", r"\(5, 2\)"]),
+        ({"weights": ((4, 2), "float32")}, [r"\btopk_weights\b", r"\(4, 2\)", r"\(5, 2\)"]),
+        ({"weights": ((5,), "float32")}, [r"\btopk_weights\b", r"\(5,\)", r"\[T, K\]"]),
+        ({"weights": ((5, 2), "int32")}, [r"\btopk_weights\b", "int32", "float"]),
+        ({"implementation": "nccl"}, [r"\bimplementation\b", "nccl", "xla", "pallas"]),
+    ],
+)
+def test_combine_errors(change: dict[str, Any], patterns: list[str]):
+    given: dict[str, Any] = {"y": ((9, 8), "float32"), "weights": ((5, 2), "float32")}
+    given |= {"implementation": "xla", **change}
+
+    def call(_: Any) -> Any:
+        handle = (
+            Case(1, 5, 8, 2, 4, capacity=9)
+            .dispatch(_zeros(5, 8), _zeros(5, 2, dtype="int32"), "xla")
+            .handle
+        )
+        y, weights = (
+            _zeros(*shape, dtype=dtype) for shape, dtype in (given["y"], given["weights"])
+        )
+        return jax_ep.combine(y, handle, weights, implementation=given["implementation"])
+
+    with pytest.raises(ERRORS) as error:
+        _trace(call)
+    _assert_message(error, *patterns)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "patterns"),
+    [
+        ((4, 8), "float32", [r"\bx\b", r"\b4\b", r"\b5\b"]),
+        ((5,), "float32", [r"\bx\b", r"\(5,\)"]),
+        ((5, 8), "int32", [r"\bx\b", "int32", "float"]),
+    ],
+)
+def test_dispatch_like_errors(shape: tuple[int, ...], dtype: str, patterns: list[str]):
+    def call(_: Any) -> Any:
+        case = Case(1, 5, 8, 2, 4)
+        handle = case.dispatch(_zeros(5, 8), _zeros(5, 2, dtype="int32"), "xla").handle
+        return jax_ep.dispatch_like(_zeros(*shape, dtype=dtype), handle, implementation="xla")
+
+    with pytest.raises(ERRORS) as error:
+        _trace(call)
+    _assert_message(error, *patterns)
+
+
+@pytest.mark.skipif(jax.devices()[0].platform == "gpu", reason="the kernels may serve here")
+@pytest.mark.parametrize("function", ["dispatch", "combine", "dispatch_like"])
+def test_a_named_implementation_never_falls_back(function: str):
+    def call(_: Any) -> Any:
+        case = Case(1, 5, 8, 2, 4)
+        x, topk_idx = _zeros(5, 8), _zeros(5, 2, dtype="int32")
+        if function == "dispatch":
+            return case.dispatch(x, topk_idx, "pallas").tokens
+        sent = case.dispatch(x, topk_idx, "xla")
+        if function == "combine":
+            return jax_ep.combine(sent.tokens, sent.handle, implementation="pallas")
+        return jax_ep.dispatch_like(x, sent.handle, implementation="pallas")
+
+    with pytest.raises(ERRORS) as error:
+        _trace(call)
+    _assert_message(error, r"\bimplementation\b", "pallas", r"cannot serve here: \w+")
+
+
+def test_a_wide_integer_names_no_other_expert(implementation: Implementation):
+    """What a cast to 32 bits would make an expert of is none."""
+    with jax.enable_x64(True):
+        topk_idx = np.array([[0, 2**32], [-(2**32) + 1, 3]])
+
+        def counts(topk_idx: Any) -> Any:
+            x = jnp.ones((2, 64), jnp.float32)
+            options: dict[str, Any] = dict(num_experts=4, axis_name=AXIS)
+            return jax_ep.dispatch(
+                x, topk_idx, implementation=implementation, **options
+            ).expert_counts
+
+        got = jax.jit(per_rank(counts, 1))(topk_idx[None])
+    np.testing.assert_array_equal(got[0], [1, 0, 0, 1])

@@ -1,0 +1,475 @@
+"""The accounting of memory, against what XLA says and what the kernels' calls are lowered with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.contract import AXIS
+from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
+
+import jax_ep
+import jax_ep.cli
+from jax_ep.exchange import memory
+from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.exchange.routes import RankRoutes, Routes, dropless_capacity
+
+MIB = 2**20
+MODEL = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=8)
+
+# N, T, H, K, E, R
+SHAPES = [(8, 128, 256, 8, 256, 1152), (8, 16, 1024, 4, 32, 96), (2, 64, 512, 8, 32, 600)]
+
+
+def model_of(shape: tuple[int, ...]) -> dict[str, int]:
+    num_ranks, num_tokens, hidden, top_k, num_experts, capacity = shape
+    return dict(
+        num_ranks=num_ranks, num_tokens=num_tokens, hidden=hidden, top_k=top_k,
+        num_experts=num_experts, capacity=capacity,
+    )  # fmt: skip
+
+
+def operation(
+    name: str, implementation: str, model: dict[str, int], dtype: str, mesh, *, layout, wire_dtype,
+    output="dequantized",
+):  # fmt: skip
+    """A jitted operation alone, and its arguments' shapes."""
+    ranks, tokens, rows = model["num_ranks"], model["num_tokens"], model["capacity"]
+    top_k, num_experts = model["top_k"], model["num_experts"]
+    serving = dict(implementation=implementation)
+    on_wire = dict(wire_dtype=wire_dtype, **serving)
+    gradient_on_wire = dict(grad_wire_dtype=wire_dtype, **serving)
+
+    def dispatch(x, topk_idx):
+        options = dict(layout="rank") if layout == "rank" else dict(capacity=rows)
+        sent = jax_ep.dispatch(
+            x,
+            topk_idx,
+            num_experts=num_experts,
+            axis_name=AXIS,
+            output=output,
+            **options,
+            **on_wire,
+        )
+        return sent.tokens, sent.scales
+
+    def handle(topk_idx, *routes):
+        if layout == "rank":
+            return jax_ep.RankHandle(RankRoutes(topk_idx, *routes), (AXIS,), num_experts)
+        return jax_ep.Handle(Routes(topk_idx, *routes), (AXIS,), rows, num_experts, 1)
+
+    def dispatch_like(x, *routes):
+        return jax_ep.dispatch_like(x, handle(*routes), **on_wire)
+
+    def dispatch_grad(x, g, *routes):
+        def like(x):
+            return jax_ep.dispatch_like(x, handle(*routes), **gradient_on_wire)
+
+        return jax.vjp(like, x)[1](g)
+
+    def split(routes):  # the rank layout's combine takes no weights
+        return (routes, None) if layout == "rank" else (routes[:-1], routes[-1])
+
+    def combine(y, *arrays):
+        routes, weights = split(arrays)
+        return jax_ep.combine(y, handle(*routes), weights, **on_wire)
+
+    def combine_grad(y, g, *arrays):
+        routes, weights = split(arrays)
+
+        def combined(y, weights):
+            return jax_ep.combine(y, handle(*routes), weights, **gradient_on_wire)
+
+        return jax.vjp(combined, y, weights)[1](g)
+
+    def received(tokens, topk_idx, local_topk_idx):
+        return jax_ep.RankDispatched(tokens, local_topk_idx, None, handle(topk_idx, local_topk_idx))
+
+    def group_by_expert(*arrays):
+        return jax_ep.group_by_expert(received(*arrays), capacity=rows, **serving).tokens
+
+    def sum_by_token(y, grouped_rows, counts, tokens, topk_idx, local_topk_idx):
+        flat = local_topk_idx.reshape(-1, top_k)
+        local = jax_ep.Handle(Routes(flat, grouped_rows, counts), (), rows, num_experts // ranks, 1)
+        grouped = jax_ep.Dispatched(y, *(None,) * 4, local, None)
+        rank_received = received(tokens, topk_idx, local_topk_idx)
+        rank_received = dataclasses.replace(
+            rank_received, topk_weights=flat.reshape(-1, tokens.shape[1], top_k) * jnp.float32(0.5)
+        )
+        return jax_ep.sum_by_token(y, grouped, rank_received, **serving)
+
+    choices = ((ranks * tokens, top_k), "int32")
+    sent = ((ranks * tokens, model["hidden"]), dtype)
+    weights = ((ranks * tokens, top_k), "float32")
+    if layout == "rank":
+        arrived = ((ranks * ranks, tokens, model["hidden"]), dtype)
+        routes = [choices, ((ranks * ranks, tokens, top_k), "int32")]
+        last = []
+    else:
+        arrived = ((ranks * rows, model["hidden"]), dtype)
+        of_ranks = ((ranks * ranks, tokens, top_k), "int32")
+        routes = [choices, of_ranks, ((ranks * ranks, num_experts), "int32")]
+        last = [weights]
+    grouped = [
+        ((ranks * rows, model["hidden"]), dtype),
+        ((ranks, ranks * tokens, top_k), "int32"),
+        ((ranks, num_experts // ranks), "int32"),
+    ]
+    bodies = {
+        "dispatch": (dispatch, [sent, choices]),
+        "dispatch_like": (dispatch_like, [sent, *routes]),
+        "dispatch_grad": (dispatch_grad, [sent, arrived, *routes]),
+        "combine": (combine, [arrived, *routes, *last]),
+        "combine_grad": (combine_grad, [arrived, sent, *routes, *last]),
+        "group_by_expert": (group_by_expert, [arrived, *routes]),
+        "sum_by_token": (sum_by_token, [*grouped, arrived, *routes]),
+    }
+    body, arguments = bodies[name]
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    return run, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
+
+
+def held_by_xla(name: str, model: dict[str, int], dtype: str, **way) -> tuple[int, int]:
+    """Bytes of the temporaries, and of the results, of a compiled operation."""
+    mesh = expert_mesh(model["num_ranks"])
+    run, arguments = operation(name, "xla", model, dtype, mesh, **way)
+    analysis = run.lower(*arguments).compile().memory_analysis()
+    return analysis.temp_size_in_bytes, analysis.output_size_in_bytes
+
+
+on_cpus = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="the bounds are of XLA for CPUs"
+)
+CASES = [  # and what XLA holds of what is counted: it names a few vectors more, and reuses some
+    ("dispatch", "expert", "bfloat16", 0.7, 1.4),
+    ("dispatch", "rank", "bfloat16", 0.85, 1.05),
+    ("dispatch_like", "expert", "bfloat16", 0.95, 1.05),
+    ("dispatch_like", "rank", "bfloat16", 0.85, 1.05),
+    ("combine", "expert", "bfloat16", 0.95, 1.05),
+    ("combine", "rank", "float32", 0.7, 1.05),  # an all-to-all of bfloat16 goes as float32
+    ("dispatch_grad", "expert", "bfloat16", 0.95, 1.05),
+    ("dispatch_grad", "rank", "float32", 0.7, 1.05),
+    ("combine_grad", "expert", "bfloat16", 0.65, 1.05),  # products lie where tokens were gathered
+    ("combine_grad", "expert", "float32", 0.65, 1.05),
+    ("combine_grad", "rank", "bfloat16", 0.85, 1.05),
+]
+
+
+@on_cpus
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "layout", "dtype", "least", "most"), CASES)
+def test_the_portable_exchange_holds_what_xla_says(name, layout, dtype, least, most, shape):
+    model, way = model_of(shape), dict(layout=layout, wire_dtype=None)
+    held, _ = held_by_xla(name, model, dtype, **way)
+    counted = sum(memory.workspace_bytes(name, "xla", dtype=dtype, **way, **model).values())
+    assert least * counted <= held <= most * counted
+
+
+@on_cpus
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_group_by_expert_holds_what_xla_says(shape):
+    """A running sum over many choices takes XLA for CPUs up to three arrays of them more."""
+    model, way = model_of(shape), dict(layout="rank", wire_dtype=None)
+    held, _ = held_by_xla("group_by_expert", model, "float32", **way)
+    buffers = memory.workspace_bytes(
+        "group_by_expert", "xla", dtype="float32", layout="rank", **model
+    )
+    counted = sum(buffers.values())
+    assert 0.7 * counted <= held <= 1.05 * counted + 3 * buffers["counting choices"]
+
+
+@on_cpus
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sum_by_token_is_fused_into_its_result(shape):
+    held, _ = held_by_xla(
+        "sum_by_token", model_of(shape), "bfloat16", layout="rank", wire_dtype=None
+    )
+    assert held <= 1024
+
+
+def peak_with_float8(name: str, layout: str, model: dict[str, int], counted: dict[str, int]) -> int:
+    """What XLA for CPUs holds at once of the buffers that are counted, of bfloat16 rows.
+
+    The gathered rows of the expert layout lie where the results will be. Around a quantization
+    nothing is fused, so the K terms of a sum are there beside it; those are not counted.
+    """
+    num_ranks, num_tokens, hidden = model["num_ranks"], model["num_tokens"], model["hidden"]
+    sums = num_ranks * num_tokens * hidden
+    if name in ("combine", "dispatch_grad"):
+        terms = 0 if layout == "rank" else model["top_k"] * sums * 2
+        return terms + counted["widened sums"]
+    if layout == "rank":
+        return counted["gathered tokens"]
+    if name == "combine_grad":
+        return counted["products with y"] + counted["g in the rows"]
+    indices = 3 * 4 * model["capacity"]
+    rows = counted["received rows"] + indices
+    if name == "dispatch_like":
+        return rows
+    routing = ("gathered choices", "counting choices", "routes", "quantized rows")
+    return max(rows + counted["routes"], sum(counted[part] for part in routing))
+
+
+@on_cpus
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", memory.LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in memory.OPERATIONS if name not in memory.LOCAL])
+def test_with_float8_xla_holds_what_is_needed_at_once(name, layout, shape):
+    """Within a twentieth; and all that is counted is an upper bound but for the terms of sums."""
+    model, way = model_of(shape), dict(layout=layout, wire_dtype="float8_e4m3fn")
+    held, _ = held_by_xla(name, model, "bfloat16", **way)
+    counted = memory.workspace_bytes(name, "xla", **way, **model)
+    assert held == pytest.approx(peak_with_float8(name, layout, model, counted), rel=0.05)
+    if layout == "rank" or name not in ("combine", "dispatch_grad"):
+        assert held <= sum(counted.values())
+
+
+@on_cpus
+def test_where_xla_does_not_fuse_a_sum_it_holds_its_terms():
+    """float32 on CPUs: no more than one [N, T, H] array for each choice is held besides."""
+    model = model_of((4, 64, 512, 8, 32, 600))
+    held, _ = held_by_xla("combine", model, "float32", layout="expert", wire_dtype=None)
+    counted = sum(memory.workspace_bytes("combine", "xla", dtype="float32", **model).values())
+    plane = 4 * 64 * 512 * 4
+    assert counted - plane <= held <= counted + model["top_k"] * plane
+
+
+_KERNEL = re.compile(r"stablehlo\.custom_call @mosaic_gpu_v2.* : \((.*)\) -> \(?(.*?)\)?$", re.M)
+
+
+def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
+    """Shape and bytes of each tensor<...> type."""
+    found = []
+    for sizes, bits in re.findall(r"tensor<((?:\d+x)*)[a-z]+(\d+)\w*>", text):
+        shape = tuple(int(size) for size in sizes.split("x")[:-1])
+        total = int(bits) // 8
+        for size in shape:
+            total *= size
+        found.append((shape, total))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "wire_dtype", "output"),
+    [
+        ("dispatch", "expert", None, "dequantized"),
+        ("dispatch", "rank", None, "dequantized"),
+        ("dispatch", "expert", "float8_e4m3fn", "dequantized"),
+        ("dispatch", "expert", "float8_e4m3fn", "quantized"),
+        ("dispatch", "rank", "float8_e4m3fn", "quantized"),
+        ("dispatch_like", "expert", None, "dequantized"),
+        ("dispatch_like", "rank", None, "dequantized"),
+        ("dispatch_like", "expert", "float8_e4m3fn", "dequantized"),
+        ("combine", "expert", None, "dequantized"),
+        ("combine", "rank", None, "dequantized"),
+        ("combine", "expert", "float8_e4m3fn", "dequantized"),
+        ("combine", "rank", "float8_e4m3fn", "dequantized"),
+        ("dispatch_grad", "expert", "float8_e4m3fn", "dequantized"),
+        ("combine_grad", "expert", None, "dequantized"),
+        ("dispatch_grad", "expert", None, "dequantized"),
+        ("dispatch_grad", "rank", None, "dequantized"),
+        ("combine_grad", "rank", None, "dequantized"),
+        ("group_by_expert", "rank", None, "dequantized"),
+        ("sum_by_token", "rank", None, "dequantized"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("hidden", "dtype"), [(7168, "bfloat16"), (384, "bfloat16"), (200, "float32")]
+)
+@pytest.mark.parametrize("num_tokens", [128, 4096])
+def test_the_kernels_hold_what_their_calls_are_lowered_with(
+    name, layout, wire_dtype, output, num_tokens, hidden, dtype
+):
+    if wire_dtype is not None and hidden % 128:
+        pytest.skip("not whole blocks")
+    model = MODEL | {"num_tokens": num_tokens, "hidden": hidden, "capacity": num_tokens * 9}
+    way = dict(layout=layout, wire_dtype=wire_dtype, output=output)
+    mesh = cuda_mesh((8,), (AXIS,))
+    run, arguments = operation(name, "pallas", model, dtype, mesh, **way)
+    text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = _KERNEL.findall(text)
+    operands, results = map(tensors, kernels[-1])  # a gradient's comes last
+
+    itemsize = jnp.dtype(dtype).itemsize
+    multiple = 512 if wire_dtype is not None else 128 // itemsize
+    padded = -(-hidden // multiple) * multiple
+    by_rank = layout == "rank" and name not in memory.LOCAL
+    num_rows = 8 * num_tokens if by_rank else model["capacity"]
+    y = received = [((num_rows, padded), num_rows * padded * itemsize)]
+    if wire_dtype is not None:
+        scales = padded // 128
+        received = [
+            ((num_rows, padded), num_rows * padded), ((num_rows, scales), num_rows * scales * 4)
+        ]  # fmt: skip
+    if name in ("combine", "dispatch_grad", "sum_by_token"):
+        assert operands[0] == y[0]
+        held = results[1:] + ([operands[0], results[0]] if padded != hidden else [])
+    elif name == "combine_grad" and not by_rank:
+        assert operands[2] == results[0] == y[0]
+        held = results[2:]  # after the two gradients
+        if padded != hidden:
+            held += [operands[0], operands[2], results[0]]
+    else:
+        assert results[: len(received)] == received
+        held = results[len(received) :]
+        if name == "dispatch_like" and not by_rank:
+            num_inputs = 3  # the rows, and the routes that the handle has
+        else:
+            senders = 8 * num_tokens if name in memory.LOCAL else num_tokens
+            assert operands[1][1] == senders * model["top_k"] * 4  # the choices
+            num_inputs = 2
+        if name in ("dispatch", "group_by_expert") and not by_rank:
+            per_rank = model["num_experts"] // 8
+            of_layout = [((per_rank,), per_rank * 4)] * 2 + [((1,), 4)] * 2  # the caller's
+            assert held[2:6] == of_layout
+            held = [*held[:2], *held[6:]]
+        held += operands[num_inputs:-1]
+        if padded != hidden or (wire_dtype is not None and output == "dequantized"):
+            held += received
+        if padded != hidden:
+            held += operands[:1]
+    counted = memory.workspace_bytes(name, "pallas", dtype=dtype, **way, **model)
+    assert sum(size for _, size in held) == sum(counted.values())
+
+
+@pytest.mark.skipif(bool(pallas_unavailable_reason()), reason=str(pallas_unavailable_reason()))
+@pytest.mark.parametrize("num_tokens", [128, 2048])
+@pytest.mark.parametrize(
+    ("name", "layout", "wire_dtype", "output"),
+    [
+        ("dispatch", "expert", None, "dequantized"),
+        ("dispatch", "rank", None, "dequantized"),
+        ("dispatch", "expert", "float8_e4m3fn", "quantized"),
+        ("dispatch_like", "expert", None, "dequantized"),
+        ("combine", "expert", None, "dequantized"),
+        ("combine", "rank", None, "dequantized"),
+        ("combine", "expert", "float8_e4m3fn", "dequantized"),
+        ("group_by_expert", "rank", None, "dequantized"),
+        ("sum_by_token", "rank", None, "dequantized"),
+    ],
+)
+def test_on_gpus_xla_allocates_what_is_counted(name, layout, wire_dtype, output, num_tokens):
+    """XLA aligns each buffer to 256 bytes, and keeps some small ones of its own."""
+    num_ranks = max(count for count in RANK_COUNTS if count <= len(jax.devices()))
+    model = MODEL | {"num_tokens": num_tokens, "num_ranks": num_ranks, "capacity": num_tokens * 9}
+    way = dict(layout=layout, wire_dtype=wire_dtype, output=output)
+    run, arguments = operation(name, "pallas", model, "bfloat16", expert_mesh(num_ranks), **way)
+    held = run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    counted = sum(memory.workspace_bytes(name, "pallas", **way, **model).values())
+    assert abs(held - counted) <= 0.05 * counted + 64 * 1024
+
+
+def test_the_kernels_need_little():
+    """The target: 16 MiB for dispatch and combine together, and dispatch has no staging at all."""
+    dispatch = memory.workspace_bytes("dispatch", "pallas", **MODEL)
+    combine = memory.workspace_bytes("combine", "pallas", **MODEL)
+    assert sum(dispatch.values()) < 0.2 * MIB
+    assert sum(dispatch.values()) + sum(combine.values()) <= 16 * MIB
+
+
+def test_other_libraries_hold_what_they_say():
+    """Figures published for this model, in MiB."""
+    published = {
+        "DeepEP V1": 1820,
+        "NCCL EP, before": 1820,
+        "NCCL EP, expert-major": 938,
+        "NCCL EP, rank-major": 57,
+        "NCCL EP, NVLink alone": 28,
+    }
+    counted = memory.other_libraries(**MODEL)
+    assert {name: round(size / MIB) for name, size in counted.items()} == published
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(operation="gather"), "operation must be one of .* 'gather'"),
+        (dict(layout="row"), "layout must be one of .* 'row'"),
+        (dict(wire_dtype="int8"), "wire_dtype must be None or float8_e4m3fn"),
+        (dict(wire_dtype="float8_e4m3fn", hidden=200), "hidden has 200 columns"),
+        (dict(implementation="nccl"), "implementation must be one of .* 'nccl'"),
+        (dict(output="bits"), "output must be .* 'bits'"),
+        (dict(output="quantized"), 'output="quantized" needs a wire_dtype'),
+        (dict(num_tokens=0), "num_tokens must be at least 1, but is 0"),
+        (dict(num_ranks=7), "num_experts must be a positive multiple of num_ranks.* 256 for 7"),
+        (dict(num_ranks=8.0), "num_ranks must be a static integer, but is 8.0"),
+        (dict(capacity=0), "capacity must be at least 1, but is 0"),
+        (dict(capacity=-1), "capacity must be at least 1, but is -1"),
+        (dict(expert_alignment=0), "expert_alignment must be at least 1, but is 0"),
+        (dict(dtype="int32"), "dtype must be floating, but is int32"),
+        (
+            dict(operation="combine", wire_dtype="float8_e4m3fn", output="quantized"),
+            'output="quantized" is of a dispatch, but the operation is combine',
+        ),
+        (dict(operation="sum_by_token"), 'layout must be "rank" for sum_by_token'),
+        (
+            dict(operation="group_by_expert", layout="rank", wire_dtype="float8_e4m3fn"),
+            "wire_dtype must be None for group_by_expert",
+        ),
+        (dict(implementation="pallas", hidden=70000), "cannot serve: a row of 70016 .* too long"),
+        (dict(implementation="pallas", top_k=300), "cannot serve: .* 300 choices"),
+        (dict(implementation="pallas", num_experts=4096), "cannot serve: .* 4096 experts"),
+    ],
+)
+def test_errors_name_the_argument(change, message):
+    arguments = {"operation": "dispatch", "implementation": "xla", **MODEL, **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        memory.workspace_bytes(**arguments)
+
+
+def test_alignment_makes_a_dropless_buffer_larger():
+    def held(alignment: int) -> int:
+        return memory.workspace_bytes("dispatch", "xla", expert_alignment=alignment, **MODEL)[
+            "choice of each row"
+        ]
+
+    assert held(16) - held(1) == 4 * (
+        dropless_capacity(8, 128, 8, 32, 16) - dropless_capacity(8, 128, 8, 32, 1)
+    )
+
+
+def test_the_command_prints_every_figure(capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
+    text = capsys.readouterr().out
+    assert "1820" in text and "mailbox" in text and "gathered tokens" in text
+    assert re.search(r"region of LL +80\.02\n", text)
+    for other in memory.OTHER_LIBRARIES:
+        assert other.formula in text and other.source in text
+    for implementation in memory.IMPLEMENTATIONS:
+        for layout in memory.LAYOUTS:
+            assert f'implementation="{implementation}", layout="{layout}"' in text
+    assert all(f"\n  {name}" in text for name in memory.OPERATIONS)
+    assert jax_ep.cli.main(["jax_ep", "memory", "--json", "--tokens=64", "--dtype=float32"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"]["num_tokens"] == 64
+    for use in facts["here"]:
+        buffers = use.pop("buffers")
+        assert buffers == memory.workspace_bytes(**use, **facts["rows"], **facts["model"])
+    ways = {(use["operation"], use["implementation"], use["layout"]) for use in facts["here"]}
+    assert len(ways) == 2 * (5 + 7)
+
+
+@pytest.mark.parametrize(
+    ("arg", "reason"),
+    [
+        ("--top_k=300", "300 choices"),
+        ("--hidden=70000", "a row of 70016 bfloat16 is too long for shared memory"),
+        ("--num_experts=4096", "4096 experts"),
+    ],
+)
+def test_the_command_says_why_the_kernels_cannot_serve(arg, reason, capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory", arg]) == 0
+    text = capsys.readouterr().out
+    of_pallas, _, of_xla, _ = text.split('\nimplementation="')[1:]
+    assert reason in of_pallas and "cannot serve" in of_pallas
+    assert of_xla.startswith("xla") and "cannot serve" not in of_xla
+
+
+def test_the_command_refuses_wrong_flags(capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory", "--ranks=7"]) == 2
+    assert "--num_experts: 256 over 7 ranks" in capsys.readouterr().err

@@ -1,0 +1,346 @@
+"""Every kernel of the exchange lowers for CUDA on a machine without a GPU, or says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from support.meshes import cuda_mesh
+
+import jax_ep
+from jax_ep.exchange import pallas as pallas_exchange
+from jax_ep.exchange import xla as xla_exchange
+from jax_ep.exchange.routes import Routes
+
+DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
+COMBINE, GRADIENT = "ep_combine", "ep_combine_grad"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    num_tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    dtype: Any = "bfloat16"
+    mesh: tuple[tuple[str, int], ...] = (("expert", 8),)
+    axis_name: str | tuple[str, ...] = "expert"
+    capacity: int | None = None
+    alignment: int = 1
+
+    def __str__(self) -> str:
+        mesh = "x".join(str(size) for _, size in self.mesh)
+        return (
+            f"{mesh}-T{self.num_tokens}-H{self.hidden}-K{self.top_k}-E{self.num_experts}"
+            f"-{jnp.dtype(self.dtype)}"
+        )
+
+
+def ranks(num_ranks: int) -> dict[str, Any]:
+    return dict(mesh=(("expert", num_ranks),))
+
+
+def lowered(shapes: Shapes, implementation: str | None, function: Any, mesh: Any = None) -> str:
+    """The program of `function(shapes, implementation, x, topk_idx, weights)`, for CUDA.
+
+    `mesh`: None for one of `shapes.mesh`.
+    """
+    names, sizes = zip(*shapes.mesh, strict=True)
+    mesh = cuda_mesh(sizes, names) if mesh is None else mesh
+
+    def on_one_rank(*arrays: jax.Array) -> Any:
+        return function(shapes, implementation, *arrays)
+
+    sharded = jax.shard_map(on_one_rank, mesh=mesh, in_specs=P(names), out_specs=P(names))
+    rows = shapes.num_tokens * mesh.size
+    arrays = (
+        jax.ShapeDtypeStruct((rows, shapes.hidden), shapes.dtype),
+        jax.ShapeDtypeStruct((rows, shapes.top_k), jnp.int32),
+        jax.ShapeDtypeStruct((rows, shapes.top_k), jnp.float32),
+    )
+    return jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels(text: str) -> list[str]:
+    """The names of the exchange's kernels in a lowered program, sorted."""
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+    names = [
+        re.search(r"ep_dispatch_like|ep_dispatch|ep_combine_grad|ep_combine", call)
+        for call in calls
+    ]
+    assert all(names), "a kernel without a name of ours"
+    return sorted(name.group() for name in names if name)
+
+
+def send(shapes: Shapes, implementation: Any, x: jax.Array, topk_idx: jax.Array) -> Any:
+    return jax_ep.dispatch(
+        x,
+        topk_idx,
+        num_experts=shapes.num_experts,
+        axis_name=shapes.axis_name,
+        capacity=shapes.capacity,
+        expert_alignment=shapes.alignment,
+        implementation=implementation,
+    )
+
+
+def forward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
+    sent = send(shapes, implementation, x, topk_idx)
+    again = jax_ep.dispatch_like(x, sent.handle, implementation=implementation)
+    y = sent.tokens + again
+    return (
+        jax_ep.combine(y, sent.handle, weights, implementation=implementation),
+        jax_ep.combine(y, sent.handle, implementation=implementation),
+    )
+
+
+def backward(shapes: Shapes, implementation: Any, x: Any, topk_idx: Any, weights: Any) -> Any:
+    """Gradients of dispatch, dispatch_like, and both kinds of combine, from a forward pass."""
+
+    def outputs(x: jax.Array, weights: jax.Array) -> Any:
+        return forward(shapes, implementation, x, topk_idx, weights)
+
+    out, pull = jax.vjp(outputs, x, weights)
+    return pull(out)
+
+
+SHAPES = [
+    Shapes(128, 7168, 8, 256),
+    Shapes(4096, 7168, 8, 256, capacity=40000, alignment=128),
+    Shapes(1, 7168, 16, 512),
+    Shapes(16, 512, 8, 384),
+    Shapes(4096, 2880, 4, 128, **ranks(4)),
+    Shapes(300, 4096, 6, 64, "float16", **ranks(2)),
+    Shapes(17, 40, 3, 4, "float32", **ranks(2), capacity=1),
+    Shapes(63, 131, 5, 12, "float16", **ranks(4), alignment=3),
+    Shapes(1, 1, 1, 1, "float32", **ranks(1)),
+    Shapes(33, 64, 2, 6, **ranks(1)),
+    Shapes(2, 8192, 13, 16, "float32", mesh=(("data", 2), ("expert", 4))),
+    Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("a", "b")),
+    Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("b", "a")),
+    Shapes(5, 256, 7, 8, mesh=(("expert", 2), ("data", 4)), axis_name="expert"),
+]
+
+
+BACKWARD = [COMBINE] * 4 + [GRADIENT, DISPATCH, LIKE, LIKE]
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_lowers_to_the_kernels(shapes):
+    best, named = lowered(shapes, None, forward), lowered(shapes, "pallas", backward)
+    assert kernels(best) == [COMBINE, COMBINE, DISPATCH, LIKE]
+    # Backward: two more plain combines, a dispatch of the cotangent of the plain combine, and
+    # the gradient of the weighted one.
+    assert kernels(named) == BACKWARD
+    for symbol in ("multimem", "nvshmem", "multicast"):
+        assert symbol not in best and symbol not in named
+
+
+def test_none_lowers_its_gradients_to_the_kernels():
+    shapes = Shapes(17, 200, 3, 8, "float32", **ranks(4))
+    assert kernels(lowered(shapes, None, backward)) == BACKWARD
+
+
+@pytest.mark.parametrize("shapes", [SHAPES[0], SHAPES[7]], ids=str)
+def test_xla_lowers_without_a_kernel(shapes):
+    for function in (forward, backward):
+        text = lowered(shapes, "xla", function)
+        assert "mosaic" not in text
+    if shapes.num_experts > 1:
+        assert "all_gather" in text and "all_to_all" in text
+
+
+@pytest.mark.parametrize("function", [forward, backward])
+def test_no_small_collectives_beside_the_kernels(function):
+    text = lowered(SHAPES[0], "pallas", function)
+    for collective in ("all_gather", "all_reduce", "all_to_all", "collective_permute"):
+        assert f"stablehlo.{collective}" not in text
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        (Shapes(4, 128, 2, 8, "float8_e4m3fn"), "dtype is float8_e4m3fn"),
+        (Shapes(4, 65536, 2, 8), "too long for shared memory"),
+        (Shapes(4, 32768, 2, 8, "float32"), "too long for shared memory"),
+    ],
+    ids=str,
+)
+def test_a_payload_that_cannot_be_served(shapes, reason):
+    def tokens(shapes, implementation, x, topk_idx, weights):
+        del weights
+        return send(shapes, implementation, x, topk_idx).tokens
+
+    assert "mosaic" not in lowered(shapes, None, tokens)
+    with pytest.raises(ValueError, match=f'implementation="pallas" cannot serve here.*{reason}'):
+        lowered(shapes, "pallas", tokens)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        None,
+        "xla",
+    ],
+)
+def test_a_mesh_axis_may_be_left_out_of_shard_map(implementation):
+    """There is no kernel for that yet: None is XLA's."""
+
+    def on_one_rank(x: jax.Array, topk_idx: jax.Array) -> jax.Array:
+        options = dict(num_experts=8, axis_name="expert", implementation=implementation)
+        sent = jax_ep.dispatch(x, topk_idx, **options)
+        return jax_ep.combine(sent.tokens, sent.handle, implementation=implementation)
+
+    sharded = jax.shard_map(
+        on_one_rank,
+        mesh=cuda_mesh((2, 4), ("data", "expert")),
+        in_specs=P("expert"),
+        out_specs=P("expert"),
+        axis_names={"expert"},
+    )
+    arrays = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.int32)
+    text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic" not in text
+
+
+@pytest.mark.parametrize("top_k", [3, 4])
+@pytest.mark.parametrize("exchange", [xla_exchange, pallas_exchange], ids=["xla", "pallas"])
+def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
+    """What an exchange returns has the types that the primitives promise."""
+
+    def types(x, topk_idx, weights):
+        params = dict(axis_name=("expert",), expert_alignment=2)
+        options = dict(params, capacity=20)
+        (tokens,), rows, counts, layout = exchange.dispatch(x, topk_idx, num_experts=4, **options)
+        assert all(a.dtype == jnp.int32 for a in (rows, counts, *layout))
+        route = Routes(topk_idx, rows, counts)
+        (again,) = exchange.dispatch_like(x, route, **options)
+        out = exchange.combine(tokens, weights, route, axis_name=("expert",))
+        assert all(a.dtype == jnp.float32 for a in (tokens, again, out))
+        return x
+
+    with jax.enable_x64(True):
+        jax.eval_shape(
+            jax.shard_map(
+                types,
+                mesh=cuda_mesh((2,), ("expert",)),
+                in_specs=P("expert"),
+                out_specs=P("expert"),
+                check_vma=False,
+            ),
+            jax.ShapeDtypeStruct((10, 64), jnp.float32),
+            jax.ShapeDtypeStruct((10, top_k), jnp.int32),
+            jax.ShapeDtypeStruct((10, top_k), jnp.float32),
+        )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "served"),
+    [
+        (Shapes(4096, 7360, 16, 512), True),
+        (Shapes(4096, 10368, 8, 512), True),
+        (Shapes(4096, 2880, 16, 512, "float32"), True),
+        (Shapes(128, 7168, 8, 1024), True),
+        (Shapes(128, 7168, 8, 4096), False),
+    ],
+    ids=str,
+)
+def test_none_always_lowers(shapes, served):
+    """Many experts or choices fill the shared memory that rows leave."""
+    by_default = lowered(shapes, None, backward)
+    assert bool(kernels(by_default)) == served
+    if served:
+        assert kernels(lowered(shapes, "pallas", backward)) == kernels(by_default)
+    else:
+        with pytest.raises(ValueError, match="cannot serve here: a row of 7168.*4096 experts"):
+            lowered(shapes, "pallas", backward)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        Shapes(128, 7168, 8, 256),
+        Shapes(4096, 7168, 8, 256, "float32"),
+        Shapes(17, 128, 3, 8, "float16", **ranks(2)),
+        Shapes(4096, 10368, 8, 512),
+        Shapes(4096, 14336, 8, 256),
+        Shapes(128, 16384, 8, 256),
+        Shapes(128, 10240, 16, 512, "float32"),
+        Shapes(128, 12288, 8, 256, "float32"),
+    ],
+    ids=str,
+)
+def test_quantized_sums_lower_where_they_are_served(shapes):
+    def there_and_back(shapes, implementation, x, topk_idx, weights):
+        sent = send(shapes, implementation, x, topk_idx)
+        options = dict(wire_dtype=jnp.float8_e4m3fn, implementation=implementation)
+        return jax_ep.combine(sent.tokens, sent.handle, weights, **options)
+
+    served = kernels(lowered(shapes, None, there_and_back))
+    if shapes.hidden * jnp.dtype(shapes.dtype).itemsize <= 2**15:
+        assert served == [COMBINE, DISPATCH]
+    if COMBINE in served:
+        assert kernels(lowered(shapes, "pallas", there_and_back)) == served
+    else:
+        with pytest.raises(ValueError, match="too long for shared memory"):
+            lowered(shapes, "pallas", there_and_back)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 24])
+def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
+    monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
+    x = jax.ShapeDtypeStruct((4096, 7168), jnp.bfloat16)
+    assert pallas_exchange.dispatch_plan(x, 8, 8, 256).num_blocks == num_blocks
+    assert pallas_exchange.combine_plan(x, 8, 4096, 8).num_blocks == num_blocks
+    assert pallas_exchange.combine_plan(x, 8, 16, 8).num_blocks == min(16, num_blocks)
+    assert pallas_exchange.combine_grad_plan(x, 8, 4096, 8, 256).num_blocks == num_blocks
+
+
+@pytest.mark.parametrize("variable", ["JAX_EP_NUM_BLOCKS", "JAX_EP_TIMEOUT_SECONDS"])
+@pytest.mark.parametrize("value", ["0", "-3", "many", "nan", ""])
+def test_settings_that_make_no_sense_are_refused(variable, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=variable):
+        lowered(Shapes(16, 64, 2, 8), "pallas", forward)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
+@pytest.mark.parametrize(
+    ("order", "served"),
+    [
+        (slice(None), True),
+        (slice(None, None, -1), True),
+        ([2, 0, 3, 1], True),
+        (slice(2, 4), False),
+    ],
+)
+def test_the_first_devices_are_served_in_any_order(order, served):
+    """Mosaic knows a peer by its place in the mesh; of other devices, None goes through XLA."""
+    devices = np.asarray(jax.devices()[:4])[order]
+    mesh = jax.sharding.Mesh(devices, ("expert",))
+    text = lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh)
+    assert bool(kernels(text)) == served
+    places = ",".join(map(str, range(len(devices))))
+    assert not served or f'xla_replica_ids = "{places}"' in text
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
+@pytest.mark.parametrize(("num_gpus", "served"), [(0, True), (2, True), (1, True), (8, False)])
+def test_an_abstract_mesh_may_hide_which_devices_it_is_of(num_gpus, served, monkeypatch):
+    """Of all GPUs here it is clear; and a larger mesh than the machine is for another one."""
+    if num_gpus:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "device_count", lambda: num_gpus)
+        devices = jax.devices()[:num_gpus]
+        monkeypatch.setattr(jax, "devices", lambda: devices)
+        monkeypatch.setattr("jax_ep.exchange.primitives.pallas_unavailable_reason", lambda *_: None)
+    mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    text = lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh)
+    assert bool(kernels(text)) == served

@@ -1,0 +1,441 @@
+"""float8 on the wire: the format alone, then dispatch and combine through it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from support.contract import (
+    AXIS,
+    Case,
+    after_the_wire,
+    assert_bitwise_equal,
+    assert_equal,
+    implementations,
+    most_ranks,
+    owned_rows,
+    per_rank,
+    random_bits,
+    routing,
+    rows_of,
+    send_by_reference,
+    small_integers,
+    small_weights,
+    with_nan_elsewhere,
+)
+from support.meshes import cuda_mesh
+
+import jax_ep
+from jax_ep import reference
+from jax_ep.exchange import quantization
+
+WIRE = jnp.float8_e4m3fn
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.fixture(params=implementations())
+def implementation(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@jax.jit
+def round_trip(x: Any) -> Any:
+    rows, scales = lax.optimization_barrier(
+        quantization.quantize(x, WIRE)
+    )  # or XLA drops the rounding
+    return quantization.dequantize(rows, scales, x.dtype)
+
+
+def bound(x: np.ndarray) -> np.ndarray:
+    """Of |arrived - x|, as `jax_ep.exchange.quantization` states it, and the rounding of x's dtype."""
+    magnitude = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], -1, 128)
+    scale = np.maximum(magnitude.max(axis=-1, keepdims=True) / 448, 2.0**-117)
+    sent = np.maximum(2.0**-4 * magnitude, 2.0**-10 * scale)
+    info = jnp.finfo(x.dtype)
+    rounding = float(info.eps) * (magnitude + sent) + float(info.smallest_subnormal)
+    return (sent * (1 + 2.0**-20) + rounding).reshape(x.shape)
+
+
+# -------------------------------------------------------------------------------------- the format
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(DTYPES),
+    exponents=st.tuples(st.integers(-126, 127), st.integers(-40, 40)),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_round_trip_is_within_the_bound_of_its_block(seed, dtype, exponents):
+    """Blocks of any magnitude, with values of any spread in them, to the ends of the dtype."""
+    rng = np.random.default_rng(seed)
+    level, spread = exponents
+    power = level + spread * rng.random((3, 256))
+    values = rng.normal(size=(3, 256)) * np.exp2(np.clip(power, -126, 127))
+    largest = float(jnp.finfo(dtype).max)
+    x = np.clip(values, -largest, largest).astype(dtype)
+    # CPUs and GPUs may take subnormal float32 for zero; float16's are ordinary float32.
+    x = np.where(np.abs(x.astype(np.float32)) < np.finfo(np.float32).tiny, 0, x).astype(dtype)
+    arrived = np.asarray(round_trip(x)).astype(np.float64)
+    assert np.all(np.abs(arrived - x.astype(np.float64)) <= bound(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bound_is_reached(dtype):
+    """Each block has its own scale; half way between two numbers of e4m3 the error is 2^-4."""
+    x = np.zeros((1, 256), dtype)
+    x[0, 0], x[0, 1], x[0, 128], x[0, 129] = 448, 1.0625, 448 * 64, 68
+    arrived = np.asarray(round_trip(x)).astype(np.float64)
+    np.testing.assert_allclose(arrived[0, [0, 128]], [448, 448 * 64], rtol=2**-21)
+    assert abs(arrived[0, 1] - 1.0625) == pytest.approx(0.0625, rel=1e-3)
+    assert abs(arrived[0, 129] - 68) == pytest.approx(4, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strange_blocks(dtype):
+    largest = jnp.finfo(dtype).max
+    tiny = jnp.finfo(dtype).tiny
+    x = np.zeros((1, 6 * 128), dtype)
+    blocks = x.reshape(6, 128)
+    blocks[0, ::2] = -0.0
+    blocks[1] = np.resize([largest, -largest, 1], 128)
+    blocks[2] = np.resize([tiny, -tiny, 0], 128)
+    blocks[3] = np.arange(128)
+    blocks[3, :3] = np.nan, np.inf, -np.inf
+    blocks[4] = np.nan
+    blocks[5] = np.resize([np.inf, largest], 128)
+    arrived = np.asarray(round_trip(x)).astype(np.float64).reshape(6, 128)
+    values = blocks.astype(np.float64)
+
+    np.testing.assert_array_equal(arrived[0], 0)
+    assert np.all(np.isfinite(arrived[1]))
+    np.testing.assert_allclose(arrived[1, :2], values[1, :2], rtol=2**-21)
+    np.testing.assert_allclose(arrived[2], values[2], rtol=2**-4, atol=2.0**-127)
+    np.testing.assert_array_equal(np.isnan(arrived[3]), np.arange(128) < 3)
+    np.testing.assert_allclose(arrived[3, 3:], values[3, 3:], rtol=2**-4 + 2**-7)
+    assert np.all(np.isnan(arrived[4]))
+    np.testing.assert_array_equal(np.isnan(arrived[5]), np.arange(128) % 2 == 0)
+    np.testing.assert_allclose(arrived[5, 1::2], values[5, 1::2], rtol=2**-21)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_format_is_that_of_the_reference(dtype):
+    """Bit for bit where division rounds as IEEE 754 says, which XLA leaves open on GPUs."""
+    rng = np.random.default_rng(0)
+    x = random_bits(rng, (64, 512), dtype)
+    magnitude = np.abs(x.astype(np.float32))
+    x = np.where(magnitude < 1e-30, np.asarray(1, dtype), x)  # no subnormal quotients
+    rows, scales = (np.asarray(a) for a in jax.jit(lambda x: quantization.quantize(x, WIRE))(x))
+    expected_rows, expected_scales = reference.quantize(x, rows.dtype)
+    if jax.default_backend() != "cpu":
+        np.testing.assert_allclose(scales, expected_scales, rtol=1e-6)
+        return
+    np.testing.assert_array_equal(scales, expected_scales)
+    nan = np.isnan(expected_rows.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(rows.astype(np.float32)), nan)
+    assert_bitwise_equal(np.where(nan, 0, rows), np.where(nan, 0, expected_rows))
+    arrived = np.asarray(jax.jit(lambda *a: quantization.dequantize(*a, x.dtype))(rows, scales))
+    assert_equal(arrived, reference.dequantize(rows, scales, x.dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wire_dtype", [None, WIRE])
+def test_one_array_holds_every_bit(dtype, wire_dtype):
+    x = random_bits(np.random.default_rng(1), (5, 384), dtype)
+    sent = jax.jit(lambda x: quantization.bits(x, wire_dtype))(x)
+    assert sent.nbytes == 5 * quantization.row_bytes(384, dtype, wire_dtype)
+    parts = jax.jit(lambda sent, x: quantization.parts(sent, x, wire_dtype))(sent, x)
+    expected = (x,) if wire_dtype is None else jax.jit(lambda x: quantization.quantize(x, WIRE))(x)
+    for part, wanted in zip(parts, expected, strict=True):
+        assert_bitwise_equal(np.asarray(part), np.asarray(wanted))
+
+
+# ------------------------------------------------------------------------------------- through it
+
+CASES = [
+    Case(1, 5, 128, 2, 4, "bfloat16"),
+    Case(2, 4, 256, 3, 8, "float32", 7, 4),
+    Case(4, 6, 384, 2, 8, "bfloat16"),
+    Case(8, 3, 128, 4, 16, "float16", None, 8),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("kind", ["uniform", "masked", "repeated", "one_expert"])
+def test_dispatch_sends_quantized_rows_and_plain_gradients(case, kind, implementation):
+    rng = np.random.default_rng(2)
+    capacity = rows_of(case, implementation)
+    x = rng.normal(size=(case.num_ranks, case.num_tokens, case.hidden)).astype(case.dtype)
+    x[:, 0, :5] = 0, np.nan, np.inf, jnp.finfo(case.dtype).max, -1
+    topk_idx = routing(kind, case, rng)
+    plain = send_by_reference(case, x, topk_idx, capacity)
+    owned = owned_rows([d.routes for d in plain], capacity)
+    shape = (case.num_ranks, capacity, case.hidden)
+    g = with_nan_elsewhere(rng.normal(size=shape).astype(case.dtype), owned)
+
+    def run(x: Any, topk_idx: Any, g: Any) -> Any:
+        def send(x: Any, **options: Any) -> Any:
+            return case.dispatch(x, topk_idx, implementation, **options)
+
+        tokens, pull = jax.vjp(lambda x: send(x, wire_dtype=WIRE).tokens, x)
+        _, pull_plain = jax.vjp(lambda x: send(x).tokens, x)
+        quantized = send(x, wire_dtype=WIRE, output="quantized")
+        return tokens, quantized.tokens, quantized.scales, pull(g)[0], pull_plain(g)[0]
+
+    tokens, rows, scales, grad, plain_grad = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, g)
+    arrived = after_the_wire(x, implementation)
+    expected = send_by_reference(case, arrived, topk_idx, capacity)
+    assert_equal(tokens, np.stack([d.tokens for d in expected]))
+    assert tokens.dtype == x.dtype and rows.dtype == WIRE and scales.dtype == np.float32
+    assert_equal(reference.dequantize(np.asarray(rows), np.asarray(scales), x.dtype), tokens)
+    assert not np.any(np.asarray(scales)[~owned]) and np.all(np.asarray(scales)[owned] > 0)
+    assert not np.any(np.asarray(rows)[~owned].view(np.uint8))
+    assert_bitwise_equal(grad, plain_grad)
+
+
+def test_dispatch_like_quantizes_another_payload(implementation):
+    case = Case(most_ranks(4), 5, 16, 3, 8, "bfloat16", 9)
+    rng = np.random.default_rng(3)
+    x = small_integers(rng, (case.num_ranks, 5, 16), case.dtype)
+    other = rng.normal(size=(case.num_ranks, 5, 256)).astype(np.float32)
+    g = small_integers(rng, (case.num_ranks, 9, 256), "float32")
+    topk_idx = routing("masked", case, rng)
+
+    def run(x: Any, topk_idx: Any, other: Any, g: Any) -> Any:
+        handle = case.dispatch(x, topk_idx, implementation).handle
+        options = dict(wire_dtype=WIRE, implementation=implementation)
+        sent, pull = jax.vjp(lambda a: jax_ep.dispatch_like(a, handle, **options), other)
+        return sent, *pull(g)
+
+    sent, grad = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, other, g)
+    routes = [d.routes for d in send_by_reference(case, x, topk_idx, 9)]
+    arrived = list(after_the_wire(other, implementation))
+    assert_bitwise_equal(sent, np.stack(reference.dispatch_like(arrived, routes)))
+    assert_equal(grad, np.stack(reference.dispatch_grad(list(g), routes)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
+def test_combine_rounds_each_ranks_sum(case, weighted, implementation):
+    rng = np.random.default_rng(4)
+    capacity = rows_of(case, implementation)
+    topk_idx = routing("uniform", case, rng)
+    x = small_integers(rng, (case.num_ranks, case.num_tokens, case.hidden), case.dtype)
+    routes = [d.routes for d in send_by_reference(case, x, topk_idx, capacity)]
+    y = rng.normal(size=(case.num_ranks, capacity, case.hidden)).astype(case.dtype)
+    y = with_nan_elsewhere(y, owned_rows(routes, capacity))
+    weights = small_weights(rng, topk_idx.shape, "float32") if weighted else None
+    g = small_integers(rng, x.shape, case.dtype)
+
+    def run(x: Any, topk_idx: Any, y: Any, weights: Any, g: Any) -> Any:
+        handle = case.dispatch(x, topk_idx, implementation).handle
+
+        def results(wire_dtype: Any) -> Any:
+            def combine(y: Any, weights: Any) -> Any:
+                options = dict(wire_dtype=wire_dtype, implementation=implementation)
+                return jax_ep.combine(y, handle, weights, **options)
+
+            out, pull = jax.vjp(combine, y, weights)
+            return out, pull(g)
+
+        return results(WIRE), results(None)
+
+    (out, grads), (_, plain_grads) = jax.jit(per_rank(run, case.num_ranks))(
+        x, topk_idx, y, weights, g
+    )
+    jax.tree.map(assert_bitwise_equal, grads, plain_grads)
+
+    # Each rank's sum in float32, what its rounding may cost, and the sum over ranks of both.
+    scalars = None if weights is None else list(weights)
+    exact = np.zeros(x.shape, np.float64)
+    allowed = np.zeros(x.shape, np.float64)
+    for rank in range(case.num_ranks):
+        here = [r._replace(rows=np.where(r.ranks == rank, r.rows, -1)) for r in routes]
+        sums = np.stack(reference.combine(list(y.astype(np.float32)), here, scalars))
+        exact += sums
+        allowed += bound(sums)
+    allowed += float(jnp.finfo(case.dtype).eps) * (np.abs(exact) + allowed)
+    assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= allowed)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_cotangents_travel_in_float8_only_if_asked(layout, implementation):
+    """Those of a dispatch as a combine's sums do, those of a combine as a dispatch's rows do."""
+    case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
+    rng = np.random.default_rng(5)
+    x, g_out = (rng.normal(size=(case.num_ranks, 5, 256)).astype(case.dtype) for _ in range(2))
+    rows = (case.num_ranks, 5) if layout == "rank" else (rows_of(case, implementation),)
+    g, y = (rng.normal(size=(case.num_ranks, *rows, 256)).astype(case.dtype) for _ in range(2))
+    topk_idx = routing("masked", case, rng)
+    weights = small_weights(rng, topk_idx.shape, "float32")
+
+    def run(x: Any, topk_idx: Any, g: Any, y: Any, g_out: Any, weights: Any) -> Any:
+        weights = None if layout == "rank" else weights
+
+        def send(x: Any, **options: Any) -> Any:
+            return jax_ep.dispatch(
+                x,
+                topk_idx,
+                num_experts=8,
+                axis_name=AXIS,
+                layout=layout,
+                implementation=implementation,
+                **options,
+            )
+
+        handle = send(x).handle
+        _, pull = jax.vjp(lambda x: send(x, grad_wire_dtype=WIRE).tokens, x)
+        _, pull_like = jax.vjp(
+            lambda x: jax_ep.dispatch_like(
+                x, handle, grad_wire_dtype=WIRE, implementation=implementation
+            ),
+            x,
+        )
+        _, pull_back = jax.vjp(
+            lambda y: jax_ep.combine(
+                y, handle, weights, grad_wire_dtype=WIRE, implementation=implementation
+            ),
+            y,
+        )
+        # A weighted combine's gradient, of a cotangent that has been through the wire already.
+        quantized = lax.optimization_barrier(quantization.quantize(g_out, WIRE))  # or XLA drops it
+        rounded = quantization.dequantize(*quantized, g_out.dtype)
+        _, pull_plain = jax.vjp(
+            lambda y: jax_ep.combine(y, handle, weights, implementation=implementation), y
+        )
+        return (
+            (pull(g)[0], pull_like(g)[0], pull_back(g_out)[0]),
+            (jax_ep.combine(g, handle, wire_dtype=WIRE, implementation=implementation),) * 2
+            + pull_plain(rounded),
+        )
+
+    got, expected = jax.jit(per_rank(run, case.num_ranks))(x, topk_idx, g, y, g_out, weights)
+    jax.tree.map(assert_equal, got, expected)
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def _trace(function: Any) -> None:
+    jax.make_jaxpr(per_rank(function, 1))(np.zeros((1, 1), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "options", "message"),
+    [
+        (200, "float32", {}, r"float8_e4m3fn needs rows of whole blocks of 128.*x has 200 columns"),
+        (128, "float32", {"wire_dtype": "int8"}, r"wire_dtype must be None or float8_e4m3fn"),
+        (128, "float32", {"wire_dtype": "e4m3"}, r"wire_dtype must be .* 'e4m3'"),
+        (128, "float8_e4m3fn", {}, r"x is sent as float8_e4m3fn from a wider dtype"),
+        (128, "float32", {"grad_wire_dtype": "int8"}, r"grad_wire_dtype must be None or float8"),
+        (128, "float32", {"output": "raw"}, r"output must be .* 'raw'"),
+        (128, "float32", {"wire_dtype": None, "output": "quantized"}, r"needs a wire_dtype"),
+    ],
+)
+def test_dispatch_errors(hidden, dtype, options, message):
+    def call(_: Any) -> Any:
+        x, topk_idx = jnp.zeros((5, hidden), dtype), jnp.zeros((5, 2), jnp.int32)
+        options_ = {"wire_dtype": WIRE, **options}
+        return Case(1, 5, hidden, 2, 4).dispatch(x, topk_idx, "xla", **options_).tokens
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        _trace(call)
+
+
+def test_combine_errors():
+    def call(hidden: int, options: dict[str, Any]) -> Any:
+        x, topk_idx = jnp.zeros((5, hidden)), jnp.zeros((5, 2), jnp.int32)
+        sent = Case(1, 5, hidden, 2, 4).dispatch(x, topk_idx, "xla")
+        return jax_ep.combine(sent.tokens, sent.handle, wire_dtype=WIRE, **options)
+
+    with pytest.raises(ValueError, match=r"y has 200 columns"):
+        _trace(lambda _: call(200, {}))
+
+
+def test_quantized_rows_refuse_a_gradient():
+    def call(a: Any) -> Any:
+        x, topk_idx = jnp.zeros((5, 128)) + a, jnp.zeros((5, 2), jnp.int32)
+        sent = Case(1, 5, 128, 2, 4).dispatch(
+            x, topk_idx, "xla", wire_dtype=WIRE, output="quantized"
+        )
+        return jnp.sum(sent.tokens.astype(jnp.float32))
+
+    with pytest.raises(TypeError, match=r'output="quantized"\) has no gradient'):
+        _trace(jax.grad(lambda a: call(a[0])))
+
+
+# ---------------------------------------------------------------------- which exchange is taken
+
+
+def lower_for_gpus(function: Any, *shapes: Any) -> str:
+    """The program as GPUs would run it; no GPU is needed."""
+    mesh = cuda_mesh((8,), (AXIS,))
+    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    return run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+TOKENS, CHOICES = ((8 * 16, 1024), "bfloat16"), ((8 * 16, 4), "int32")
+
+
+@pytest.mark.parametrize("output", ["dequantized", "quantized"])
+def test_the_kernels_quantize_and_write_both_parts(output):
+    case = Case(8, 16, 1024, 4, 32, capacity=64)
+
+    def send(x: Any, topk_idx: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, "pallas", wire_dtype=WIRE, output=output)
+        return sent.tokens, sent.scales, jax_ep.dispatch_like(x, sent.handle, wire_dtype=WIRE)
+
+    text = lower_for_gpus(send, TOKENS, CHOICES)
+    calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    assert len(calls) == 2
+    assert all("(tensor<16x1024xbf16>" in call for call in calls)
+    assert all("(tensor<64x1024xf8E4M3FN>, tensor<64x8xf32>" in call for call in calls)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_the_kernels_quantize_sums(layout):
+    """Those of a combine, and those of a dispatch's cotangents."""
+
+    def back(x: Any, topk_idx: Any) -> Any:
+        def there_and_back(x: Any) -> Any:
+            sent = jax_ep.dispatch(
+                x, topk_idx, num_experts=32, axis_name=AXIS, layout=layout, grad_wire_dtype=WIRE
+            )
+            return jax_ep.combine(sent.tokens, sent.handle, wire_dtype=WIRE)
+
+        out, pull = jax.vjp(there_and_back, x)
+        return out, pull(out)
+
+    text = lower_for_gpus(back, TOKENS, CHOICES)
+    calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
+    assert len(calls) == 4  # two dispatches, two combines
+    assert sum("x1024xf8E4M3FN>, tensor<" in call for call in calls) == 2
+    assert "all_to_all" not in text and "all_gather" not in text
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
+def test_rows_too_long_to_quantize_their_sums_are_refused():
+    """Where the kernels cannot serve, None is XLA's, and their name is an error."""
+    case = Case(8, 16, 16384, 4, 32, "float32", capacity=64)
+    arrays = ((8 * 16, 16384), "float32"), CHOICES
+
+    def back(implementation: Any) -> Any:
+        def run(x: Any, topk_idx: Any) -> Any:
+            sent = case.dispatch(x, topk_idx, "xla")
+            return jax_ep.combine(
+                sent.tokens, sent.handle, wire_dtype=WIRE, implementation=implementation
+            )
+
+        return run
+
+    assert "@mosaic_gpu_v2" not in lower_for_gpus(back(None), *arrays)
+    with pytest.raises(ValueError, match="too long for shared memory"):
+        lower_for_gpus(back("pallas"), *arrays)

@@ -1,0 +1,407 @@
+"""The rank layout: against the reference, against the expert layout, and its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.contract import (
+    AXIS,
+    ROUTINGS,
+    Case,
+    after_the_wire,
+    assert_bitwise_equal,
+    assert_equal,
+    implementations,
+    most_ranks,
+    per_rank,
+    random_bits,
+    routing,
+    small_integers,
+    small_weights,
+)
+
+import jax_ep
+from jax_ep import reference
+from jax_ep.exchange import quantization
+
+WIRE = jnp.float8_e4m3fn
+
+
+@pytest.fixture(params=implementations())
+def implementation(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+CASES = [
+    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype
+    Case(1, 5, 8, 2, 4, "float32"),
+    Case(1, 1, 33, 3, 2, "bfloat16"),
+    Case(2, 5, 16, 2, 8, "bfloat16"),
+    Case(2, 9, 40, 4, 6, "float16"),
+    Case(4, 6, 16, 2, 8, "float32"),
+    Case(4, 5, 17, 5, 4, "float16"),
+    Case(4, 11, 8, 3, 12, "bfloat16"),
+    Case(8, 7, 24, 3, 8, "bfloat16"),
+    Case(8, 1, 33, 1, 8, "float16"),
+    Case(8, 3, 8, 16, 16, "float32"),
+]
+
+
+def sizes(case: Case) -> dict[str, tuple[int, ...]]:
+    """Shapes with a leading axis of ranks."""
+    n, t, h, k = case.num_ranks, case.num_tokens, case.hidden, case.top_k
+    return {"x": (n, t, h), "choices": (n, t, k), "rows": (n, n, t, h), "lists": (n, n, t, k)}
+
+
+def nan_elsewhere(rows: np.ndarray, received: list[reference.RankDispatched]) -> np.ndarray:
+    """[N, N, T, H] with NaN where a token has no expert: none of these rows may be read."""
+    sent = np.stack([(r.local_topk_idx >= 0).any(axis=-1) for r in received])
+    return np.where(sent[..., None], rows, np.asarray(np.nan, rows.dtype))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_everything_equals_the_reference(case, implementation):
+    """`tokens` bit for bit, whatever the bits; sums exactly, since they are of small integers."""
+    rng = np.random.default_rng(0)
+    shapes = sizes(case)
+
+    def everything(x: Any, topk_idx: Any, weights: Any, g: Any, g_weights: Any, y: Any, g_out: Any):
+        def send(x: Any, weights: Any) -> Any:
+            sent = jax_ep.dispatch(
+                x,
+                topk_idx,
+                num_experts=case.num_experts,
+                axis_name=AXIS,
+                layout="rank",
+                topk_weights=weights,
+                implementation=implementation,
+            )
+            return (sent.tokens, sent.topk_weights), sent
+
+        (tokens, there), pull, sent = jax.vjp(send, x, weights, has_aux=True)
+        plain, pull_plain = jax.vjp(lambda x: send(x, None)[0][0], x)
+        out, pull_out = jax.vjp(
+            lambda y: jax_ep.combine(y, sent.handle, implementation=implementation), y
+        )
+        grads = pull((g, g_weights))
+        return tokens, sent.local_topk_idx, there, plain, grads, pull_plain(g), out, pull_out(g_out)
+
+    run = jax.jit(per_rank(everything, case.num_ranks, check_vma=CASES.index(case) % 3 != 0))
+    for kind in ROUTINGS:
+        topk_idx = routing(kind, case, rng)
+        x = random_bits(rng, shapes["x"], case.dtype)
+        weights = small_weights(rng, shapes["choices"], "float32")
+        received = reference.rank_dispatch(
+            list(x), list(topk_idx), list(weights), num_experts=case.num_experts
+        )
+        local = [r.local_topk_idx for r in received]
+        g, y = (
+            nan_elsewhere(small_integers(rng, shapes["rows"], case.dtype), received)
+            for _ in range(2)
+        )
+        g_weights = small_weights(rng, shapes["lists"], "float32")
+        g_out = small_integers(rng, shapes["x"], case.dtype)
+        tokens, local_topk_idx, there, plain, grads, plain_grads, out, grad_y = run(
+            x, topk_idx, weights, g, g_weights, y, g_out
+        )
+        message = f"routing {kind!r}"
+        assert_bitwise_equal(tokens, np.stack([r.tokens for r in received]), message)
+        assert_bitwise_equal(plain, tokens, message)
+        assert_bitwise_equal(local_topk_idx, np.stack(local), message)
+        assert_bitwise_equal(there, np.stack([r.topk_weights for r in received]), message)
+        assert_equal(grads[0], np.stack(reference.rank_combine(list(g), local)), message)
+        assert_bitwise_equal(grads[0], plain_grads[0], message)
+        here = np.stack(local) >= 0
+        expected = np.where(here, g_weights, 0).sum(axis=0)
+        assert_equal(grads[1], expected.astype(np.float32), message)
+        assert_equal(out, np.stack(reference.rank_combine(list(y), local)), message)
+        sent_back = reference.rank_dispatch(
+            list(g_out), list(topk_idx), num_experts=case.num_experts
+        )
+        assert_equal(grad_y[0], np.stack([r.tokens for r in sent_back]), message)
+
+
+def layouts(case: Case, implementation: str, alignment: int) -> Any:
+    """A program: dispatch, a stand-in for experts, combine; in both layouts, with gradients."""
+
+    def experts(tokens: Any) -> Any:
+        return (tokens * tokens + 1).astype(tokens.dtype)
+
+    def by_expert(x: Any, weights: Any, topk_idx: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation, expert_alignment=alignment)
+        y = experts(sent.tokens)
+        return jax_ep.combine(y, sent.handle, weights, implementation=implementation), sent.tokens
+
+    def by_rank(x: Any, weights: Any, topk_idx: Any) -> Any:
+        received = jax_ep.dispatch(
+            x,
+            topk_idx,
+            num_experts=case.num_experts,
+            axis_name=AXIS,
+            layout="rank",
+            topk_weights=weights,
+            implementation=implementation,
+        )
+        grouped = jax_ep.group_by_expert(received, expert_alignment=alignment)
+        y = experts(grouped.tokens)
+        sums = jax_ep.sum_by_token(y, grouped, received)
+        out = jax_ep.combine(sums, received.handle, implementation=implementation)
+        return out, grouped.tokens
+
+    def both(x: Any, weights: Any, topk_idx: Any, g: Any) -> Any:
+        results = []
+        for function in (by_expert, by_rank):
+            out, pull, tokens = jax.vjp(
+                lambda x, w, f=function: f(x, w, topk_idx), x, weights, has_aux=True
+            )
+            results.append((out, tokens, pull(g)))
+        return results
+
+    return jax.jit(per_rank(both, case.num_ranks))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "masked", "repeated", "one_rank"])
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[6], CASES[7]], ids=str)
+def test_both_layouts_agree_bit_for_bit(case, kind, implementation):
+    assert case.dtype == "bfloat16"
+    rng = np.random.default_rng(1)
+    shapes = sizes(case)
+    x, g = (rng.normal(size=shapes["x"]).astype(case.dtype) for _ in range(2))
+    weights = rng.random(shapes["choices"], np.float32)
+    topk_idx = routing(kind, case, rng)
+    run = layouts(case, implementation, 4)
+    by_expert, by_rank = run(x, weights, topk_idx, g)
+    assert_bitwise_equal(by_rank[0], by_expert[0], "out")
+    assert_bitwise_equal(by_rank[1], by_expert[1], "tokens")
+    assert_bitwise_equal(by_rank[2][0], by_expert[2][0], "dx")
+    # A float32 sum over H, which XLA may take in another order in another program.
+    np.testing.assert_allclose(by_rank[2][1], by_expert[2][1], rtol=1e-5, atol=1e-5)
+    again = run(x, weights, topk_idx, g)
+    jax.tree.map(assert_bitwise_equal, again, [by_expert, by_rank])
+
+
+def test_an_id_outside_the_experts_is_none(implementation):
+    case = Case(most_ranks(4), 6, 8, 2, 8)
+    rng = np.random.default_rng(2)
+    topk_idx = routing("uniform", case, rng)
+    values = [-2, -128, 8, 9, 127, 2**31 - 1, -(2**31)]
+    strange = rng.random(topk_idx.shape) < 0.6
+    topk_idx = np.where(strange, rng.choice(values, topk_idx.shape), topk_idx).astype(np.int32)
+    x = small_integers(rng, sizes(case)["x"], case.dtype)
+
+    def send(x: Any, topk_idx: Any) -> Any:
+        sent = _dispatch(case, x, topk_idx, implementation)
+        return sent.tokens, sent.local_topk_idx
+
+    tokens, local = jax.jit(per_rank(send, case.num_ranks))(x, topk_idx)
+    received = reference.rank_dispatch(list(x), list(topk_idx), num_experts=8)
+    assert_bitwise_equal(tokens, np.stack([r.tokens for r in received]))
+    assert_bitwise_equal(local, np.stack([r.local_topk_idx for r in received]))
+
+
+def _dispatch(case: Case, x: Any, topk_idx: Any, implementation: Any, **options: Any) -> Any:
+    return jax_ep.dispatch(
+        x,
+        topk_idx,
+        num_experts=case.num_experts,
+        axis_name=options.pop("axis_name", AXIS),
+        layout="rank",
+        implementation=implementation,
+        **options,
+    )
+
+
+def test_dispatch_like_sends_another_payload_and_has_a_gradient(implementation):
+    case = Case(most_ranks(4), 5, 16, 3, 8, "bfloat16")
+    rng = np.random.default_rng(3)
+    x = small_integers(rng, sizes(case)["x"], case.dtype)
+    other = random_bits(rng, (case.num_ranks, 5, 8), "float32")
+    topk_idx = routing("masked", case, rng)
+    received = reference.rank_dispatch(list(other), list(topk_idx), num_experts=8)
+    g = small_integers(rng, (case.num_ranks, case.num_ranks, 5, 8), "float32")
+    g = nan_elsewhere(g, received)
+
+    def send_other(x: Any, topk_idx: Any, other: Any, g: Any) -> Any:
+        handle = _dispatch(case, x, topk_idx, implementation).handle
+        sent, pull = jax.vjp(
+            lambda a: jax_ep.dispatch_like(a, handle, implementation=implementation), other
+        )
+        return sent, *pull(g)
+
+    sent, grad = jax.jit(per_rank(send_other, case.num_ranks))(x, topk_idx, other, g)
+    assert_bitwise_equal(sent, np.stack([r.tokens for r in received]))
+    local = [r.local_topk_idx for r in received]
+    assert_equal(grad, np.stack(reference.rank_combine(list(g), local)))
+
+
+def test_float8_on_the_wire(implementation):
+    case = Case(most_ranks(4), 5, 256, 3, 8, "bfloat16")
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=sizes(case)["x"]).astype(case.dtype)
+    topk_idx = routing("masked", case, rng)
+    g = small_integers(rng, sizes(case)["rows"], case.dtype)
+
+    def run(x: Any, topk_idx: Any, g: Any) -> Any:
+        def send(x: Any, **options: Any) -> Any:
+            return _dispatch(case, x, topk_idx, implementation, **options)
+
+        tokens, pull = jax.vjp(lambda x: send(x, wire_dtype=WIRE).tokens, x)
+        _, pull_plain = jax.vjp(lambda x: send(x).tokens, x)
+        raw = send(x, wire_dtype=WIRE, output="quantized")
+        back = jax_ep.combine(tokens, raw.handle)
+        rounded = jax_ep.combine(tokens, raw.handle, wire_dtype=WIRE)
+        grouped = jax_ep.group_by_expert(raw)
+        whole = quantization.dequantize(grouped.tokens, grouped.scales, x.dtype)
+        expected = case.dispatch(x, topk_idx, implementation, wire_dtype=WIRE).tokens
+        grads = pull(g)[0], pull_plain(g)[0]
+        return tokens, raw.tokens, raw.scales, grads, (back, rounded), (whole, expected)
+
+    tokens, rows, scales, grads, (back, rounded), (whole, expected) = jax.jit(
+        per_rank(run, case.num_ranks)
+    )(x, topk_idx, g)
+    arrived = after_the_wire(x, implementation)
+    received = reference.rank_dispatch(list(arrived), list(topk_idx), num_experts=8)
+    assert_bitwise_equal(tokens, np.stack([r.tokens for r in received]))
+    assert rows.dtype == WIRE and scales.dtype == np.float32
+    assert_equal(reference.dequantize(np.asarray(rows), np.asarray(scales), x.dtype), tokens)
+    assert_bitwise_equal(*grads)
+    assert_bitwise_equal(whole, expected)
+    difference = np.abs(np.asarray(rounded, np.float32) - np.asarray(back, np.float32))
+    assert 0 < difference.max() <= 2**-3 * np.abs(np.asarray(back, np.float32)).max()
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_no_axes_are_one_rank(implementation):
+    case = Case(1, 5, 8, 2, 4, "bfloat16")
+    rng = np.random.default_rng(5)
+    x = random_bits(rng, (5, 8), case.dtype)
+    topk_idx = routing("masked", case, rng)
+    sent = jax.jit(lambda x, i: _dispatch(case, x, i, implementation, axis_name=()))(x, topk_idx[0])
+    (expected,) = reference.rank_dispatch([x], list(topk_idx), num_experts=4)
+    assert_bitwise_equal(sent.tokens, expected.tokens)
+    assert_bitwise_equal(sent.local_topk_idx, expected.local_topk_idx)
+    assert sent.topk_weights is None and sent.scales is None
+
+
+def test_a_handle_crosses_jit_checkpoint_and_scan():
+    case = Case(most_ranks(4), 5, 8, 2, 8)
+    rng = np.random.default_rng(6)
+    x = small_integers(rng, sizes(case)["x"], case.dtype)
+    topk_idx = routing("uniform", case, rng)
+
+    def loop(x: Any, topk_idx: Any) -> Any:
+        @jax.checkpoint
+        def step(x: Any, _: Any) -> Any:
+            sent = jax.jit(lambda x: _dispatch(case, x, topk_idx, "xla"))(x)
+            return jax_ep.combine(sent.tokens, sent.handle), sent.local_topk_idx
+
+        out, pull, lists = jax.vjp(lambda x: jax.lax.scan(step, x, length=2), x, has_aux=True)
+        return out, pull(x)[0], lists
+
+    out, grad, _ = jax.jit(per_rank(loop, case.num_ranks))(x, topk_idx)
+    local = reference.rank_dispatch(list(x), list(topk_idx), num_experts=8)
+    ranks_of_token = sum((r.local_topk_idx >= 0).any(axis=-1).astype(int) for r in local)
+    expected = (x * ranks_of_token[..., None] ** 2).astype(x.dtype)
+    assert_equal(out, expected)
+    assert_equal(grad, expected)
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 7}, r"takes no capacity or expert_alignment, but they are 7 and 1"),
+        ({"expert_alignment": 8}, r"takes no capacity or expert_alignment.*None and 8"),
+        ({"layout": "row"}, r"layout must be .* 'row'"),
+        ({"topk_weights": ((5, 3), "float32")}, r"topk_weights must have .* \(5, 2\).* \(5, 3\)"),
+        ({"topk_weights": ((5, 2), "int32")}, r"topk_weights must be a floating array.* int32"),
+        (
+            {"topk_weights": ((5, 2), "float32"), "layout": "expert"},
+            r'topk_weights is an argument of dispatch only with layout="rank"',
+        ),
+    ],
+)
+def test_dispatch_errors(options, message):
+    options = {"layout": "rank", **options}
+    weights = options.pop("topk_weights", None)
+
+    def call(_: Any) -> Any:
+        if weights is not None:
+            options["topk_weights"] = jnp.zeros(*weights)
+        x, topk_idx = jnp.zeros((5, 8)), jnp.zeros((5, 2), jnp.int32)
+        sent = jax_ep.dispatch(x, topk_idx, num_experts=4, axis_name=AXIS, **options)
+        return sent.tokens
+
+    _raises(call, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"y": ((1, 4, 8), "float32")}, r"y must have one row .*\(1, 5\).* \(1, 4, 8\)"),
+        ({"y": ((5, 8), "float32")}, r"y must be a floating array \[N, T, H\], but has shape"),
+        ({"y": ((1, 5, 8), "int32")}, r"y must be a floating array"),
+        ({"topk_weights": ((5, 2), "float32")}, r"topk_weights must be None in the rank layout"),
+    ],
+)
+def test_combine_errors(change, message):
+    given = {"y": ((1, 5, 8), "float32"), "topk_weights": None, **change}
+
+    def call(_: Any) -> Any:
+        x, topk_idx = jnp.zeros((5, 8)), jnp.zeros((5, 2), jnp.int32)
+        handle = _dispatch(Case(1, 5, 8, 2, 4), x, topk_idx, "xla").handle
+        y, weights = (None if a is None else jnp.zeros(*a) for a in given.values())
+        return jax_ep.combine(y, handle, weights)
+
+    _raises(call, message)
+
+
+def test_dispatch_like_errors():
+    def call(_: Any) -> Any:
+        x, topk_idx = jnp.zeros((5, 8)), jnp.zeros((5, 2), jnp.int32)
+        handle = _dispatch(Case(1, 5, 8, 2, 4), x, topk_idx, "xla").handle
+        return jax_ep.dispatch_like(x[:4], handle)
+
+    _raises(call, r"x must have one row for each of the 5 tokens.* \(4, 8\)")
+
+
+def test_a_handle_of_other_ranks_is_refused():
+    if most_ranks(2) < 2:
+        pytest.skip("needs two ranks")
+
+    def call(_: Any) -> Any:
+        x, topk_idx = jnp.zeros((5, 8)), jnp.zeros((5, 2), jnp.int32)
+        handle = _dispatch(Case(1, 5, 8, 2, 4), x, topk_idx, "xla", axis_name=()).handle
+        return jax_ep.combine(jnp.zeros((1, 5, 8)), dataclasses.replace(handle, axis_name=(AXIS,)))
+
+    _raises(call, r"local_topk_idx must have shape \[2, T, K\].* \(1, 5, 2\)", 2)
+
+
+def _raises(call: Any, message: str, num_ranks: int = 1) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        jax.make_jaxpr(per_rank(call, num_ranks))(np.zeros((num_ranks, 1), np.float32))
+
+
+def test_grouping_refuses_what_is_not_of_the_rank_layout():
+    def on_rank(_: Any) -> Any:
+        x, topk_idx = jnp.ones((4, 8)), jnp.zeros((4, 2), jnp.int32)
+        options: dict[str, Any] = dict(num_experts=2, axis_name="expert")
+        expert = jax_ep.dispatch(x, topk_idx, **options)
+        received = jax_ep.dispatch(x, topk_idx, layout="rank", **options)
+        grouped = jax_ep.group_by_expert(received)
+        with pytest.raises(TypeError, match='received must be of a dispatch.layout="rank".'):
+            jax_ep.group_by_expert(expert)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="received must be"):
+            jax_ep.sum_by_token(grouped.tokens, grouped, expert)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="grouped must be what group_by_expert makes"):
+            jax_ep.sum_by_token(expert.tokens, expert, received)
+        return x
+
+    jax.make_jaxpr(per_rank(on_rank, 1))(np.zeros((1, 1), np.float32))

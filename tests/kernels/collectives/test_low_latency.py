@@ -1,0 +1,979 @@
+"""LL: kernels and protocol simulated, lowered for CUDA, and on GPUs that are out of step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+from support import simulator
+from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
+from support.processes import output_of_a_failure
+from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate, simulated_channels
+from test_collectives import (
+    AXIS,
+    KERNELS,
+    LOWERED,
+    NORM_CASES,
+    assert_same_bits,
+    by_rank,
+    check_norm,
+    delays,
+    in_rank_order,
+    lower_for_cuda,
+    norm_operands,
+    on_gpus,
+    operand,
+)
+
+from jax_ep.collectives import api as collectives
+from jax_ep.collectives import pallas as pallas_collectives
+from jax_ep.exchange import primitives
+from jax_ep.runtime import symmetric_memory
+from pallas_kernels.collectives import low_latency as ll_collectives
+from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm_ll
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import low_latency as ll
+from pallas_kernels.fabric import tiles
+from pallas_kernels.fabric.low_latency import Mail
+from pallas_kernels.fabric.tiles import Plan, tile_length
+
+simulated = simulator.simulated
+LL_LOWERED = [case for case in LOWERED if case[1].endswith("ll")]
+
+
+def one_axis(num_ranks: int, **options: Any) -> SimulatedChannels:
+    return simulated_channels([(1, num_ranks)], range(num_ranks), **options)
+
+
+def run(name: str, x: np.ndarray, channels: SimulatedChannels, plan: Plan) -> np.ndarray:
+    """x and the result are stacked by place in the mesh."""
+    kernel = getattr(ll_collectives, name)
+    return simulate(lambda: kernel(places(len(x)), jnp.asarray(x), channels=channels, plan=plan))
+
+
+def places(count: int) -> jax.Array:
+    return jnp.arange(count, dtype=jnp.int32)[:, None]
+
+
+# ------------------------------------------------------------------------------ kernels, simulated
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "size", "plan"),
+    [
+        (2, "bfloat16", 4 * 1024, Plan(2, 1)),  # two tiles to a worker
+        (3, "float16", 2 * 1024, Plan(1, 2)),
+        (2, "float32", 512 + 4, Plan(1, 1)),  # the last tile is moved back
+        (4, "float32", 512, Plan(1, 1)),  # where the order of a sum is to be seen
+    ],
+)
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel(name, num_ranks, dtype, size, plan):
+    _, shape, expected = KERNELS[name]
+    x = operand(shape(num_ranks, size), dtype)
+    assert_same_bits(run(name, x, one_axis(num_ranks), plan), expected(x))
+
+
+@simulated
+@pytest.mark.parametrize(("size", "plan"), [(1024 + 8, Plan(2, 2)), (1024 * 3 - 16, Plan(1, 2))])
+@pytest.mark.parametrize("name", KERNELS)
+def test_workers_without_a_tile_of_their_own_share_the_last(name, size, plan):
+    """All of them write the same values to the same place: to the interpreter, a race."""
+    _, shape, expected = KERNELS[name]
+    x = operand(shape(2, size), "bfloat16")
+    channels = one_axis(2, detect_races=False)
+    assert_same_bits(run(name, x, channels, plan), expected(x))
+    workers = plan.num_blocks * plan.num_warpgroups
+    assert set(channels.regions.memory.counters.values()) == {1}  # the idle ones have called too
+    assert len(channels.regions.memory.counters) == 2 * workers
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Of the ranks along some axes of a mesh."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]  # those of the ranks, the last one fastest
+
+    @property
+    def channels(self) -> tuple[tuple[int, int], ...]:
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        return tuple((strides[axis], self.shape[axis]) for axis in self.axes)
+
+    @property
+    def places(self) -> np.ndarray:
+        """[groups, N]"""
+        places = np.arange(math.prod(self.shape)).reshape(self.shape)
+        others = [axis for axis in range(len(self.shape)) if axis not in self.axes]
+        num_ranks = math.prod(self.shape[axis] for axis in self.axes)
+        return places.transpose(*others, *self.axes).reshape(-1, num_ranks)
+
+    def each(self, expected: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
+        """What all places have, from what they had and what a group makes of it."""
+        results = [expected(x[group]) for group in self.places]
+        order = np.argsort(self.places.reshape(-1))
+        return np.concatenate(results)[order]
+
+
+MESHES = {
+    "first": Groups((2, 3), (0,)),
+    "second": Groups((2, 3), (1,)),
+    "both": Groups((2, 2), (0, 1)),
+    "both_swapped": Groups((2, 2), (1, 0)),
+    "outer": Groups((2, 2, 2), (2, 0)),
+}
+
+
+@simulated
+@pytest.mark.parametrize("groups", MESHES.values(), ids=MESHES)
+def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
+    count = math.prod(groups.shape)
+    devices = np.random.default_rng(count).permutation(count)
+    num_ranks = groups.places.shape[1]
+    for name in ("two_shot", "all_to_all", "all_gather"):
+        _, shape, expected = KERNELS[name]
+        x = operand((count, *shape(num_ranks, 1024)[1:]), "bfloat16")
+        channels = simulated_channels(groups.channels, map(int, devices))
+        out = run(name, x, channels, Plan(1, 1))
+        assert_same_bits(out, groups.each(expected, x))
+
+
+@simulated
+def test_calls_of_all_kernels_one_after_another():
+    """In one memory, by different groups of the same GPUs, with different numbers of workers."""
+    memory, mesh = LLMemory(), (2, 2)
+    plans = (Plan(2, 1), Plan(1, 1), Plan(1, 2))
+    for call, name in enumerate([*KERNELS, *KERNELS]):
+        _, shape, expected = KERNELS[name]
+        groups = Groups(mesh, ((0,), (1,), (1, 0))[call % 3])
+        x = operand((4, *shape(groups.places.shape[1], 2048)[1:]), "bfloat16", seed=call)
+        devices = (0, 1, 2, 3) if call < 5 else (2, 0, 3, 1)  # another program, another order
+        channels = simulated_channels(groups.channels, devices, memory)
+        assert_same_bits(run(name, x, channels, plans[call % 3]), groups.each(expected, x))
+
+
+NORMS_BY_LL = {
+    **{name: case for name, case in NORM_CASES.items() if name != "one_rank"},
+    "a_last_tile_moved_back": (3, 4, 1032, 1032, "bfloat16", "bfloat16", Plan(2, 1)),
+}
+
+
+@simulated
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@pytest.mark.parametrize("case", NORMS_BY_LL.values(), ids=NORMS_BY_LL)
+def test_all_reduce_rms_norm(case, two_shot):
+    num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case
+    arrays = norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype)
+    if two_shot:
+        plan = Plan(-(-rows // num_ranks), plan.num_warpgroups)
+    # A block without a row of its own writes the last one too: to the interpreter, a race.
+    channels = one_axis(num_ranks, detect_races=plan.num_blocks <= rows)
+    options = dict(eps=1e-3, hidden=hidden, two_shot=two_shot, channels=channels, plan=plan)
+    operands = [places(num_ranks), *map(jnp.asarray, arrays)]
+    for _ in range(2):  # the second time with the other set
+        check_norm(
+            simulate(lambda: all_reduce_rms_norm_ll(*operands, **options)), arrays, hidden, 1e-3
+        )
+
+
+def test_what_needs_more_than_there_is_is_refused():
+    channels = ll.Channels(((1, 2),), (0, 1), symmetric_memory.elsewhere(2))
+    for name, size, plan in (
+        ("all_gather", 5 * 512, Plan(1, 1)),  # five slots
+        ("two_shot", 3 * 512, Plan(1, 1)),  # six
+        ("one_shot", 513 * 512, Plan(513, 1)),  # workers
+    ):
+        x = jnp.zeros(KERNELS[name][1](2, size)[1:], jnp.float32)
+        with pytest.raises(ValueError, match=r"LL has 512 workers of 4 slots, but .*Plan.* needs"):
+            getattr(ll_collectives, name)(places(2)[0], x, channels=channels, plan=plan)
+    for two_shot, rows, hidden in ((False, 5, 512), (False, 3, 1024), (True, 2, 1536)):
+        x = jnp.zeros((rows, hidden))
+        options = dict(
+            eps=0.1, hidden=hidden, two_shot=two_shot, channels=channels, plan=Plan(1, 1)
+        )
+        with pytest.raises(
+            ValueError, match="LL has 512 workers of 4 slots, but .* needs 1 of [56]"
+        ):
+            all_reduce_rms_norm_ll(places(2)[0], x, x, x[0], **options)
+
+
+# ----------------------------------------------------------------------- the protocol, out of step
+
+
+@dataclasses.dataclass(frozen=True)
+class _Late:
+    """Rank 0 is held back, for long."""
+
+    def run(self, simulation: Any, thread: Any, rank: Any) -> None:
+        del simulation, thread
+        time.sleep(0.05 * (int(rank) == 0))
+
+
+class LateToTake(SimulatedChannels):
+    """Rank 0 has sent its tiles, but takes those of the others late."""
+
+    def stage(self, number, rank):
+        if number == 1:
+            simulator._on_host(_Late(), rank)
+
+
+class LateToCome(SimulatedChannels):
+    def stage(self, number, rank):
+        if number == 0:
+            simulator._on_host(_Late(), rank)
+
+
+def sum_and_go_on(mail: Mail, part: jax.Array) -> jax.Array:
+    """One call of a kernel of several: the next one's operand, exact if they are small integers."""
+    mail.stage(0)
+    mail.post(0, [part] * len(mail.peers))
+    mail.stage(1)
+    total = mail.sum(0, part)
+    mail.stage(2)
+    mail.close()
+    return total * 0.5 + mail.rank.astype(jnp.float32)
+
+
+def several_calls(
+    x: np.ndarray,
+    several: Sequence[SimulatedChannels],
+    calls: int,
+    *,
+    kind: type[Mail] = Mail,
+    call: Callable[[Mail, jax.Array], jax.Array] = sum_and_go_on,
+) -> np.ndarray:
+    """x [places, size] after calls by each of the channels in turn, in one kernel.
+
+    Between kernels all ranks meet, as the simulator has it; within one they don't.
+    """
+    first, tile = several[0], tile_length(x.dtype)
+
+    def body(place_ref: Any, x_ref: Any, out_ref: Any) -> None:
+        worker = lax.axis_index("warpgroup")
+        where = pl.ds(worker * tile, tile)
+        part = tiles.load(first, first.mine(x_ref).at[where])
+        for i in range(calls):
+            channels = several[i % len(several)]
+            part = call(kind(channels, channels.place(place_ref), worker, "a test"), part)
+        tiles.store(first, first.mine(out_ref).at[where], part)
+
+    def run() -> jax.Array:
+        kernel = fb.kernel(
+            first,
+            body,
+            name="several_calls",
+            num_blocks=1,
+            num_warpgroups=x.shape[1] // tile,
+            out_type=[jax.ShapeDtypeStruct(x.shape[1:], x.dtype)],
+            scratch_types={},
+            num_channels=0,
+        )
+        return kernel(places(len(x)), jnp.asarray(x))[0]
+
+    return simulate(run)
+
+
+def integers(num_places: int) -> np.ndarray:
+    """For two workers."""
+    shape = (num_places, 2 * tile_length("float32"))
+    return np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
+
+
+def after_calls(x: np.ndarray, several: Sequence[Groups], calls: int) -> np.ndarray:
+    def next_operand(x: np.ndarray) -> np.ndarray:
+        return in_rank_order(x) * np.float32(0.5) + np.arange(len(x), dtype=np.float32)[:, None]
+
+    for i in range(calls):
+        x = several[i % len(several)].each(next_operand, x)
+    return x
+
+
+@simulated
+@pytest.mark.parametrize("kind", [SimulatedChannels, LateToTake, LateToCome])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_calls_overtake_no_slot(num_ranks, kind):
+    x, channels, groups = (
+        integers(num_ranks),
+        one_axis(num_ranks, kind=kind),
+        Groups((num_ranks,), (0,)),
+    )
+    for calls in (5, 3):  # an odd number: the next kernel begins with the other set
+        assert_same_bits(several_calls(x, [channels], calls), after_calls(x, [groups], calls))
+
+
+@simulated
+@pytest.mark.parametrize("kind", [SimulatedChannels, LateToTake, LateToCome])
+def test_calls_of_alternating_groups_overtake_no_slot(kind):
+    """Ranks 0 and 3 are never neighbours but in the last of the groups."""
+    memory, x = LLMemory(), integers(4)
+    several = [Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))]
+    channels = [
+        simulated_channels(groups.channels, (3, 1, 0, 2), memory, kind=kind) for groups in several
+    ]
+    got = several_calls(x, channels, calls=7)
+    assert_same_bits(got, after_calls(x, several, calls=7))
+
+
+class AlwaysTheSameSet(Mail):
+    def _slot(self, sender, calls, slot):
+        return super()._slot(sender, calls & 0, slot)
+
+
+class NeverClosed(Mail):
+    def close(self):
+        pass
+
+
+class ClosedTwiceByRank0(Mail):
+    def close(self):
+        self._calls = [calls + (self.rank == 0) for calls in self._calls]
+        super().close()
+
+
+class OneSetForAllSenders(Mail):
+    def _slot(self, sender, calls, slot):
+        return super()._slot(sender * 0, calls, slot)
+
+
+@simulated
+@pytest.mark.parametrize("protocol", [AlwaysTheSameSet, NeverClosed])
+def test_a_set_that_is_used_twice_is_overtaken(protocol):
+    channels = one_axis(2, kind=LateToTake)
+    with pytest.raises(KernelError, match="a tile of rank 1 overtakes one that nobody has taken"):
+        several_calls(integers(2), [channels], calls=4, kind=protocol)
+
+
+@simulated
+def test_senders_that_share_slots_are_found():
+    with pytest.raises(KernelError, match="overtakes"):
+        several_calls(
+            integers(3), [one_axis(3, kind=LateToTake)], calls=1, kind=OneSetForAllSenders
+        )
+
+
+@simulated
+def test_counts_that_differ_are_found(monkeypatch):
+    monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
+    with pytest.raises(KernelError, match=r"a test: rank . waits for a tile of \[.\]|overtakes"):
+        several_calls(integers(2), [one_axis(2)], calls=3, kind=ClosedTwiceByRank0)
+
+
+@simulated
+def test_a_worker_that_sends_nothing_is_waited_for(monkeypatch):
+    def post(self, slot, tiles_of_peers, **options):
+        @pl.when(self._worker > 0)
+        def _() -> None:
+            original(self, slot, tiles_of_peers, **options)
+
+    original = Mail.post
+    monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(Mail, "post", post)
+    message = r"ep_all_gather_ll: rank . waits for a tile of \[., .\]"
+    with pytest.raises(KernelError, match=message):
+        run("all_gather", operand((3, 2048), "bfloat16"), one_axis(3), Plan(1, 2))
+
+
+@simulated
+def test_sending_one_way_only_is_overtaken():
+    """Nothing keeps a rank that only sends from running away: so everybody sends to everybody."""
+
+    def broadcast(mail: Mail, part: jax.Array) -> jax.Array:
+        @pl.when(mail.rank == 1)
+        def _() -> None:
+            mail.post(0, [part])
+
+        mail.channels.stage(1, mail.rank)
+
+        @pl.when(mail.rank == 0)
+        def _() -> None:
+            mail.collect(0, part.shape, part.dtype)
+
+        mail.close()
+        return part
+
+    channels = one_axis(2, kind=LateToTake)
+    several_calls(integers(2), [channels], calls=2, call=broadcast)  # as many as there are sets
+    with pytest.raises(KernelError, match="a tile of rank 1 overtakes"):
+        several_calls(integers(2), [channels], calls=3, call=broadcast)
+
+
+@simulated
+def test_a_tile_that_nobody_takes_is_found():
+    def post(mail: Mail, part: jax.Array) -> jax.Array:
+        mail.post(3, [part])
+        return part
+
+    with pytest.raises(KernelError, match="nobody has taken the tiles"):
+        several_calls(integers(2), [one_axis(2)], calls=1, call=post)
+
+
+@simulated
+def test_swapped_slots_are_found(monkeypatch):
+    """In NumPy's eyes: to the protocol they are as good."""
+    original = Mail.collect
+
+    def collect(self, slot, *args, **options):
+        return original(self, 1 - slot, *args, **options)
+
+    monkeypatch.setattr(Mail, "collect", collect)
+    for name in ("one_shot", "all_gather", "reduce_scatter", "all_to_all"):
+        _, shape, expected = KERNELS[name]
+        x = operand(shape(2, 2048), "bfloat16")
+        with pytest.raises(AssertionError, match="not equal"):
+            assert_same_bits(run(name, x, one_axis(2), Plan(1, 1)), expected(x))
+
+
+@simulated
+def test_two_ranks_on_one_region_are_found():
+    channels = simulated_channels([(1, 2)], (0, 0))
+    with pytest.raises(KernelError, match="takes the region of GPU 0 for its own"):
+        run("all_gather", operand((2, 1024), "bfloat16"), channels, Plan(1, 1))
+
+
+@simulated
+def test_slots_that_are_not_there_are_found(monkeypatch):
+    original = Mail._slot
+    monkeypatch.setattr(Mail, "_slot", lambda *args: original(*args) + 2 * 2 * 512 * 4)
+    with pytest.raises(KernelError, match="GPU . has no slot"):
+        run("all_gather", operand((2, 1024), "bfloat16"), one_axis(2), Plan(1, 1))
+
+
+def test_every_slot_has_a_place_of_its_own():
+    """Of both sets, all senders, workers and slots: a dense numbering of what a GPU has."""
+    num_devices = 3
+    mail = Mail.__new__(Mail)
+    mail.channels = ll.Channels(((1, 3),), (0, 1, 2), symmetric_memory.elsewhere(num_devices))
+    mail._worker = jnp.arange(ll.MAX_WORKERS)
+    found = [
+        np.asarray(mail._slot(jnp.int32(sender), jnp.int32(calls), slot))
+        for sender in range(num_devices)
+        for calls in (6, 7)
+        for slot in range(ll.MAX_SLOTS)
+    ]
+    count = ll.num_slots(num_devices)
+    np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
+
+
+# ------------------------------------------------------------------------------ lowered for CUDA
+
+
+def lower_on(
+    mesh: Any, axis_name: Any, op: str, algorithm: str, shape: tuple[int, ...], dtype: Any
+) -> str:
+    spec = P(mesh.axis_names)
+    mapped = jax.shard_map(
+        lambda x: getattr(collectives, op)(x, axis_name, algorithm=algorithm),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("op", "algorithm", "kernel"), LL_LOWERED)
+@pytest.mark.parametrize(
+    ("num_ranks", "shape", "dtype"),
+    [(2, (4, 8192), "bfloat16"), (3, (9, 5), "float16"), (8, (64, 2880), "float32")],
+)
+def test_a_kernel_alone_without_a_rendezvous_of_xla(op, algorithm, kernel, num_ranks, shape, dtype):
+    shape = (num_ranks * shape[0], *shape[1:])
+    mesh = cuda_mesh((num_ranks,), (AXIS,))
+    text = lower_on(mesh, AXIS, op, algorithm, shape, dtype)
+    assert text.count("custom_call @mosaic_gpu") == 1 and kernel in text
+    assert "uses_xla_collective_metadata = false" in text
+    assert "uses_xla_collective_metadata = true" not in text
+    for other in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"):
+        assert f"stablehlo.{other}" not in text
+    assert f"jax_ep: {kernel}: rank %d waited over 100 s for rank %d (block %d)" in text
+
+
+@pytest.mark.parametrize("shots", ["one", "two"])
+@pytest.mark.parametrize(("num_ranks", "hidden"), [(2, 8192), (3, 2880), (8, 5)])
+def test_the_fused_norm_is_a_kernel_alone(shots, num_ranks, hidden):
+    text = lower_norm(num_ranks, 8, hidden, f"fused_{shots}_shot_ll")
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert f"ep_all_reduce_rms_norm_{shots}_shot_ll" in text
+    assert "uses_xla_collective_metadata = false" in text
+
+
+def lower_norm(num_ranks: int, rows: int, hidden: int, algorithm: str) -> str:
+    def apply(x):
+        scale = jnp.ones((hidden,))
+        outs = collectives.all_reduce_rms_norm(x, x, scale, AXIS, algorithm=algorithm)
+        return outs[0]
+
+    mesh, spec = cuda_mesh((num_ranks,), (AXIS,)), P(AXIS)
+    mapped = jax.shard_map(apply, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    x = jax.ShapeDtypeStruct((num_ranks * rows, hidden), jnp.bfloat16)
+    return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "hidden", "algorithm", "most_rows"),
+    [
+        (2, 4096, "fused_one_shot_ll", 4 * 128),  # a tile of each of four rows
+        (2, 4100, "fused_one_shot_ll", 2 * 128),  # two tiles of each of two
+        (4, 1024, "fused_one_shot_ll", 4 * 512),
+        (2, 8192, "fused_two_shot_ll", 2 * 128),  # two tiles, twice; a row for each rank
+        (8, 1024, "fused_two_shot_ll", 8 * 512),
+        (2, 8200, "fused_two_shot_ll", 0),
+    ],
+)
+def test_rows_that_a_fused_norm_has_room_for(num_ranks, hidden, algorithm, most_rows):
+    if most_rows:
+        assert "@mosaic_gpu" in lower_norm(num_ranks, most_rows, hidden, algorithm)
+    with pytest.raises(ValueError, match=f'"{algorithm}".*is more than LL has room for'):
+        lower_norm(num_ranks, most_rows + 1, hidden, algorithm)
+
+
+@pytest.mark.parametrize("axis_name", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
+def test_meshes_of_two_axes(axis_name):
+    mesh = cuda_mesh((2, 4), ("a", "b"))
+    for op, algorithm, kernel in LL_LOWERED:
+        text = lower_on(mesh, axis_name, op, algorithm, (8 * 8, 640), "bfloat16")
+        assert text.count("custom_call @mosaic_gpu") == 1 and kernel in text
+
+
+@pytest.fixture
+def noted_calls(monkeypatch):
+    """The channels and plans of the calls that are traced."""
+    noted, call = [], ll.call
+
+    def note(*args, channels, plan, **options):
+        noted.append((channels, plan))
+        return call(*args, channels=channels, plan=plan, **options)
+
+    monkeypatch.setattr(ll, "call", note)
+    return noted
+
+
+def test_channels_of_a_program(noted_calls):
+    """Which GPU is at which place, and how the ranks lie among the places."""
+    spec, order = P(("a", "b")), (2, 0, 3, 1)
+    for axis_name, axes in (("a", ((2, 2),)), ("b", ((1, 2),)), ("ba", ((1, 2), (2, 2)))):
+
+        def trace(x, axis_name=axis_name):
+            way = pallas_collectives.Transport("ll", tuple(axis_name), order)
+            return pallas_collectives.all_gather(x, way)
+
+        mesh = cuda_mesh((2, 2), ("a", "b"))
+        mapped = jax.shard_map(trace, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16))
+        channels, _ = noted_calls[-1]
+        assert channels.axes == axes and channels.devices == order
+        assert channels.num_ranks == math.prod(size for _, size in axes)
+
+
+def test_devices_by_place():
+    def devices_of(mesh):
+        context = types.SimpleNamespace(axis_context=types.SimpleNamespace(mesh=mesh))
+        return primitives.devices_by_place(types.SimpleNamespace(module_context=context))
+
+    devices = np.asarray(jax.devices()[::-1])
+    ordinals = tuple(device.local_hardware_id for device in devices)
+    assert devices_of(Mesh(devices, (AXIS,))) == ordinals
+    assert devices_of(Mesh(devices.reshape(-1, 1), ("a", AXIS))) == ordinals
+    assert devices_of(AbstractMesh((4,), (AXIS,))) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(("op", "algorithm", "kernel"), LL_LOWERED)
+def test_gradients_go_by_ll_too(op, algorithm, kernel):
+    backwards = {"all_gather": "ep_reduce_scatter_ll", "reduce_scatter": "ep_all_gather_ll"}
+
+    def grad(x):
+        apply = functools.partial(getattr(collectives, op), axis_name=AXIS, algorithm=algorithm)
+        return jax.grad(lambda x: jnp.sum(jnp.sin(apply(x))))(x)
+
+    x = jax.ShapeDtypeStruct((2 * 8, 512), jnp.float32)
+    mapped = jax.shard_map(
+        grad, mesh=cuda_mesh((2,), (AXIS,)), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+    )
+    text = jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert kernel in text and backwards.get(op, kernel) in text
+
+
+def test_a_plan_can_be_forced(noted_calls):
+    def plan_of_32_tiles(forced):
+        with pallas_collectives.forced_plan(forced):
+            lower_for_cuda(
+                lambda x: collectives.all_gather(x, AXIS, algorithm="ll"),
+                2,
+                jax.ShapeDtypeStruct((8, 8192), jnp.bfloat16),
+            )
+        return noted_calls[-1][1]
+
+    assert plan_of_32_tiles(Plan(5, 2)) == Plan(5, 2)
+    assert plan_of_32_tiles(None) == Plan(32, 1)
+
+
+def test_plans_give_workers_as_many_tiles_as_ll_holds():
+    for num_tiles in (1, 5, 64, 127, 129, 200, 257, 511, 512, 513, 1000, 1024, 1025, 2047, 2048):
+        plan = pallas_collectives._plan(num_tiles * tile_length("float16"), "float16", by_ll=True)
+        workers = plan.num_blocks * plan.num_warpgroups
+        rounds = -(-num_tiles // workers)
+        assert workers <= ll.MAX_WORKERS and rounds <= ll.MAX_SLOTS and plan.num_vectors == 1
+        assert rounds == -(-num_tiles // ll.MAX_WORKERS)
+        assert (plan.num_blocks - 1) * plan.num_warpgroups * rounds < num_tiles
+
+
+# ------------------------------------------------------------------- on GPUs that are out of step
+
+
+def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: Any) -> ll.Channels:
+    """Within a shard_map over the mesh."""
+    fabric = fb.Mesh(axis_names, tuple(mesh.shape[name] for name in axis_names))
+    if isinstance(mesh, AbstractMesh):  # this is lowered only
+        devices = tuple(range(mesh.size))
+        return ll.Channels(fabric.axes(), devices, symmetric_memory.elsewhere(mesh.size), **options)
+    devices = tuple(device.local_hardware_id for device in mesh.devices.flat)
+    return ll.Channels(fabric.axes(), devices, symmetric_memory.here(), **options)
+
+
+# Kernels, tiles and plans of the calls that follow each other in a loop.
+STEPS = [
+    ("one_shot", 40, Plan(8, 4)),
+    ("two_shot", 3, Plan(3, 1)),
+    ("all_gather", 64, Plan(8, 4)),
+    ("reduce_scatter", 1, Plan(1, 1)),
+    ("all_to_all", 9, Plan(4, 2)),
+    ("two_shot", 40, Plan(5, 4)),
+    ("all_gather", 1, Plan(2, 2)),
+]
+STATE = 64 * tile_length("float32")
+
+
+def operand_of(name: str, state: Any, size: int, num_ranks: int) -> Any:
+    if KERNELS[name][1] is by_rank:
+        return state[:size]
+    xp = jnp if isinstance(state, jax.Array) else np
+    return xp.stack([state[:size] + shard for shard in range(num_ranks)])
+
+
+def next_state(state: Any, out: Any, rank: Any) -> Any:
+    """Small integers, exact in float32, and different on every rank."""
+    xp = jnp if isinstance(state, jax.Array) else np
+    total = ((out.sum(0) if out.ndim == 2 else out) + rank) % 16
+    return xp.concatenate([total, state[total.size :]])
+
+
+def loop_of_steps(mesh: Any, calls: int, **options: Any) -> Any:
+    num_ranks = mesh.size
+
+    def step(_: Any, state: jax.Array) -> jax.Array:
+        channels, place = channels_here(mesh, **options), primitives.place()
+        for name, num_tiles, plan in STEPS:
+            x = operand_of(name, state, num_tiles * tile_length("float32"), num_ranks)
+            out = getattr(ll_collectives, name)(place, x, channels=channels, plan=plan)
+            state = next_state(state, out, lax.axis_index(AXIS))
+        return state
+
+    mapped = jax.shard_map(
+        lambda state: lax.fori_loop(0, calls, step, state[0])[None],
+        mesh=mesh,
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+def states_after(state: np.ndarray, calls: int) -> np.ndarray:
+    num_ranks = len(state)
+    for _ in range(calls):
+        for name, num_tiles, _ in STEPS:
+            size = num_tiles * tile_length("float32")
+            x = np.stack([operand_of(name, s, size, num_ranks) for s in state])
+            outs = KERNELS[name][2](x)
+            state = np.stack([next_state(state[r], outs[r], r) for r in range(num_ranks)])
+    return state
+
+
+def test_the_programs_for_gpus_lower():
+    """What the tests below run, so that it is traced wherever tests run."""
+    state = jax.ShapeDtypeStruct((4, STATE), jnp.float32)
+    loop = loop_of_steps(cuda_mesh((4,), (AXIS,)), 5, delays_ns=delays(4)[-1])
+    text = loop.trace(state).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == len(STEPS)
+    programs = {
+        (4 * 8, 1000): alternating(cuda_mesh((2, 2), ("a", "b")), "ll"),
+        (4, 5, 1000): independent_sums(cuda_mesh((4,), (AXIS,)), 5),
+    }
+    for shape, program in programs.items():
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        assert "mosaic_gpu" in program.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_reference_of_the_loop_is_what_jax_computes():
+    num_ranks = min(2, len(jax.devices()))
+    state = np.random.default_rng(0).integers(0, 16, (num_ranks, STATE)).astype(np.float32)
+    by_lax = {
+        "one_shot": lambda x: lax.psum(x, AXIS),
+        "two_shot": lambda x: lax.psum(x, AXIS),
+        "all_gather": lambda x: lax.all_gather(x, AXIS),
+        "reduce_scatter": lambda x: lax.psum_scatter(x, AXIS),
+        "all_to_all": lambda x: lax.all_to_all(x, AXIS, 0, 0),
+    }
+
+    def once(state):
+        state = state[0]
+        for name, num_tiles, _ in STEPS:
+            x = operand_of(name, state, num_tiles * tile_length("float32"), num_ranks)
+            state = next_state(state, by_lax[name](x), lax.axis_index(AXIS))
+        return state[None]
+
+    mesh = expert_mesh(num_ranks)
+    mapped = jax.shard_map(once, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    np.testing.assert_array_equal(jax.jit(mapped)(state), states_after(state, 1))
+
+
+@on_gpus
+@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_calls_in_a_loop_out_of_step(num_ranks, backwards):
+    """Kernels of different sizes and numbers of workers, each of which needs the one before."""
+    mesh, calls = expert_mesh(num_ranks), 9
+    if backwards:
+        mesh = Mesh(mesh.devices[::-1], (AXIS,))
+    state = np.random.default_rng(0).integers(0, 16, (num_ranks, STATE)).astype(np.float32)
+    want = states_after(state, calls)
+    for delay in [(), *delays(num_ranks)]:
+        loop = loop_of_steps(mesh, calls, timeout_s=20.0, delays_ns=delay)
+        for _ in range(2):  # the second time with the other set
+            np.testing.assert_array_equal(loop(state), want, err_msg=str(delay))
+
+
+def alternating(mesh: Any, kind: str) -> Any:
+    """Sums, exchanges and gathers by different groups of the same GPUs, in one loop."""
+    sums, moves = ("one_shot_ll", "ll") if kind == "ll" else ("xla", "xla")
+
+    def step(_: Any, x: jax.Array) -> jax.Array:
+        for axes in ("a", "b", ("a", "b"), "a", ("b", "a"), "b"):
+            x = collectives.all_reduce(x, axes, algorithm=sums) % 16
+            x = x + lax.axis_index(axes)
+            x = collectives.all_to_all(x, axes, algorithm=moves)
+            gathered = collectives.all_gather(x, axes, algorithm=moves)
+            x = collectives.reduce_scatter(gathered, axes, algorithm=moves) % 16
+        return x
+
+    spec = P(mesh.axis_names)
+    mapped = jax.shard_map(
+        lambda x: lax.fori_loop(0, 5, step, x),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+@on_gpus
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
+def test_groups_along_either_axis_in_one_program(order):
+    devices = jax.devices()
+    if len(devices) < 4:
+        pytest.skip("needs 4 devices")
+    mesh = Mesh(np.asarray([devices[i] for i in order]).reshape(2, 2), ("a", "b"))
+    x = np.random.default_rng(0).integers(0, 16, (4 * 8, 1000)).astype(np.float32)
+    want = np.asarray(alternating(mesh, "xla")(x))
+    for _ in range(3):
+        np.testing.assert_array_equal(alternating(mesh, "ll")(x), want)
+
+
+@on_gpus
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+def test_any_word_arrives(num_ranks, dtype):
+    """The word that means that nothing is there, too, and the one that is sent instead."""
+    words = np.random.default_rng(0).integers(0, 2**32, (num_ranks, 2 * num_ranks, 512), np.uint32)
+    words[:, :, ::3], words[:, :, 4::9] = 0xFFFFFFFF, 0xFFFFFFFE
+    words[:, :, 1::6], words[:, :, 2::6] = 0xFFFF0000, 0x0000FFFF
+    x = words.view(jnp.dtype(dtype))
+    by_numpy = {
+        "all_gather": lambda x: [x.reshape(-1, x.shape[-1])] * len(x),
+        "all_to_all": lambda x: list(x.reshape(len(x), len(x), 2, -1).swapaxes(0, 1)),
+    }
+    for op, expected in by_numpy.items():
+        got = each_rank(functools.partial(getattr(collectives, op), algorithm="ll"), x)
+        want = np.stack(expected(x)).reshape(got.shape)
+        np.testing.assert_array_equal(got.view(np.uint32), want.view(np.uint32))
+
+
+@on_gpus
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+def test_sums_of_what_is_no_number(num_ranks, dtype):
+    ones = np.uint32([0xFFFFFFFF]).view(jnp.dtype(dtype))[0]
+    values = np.asarray([ones, np.inf, -np.inf, np.nan, -0.0, 0.0, 1.5], jnp.dtype(dtype))
+    shares = np.asarray([0.02, 0.02, 0.02, 0.02, 0.2, 0.2, 0.52])
+    x = np.random.default_rng(0).choice(values, (num_ranks, 2 * num_ranks, 1000), p=shares)
+    x[:, 0], x[:, 1, :500] = ones, -0.0
+    with np.errstate(invalid="ignore"):
+        want = np.stack([in_rank_order(x)] * num_ranks)
+    nans, bits = np.isnan(want.astype(np.float32)), f"uint{8 * x.itemsize}"
+    assert nans[:, 0].all() and 0.1 < nans.mean() < 0.9
+    for algorithm in ("one_shot_ll", "two_shot_ll"):
+        got = each_rank(functools.partial(collectives.all_reduce, algorithm=algorithm), x)
+        np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), nans)
+        np.testing.assert_array_equal(got.view(bits)[~nans], want.view(bits)[~nans])
+
+
+def each_rank(apply: Callable[..., jax.Array], x: np.ndarray) -> np.ndarray:
+    mapped = jax.shard_map(
+        lambda x: apply(x[0], axis_name=AXIS)[None],
+        mesh=expert_mesh(len(x)),
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+        check_vma=False,
+    )
+    return np.asarray(jax.jit(mapped)(x))
+
+
+@on_gpus
+@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+@pytest.mark.parametrize(
+    ("algorithm", "num_bytes"), [("one_shot_ll", 2**22), ("two_shot_ll", 2**21)]
+)
+def test_the_largest_payloads_and_odd_ones(algorithm, num_bytes, num_ranks):
+    largest = num_bytes // 4 * (num_ranks if algorithm == "two_shot_ll" else 1)
+    for size in (largest, largest - 1, largest // 2 + 3, 2 * num_ranks * 512 + 1, 1, largest):
+        x = operand((num_ranks, size), "float32", seed=size)
+        got = each_rank(functools.partial(collectives.all_reduce, algorithm=algorithm), x)
+        assert_same_bits(got, np.stack([in_rank_order(x)] * num_ranks))
+
+
+@on_gpus
+@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
+    """In a loop with calls of other kernels, by some of the workers."""
+    mesh, calls, rows = expert_mesh(num_ranks), 5, 3 * num_ranks - 1
+    arrays = norm_operands(num_ranks, rows, 2048, 2048, "bfloat16", "float32")
+    plan = Plan(3, 2) if two_shot else Plan(rows, 2)
+    for delay in [(), *delays(num_ranks)]:
+
+        def loop(x, residual, scale, delay=delay):
+            channels = channels_here(mesh, timeout_s=20.0, delays_ns=delay)
+            options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, channels=channels, plan=plan)
+
+            def call(_, results):
+                # Depends on the calls before.
+                again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
+                gathered = ll_collectives.all_gather(
+                    primitives.place(), again[0], channels=channels, plan=Plan(1, 1)
+                )
+                again = again + jnp.isnan(gathered[0, 0]).astype(x.dtype)
+                return tuple(run(again))
+
+            def run(x):
+                return all_reduce_rms_norm_ll(
+                    primitives.place(), x, residual[0], scale[0], **options
+                )
+
+            results = lax.fori_loop(1, calls, call, tuple(run(x[0])))
+            return jax.tree.map(lambda a: a[None], results)
+
+        spec = P(AXIS)
+        mapped = jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        for _ in range(2):
+            check_norm(jax.jit(mapped)(*arrays), arrays, 2048, 1e-3)
+
+
+def independent_sums(mesh: Any, count: int) -> Any:
+    """None of them needs another one's result: XLA may start them in any order, but one by one."""
+
+    def sums(x: jax.Array) -> jax.Array:
+        parts = [x[0, i, : 8 * (i + 1) ** 3] for i in range(count)]
+        for _ in range(3):
+            parts = [
+                collectives.all_reduce(part, AXIS, algorithm=("one_shot_ll", "two_shot_ll")[i % 2])
+                / mesh.size
+                for i, part in enumerate(parts)
+            ]
+        return jnp.concatenate(parts)[None]
+
+    spec = P(AXIS)
+    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+@on_gpus
+@pytest.mark.parametrize("num_ranks", [n for n in RANK_COUNTS if n > 1])
+def test_calls_that_do_not_depend_on_each_other(num_ranks):
+    count = 12
+    x = np.random.default_rng(0).integers(-8, 8, (num_ranks, count, 8 * count**3))
+    x = x.astype(np.float32)
+    mean = x.sum(0) / num_ranks
+    want = np.concatenate([mean[i, : 8 * (i + 1) ** 3] for i in range(count)])
+    program = independent_sums(expert_mesh(num_ranks), count)
+    for _ in range(20):
+        np.testing.assert_array_equal(program(x), np.stack([want] * num_ranks))
+
+
+@on_gpus
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+def test_programs_of_some_of_the_gpus_take_turns():
+    """Nobody waits between them, and the GPUs that have no part in one are ahead in the next."""
+    rng, outs = np.random.default_rng(0), []
+    programs = {n: independent_sums(expert_mesh(n), 5) for n in (2, 4)}
+    operands = {n: rng.integers(-8, 8, (n, 5, 1000)).astype(np.float32) for n in programs}
+    for _ in range(50):
+        outs.append({n: program(operands[n]) for n, program in programs.items()})
+    for out in outs:
+        for n, x in operands.items():
+            mean = x.sum(0) / n
+            want = np.concatenate([mean[i, : 8 * (i + 1) ** 3] for i in range(5)])
+            np.testing.assert_array_equal(out[n], np.stack([want] * n))
+
+
+LATE = """
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from support.meshes import expert_mesh
+from test_low_latency import AXIS, Plan, channels_here, ll_collectives, primitives
+
+LATE_RANK, DELAY_NS = 1, 2_000_000_000
+mesh = expert_mesh(2)
+
+
+def run(x):
+    delays = tuple(DELAY_NS * (rank == LATE_RANK) for rank in range(2))
+    channels = channels_here(mesh, timeout_s=0.25, delays_ns=(delays,))
+    return ll_collectives.all_gather(primitives.place(), x, channels=channels, plan=Plan(2, 1))
+
+
+spec = P(AXIS)
+mapped = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+jax.block_until_ready(jax.jit(mapped)(np.zeros(2 * 1024, np.float32)))
+"""
+
+
+@on_gpus
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+def test_a_rank_that_never_comes_ends_the_program():
+    """With a message that says which op, which rank waits, and for whom; not with a hang."""
+    output = output_of_a_failure(LATE, __file__)
+    message = "jax_ep: ep_all_gather_ll: rank 0 waited over 0.25 s for rank 1 (block "
+    assert message in output, output
+
+
+def test_a_plan_that_leaves_rows_out_is_refused():
+    with pallas_collectives.forced_plan(Plan(4, 1)):
+        with pytest.raises(ValueError, match="too few for 9 rows of 2 ranks"):
+            lower_norm(2, 9, 1024, "fused_two_shot_ll")

@@ -1,0 +1,96 @@
+"""The dispatch kernel in Pallas' GPU interpreter, against the plain reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.contract import assert_bitwise_equal
+from support.simulator import interpret, interpreted, simulate, simulated, simulated_ranks
+from support.simulator import stacked as stacked_ranks
+from support.stacked import Problem, dispatch, dispatch_like
+
+from pallas_kernels.exchange.dispatch import fan_out
+from pallas_kernels.fabric.plan import Plan
+
+CASES = {
+    "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),
+    "bulk_lists": (Problem(2, 5, 128, 4, 4, "masked"), Plan(2, 3, 2)),
+    "four_ranks": (Problem(4, 3, 32, 2, 8, "skewed"), Plan(1, 3)),
+    "one_choice": (Problem(2, 3, 32, 1, 2), Plan(3, 2)),
+    "windows": (Problem(2, 7, 32, 3, 8), Plan(1, 3, 2, window_tokens=2, step_tokens=2)),
+    "windows_apart": (
+        Problem(2, 22, 32, 6, 8, "masked"),
+        Plan(1, 4, window_tokens=3, step_tokens=5),
+    ),
+    "window_within_step": (Problem(2, 5, 32, 4, 8), Plan(1, 2, window_tokens=1, step_tokens=3)),
+    "one_step": (Problem(2, 4, 32, 3, 4, "skewed"), Plan(1, 4, 3, step_tokens=8)),
+    "two_slots": (Problem(2, 6, 32, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_slots=1)),
+    "lag_of_none": (Problem(2, 5, 32, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_slots=1)),
+    "one_expert": (Problem(2, 3, 32, 6, 4, "one_expert"), Plan(1, 2, num_copy_slots=2)),
+    "repeated": (Problem(2, 4, 32, 4, 4, "repeated", alignment=4), Plan(1, 3, step_tokens=2)),
+    "repeated_by_neighbours": (Problem(2, 4, 32, 3, 2, "repeated"), Plan(1, 3, step_tokens=2)),
+    "many_experts": (Problem(2, 3, 32, 3, 160, "skewed", alignment=2), Plan(1, 3)),
+    "overflow": (Problem(2, 5, 32, 4, 4, "skewed", capacity=7), Plan(2, 3, step_tokens=2)),
+    "overflow_of_blocks": (Problem(2, 5, 32, 2, 8, capacity=6, alignment=4), Plan(1, 3)),
+    "one_row": (Problem(2, 3, 32, 4, 4, "one_expert", capacity=1), Plan(1, 2, step_tokens=2)),
+    "half": (Problem(2, 5, 64, 4, 4, "one_rank", "bfloat16"), Plan(2, 3, 2, step_tokens=3)),
+    "empty": (Problem(2, 3, 64, 4, 4, "empty", "float16", capacity=4), Plan(1, 3)),
+    "idle_sources": (Problem(2, 3, 32, 2, 4, "idle_sources", capacity=9), Plan(1, 3, 2)),
+    "fewer_tokens_than_blocks": (Problem(2, 5, 32, 2, 4), Plan(4, 3)),
+}
+
+
+@simulated
+@pytest.mark.parametrize("case", CASES)
+def test_dispatch(case):
+    problem, plan = CASES[case]
+    fabric = simulated_ranks(problem.num_ranks)
+    tokens, rows, counts, *layout = simulate(dispatch(problem, plan, fabric))
+    assert_bitwise_equal(tokens, problem.tokens, "tokens")
+    np.testing.assert_array_equal(rows, problem.rows, "rows")
+    np.testing.assert_array_equal(counts, problem.counts, "counts")
+    for got, (name, wanted) in zip(layout, problem.layout._asdict().items(), strict=True):
+        np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
+
+
+LIKE_CASES = [
+    "one_rank",
+    "four_ranks",
+    "windows_apart",
+    "one_expert",
+    "overflow_of_blocks",
+    "half",
+    "fewer_tokens_than_blocks",
+]
+
+
+@simulated
+@pytest.mark.parametrize("case", LIKE_CASES)
+def test_dispatch_like(case):
+    problem, plan = CASES[case]
+    fabric = simulated_ranks(problem.num_ranks)
+    tokens = simulate(dispatch_like(problem, plan, fabric))
+    assert_bitwise_equal(tokens, problem.tokens, "tokens")
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["bulk_lists", "windows", "repeated", "overflow_of_blocks"])
+def test_stage_by_stage(case):
+    """The sender and the filler alone, then the receiver alone: no simulated signals needed."""
+    problem, plan = CASES[case]
+    plan = dataclasses.replace(plan, store_lag=0)  # here copies count, not groups
+    fabric = stacked_ranks(problem.num_ranks)
+    put, rows, *_ = interpret(dispatch(problem, plan, fabric, stage="put"))
+    np.testing.assert_array_equal(rows, problem.rows, "rows")
+    copies = interpret(
+        lambda: fan_out(jnp.asarray(put), jnp.asarray(rows), fabric=fabric, plan=plan)
+    )
+    tokens = put.copy()
+    for rank, places in enumerate(rows.reshape(problem.num_ranks, -1, problem.top_k)):
+        for pair in places:
+            held = pair[(pair >= 0) & (pair < problem.num_rows)]
+            tokens[rank, held[1:]] = copies[rank, held[1:]]
+    assert_bitwise_equal(tokens, problem.tokens, "tokens")

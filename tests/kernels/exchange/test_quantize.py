@@ -1,0 +1,195 @@
+"""Rows that the kernels quantize: the arithmetic on GPUs, the rest in Pallas' GPU interpreter."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from support.contract import assert_bitwise_equal, random_bits
+from support.simulator import simulate, simulated, simulated_ranks
+from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
+
+from jax_ep import reference
+from jax_ep.exchange.primitives import pallas_unavailable_reason
+from pallas_kernels.exchange import quantize
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric.plan import Plan
+
+WIRE = jnp.float8_e4m3fn
+CASES = {
+    "one_rank": (Problem(1, 3, 512, 2, 4), Plan(1, 2)),
+    "half": (Problem(2, 5, 1024, 4, 4, "one_rank", "bfloat16"), Plan(2, 3, 2, step_tokens=3)),
+    "four_ranks": (Problem(4, 3, 512, 2, 8, "skewed", "float16"), Plan(1, 3)),
+    "two_slots": (Problem(2, 6, 512, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_slots=1)),
+    "lag_of_none": (Problem(2, 5, 512, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_slots=1)),
+    "one_expert": (
+        Problem(2, 4, 512, 6, 4, "one_expert", "bfloat16"),
+        Plan(1, 3, 1, step_tokens=4, num_copy_slots=3),
+    ),
+    "repeated": (Problem(2, 4, 512, 4, 4, "repeated", alignment=4), Plan(1, 3, step_tokens=2)),
+    "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), Plan(2, 3, step_tokens=2)),
+    "empty": (Problem(2, 3, 512, 4, 4, "empty", "float16", capacity=4), Plan(1, 3)),
+}
+
+
+def assert_same_parts(received, expected):
+    for part, wanted, name in zip(received, expected, ("rows", "scales"), strict=True):
+        assert_bitwise_equal(part.reshape(wanted.shape), wanted, name)
+
+
+@simulated
+@pytest.mark.parametrize("case", CASES)
+def test_dispatch(case):
+    problem, plan = CASES[case]
+    fabric = simulated_ranks(problem.num_ranks)
+    received, rows, counts, *_ = simulate(dispatch(problem, plan, fabric, wire_dtype=WIRE))
+    assert_same_parts(received, problem.quantized_tokens)
+    np.testing.assert_array_equal(rows, problem.rows, "rows")
+    np.testing.assert_array_equal(counts, problem.counts, "counts")
+
+
+@simulated
+@pytest.mark.parametrize("case", ["half", "one_expert", "overflow"])
+def test_dispatch_like(case):
+    problem, plan = CASES[case]
+    fabric = simulated_ranks(problem.num_ranks)
+    received = simulate(dispatch_like(problem, plan, fabric, wire_dtype=WIRE))
+    assert_same_parts(received, problem.quantized_tokens)
+
+
+@simulated
+@pytest.mark.parametrize("case", ["one_rank", "half", "two_slots", "lag_of_none", "empty"])
+def test_rank_dispatch(case):
+    problem, plan = CASES[case]
+    fabric = simulated_ranks(problem.num_ranks)
+    received, local, _ = simulate(rank_dispatch(problem, plan, fabric, wire_dtype=WIRE))
+    expected = [
+        reference.rank_dispatch(list(part), list(problem.topk_idx), num_experts=problem.num_experts)
+        for part in problem.quantized
+    ]
+    assert_same_parts(received, [np.stack([r.tokens for r in part]) for part in expected])
+    assert_bitwise_equal(local, np.stack([r.local_topk_idx for r in expected[0]]))
+
+
+def quantize_rows(x: jax.Array) -> list[jax.Array]:
+    """[T, H] -> rows and scales, a block of the grid to a row."""
+    hidden = x.shape[1]
+
+    def kernel(x_ref, values_ref, scales_ref, wide, values, scales, full):
+        row = lax.axis_index("block")
+        plgpu.copy_gmem_to_smem(x_ref.at[row], wide, full, oob_mode=fb.IN_BOUNDS)
+        plgpu.barrier_wait(full)
+        quantize.quantize_row(fb.Mesh((), ()), wide, values, scales)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(values, values_ref.at[row])
+        plgpu.copy_smem_to_gmem(scales, scales_ref.at[row])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(x.shape, WIRE),
+            jax.ShapeDtypeStruct((x.shape[0], hidden // quantize.BLOCK), jnp.float32),
+        ],
+        grid=(x.shape[0],),
+        grid_names=("block",),
+        scratch_types=[
+            plgpu.SMEM((hidden,), x.dtype),
+            plgpu.SMEM((hidden,), WIRE),
+            plgpu.SMEM((hidden // quantize.BLOCK,), jnp.float32),
+            plgpu.Barrier(),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(x)
+
+
+def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) -> jax.Array:
+    """[N, T, H], [N, T, H / 128] and [N, T] -> [T, H], a block of the grid to a row."""
+    num_ranks, num_rows, hidden = values.shape
+
+    def kernel(values_ref, scales_ref, sent_ref, out_ref, out):
+        row, ranks = lax.axis_index("block"), range(num_ranks)
+        out[...] = quantize.add_rows(
+            fb.Mesh((), ()),
+            [values_ref.at[rank, row] for rank in ranks],
+            [scales_ref.at[rank, row] for rank in ranks],
+            [sent_ref[rank, row] != 0 for rank in ranks],
+            dtype,
+        )
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, out_ref.at[row])
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((num_rows, hidden), dtype),
+        grid=(num_rows,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((hidden,), dtype)],
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(values, scales, sent)
+
+
+on_gpus = pytest.mark.skipif(
+    pallas_unavailable_reason() is not None, reason=pallas_unavailable_reason() or ""
+)
+
+
+@on_gpus
+@pytest.mark.parametrize("hidden", [512, 4096, 7168])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_of_rows_are_those_of_the_reference(dtype, hidden):
+    rng = np.random.default_rng(0)
+    values = random_bits(rng, (3, 64, hidden), jnp.dtype(WIRE))
+    scales = np.exp2(rng.uniform(-117, 100, (3, 64, hidden // 128))).astype(np.float32)
+    scales[:, :32] = rng.uniform(1, 2, scales[:, :32].shape)
+    sent = rng.integers(0, 2, (3, 64), np.int32)
+    out = np.asarray(jax.jit(functools.partial(add_rows, dtype=dtype))(values, scales, sent))
+    total = np.zeros((64, hidden), np.float32)
+    for row, of_row, was_sent in zip(values, scales, sent, strict=True):
+        row = reference.dequantize(row, of_row, np.dtype(np.float32))
+        total += np.where(was_sent[:, None] != 0, row, 0)
+    expected = total.astype(jnp.dtype(dtype))
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(out), nan)
+    assert_bitwise_equal(np.where(nan, 0, out), np.where(nan, 0, expected))
+
+
+@pytest.mark.parametrize("hidden", [512, 4096, 7168])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_of_rows_lower(dtype, hidden):
+    shapes = ((4, 8, hidden), WIRE), ((4, 8, hidden // 128), "float32"), ((4, 8), "int32")
+    arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    run = jax.jit(functools.partial(add_rows, dtype=dtype))
+    text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1
+
+
+@on_gpus
+@pytest.mark.parametrize("hidden", [512, 7168])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_arithmetic_is_that_of_the_reference(dtype, hidden):
+    x = random_bits(np.random.default_rng(0), (64, hidden), dtype).copy()
+    x[1], x[2, ::2], x[3, 5:9] = 0, jnp.finfo(dtype).max, [np.nan, np.inf, -np.inf, -0.0]
+    values, scales = (np.asarray(part) for part in jax.jit(quantize_rows)(x))
+    expected_values, expected_scales = reference.quantize(x, values.dtype)
+    np.testing.assert_array_equal(scales, expected_scales)
+    nan = np.isnan(expected_values.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(values.astype(np.float32)), nan)
+    assert_bitwise_equal(np.where(nan, 0, values), np.where(nan, 0, expected_values))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_arithmetic_lowers(dtype):
+    shape = jax.ShapeDtypeStruct((4, 7168), dtype)
+    text = jax.jit(quantize_rows).trace(shape).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu_v2") == 1

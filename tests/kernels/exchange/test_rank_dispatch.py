@@ -1,0 +1,128 @@
+"""The kernels of the rank layout in Pallas' GPU interpreter, against the plain reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.contract import assert_bitwise_equal, assert_equal
+from support.meshes import cuda_mesh
+from support.simulator import simulate, simulated, simulated_ranks
+from support.stacked import Problem, rank_combine, rank_dispatch
+
+import jax_ep
+from jax_ep import reference
+from pallas_kernels.fabric.plan import Plan
+
+CASES = {
+    "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),
+    "bulk_lists": (Problem(2, 5, 128, 4, 4, "masked", weighted=False), Plan(2, 3, 2)),
+    "bulk_lists_of_both": (Problem(2, 5, 32, 2, 4, "masked"), Plan(2, 3, 2)),
+    "four_ranks": (Problem(4, 3, 32, 2, 8, "skewed"), Plan(1, 3)),
+    "one_choice": (Problem(2, 3, 32, 1, 2, weighted=False), Plan(3, 2)),
+    "windows": (Problem(2, 7, 32, 3, 8), Plan(1, 3, 2, window_tokens=2, step_tokens=2)),
+    "window_within_step": (Problem(2, 5, 32, 4, 8), Plan(1, 2, window_tokens=1, step_tokens=3)),
+    "one_step": (Problem(2, 4, 32, 3, 4, "skewed"), Plan(1, 4, 3, step_tokens=8)),
+    "lag_of_none": (Problem(2, 5, 32, 4, 4), Plan(1, 1, 0, step_tokens=2)),
+    "repeated": (Problem(2, 4, 32, 4, 4, "repeated"), Plan(1, 3, step_tokens=2)),
+    "half": (Problem(2, 5, 64, 4, 4, "one_rank", "bfloat16"), Plan(2, 3, 2, step_tokens=3)),
+    "words": (Problem(2, 4, 64, 4, 4, "masked", "int32"), Plan(1, 3, 2)),
+    "empty": (Problem(2, 3, 64, 4, 4, "empty", "float16"), Plan(1, 3)),
+    "idle_sources": (Problem(2, 3, 32, 2, 4, "idle_sources"), Plan(1, 3, 2)),
+    "fewer_tokens_than_blocks": (Problem(2, 5, 32, 2, 4), Plan(4, 3)),
+}
+
+
+@simulated
+@pytest.mark.parametrize(("problem", "plan"), CASES.values(), ids=CASES)
+def test_dispatch(problem, plan):
+    tokens, local, weights = simulate(
+        rank_dispatch(problem, plan, simulated_ranks(problem.num_ranks))
+    )
+    received = problem.dispatched_by_rank
+    expected = np.stack([r.tokens for r in received])
+    assert_bitwise_equal(tokens.reshape(expected.shape), expected, "tokens")
+    assert_bitwise_equal(local, np.stack([r.local_topk_idx for r in received]), "local_topk_idx")
+    if problem.weighted:
+        assert_bitwise_equal(weights, np.stack([r.topk_weights for r in received]), "weights")
+    else:
+        assert weights is None
+
+
+COMBINE_CASES = [name for name in CASES if name != "words"]
+
+
+@simulated
+@pytest.mark.parametrize("case", COMBINE_CASES)
+def test_combine(case):
+    problem, plan = CASES[case]
+    out = simulate(rank_combine(problem, plan, simulated_ranks(problem.num_ranks)))
+    local = [r.local_topk_idx for r in problem.dispatched_by_rank]
+    assert_equal(out, np.stack(reference.rank_combine(list(problem.sums), local)))
+
+
+@simulated
+@pytest.mark.parametrize(
+    "case", ["one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources"]
+)
+def test_combine_of_quantized_sums(case):
+    problem, plan = CASES[case]
+    problem = dataclasses.replace(problem, hidden=512)
+    fabric = simulated_ranks(problem.num_ranks)
+    out = simulate(rank_combine(problem, plan, fabric, wire_dtype=jnp.float8_e4m3fn))
+    assert_equal(out, problem.combined_by_rank_and_wire)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "shape", "dtype"),
+    [
+        (8, (128, 7168, 8, 256), "bfloat16"),
+        (8, (4096, 7168, 8, 256), "bfloat16"),
+        (2, (17, 40, 3, 4), "float32"),
+        (4, (300, 2944, 4, 128), "float16"),
+        (1, (5, 128, 2, 4), "bfloat16"),
+        (8, (128, 7168, 32, 256), "bfloat16"),  # lists that leave little shared memory to rows
+        (8, (128, 4096, 22, 256), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_lowers_to_the_kernels(num_ranks, shape, dtype):
+    num_tokens, hidden, top_k, num_experts = shape
+    mesh = cuda_mesh((num_ranks,), ("expert",))
+
+    def loss(x, topk_idx, weights, wire_dtype):
+        def on_one_rank(x, topk_idx, weights):
+            sent = jax_ep.dispatch(
+                x,
+                topk_idx,
+                num_experts=num_experts,
+                axis_name="expert",
+                layout="rank",
+                topk_weights=weights,
+                wire_dtype=wire_dtype,
+                grad_wire_dtype=wire_dtype,
+                implementation="pallas",
+            )
+            y = sent.tokens * jnp.sum(sent.topk_weights, axis=-1, keepdims=True).astype(dtype)
+            return jax_ep.combine(y, sent.handle, wire_dtype=wire_dtype, implementation="pallas")
+
+        run = jax.shard_map(on_one_rank, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+        return jnp.sum(run(x, topk_idx, weights).astype(jnp.float32))
+
+    rows = num_ranks * num_tokens
+    arguments = [
+        jax.ShapeDtypeStruct(*a)
+        for a in (
+            ((rows, hidden), dtype), ((rows, top_k), jnp.int32), ((rows, top_k), jnp.float32)
+        )
+    ]  # fmt: skip
+    for wire_dtype in (None, "float8_e4m3fn") if hidden % 128 == 0 else (None,):
+        gradient = jax.jit(jax.value_and_grad(lambda *a, w=wire_dtype: loss(*a, w), argnums=(0, 2)))
+        text = gradient.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        # Forward and backward, one of each; of the weights' gradient, one small all-to-all.
+        assert text.count("@mosaic_gpu_v2") == 4
+        assert text.count("stablehlo.all_gather") == 0

@@ -1,0 +1,439 @@
+"""Ranks and their rendezvous; on GPUs, the exchange kernels with ranks out of step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.contract import Case as ContractCase
+from support.contract import assert_bitwise_equal, routing, small_integers, small_weights
+from support.meshes import cuda_mesh
+from support.processes import output_of_a_failure
+
+import jax_ep
+from jax_ep import reference
+from jax_ep.exchange import routes
+from jax_ep.exchange import xla as xla_exchange
+from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.exchange.routes import RankRoutes, Routes
+from pallas_kernels.exchange import combine as combine_kernel
+from pallas_kernels.exchange import combine_grad as combine_grad_kernel
+from pallas_kernels.exchange import dispatch as dispatch_kernel
+from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric.plan import Plan
+
+NUM_DEVICES = len(jax.devices())
+needs_gpus = pytest.mark.skipif(
+    pallas_unavailable_reason() is not None or NUM_DEVICES < 2,
+    reason=f"{pallas_unavailable_reason() or 'there is one GPU'}",
+)
+
+KINDS = ("expert", "rank", "float8")
+WIRE = jnp.dtype(jnp.float8_e4m3fn)
+TIMEOUT_SECONDS = 20.0
+LONGEST_DELAY_NS = 200_000
+NUM_STAGES = 4
+
+
+@pytest.mark.parametrize("sizes", [(1,), (8,), (2, 4), (4, 1, 2)])
+def test_ranks_are_numbered_as_the_axes_name_them(sizes):
+    names = tuple("abc"[: len(sizes)])
+    fabric = fb.Mesh(names, sizes)
+    assert fabric.num_ranks == np.prod(sizes)
+    for rank in range(fabric.num_ranks):
+        coordinates = {name: int(i) for name, i in fabric._device_id(rank).items()}
+        expected = np.unravel_index(rank, sizes)
+        assert coordinates == dict(zip(names, map(int, expected), strict=True))
+
+
+def test_shapes_of_buffers():
+    assert fb.Mesh(("a",), (4,)).shape((2, 3)) == (2, 3)
+    assert fb.Stacked(4).shape((2, 3)) == (4, 2, 3)
+
+
+# ------------------------------------------------------------------------------------ the programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What every rank exchanges in one program."""
+
+    num_ranks: int
+    top_k: int = 4
+    kind: str = "expert"  # of program: "expert", "rank" or "float8"
+    num_tokens: int = 67
+    hidden: int = 512
+    dtype: str = "bfloat16"
+    alignment: int = 2
+    plan: Plan = Plan(16, 4, 2, step_tokens=2, mailbox_steps=2)
+
+    def __str__(self) -> str:
+        return f"{self.kind}-N{self.num_ranks}-K{self.top_k}"
+
+    @property
+    def num_experts(self) -> int:
+        return 4 * self.num_ranks
+
+    @property
+    def capacity(self) -> int:  # some rows are dropped
+        return 3 * self.num_tokens * self.top_k // 4
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the results of a program."""
+        if self.kind == "expert":
+            combines = "combine", "combine without weights", "dy", "dweights"
+            return "dispatch", "dispatch_like", *combines
+        if self.kind == "rank":
+            return "tokens", "local_topk_idx", "topk_weights", "combine"
+        return "tokens", "scales", "dispatch_like", "its scales", "by rank", "scales by rank"
+
+    @property
+    def num_kernels(self) -> int:
+        return {"expert": 5, "rank": 2, "float8": 3}[self.kind]
+
+    def inputs(self) -> tuple[np.ndarray, ...]:
+        """x [N T, H], topk_idx and weights [N T, K], y [N R, H]; by rank, y [N N T, H]."""
+        rng = np.random.default_rng(self.num_ranks)
+        sizes = (self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts)
+        idx = routing("masked", ContractCase(*sizes), rng)
+        x = rng.standard_normal((*idx.shape[:2], self.hidden)).astype(jnp.dtype(self.dtype))
+        rows = self.num_ranks * self.num_tokens if self.kind == "rank" else self.capacity
+        y_shape = (self.num_ranks * rows, self.hidden)
+        return (
+            x.reshape(-1, self.hidden),
+            idx.reshape(-1, self.top_k),
+            small_weights(rng, (idx.size // self.top_k, self.top_k), np.float32),
+            small_integers(rng, y_shape, jnp.dtype(self.dtype)),
+        )
+
+    def by_kernels(self, fabric: fb.Mesh, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
+        """Dispatches, other payloads along their routes, combines, and a gradient."""
+        num_experts = self.num_experts
+        common: dict[str, Any] = dict(fabric=fabric, plan=self.plan)
+        by_expert = dict(common, capacity=self.capacity, expert_alignment=self.alignment)
+        by_rank = dict(common, num_experts=num_experts)
+        counts = routes.count_experts(topk_idx, num_experts)
+
+        if self.kind == "rank":
+            sent = rank_dispatch_kernel.rank_dispatch(x, topk_idx, weights, **by_rank)
+            return *sent, combine_kernel.combine(
+                y, None, topk_idx, sent[1], by_rank=True, **by_rank
+            )
+
+        if self.kind == "float8":
+            by_expert["wire_dtype"] = by_rank["wire_dtype"] = WIRE
+            sent, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **by_expert)
+            again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
+            ranked, *_ = rank_dispatch_kernel.rank_dispatch(x, topk_idx, None, **by_rank)
+            return *sent, *again, *ranked
+
+        tokens, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **by_expert)
+        again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
+        out = combine_kernel.combine(y, weights, topk_idx, rows, **by_rank)
+        plain = combine_kernel.combine(y, None, topk_idx, rows, **by_rank)
+        grads = combine_grad_kernel.combine_grad(
+            whole(x), weights, y, topk_idx, rows, all_counts,
+            expert_alignment=self.alignment, **common,
+        )  # fmt: skip
+        return tokens, again, out, plain, *grads
+
+    def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any, *quantized: Any) -> Any:
+        """The same; `quantized` is x as float8 and its scales, as XLA divides otherwise on GPUs."""
+        axis: dict[str, Any] = dict(axis_name=("expert",))
+        by_rank = dict(axis, num_experts=self.num_experts)
+        by_expert = dict(axis, capacity=self.capacity, expert_alignment=self.alignment)
+        _, rows, counts, _ = xla_exchange.dispatch(
+            x, topk_idx, num_experts=self.num_experts, **by_expert
+        )
+        route = Routes(topk_idx, rows, counts)
+
+        def dispatch(x: Any) -> Any:
+            return xla_exchange.dispatch_like(x, route, **by_expert)[0]
+
+        def dispatch_by_rank(x: Any, weights: Any = None) -> Any:
+            tokens, *others = xla_exchange.rank_dispatch(x, topk_idx, weights, **by_rank)
+            return tokens.reshape(-1, tokens.shape[-1]), *others
+
+        if self.kind == "rank":
+            sent = dispatch_by_rank(x, weights)
+            sums = y.reshape(self.num_ranks, self.num_tokens, self.hidden)
+            ranks = RankRoutes(topk_idx, sent[1])
+            return *sent, xla_exchange.rank_combine(sums, ranks, **by_rank)
+
+        if self.kind == "float8":
+            values, scales = quantized
+            again = dispatch(-values), dispatch(scales)
+            return (
+                dispatch(values), dispatch(scales), *again,
+                dispatch_by_rank(values)[0], dispatch_by_rank(scales)[0],
+            )  # fmt: skip
+
+        out = xla_exchange.combine(y, weights, route, **axis)
+        plain = xla_exchange.combine(y, None, route, **axis)
+        grads = xla_exchange.combine_grad(
+            whole(x), weights, y, route, expert_alignment=self.alignment, **axis
+        )
+        return dispatch(x), dispatch(-x), out, plain, *grads
+
+    def fabric(self, seed: int | None = None) -> fb.Mesh:
+        """One whose ranks are late by random times, unless there is no seed."""
+        fabric = fb.Mesh(("expert",), (self.num_ranks,), TIMEOUT_SECONDS)
+        if seed is None:
+            return fabric
+        rng = np.random.default_rng(seed)
+        delays = rng.integers(0, LONGEST_DELAY_NS, (NUM_STAGES, self.num_ranks))
+        delays[rng.random(delays.shape) < 0.3] = 0
+        return dataclasses.replace(fabric, delays_ns=tuple(map(tuple, delays.tolist())))
+
+    def differences(self, fabric: fb.Mesh, repeats: int, *inputs: jax.Array) -> jax.Array:
+        """[1]: elements that differ, in `repeats` runs, from the first run.
+
+        Every run has two dispatches in flight, of different tokens, and all that follows them.
+        """
+
+        def bits(array: jax.Array) -> jax.Array:
+            return lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+
+        def run(i: Any) -> list[jax.Array]:
+            # The barrier keeps XLA from taking the kernels out of the loop.
+            x, topk_idx, weights, y, _ = lax.optimization_barrier((*inputs, i))
+            results = (
+                self.by_kernels(fabric, x, topk_idx, weights, y),
+                self.by_kernels(fabric, x[::-1], topk_idx[::-1], weights[::-1], -y),
+            )
+            return [bits(array) for array in jax.tree.leaves(results)]
+
+        first = run(jnp.int32(-1))
+
+        def count(i: jax.Array, different: jax.Array) -> jax.Array:
+            changes = [jnp.sum(a != b, dtype=jnp.int32) for a, b in zip(run(i), first, strict=True)]
+            return different + sum(changes)
+
+        return lax.fori_loop(0, repeats, count, jnp.zeros((1,), jnp.int32))
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Rounded, so that sums of products with small integers are exact in any order."""
+    return jnp.round(x)
+
+
+def quantized(x: np.ndarray) -> tuple[np.ndarray, ...]:
+    return reference.quantize(x, WIRE)
+
+
+def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:
+    sharded = jax.shard_map(
+        function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False
+    )
+    return jax.jit(sharded)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [Work(2), Work(8, 3), Work(2, 3, "rank"), Work(8, 4, "rank"), Work(4, 4, "float8")],
+    ids=str,
+)
+def test_the_programs_for_gpus_lower(work):
+    mesh = cuda_mesh((work.num_ranks,), ("expert",))
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]
+    fabric = work.fabric(seed=0)
+    for function, times in (
+        (lambda *inputs: work.by_kernels(fabric, *inputs), 1),
+        (lambda *inputs: work.differences(fabric, 1000, *inputs), 4),
+    ):
+        traced = on_all_ranks(function, mesh).trace(*shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+        assert len(calls) == times * work.num_kernels
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_programs_give_as_many_results_as_xla(kind):
+    """What the tests on GPUs compare is of the same shapes and types, for all that has a name."""
+    work = Work(2, kind=kind)
+    mesh = cuda_mesh((2,), ("expert",))
+    inputs = work.inputs()
+    kernels = on_all_ranks(lambda *a: work.by_kernels(work.fabric(), *a), mesh)
+    by_xla = on_all_ranks(work.by_xla, mesh)
+    results = jax.eval_shape(kernels, *inputs)
+    expected = jax.eval_shape(by_xla, *inputs, *quantized(inputs[0]))
+    assert results == expected and len(results) == len(work.names)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [((8,), "a"), ((2, 4), "ab"), ((2, 4), "ba"), ((2, 4), "a"), ((2, 2, 2), "ca")],
+)
+def test_a_device_knows_its_rank(sizes, names):
+    """What a wait that gives up computes from the device's number is `lax.axis_index`."""
+    mesh = AbstractMesh(sizes, tuple("abc"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
+    axes = []
+
+    def trace(x: jax.Array) -> jax.Array:
+        fabric = fb.Mesh(tuple(names), tuple(lax.axis_size(name) for name in names))
+        axes.extend(fabric.axes())
+        return x
+
+    spec = P(mesh.axis_names)
+    jax.eval_shape(jax.shard_map(trace, mesh=mesh, in_specs=spec, out_specs=spec), np.zeros(8))
+    for device in range(8):
+        place = dict(zip(mesh.axis_names, np.unravel_index(device, sizes), strict=True))
+        along = [mesh.shape[name] for name in names]
+        expected = np.ravel_multi_index([place[name] for name in names], along)
+        rank = 0
+        for stride, size in axes:
+            rank = rank * size + device // stride % size
+        assert rank == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_wait_that_gives_up_names_op_rank_and_peer(num_ranks):
+    work = Work(num_ranks)
+    mesh = cuda_mesh((num_ranks,), ("expert",))
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]
+    program = on_all_ranks(lambda *inputs: work.by_kernels(work.fabric(), *inputs), mesh)
+    text = program.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    for op in ("dispatch", "combine"):
+        message = f"jax_ep: {op}: rank %d waited over 20 s for rank %d (block %d); giving up."
+        assert message in text
+
+
+# ------------------------------------------------------------------------------------------ on GPUs
+
+
+def gpu_counts() -> list[int]:
+    return [n for n in (2, 4, 8) if n <= NUM_DEVICES]
+
+
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", gpu_counts())
+@pytest.mark.parametrize("top_k", [3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_out_of_step_change_nothing(kind, num_ranks, top_k):
+    work = Work(num_ranks, top_k, kind)
+    mesh = Mesh(np.asarray(jax.devices()[:num_ranks]), ("expert",))
+    inputs = work.inputs()
+    expected = jax.device_get(on_all_ranks(work.by_xla, mesh)(*inputs, *quantized(inputs[0])))
+    for seed in (None, 0, 1):  # a program for each
+        fabric = work.fabric(seed)
+        program = on_all_ranks(lambda *args, fabric=fabric: work.by_kernels(fabric, *args), mesh)
+        results = jax.device_get(program(*inputs))
+        for name, got, want in zip(work.names, results, expected, strict=True):
+            assert_bitwise_equal(got, want, f"{name}, seed {seed}")
+
+
+@needs_gpus
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("seed", "repeats"), [(None, 1000), (7, 1000)])
+def test_a_thousand_repeats_are_alike(kind, seed, repeats):
+    work = Work(max(gpu_counts()), kind=kind)
+    mesh = Mesh(np.asarray(jax.devices()[: work.num_ranks]), ("expert",))
+    fabric = work.fabric(seed)
+    program = on_all_ranks(lambda *inputs: work.differences(fabric, repeats, *inputs), mesh)
+    different = np.asarray(program(*work.inputs()))
+    np.testing.assert_array_equal(different, np.zeros(work.num_ranks))
+
+
+LATE = """
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_ep.exchange import pallas as pallas_exchange
+from test_fabric import Work, on_all_ranks
+
+LATE_RANK, DELAY_NS = 1, 2_000_000_000
+
+
+def run(*inputs):
+    fabric = pallas_exchange.mesh_fabric(("expert",))
+    delays = tuple(DELAY_NS * (rank == LATE_RANK) for rank in range(fabric.num_ranks))
+    return work.by_kernels(dataclasses.replace(fabric, delays_ns=(delays,)), *inputs)
+
+
+work = Work(2)
+program = on_all_ranks(run, Mesh(np.asarray(jax.devices()[:2]), ("expert",)))
+jax.block_until_ready(program(*work.inputs()))
+"""
+
+
+@needs_gpus
+def test_a_rank_that_never_comes_ends_the_program():
+    """With a message that says which op, which rank waits, and for whom; not with a hang."""
+    output = output_of_a_failure(LATE, __file__, JAX_EP_TIMEOUT_SECONDS="0.25")
+    assert "jax_ep: dispatch: rank 0 waited over 0.25 s for rank 1 (block " in output, output
+
+
+def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:
+    """Meshes that are not simply all devices in order, and the axis of the experts."""
+    devices, half = np.asarray(jax.devices()), NUM_DEVICES // 2
+    two_axes = devices[: 2 * half].reshape(2, half)
+    return {
+        "subset": lambda: (Mesh(devices[-half:], ("expert",)), "expert"),
+        "data_expert": lambda: (Mesh(two_axes, ("data", "expert")), "expert"),
+        "expert_data": lambda: (Mesh(two_axes, ("expert", "data")), "expert"),
+        "both": lambda: (Mesh(two_axes, ("a", "b")), ("a", "b")),
+        "both_swapped": lambda: (Mesh(two_axes, ("a", "b")), ("b", "a")),
+        "reversed": lambda: (Mesh(devices[::-1], ("expert",)), "expert"),
+        "shuffled": lambda: (Mesh(two_axes.T, ("data", "expert")), ("expert", "data")),
+        "abstract": lambda: (Mesh(devices, ("expert",)), "expert"),
+    }
+
+
+@needs_gpus
+@pytest.mark.parametrize("kind", meshes())
+def test_any_mesh_of_one_host(kind):
+    """The kernels give what XLA gives; where devices are not the first ones, they refuse."""
+    if kind == "subset" and NUM_DEVICES < 4:
+        pytest.skip("needs a subset of two devices that are not the first")
+    mesh, axis_name = meshes()[kind]()
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    num_ranks = int(np.prod([mesh.shape[name] for name in names]))
+    work, num_shards = Work(num_ranks), mesh.size
+    rng = np.random.default_rng(0)
+    rows = num_shards * work.num_tokens
+    x = small_integers(rng, (rows, work.hidden), jnp.dtype(work.dtype))
+    topk_idx = rng.integers(-1, work.num_experts, (rows, work.top_k)).astype(np.int32)
+    weights = small_weights(rng, topk_idx.shape, np.float32)
+
+    def run(implementation: Any) -> Any:
+        def on_one_rank(x: jax.Array, topk_idx: jax.Array, weights: jax.Array) -> Any:
+            sent = jax_ep.dispatch(
+                x,
+                topk_idx,
+                num_experts=work.num_experts,
+                axis_name=axis_name,
+                capacity=work.capacity,
+                implementation=implementation,
+            )
+            out = jax_ep.combine(sent.tokens, sent.handle, weights, implementation=implementation)
+            total = jax.lax.psum(out, axis_name)  # XLA's own, between the same ranks
+            return sent.tokens, out, total + jnp.zeros_like(out)
+
+        spec = P(mesh.axis_names)
+        abstract = mesh.abstract_mesh if kind == "abstract" else mesh
+        sharded = jax.shard_map(on_one_rank, mesh=abstract, in_specs=spec, out_specs=spec)
+        arrays = jax.device_put((x, topk_idx, weights), NamedSharding(mesh, spec))
+        return jax.device_get(jax.jit(sharded)(*arrays))
+
+    expected = run("xla")
+    if kind == "subset":
+        with pytest.raises(ValueError, match="devices"):
+            run("pallas")
+        results = run(None)
+    else:
+        results = run("pallas")
+    for name, got, want in zip(("dispatch", "combine", "psum"), results, expected, strict=True):
+        assert_bitwise_equal(got, want, name)

@@ -1,0 +1,385 @@
+"""Grouped matmul against float64 NumPy, by every implementation that serves on this machine."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from support import meshes
+from support.meshes import cuda_mesh
+
+from jax_ep.matmul.api import (
+    IMPLEMENTATIONS,
+    grouped_matmul,
+    serving_implementations,
+    sum_of_products,
+)
+
+H, F = 64, 128
+DTYPES = ("float32", "bfloat16", "float16")
+# Of the largest value; a GPU multiplies float32 in TF32 unless told otherwise.
+TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 2e-3}
+TOLERANCE |= {"bfloat16": 1e-2, "float16": 2e-3}
+
+SERVING = [
+    pytest.param(name, dtype, id=f"{name}-{dtype}")
+    for dtype in DTYPES
+    for name in serving_implementations((H, F), dtype)
+]
+NUM_ROWS = 700
+GROUP_SIZES = {  # all of one length, so that one compiled program serves them
+    "even": [116, 116, 116, 116, 116, 116],
+    "full": [100, 100, 100, 100, 100, 200],
+    "one group": [0, 0, 700, 0, 0, 0],
+    "empty groups": [0, 130, 0, 0, 170, 0],
+    "one huge group": [1, 640, 0, 3, 7, 2],
+    "blocks' edges": [128, 64, 64, 256, 0, 128],
+    "far short of R": [5, 0, 20, 0, 0, 1],
+    "all empty": [0, 0, 0, 0, 0, 0],
+}
+
+
+def operands(num_rows, sizes, dtype, seed=0):
+    """lhs, rhs, group_sizes and a cotangent; NaN in the rows past the last group."""
+    rng = np.random.default_rng(seed)
+    lhs = rng.standard_normal((num_rows, H)).astype(dtype)
+    rhs = (rng.standard_normal((len(sizes), H, F)) / np.sqrt(H)).astype(dtype)
+    grad = rng.standard_normal((num_rows, F)).astype(dtype)
+    lhs[sum(sizes) :] = np.nan
+    grad[sum(sizes) :] = np.nan
+    return jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes, jnp.int32), jnp.asarray(grad)
+
+
+def expected(lhs, rhs, sizes, grad):
+    """The product and the gradients of both operands, in float64."""
+    lhs, rhs, grad = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, grad))
+    out, dlhs, drhs = np.zeros(grad.shape), np.zeros(lhs.shape), np.zeros(rhs.shape)
+    start = 0
+    for group, size in enumerate(np.asarray(sizes)):
+        rows = slice(start, start + size)
+        out[rows] = lhs[rows] @ rhs[group]
+        dlhs[rows] = grad[rows] @ rhs[group].T
+        drhs[group] = lhs[rows].T @ grad[rows]
+        start += size
+    return out, dlhs, drhs
+
+
+def assert_close(got, want, dtype):
+    assert got.dtype == jnp.dtype(dtype)
+    got = np.asarray(got).astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1, abs(want).max()))
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def product_and_gradients(lhs, rhs, sizes, grad, implementation):
+    out, vjp = jax.vjp(
+        lambda a, b: grouped_matmul(a, b, sizes, implementation=implementation), lhs, rhs
+    )
+    return out, *vjp(grad)
+
+
+@pytest.mark.parametrize("case", GROUP_SIZES)
+@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+def test_product_and_gradients(implementation, dtype, case):
+    sizes = GROUP_SIZES[case]
+    args = operands(NUM_ROWS, sizes, dtype)
+    got = product_and_gradients(*args, implementation)
+    total = sum(sizes)
+    for mine, want in zip(got, expected(*args), strict=True):
+        assert_close(mine, want, dtype)
+    assert not np.any(np.asarray(got[0])[total:]), "the product past the last group"
+    assert not np.any(np.asarray(got[1])[total:]), "the gradient of lhs past the last group"
+    empty = np.asarray(args[2]) == 0
+    assert not np.any(np.asarray(got[2])[empty]), "the gradient of an empty group's matrix"
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+def test_random_group_sizes(implementation, dtype):
+    rng = np.random.default_rng(1)
+    for seed in range(4):
+        sizes = rng.multinomial(rng.integers(NUM_ROWS), rng.dirichlet(np.full(6, 0.3)))
+        args = operands(NUM_ROWS, sizes.tolist(), dtype, seed)
+        got = product_and_gradients(*args, implementation)
+        for mine, want in zip(got, expected(*args), strict=True):
+            assert_close(mine, want, dtype)
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+def test_sum_of_products(implementation, dtype, transpose_rhs):
+    sizes = GROUP_SIZES["empty groups"]
+    both = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
+    grad = both[0][3]
+    want = [expected(lhs, rhs, sizes, grad) for lhs, rhs, _, _ in both]
+    pairs = tuple(
+        (lhs, rhs.transpose(0, 2, 1) if transpose_rhs else rhs) for lhs, rhs, _, _ in both
+    )
+
+    @jax.jit
+    def sum_and_gradients(pairs, sizes, grad):
+        out, vjp = jax.vjp(
+            lambda pairs: sum_of_products(pairs, sizes, implementation, transpose_rhs), pairs
+        )
+        return out, *vjp(grad)
+
+    out, dpairs = sum_and_gradients(pairs, jnp.asarray(sizes, jnp.int32), grad)
+    assert_close(out, want[0][0] + want[1][0], dtype)
+    assert not np.any(np.asarray(out)[sum(sizes) :])
+    for (dlhs, drhs), (_, want_dlhs, want_drhs) in zip(dpairs, want, strict=True):
+        assert_close(dlhs, want_dlhs, dtype)
+        assert_close(drhs.transpose(0, 2, 1) if transpose_rhs else drhs, want_drhs, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_rows(dtype):
+    """Fewer rows than any tile, and a number of them that no tile likes."""
+    for num_rows, sizes in ((1, [0, 1]), (13, [4, 7])):
+        args = operands(num_rows, sizes, dtype)
+        got = product_and_gradients(*args, None)
+        for mine, want in zip(got, expected(*args), strict=True):
+            assert_close(mine, want, dtype)
+
+
+def test_without_jit_and_with_numpy_operands():
+    lhs, rhs, sizes, grad = operands(40, [3, 20, 0], "float32")
+    got = grouped_matmul(np.asarray(lhs), np.asarray(rhs), np.asarray(sizes, np.int64))
+    assert_close(got, expected(lhs, rhs, sizes, grad)[0], "float32")
+
+
+def test_second_order_gradient():
+    lhs, rhs, sizes, _ = operands(30, [10, 0, 20], "float32")
+
+    def loop(lhs, rhs):
+        ids = np.repeat(np.arange(3), np.asarray(sizes))
+        return jnp.einsum("rh,rhf->rf", lhs, rhs[ids])
+
+    def slope(multiply):
+        def value(lhs, rhs):
+            return jnp.sum(jnp.sin(multiply(lhs, rhs)))
+
+        def squared(lhs, rhs):
+            return sum(jnp.sum(g**2) for g in jax.grad(value, (0, 1))(lhs, rhs))
+
+        return jax.grad(squared, (0, 1))(lhs, rhs)
+
+    with jax.default_matmul_precision("highest"):
+        got, wanted = slope(lambda a, b: grouped_matmul(a, b, sizes)), slope(loop)
+    for mine, want in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(mine, want, rtol=0, atol=100 * TOLERANCE["float32"])
+
+
+@jax.default_matmul_precision("highest")  # TF32 would tell one program from another
+def test_checkpoint_scan_and_vmap():
+    lhs, rhs, sizes, grad = operands(64, [20, 0, 30], "float32")
+    rhs = rhs[:, :, :H]
+
+    @jax.checkpoint
+    def step(lhs, _):
+        return jnp.tanh(grouped_matmul(lhs, rhs, sizes)), None
+
+    def scanned(lhs):
+        return jnp.sum(jax.lax.scan(step, lhs, None, length=3)[0])
+
+    def unrolled(lhs):
+        for _ in range(3):
+            lhs = jnp.tanh(grouped_matmul(lhs, rhs, sizes))
+        return jnp.sum(lhs)
+
+    np.testing.assert_allclose(
+        jax.grad(scanned)(lhs), jax.grad(unrolled)(lhs), rtol=0, atol=10 * TOLERANCE["float32"]
+    )
+    stacked = jnp.stack([lhs[:50], 2 * lhs[:50]])
+    both = jax.vmap(lambda x: grouped_matmul(x, rhs, sizes))(stacked)
+    for one, x in zip(both, stacked, strict=True):
+        np.testing.assert_array_equal(one, grouped_matmul(x, rhs, sizes))
+    many = jax.vmap(lambda w: grouped_matmul(lhs[:50], w, sizes), in_axes=3, out_axes=2)(
+        jnp.stack([rhs, -rhs], axis=3)
+    )
+    np.testing.assert_array_equal(many[:, :, 0], -many[:, :, 1])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("implementation", "mesh_shape"),
+    [(None, (1, 1)), (None, (2, 1)), (None, (2, 2)), ("xla", (2, 4)), ("loop", (2, 4))],
+    ids=str,
+)
+def test_inside_shard_map(implementation, mesh_shape, check_vma):
+    """Matrices replicated over `data`: their gradient is the sum over it."""
+    mesh = meshes.mesh(mesh_shape, ("data", "expert"))
+    data, experts = mesh_shape
+    rng = np.random.default_rng(2)
+    lhs = rng.standard_normal((data, experts, 50, H)).astype(np.float32)
+    rhs = rng.standard_normal((experts, 3, H, F)).astype(np.float32) / 8
+    sizes = rng.multinomial(45, [0.5, 0.1, 0.4], size=(data, experts)).astype(np.int32)
+    lhs[:, :, 45:] = np.nan
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("data", "expert"), P("expert"), P("data", "expert")),
+        out_specs=P("data", "expert"),
+        check_vma=check_vma,
+    )
+    def multiply(lhs, rhs, sizes):
+        out = grouped_matmul(lhs[0, 0], rhs[0], sizes[0, 0], implementation=implementation)
+        return out[None, None]
+
+    out, vjp = jax.vjp(jax.jit(lambda a, b: multiply(a, b, sizes)), lhs, rhs)
+    grad = rng.standard_normal(out.shape).astype(np.float32)
+    dlhs, drhs = vjp(jnp.asarray(grad))
+    want_drhs = np.zeros(rhs.shape)
+    for d in range(data):
+        for e in range(experts):
+            want = expected(lhs[d, e], rhs[e], sizes[d, e], grad[d, e])
+            assert_close(out[d, e], want[0], "float32")
+            assert_close(dlhs[d, e], want[1], "float32")
+            want_drhs[e] += want[2]
+    assert_close(drhs, want_drhs, "float32")
+
+
+# ---- lowering for CUDA, on any machine -------------------------------------------------------
+
+CUDA_SHAPES = [  # R, H, F, L
+    (4096, 7168, 2048, 32),
+    (4096, 2048, 7168, 32),
+    (1024, 2048, 768, 16),
+    (1000, 4096, 14336, 8),
+    (333, 64, 192, 3),
+    (8, 128, 64, 1),
+    (1, 64, 64, 4),
+]
+
+
+def lower_for_cuda(function, *shapes):
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def gradient_shapes(num_rows, hidden, mlp, groups, dtype):
+    return (
+        jax.ShapeDtypeStruct((num_rows, hidden), dtype),
+        jax.ShapeDtypeStruct((groups, hidden, mlp), dtype),
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+    )
+
+
+def loss(lhs, rhs, sizes, implementation=None):
+    out = grouped_matmul(lhs, rhs, sizes, implementation=implementation)
+    return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
+@pytest.mark.parametrize("implementation", ["pallas", "mosaic"])
+def test_lowers_for_cuda(implementation, shape):
+    dtype = jnp.float16 if shape[0] % 16 else jnp.bfloat16
+    gradients = jax.grad(functools.partial(loss, implementation=implementation), (0, 1))
+    text = lower_for_cuda(gradients, *gradient_shapes(*shape, dtype))
+    assert text.count("@mosaic_gpu") >= 3, "product, dlhs and drhs"
+    assert "ragged_dot_general" not in text
+
+
+def test_a_sum_of_products_is_one_kernel_for_cuda():
+    def sum_of_two(lhs, rhs, sizes):
+        return sum_of_products(((lhs, rhs), (2 * lhs, rhs)), sizes, None)
+
+    shapes = gradient_shapes(1000, 256, 128, 4, jnp.bfloat16)
+    assert lower_for_cuda(sum_of_two, *shapes).count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((64, 100, 64, 2), "bfloat16"), ((64, 128, 64, 2), "float32")], ids=str
+)
+def test_what_no_kernel_multiplies_lowers_without_one(shape, dtype):
+    text = lower_for_cuda(jax.grad(loss, (0, 1)), *gradient_shapes(*shape, jnp.dtype(dtype)))
+    assert "mosaic_gpu" not in text
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("implementation", [None, "pallas", "mosaic"])
+def test_lowers_for_cuda_inside_shard_map(implementation, check_vma):
+    mesh = cuda_mesh((2, 4), ("data", "expert"))
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(("data", "expert")), P("expert"), P(("data", "expert"))),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    def total_loss(lhs, rhs, sizes):
+        return jax.lax.psum(loss(lhs, rhs, sizes, implementation), ("data", "expert"))
+
+    shapes = (
+        jax.ShapeDtypeStruct((8 * 500, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 256, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8 * 4,), jnp.int32),
+    )
+    assert lower_for_cuda(jax.grad(total_loss, (0, 1)), *shapes).count("@mosaic_gpu") >= 3
+
+
+def test_one_trace_lowers_for_two_platforms():
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*gradient_shapes(64, 128, 64, 2, jnp.bfloat16))
+    assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    for name in ("grouped_matmul", "grouped_matmul_drhs"):
+        assert f" {name}[" in str(traced.jaxpr), "a primitive that a reader of the jaxpr can see"
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def call(lhs=((8, H), "float32"), rhs=((2, H, F), "float32"), sizes=((2,), "int32"), **options):
+    arrays = [jnp.zeros(shape, dtype) for shape, dtype in (lhs, rhs, sizes)]
+    return grouped_matmul(*arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"lhs": ((8, 4, H), "float32")}, ValueError, r"lhs must be .*\[R, H\].*\(8, 4, 64\)"),
+        ({"lhs": ((0, H), "float32")}, ValueError, r"lhs .*no empty axis.*\(0, 64\)"),
+        ({"lhs": ((8, H), "int32")}, TypeError, r"lhs must be a floating array .*int32"),
+        (
+            {"lhs": ((8, H + 1), "float32")},
+            ValueError,
+            r"columns of lhs.*\(8, 65\).*\(2, 64, 128\)",
+        ),
+        ({"rhs": ((H, F), "float32")}, ValueError, r"rhs must be .*\[L, H, F\].*\(64, 128\)"),
+        ({"rhs": ((2, H, F), "bfloat16")}, TypeError, r"one dtype.*float32 and bfloat16.*astype"),
+        ({"sizes": ((3,), "int32")}, ValueError, r"group_sizes must have one entry.*\(3,\)"),
+        ({"sizes": ((2,), "float32")}, TypeError, r"group_sizes must be an integer array"),
+        ({"implementation": "cutlass"}, ValueError, r"must be one of .*mosaic.*'cutlass'"),
+        ({"implementation": "mosaic"}, ValueError, r'"mosaic" cannot serve.*not float32'),
+        ({"implementation": "pallas"}, ValueError, r'"pallas" cannot serve.*not float32'),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        call(**arguments)
+
+
+def test_a_name_that_cannot_serve_says_why():
+    half = ((8, 100), "bfloat16"), ((2, 100, F), "bfloat16")
+    with pytest.raises(ValueError, match=r"multiples of 64, not \[100, 128\]"):
+        call(*half, implementation="mosaic")
+    if jax.default_backend() == "cpu":
+        half = ((8, H), "bfloat16"), ((2, H, F), "bfloat16")
+        for name in ("pallas", "mosaic"):
+            with pytest.raises(ValueError, match="Hopper GPUs, and this program is for cpu"):
+                call(*half, implementation=name)
+    if "tokamax" not in serving_implementations((H, F), "bfloat16", "cuda"):
+        with pytest.raises(ValueError, match="tokamax is not installed"):
+            call(implementation="tokamax")
+
+
+def test_serving_implementations_names_what_can_be_called():
+    assert set(serving_implementations((H, F), "float32")) <= set(IMPLEMENTATIONS)
+    assert {"xla", "loop"} <= set(serving_implementations((H, F), "float32"))
+    assert "mosaic" in serving_implementations((H, F), "bfloat16", "cuda") or (
+        jax.default_backend() != "cpu"
+    )
+    assert "mosaic" not in serving_implementations((H, F), "bfloat16", "cpu")

@@ -1,0 +1,237 @@
+"""The gated expert MLP against float64 NumPy, and what it keeps for its gradient."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from support import meshes
+
+from jax_ep.matmul.api import serving_implementations
+from jax_ep.moe.expert_mlp import expert_mlp
+
+H, F = 64, 128
+TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 3e-3, "bfloat16": 3e-2}
+SERVING = [
+    pytest.param(name, dtype, id=f"{name}-{dtype}")
+    for dtype in TOLERANCE
+    for name in serving_implementations((H, F), dtype)
+]
+NUM_ROWS = 400
+CASES = {  # all of one length, so that one compiled program serves them
+    "even": [80, 80, 80, 80, 80],
+    "empty and huge": [0, 300, 1, 0, 40],
+    "far short of R": [2, 0, 9, 0, 0],
+    "all empty": [0, 0, 0, 0, 0],
+}
+
+
+def operands(num_rows, sizes, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    groups = len(sizes)
+    tokens = rng.standard_normal((num_rows, H))
+    grad = rng.standard_normal((num_rows, H))
+    tokens[sum(sizes) :] = np.nan
+    grad[sum(sizes) :] = np.nan
+    wi_0 = rng.standard_normal((groups, H, F)) / np.sqrt(H)
+    wi_1 = rng.standard_normal((groups, H, F)) / np.sqrt(H)
+    wo = rng.standard_normal((groups, F, H)) / np.sqrt(F)
+    arrays = [jnp.asarray(x, dtype) for x in (tokens, wi_0, wi_1, wo)]
+    return arrays, jnp.asarray(sizes, jnp.int32), jnp.asarray(grad, dtype)
+
+
+def expected(weights, sizes, grad):
+    """The output and the gradients of tokens, wi_0, wi_1 and wo, in float64."""
+    tokens, wi_0, wi_1, wo, grad = (np.asarray(x).astype(np.float64) for x in (*weights, grad))
+    out, dtokens = np.zeros(tokens.shape), np.zeros(tokens.shape)
+    dwi_0, dwi_1, dwo = np.zeros(wi_0.shape), np.zeros(wi_1.shape), np.zeros(wo.shape)
+    start = 0
+    for e, size in enumerate(np.asarray(sizes)):
+        rows = slice(start, start + size)
+        start += size
+        x, g = tokens[rows], grad[rows]
+        a, b = x @ wi_0[e], x @ wi_1[e]
+        sigmoid = 1 / (1 + np.exp(-a))
+        silu, dsilu = a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+        out[rows] = (silu * b) @ wo[e]
+        dh = g @ wo[e].T
+        da, db = dh * b * dsilu, dh * silu
+        dtokens[rows] = da @ wi_0[e].T + db @ wi_1[e].T
+        dwi_0[e], dwi_1[e], dwo[e] = x.T @ da, x.T @ db, (silu * b).T @ g
+    return out, dtokens, dwi_0, dwi_1, dwo
+
+
+def assert_close(got, want, dtype):
+    assert got.dtype == jnp.dtype(dtype)
+    got = np.asarray(got).astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE[dtype] * max(1, abs(want).max()))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def output_and_gradients(weights, sizes, grad, implementation):
+    out, vjp = jax.vjp(lambda *w: expert_mlp(*w, sizes, implementation=implementation), *weights)
+    return out, *vjp(grad)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+def test_output_and_gradients(implementation, dtype, case):
+    weights, sizes, grad = operands(NUM_ROWS, CASES[case], dtype)
+    total = sum(CASES[case])
+    got = output_and_gradients(weights, sizes, grad, implementation)
+    for mine, want in zip(got, expected(weights, sizes, grad), strict=True):
+        assert_close(mine, want, dtype)
+    assert not np.any(np.asarray(got[0])[total:])
+    assert not np.any(np.asarray(got[1])[total:])
+    empty = np.asarray(sizes) == 0
+    for gradient in got[2:]:
+        assert not np.any(np.asarray(gradient)[empty])
+
+
+def test_another_activation():
+    (tokens, *weights), sizes, _ = operands(40, [10, 30], "float32")
+    got = expert_mlp(tokens, *weights, sizes, activation=jnp.tanh)
+    for start, stop, e in ((0, 10, 0), (10, 40, 1)):
+        x = np.asarray(tokens[start:stop])
+        wi_0, wi_1, wo = (np.asarray(w[e]) for w in weights)
+        want = (np.tanh(x @ wi_0) * (x @ wi_1)) @ wo
+        assert_close(got[start:stop], want, "float32")
+
+
+def saved_shapes(function, *args):
+    """Shapes of what the forward pass hands to the backward pass, beside the arguments."""
+    _, vjp = jax.vjp(function, *args)
+    mine = {id(x) for x in jax.tree.leaves(args)}
+    leaves = [x for x in jax.tree.leaves(vjp) if hasattr(x, "shape") and id(x) not in mine]
+    return sorted(x.shape for x in leaves if x.ndim > 1)
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """Tokens and the two pre-activations; less under a policy that names what to keep."""
+    rows = 80
+    (tokens, *weights), sizes, _ = operands(rows, [50, 30], "float32")
+
+    def layer(x, *weights):
+        # A new array, as dispatch makes one: what is kept of it counts.
+        return jnp.sum(expert_mlp(checkpoint_name(jnp.sin(x), "made"), *weights, sizes))
+
+    kept = saved_shapes(jax.jit(layer), tokens, *weights)
+    assert kept.count((rows, F)) == 2, kept
+    names = jax.checkpoint_policies.save_only_these_names
+
+    def kept_under(*to_save):
+        eqns = jax.make_jaxpr(
+            lambda *a: jax.vjp(jax.checkpoint(layer, policy=names(*to_save)), *a)[1](1.0)
+        )(tokens, *weights)
+        return str(eqns).count("grouped_matmul[")
+
+    # Keeping nothing, the backward pass computes the pre-activations' two products again.
+    assert kept_under() - kept_under("expert_pre_activations") == 2
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("mesh_shape", [(1, 1), (1, 2), (2, 4)], ids=str)
+def test_inside_shard_map(mesh_shape, check_vma):
+    """Experts spread over one axis, tokens over both: under checkpoint, and in a scan."""
+    mesh = meshes.mesh(mesh_shape, ("data", "expert"))
+    data, experts = mesh_shape
+    ranks = data * experts
+    parts = [operands(60, [20, 0, 35], "float32", seed) for seed in range(ranks)]
+    tokens = jnp.concatenate([part[0][0] for part in parts])
+    grad = jnp.concatenate([part[2] for part in parts])
+    weights = [jnp.concatenate([part[0][i] for part in parts[:experts]]) for i in (1, 2, 3)]
+    sizes = parts[0][1]
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(("data", "expert")), P("expert"), P("expert"), P("expert"), P()),
+        out_specs=P(("data", "expert")),
+        check_vma=check_vma,
+    )
+    def layer(tokens, *weights_and_sizes):
+        @jax.checkpoint
+        def step(total, _):
+            return total + expert_mlp(tokens, *weights_and_sizes), None
+
+        return jax.lax.scan(step, jnp.zeros_like(tokens), None, length=2)[0] / 2
+
+    out, vjp = jax.vjp(lambda *a: layer(*a, sizes), tokens, *weights)
+    got = vjp(grad)
+    rows, groups = 60, 3
+    want_weights = [np.zeros(w.shape) for w in weights]
+    for rank in range(ranks):
+        mine = slice(rank * rows, (rank + 1) * rows)
+        e = rank % experts
+        block = slice(e * groups, (e + 1) * groups)
+        args = [tokens[mine], *(w[block] for w in weights)]
+        want_out, want_tokens, *wants = expected(args, sizes, grad[mine])
+        assert_close(out[mine], want_out, "float32")
+        assert_close(got[0][mine], want_tokens, "float32")
+        for total, want in zip(want_weights, wants, strict=True):
+            total[block] += want
+    for mine, want in zip(got[1:], want_weights, strict=True):
+        assert_close(mine, want, "float32")
+
+
+def test_lowers_for_cuda():
+    bf16 = jnp.bfloat16
+    shapes = (
+        jax.ShapeDtypeStruct((1000, 512), bf16),
+        jax.ShapeDtypeStruct((4, 512, 256), bf16),
+        jax.ShapeDtypeStruct((4, 512, 256), bf16),
+        jax.ShapeDtypeStruct((4, 256, 512), bf16),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
+    )
+
+    def loss(*args):
+        return jnp.sum(expert_mlp(*args).astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(loss, (0, 1, 2, 3))).trace(*shapes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu" in text
+    assert "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "error", "message"),
+    [
+        ("tokens", (8, H, 1), "float32", ValueError, r"tokens must be .*\(8, 64, 1\)"),
+        (
+            "tokens",
+            (8, H + 2),
+            "float32",
+            ValueError,
+            r"tokens must have shape \(8, 64\).*\(8, 66\)",
+        ),
+        ("tokens", (8, H), "int32", TypeError, r"tokens must be a floating array"),
+        ("wi_1", (2, H, F + 1), "float32", ValueError, r"wi_1 must have shape \(2, 64, 128\)"),
+        ("wi_1", (2, H, F), "bfloat16", TypeError, r"wi_1 must have the dtype of tokens, float32"),
+        ("wo", (2, H, F), "float32", ValueError, r"wo must have shape \(2, 128, 64\)"),
+        ("group_sizes", (3,), "int32", ValueError, r"group_sizes must have shape \(2,\)"),
+        (
+            "group_sizes",
+            (2,),
+            "float32",
+            TypeError,
+            r"group_sizes must be an integer array.*float32",
+        ),
+    ],
+)
+def test_errors(name, shape, dtype, error, message):
+    arrays = {
+        "tokens": jnp.zeros((8, H)),
+        "wi_0": jnp.zeros((2, H, F)),
+        "wi_1": jnp.zeros((2, H, F)),
+        "wo": jnp.zeros((2, F, H)),
+        "group_sizes": jnp.zeros((2,), jnp.int32),
+    }
+    arrays[name] = jnp.zeros(shape, dtype)
+    with pytest.raises(error, match=message):
+        expert_mlp(**arrays)

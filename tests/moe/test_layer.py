@@ -1,0 +1,417 @@
+"""The core of the layers: against dense NumPy in float64, and over every kind of mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.dense_moe import BATCH, SEQUENCE, E, F, H, K, assert_close, dense, make_params, make_x
+from support.meshes import RANK_COUNTS, expert_mesh, mesh
+
+from jax_ep.moe import layer as moe
+from jax_ep.moe import routing
+
+CONFIG = moe.MoEConfig(num_experts=E, num_experts_per_token=K)
+
+
+def loss(params, x, mask=None, *, config=CONFIG):
+    """A scalar that every part of the output reaches, and the outputs."""
+    out, metrics = moe.moe_layer(params, x, config, mask)
+    scalar = jnp.mean(out**2) + metrics.load_balance_loss + 0.1 * metrics.router_z_loss
+    return scalar, (out, metrics)
+
+
+def run(params, x, mask=None, *, config=CONFIG):
+    """Loss, outputs and gradients, compiled."""
+    step = jax.value_and_grad(functools.partial(loss, config=config), (0, 1), has_aux=True)
+    return jax.jit(step)(params, x, mask)
+
+
+@functools.cache
+def unsharded():
+    return jax.device_get(run(make_params(), make_x()))
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+ROUTERS = [
+    (dict(), False),
+    (dict(scale=0.5), True),
+    (dict(score="sigmoid", scale=2.5), True),
+    (dict(score="sigmoid", num_groups=4, groups_kept=2, normalize=False), True),
+]
+
+
+@pytest.mark.parametrize("router, bias", ROUTERS, ids=str)
+def test_matches_dense_numpy(router, bias):
+    params, x = make_params(bias=bias), make_x()
+    config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, expert_alignment=8, **router)
+    out, metrics = jax.jit(moe.moe_layer, static_argnums=2)(params, x, config)
+    want, counts = dense(params, x, **router)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
+    assert metrics.num_dropped == 0
+
+
+def test_metrics_are_those_of_routing():
+    params, x = make_params(), make_x()
+    _, metrics = moe.moe_layer(params, x, CONFIG)
+    logits = x.reshape(-1, H) @ params.gate
+    routed = routing.top_k_routing(logits, K)
+    want = routing.load_balance_loss(routed.probs, routed.topk_idx)
+    np.testing.assert_allclose(metrics.load_balance_loss, want, rtol=1e-6)
+    np.testing.assert_allclose(metrics.router_z_loss, routing.router_z_loss(logits), rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+def test_every_rank_count_gives_the_same(num_ranks):
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        got = run(make_params(), make_x())
+    assert_close(got, unsharded())
+
+
+MESHES = [
+    ((2, 4), ("data", "expert")),
+    ((8,), ("data",)),
+    ((2, 2, 2), ("data", "expert", "tensor")),
+]
+
+
+@pytest.mark.parametrize("shape, axes", MESHES)
+def test_meshes_of_several_axes_and_of_none_for_experts(shape, axes):
+    with jax.set_mesh(mesh(shape, axes)):
+        got = run(make_params(), make_x())
+    assert_close(got, unsharded())
+
+
+def test_experts_over_two_axes_and_tokens_over_a_part_of_the_mesh():
+    config = moe.MoEConfig(
+        num_experts=E,
+        num_experts_per_token=K,
+        expert_axis=("node", "expert"),
+        batch_axes=("node", "expert"),
+    )
+    with jax.set_mesh(mesh((2, 2, 2), ("node", "tensor", "expert"))):
+        got = run(make_params(), make_x(), config=config)
+    assert_close(got, unsharded())
+
+
+@pytest.mark.parametrize("way", ["attribute", "with statement"])
+def test_mesh_without_set_mesh(way):
+    devices = mesh((2, 4), ("data", "expert"))
+    if way == "attribute":
+        config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, mesh=devices)
+        got = run(make_params(), make_x(), config=config)
+    else:
+        with pytest.warns(DeprecationWarning), devices:
+            got = run(make_params(), make_x())
+    assert len(got[0][1][0].sharding.device_set) == 8
+    assert_close(got, unsharded())
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=str)
+def test_explicit_axes_keep_the_sharding_of_x(spec):
+    if len(jax.devices()) < 8:
+        pytest.skip(f"needs 8 devices, this machine has {len(jax.devices())}")
+    devices = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(devices):
+        x = jax.device_put(make_x(), NamedSharding(devices, spec))
+
+        @jax.jit
+        def residual_loss(params, x):
+            value, (out, _) = loss(params, x)
+            assert jax.typeof(out).sharding.spec == jax.typeof(x).sharding.spec
+            return value + 0 * jnp.sum(x + out)
+
+        value, grads = jax.value_and_grad(residual_loss, (0, 1))(make_params(), x)
+    (want_value, _), want_grads = unsharded()
+    assert_close((value, grads), (want_value, want_grads))
+
+
+@pytest.mark.parametrize("experts, check_vma", [("own", True), ("own", False), ("all", True)])
+def test_inside_a_shard_map(experts, check_vma):
+    axes = ("data", "expert")
+    params, x = make_params(), make_x()
+    specs = jax.tree.map(lambda _: P(), params)
+    if experts == "own":
+        specs = specs._replace(wi_0=P("expert"), wi_1=P("expert"), wo=P("expert"))
+    layer = jax.shard_map(
+        functools.partial(moe.moe_layer, config=CONFIG),
+        mesh=mesh((2, 4), axes),
+        in_specs=(specs, P(axes)),
+        out_specs=(P(axes), P()),
+        check_vma=check_vma,
+    )
+
+    def total(params, x):
+        out, metrics = layer(params, x)
+        scalar = jnp.mean(out**2) + metrics.load_balance_loss + 0.1 * metrics.router_z_loss
+        return scalar, (out, metrics)
+
+    got = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(params, x)
+    assert_close(got, unsharded())
+
+
+def test_inside_a_shard_map_of_a_mesh_without_the_expert_axis():
+    layer = jax.shard_map(
+        functools.partial(moe.moe_layer, config=CONFIG),
+        mesh=expert_mesh(4, "data"),
+        in_specs=(P(), P("data")),
+        out_specs=(P("data"), P()),
+    )
+    assert_close(jax.jit(layer)(make_params(), make_x()), unsharded()[0][1])
+
+
+def test_expert_weights_and_their_gradients_stay_where_they_are():
+    devices = mesh((2, 4), ("data", "expert"))
+    split = NamedSharding(devices, P("expert"))
+    params = make_params()
+    params = params._replace(
+        **{name: jax.device_put(getattr(params, name), split) for name in ("wi_0", "wi_1", "wo")}
+    )
+    with jax.set_mesh(devices):
+        _, (grads, _) = run(params, make_x())
+        hlo = jax.jit(loss).lower(params, make_x()).compile().as_text() or ""
+    assert grads.wi_0.sharding.is_equivalent_to(split, 3)
+    assert f"f32[{E},{H},{F}]" not in hlo and f"f32[{E // 4},{H},{F}]" in hlo
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 1, 2)], ids=str)
+def test_any_number_of_tokens_on_eight_ranks(shape):
+    params, x = make_params(), make_x(shape=shape)
+    want, counts = dense(params, x)
+    with jax.set_mesh(expert_mesh(8)):
+        out, metrics = moe.moe_layer(params, x, CONFIG)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
+
+
+def test_masked_tokens_go_nowhere_and_count_nowhere():
+    params, x = make_params(shared=False), make_x()
+    mask = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 3 > 0
+    _, (_, want) = loss(params, x[mask])
+    want_out, _ = dense(params, x)
+    with jax.set_mesh(expert_mesh(4)):
+        (_, (out, metrics)), (_, dx) = run(params, x, mask)
+    assert_close(metrics, want)
+    np.testing.assert_allclose(out[mask], want_out[mask], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(out[~mask], 0.0)
+    np.testing.assert_array_equal(dx[~mask], 0.0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_small_capacity_drops_and_says_so(num_ranks):
+    config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, capacity_factor=0.5)
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
+    counts = np.asarray(metrics.expert_counts)
+    rows = BATCH * SEQUENCE // num_ranks * K // 2
+    per_rank = counts.reshape(num_ranks, -1).sum(axis=1)
+    assert metrics.num_dropped == np.maximum(per_rank - rows, 0).sum() > 0
+    np.testing.assert_array_equal(counts, unsharded()[0][1][1].expert_counts)
+    assert np.abs(out - unsharded()[0][1][0]).max() > 1e-2
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
+
+
+def test_ample_capacity_factor_drops_nothing():
+    config = moe.MoEConfig(
+        num_experts=E, num_experts_per_token=K, capacity_factor=2.5, expert_alignment=4
+    )
+    with jax.set_mesh(expert_mesh(4)):
+        got = run(make_params(), make_x(), config=config)
+    assert_close(got, unsharded())
+
+
+@pytest.mark.parametrize("k, alignment", [(1, 1), (3, 8), (E, 1)])
+def test_dropless_holds_the_worst_routing(k, alignment):
+    """All tokens choose the experts of one rank, as far as they fit there."""
+    params = make_params()._replace(gate=jnp.zeros((H, E)))
+    config = moe.MoEConfig(num_experts=E, num_experts_per_token=k, expert_alignment=alignment)
+    with jax.set_mesh(expert_mesh(4)):
+        _, (_, metrics) = jax.jit(functools.partial(loss, config=config))(params, make_x())
+    np.testing.assert_array_equal(metrics.expert_counts, [BATCH * SEQUENCE] * k + [0] * (E - k))
+    assert metrics.num_dropped == 0
+
+
+def test_bfloat16_compute_with_float32_parameters():
+    config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, dtype=jnp.bfloat16)
+    with jax.set_mesh(expert_mesh(4)):
+        (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
+    assert out.dtype == jnp.bfloat16
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    # The router sees float32 tokens, so the choices are those of the float32 layer.
+    (_, (want, want_metrics)), want_grads = unsharded()
+    assert_close(metrics, want_metrics)
+    np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
+    assert_close(grads, want_grads, rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_tokens_in_float8_on_the_wire(num_ranks):
+    """As if the experts had got the tokens that arrive; gradients pass the rounding."""
+    hidden, mlp_dim = 256, 32
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, g = (jax.random.normal(key, (16, hidden)) for key in keys[:2])
+    shapes = moe.weight_shapes(E, hidden, mlp_dim, 0) | {"gate": (hidden, E)}
+    params = moe.MoEParams(**{
+        name: jax.random.normal(key, shape) / shape[-2] ** 0.5
+        for key, (name, shape) in zip(keys[2:], shapes.items(), strict=True)
+    })  # fmt: skip
+    with jax.set_mesh(expert_mesh(num_ranks)):
+
+        def results(wire_dtype):
+            config = dataclasses.replace(CONFIG, wire_dtype=wire_dtype)
+            return jax.jit(jax.vjp, static_argnums=0)(
+                lambda x: moe.moe_layer(params, x, config)[0], x
+            )
+
+        (out, pull), (plain, plain_pull) = results(jnp.float8_e4m3fn), results(None)
+        grad, plain_grad = pull(g)[0], plain_pull(g)[0]
+    # The router sees the tokens as they are, so the choices are the same.
+    for got, want in ((out, plain), (grad, plain_grad)):
+        error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+        assert 0 < error < 0.1
+
+
+def test_dtype_none_promotes():
+    low = make_x().astype(jnp.bfloat16)
+    assert moe.moe_layer(make_params(), low, CONFIG)[0].dtype == jnp.float32
+    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), make_params())
+    assert moe.moe_layer(params, low, CONFIG)[0].dtype == jnp.bfloat16
+
+
+def test_checkpoint_and_scan():
+    """Two layers of equal shape under scan, rematerialized, against the plain loop."""
+    layers = [make_params(seed) for seed in (0, 7)]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *layers)
+    policy = jax.checkpoint_policies.save_only_these_names("dispatched_tokens")
+
+    def body(x, params):
+        out, metrics = moe.moe_layer(params, x, CONFIG)
+        return x + out, metrics.load_balance_loss
+
+    def scanned(stacked, x):
+        x, losses = jax.lax.scan(jax.checkpoint(body, policy=policy), x, stacked)
+        return jnp.mean(x**2) + jnp.sum(losses)
+
+    def looped(layers, x):
+        losses = []
+        for params in layers:
+            x, balance = body(x, params)
+            losses.append(balance)
+        return jnp.mean(x**2) + sum(losses)
+
+    want, (want_layers, want_dx) = jax.jit(jax.value_and_grad(looped, (0, 1)))(layers, make_x())
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+        got, (grads, dx) = jax.jit(jax.value_and_grad(scanned, (0, 1)))(stacked, make_x())
+    assert_close(
+        (got, grads, dx), (want, jax.tree.map(lambda *a: jnp.stack(a), *want_layers), want_dx)
+    )
+
+
+def test_gradients_against_differences_of_dense_numpy():
+    params, x = make_params(bias=True), make_x(shape=(2, 2))
+    mix = np.random.default_rng(3).normal(size=x.shape)
+    grads, dx = jax.grad(lambda p, x: jnp.sum(moe.moe_layer(p, x, CONFIG)[0] * mix), (0, 1))(
+        params, x
+    )
+    rng, eps = np.random.default_rng(4), 1e-5
+    for name, grad in (*grads._asdict().items(), ("x", dx)):
+        at = np.asarray(x if name == "x" else getattr(params, name), np.float64)
+        direction = rng.normal(size=at.shape)
+
+        def value(step, name=name, at=at, direction=direction):
+            moved = at + step * direction
+            p = params if name == "x" else params._replace(**{name: moved})
+            return np.sum(dense(p, moved if name == "x" else x)[0] * mix)
+
+        want = 0.0 if name == "bias" else (value(eps) - value(-eps)) / (2 * eps)
+        got = np.sum(np.asarray(grad, np.float64) * direction)
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_per_expert_initializer_uses_one_experts_fans():
+    init = moe.per_expert(jax.nn.initializers.lecun_normal())
+    weights = init(jax.random.key(0), (4, 256, 64), jnp.float32)
+    np.testing.assert_allclose(np.std(weights, axis=(1, 2)), 1 / 16, rtol=0.05)
+    assert np.abs(weights[0] - weights[1]).max() > 0.1
+
+
+def config_with(**changes) -> moe.MoEConfig:
+    return moe.MoEConfig(**(dict(num_experts=E, num_experts_per_token=K) | changes))
+
+
+X = jnp.zeros((8, H))
+
+
+@pytest.mark.parametrize(
+    "config, x, mask, error, message",
+    [
+        (
+            config_with(num_experts=4),
+            X,
+            None,
+            ValueError,
+            r"gate must be .*num_experts=4.*\(16, 8\)",
+        ),
+        (CONFIG, jnp.zeros((8, 5)), None, ValueError, r"x must be .*H=16.* \(8, 5\)"),
+        (CONFIG, X.astype(int), None, TypeError, "x must be a floating array"),
+        (CONFIG, X[:0], None, ValueError, r"x must hold at least one token.*\(0, 16\)"),
+        (CONFIG, X, jnp.ones(4, bool), ValueError, r"mask must .*\(8, 16\).*\(4,\)"),
+        (CONFIG, X, jnp.ones(8), TypeError, "mask must be a bool array .*has dtype float32"),
+        (
+            config_with(capacity_factor=0.0),
+            X,
+            None,
+            ValueError,
+            "capacity_factor must .* but is 0.0",
+        ),
+        (config_with(expert_alignment=0), X, None, ValueError, "expert_alignment must .* but is 0"),
+        (config_with(num_experts_per_token=9), X, None, ValueError, "k must .* but is 9"),
+        (config_with(implementation="pallas"), X, None, ValueError, "there is no mesh with that"),
+        (config_with(implementation="nccl"), X, None, ValueError, "implementation must .*'nccl'"),
+        (config_with(matmul_implementation="x"), X, None, ValueError, "implementation must .*'x'"),
+    ],
+)
+def test_errors_name_the_argument(config, x, mask, error, message):
+    with pytest.raises(error, match=message):
+        moe.moe_layer(make_params(), x, config, mask)
+
+
+def test_errors_about_the_mesh_name_the_argument():
+    devices = mesh((2, 4), ("data", "expert"))
+    with jax.set_mesh(devices):
+        with pytest.raises(ValueError, match=r"batch_axes must .*'expert'.* but is \('data',\)"):
+            moe.moe_layer(make_params(), X, config_with(batch_axes="data"))
+        with pytest.raises(ValueError, match=r"batch_axes must .* but is \('expert', 'rows'\)"):
+            moe.moe_layer(make_params(), X, config_with(batch_axes=("expert", "rows")))
+        with pytest.raises(ValueError, match=r"expert_axis \('expert', 'node'\) must name axes"):
+            moe.moe_layer(make_params(), X, config_with(expert_axis=("expert", "node")))
+        with pytest.raises(
+            ValueError, match=r"expert_axis .* enclosing jax.shard_map.*\('data',\)"
+        ):
+            jax.shard_map(
+                lambda x: moe.moe_layer(make_params(), x, CONFIG)[0],
+                in_specs=P("data"),
+                out_specs=P("data"),
+                axis_names={"data"},
+            )(X)
+    with pytest.raises(ValueError, match=r"expert_axis \('ep',\) must name axes of the mesh"):
+        moe.moe_layer(make_params(), X, config_with(mesh=devices, expert_axis="ep"))
+    with jax.set_mesh(expert_mesh(8)):
+        params = make_params()._replace(gate=jnp.zeros((H, 12)))
+        with pytest.raises(ValueError, match="num_experts must be a multiple of the 8 ranks.* 12"):
+            moe.moe_layer(params, X, config_with(num_experts=12))
+        with pytest.raises(ValueError, match=r"wo must hold 8 experts .*\(4, 12, 16\)"):
+            moe.moe_layer(make_params()._replace(wo=jnp.zeros((4, F, H))), X, CONFIG)

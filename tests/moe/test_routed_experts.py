@@ -1,0 +1,350 @@
+"""Experts and combine as one function: against the two apart, and gradients against float64."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from support.contract import AXIS, Case, implementations, most_ranks, per_rank, routing
+from support.meshes import cuda_mesh
+
+import jax_ep
+from jax_ep import reference
+from jax_ep.matmul.api import serving_implementations
+from jax_ep.moe.routed_experts import routed_experts
+
+H, F, T, K, E = 64, 64, 12, 3, 8
+TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 3e-3, "bfloat16": 3e-2}
+
+
+def make_operands(case, kind="uniform", seed=0):
+    """x, topk_idx, weights, wi_0, wi_1, wo and the output's cotangent, stacked by rank."""
+    rng = np.random.default_rng(seed)
+    ranks, local = case.num_ranks, case.num_experts // case.num_ranks
+    topk_idx = routing(kind, case, rng)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.standard_normal((ranks, *shape)), case.dtype)
+
+    wi_0, wi_1 = (normal(local, H, F, scale=H**-0.5) for _ in range(2))
+    wo = normal(local, F, H, scale=F**-0.5)
+    weights = jnp.asarray(rng.uniform(0.1, 1, topk_idx.shape), jnp.float32)
+    return normal(T, H), topk_idx, weights, wi_0, wi_1, wo, normal(T, H)
+
+
+def layer(case, exchange=None, matmul=None, apart=False):
+    """(x, topk_idx, weights, wi_0, wi_1, wo) -> out, of one rank."""
+
+    def run(x, topk_idx, weights, *experts):
+        sent = case.dispatch(x, topk_idx, exchange)
+        if apart:
+            y = jax_ep.expert_mlp(sent.tokens, *experts, sent.group_sizes, implementation=matmul)
+            return jax_ep.combine(y, sent.handle, weights, implementation=exchange)
+        return routed_experts(
+            sent, *experts, weights, implementation=exchange, matmul_implementation=matmul
+        )
+
+    return run
+
+
+@functools.cache
+def output_and_gradients(case, exchange, matmul, apart=False):
+    """(*operands, grad) -> out and the gradients of x, weights, wi_0, wi_1 and wo."""
+
+    def on_rank(x, topk_idx, weights, wi_0, wi_1, wo, grad):
+        def run(x, weights, *experts):
+            return layer(case, exchange, matmul, apart)(x, topk_idx, weights, *experts)
+
+        out, vjp = jax.vjp(run, x, weights, wi_0, wi_1, wo)
+        return out, *vjp(grad)
+
+    return jax.jit(per_rank(on_rank, case.num_ranks))
+
+
+def expected(case, x, topk_idx, weights, wi_0, wi_1, wo, grad):
+    """The same in float64, choice by choice; what the reference drops counts nowhere."""
+    sent = reference.dispatch(list(np.asarray(x)), list(topk_idx), **case.options)
+    x, weights, wi_0, wi_1, wo, grad = (
+        np.asarray(a).astype(np.float64) for a in (x, weights, wi_0, wi_1, wo, grad)
+    )
+    out, dx, dweights = np.zeros(x.shape), np.zeros(x.shape), np.zeros(weights.shape)
+    dwi_0, dwi_1, dwo = np.zeros(wi_0.shape), np.zeros(wi_1.shape), np.zeros(wo.shape)
+    local = case.num_experts // case.num_ranks
+    for s, received in enumerate(sent):
+        for t, k in zip(*np.nonzero(received.routes.rows >= 0), strict=True):
+            e = divmod(topk_idx[s, t, k], local)
+            a, b = x[s, t] @ wi_0[e], x[s, t] @ wi_1[e]
+            sigmoid = 1 / (1 + np.exp(-a))
+            silu, dsilu = a * sigmoid, sigmoid * (1 + a * (1 - sigmoid))
+            w, g = weights[s, t, k], grad[s, t]
+            y = (silu * b) @ wo[e]
+            out[s, t] += w * y
+            dweights[s, t, k] = g @ y
+            dh = w * (g @ wo[e].T)
+            da, db = dh * b * dsilu, dh * silu
+            dx[s, t] += da @ wi_0[e].T + db @ wi_1[e].T
+            dwi_0[e] += np.outer(x[s, t], da)
+            dwi_1[e] += np.outer(x[s, t], db)
+            dwo[e] += np.outer(w * silu * b, g)
+    return out, dx, dweights, dwi_0, dwi_1, dwo
+
+
+def assert_close(got, want, dtype):
+    for name, a, b in zip(("out", "x", "weights", "wi_0", "wi_1", "wo"), got, want, strict=True):
+        assert a.dtype == (jnp.float32 if name == "weights" else jnp.dtype(dtype)), name
+        atol = TOLERANCE[dtype] * max(1, abs(b).max())
+        a = np.asarray(a).astype(np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=name)
+
+
+CASES = {  # routing, capacity, alignment
+    "uniform": ("uniform", None, 1),
+    "overflowing": ("uniform", 20, 1),
+    "aligned and overflowing": ("skewed", 44, 8),
+    "masked": ("masked", None, 8),
+    "one expert again and again": ("repeated", None, 1),
+    "none": ("empty", 16, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("exchange", implementations())
+def test_output_and_gradients(exchange, dtype, num_ranks, name):
+    kind, capacity, alignment = CASES[name]
+    case = Case(most_ranks(num_ranks), T, H, K, E, dtype, capacity, alignment)
+    operands = make_operands(case, kind)
+    got = output_and_gradients(case, exchange, None)(*operands)
+    assert_close(got, expected(case, *operands), dtype)
+    apart = output_and_gradients(case, exchange, None, apart=True)(*operands)
+    np.testing.assert_array_equal(got[0], apart[0])
+
+
+@pytest.mark.parametrize(
+    ("matmul", "dtype"),
+    [(name, dtype) for dtype in TOLERANCE for name in serving_implementations((H, F), dtype)],
+)
+def test_matmul_implementations(matmul, dtype):
+    case = Case(most_ranks(2), T, H, K, E, dtype, 30, 1)
+    operands = make_operands(case, "skewed", seed=1)
+    got = output_and_gradients(case, None, matmul)(*operands)
+    assert_close(got, expected(case, *operands), dtype)
+
+
+@pytest.mark.parametrize("name", ["overflowing", "masked"])
+def test_weights_of_choices_without_a_row_count_nowhere(name):
+    """NaN there reaches no output and no gradient, and their own gradients are zero."""
+    kind, capacity, alignment = CASES[name]
+    case = Case(most_ranks(4), T, H, K, E, "float32", capacity, alignment)
+    x, topk_idx, weights, *others = make_operands(case, kind)
+    sent = reference.dispatch(list(np.asarray(x)), list(topk_idx), **case.options)
+    rows = np.stack([received.routes.rows for received in sent])
+    assert np.any(rows < 0)
+    run = output_and_gradients(case, None, None)
+    want = run(x, topk_idx, weights, *others)
+    got = run(x, topk_idx, jnp.where(rows < 0, jnp.nan, weights), *others)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.any(np.asarray(got[2])[rows < 0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_scan_and_checkpoint(check_vma):
+    """jax.grad around the shard_map, of layers in a loop that keeps nothing but their inputs."""
+    case = Case(most_ranks(4), T, H, K, E, "float32", 40, 1)
+    x, _, _, *experts, grad = make_operands(case)
+    rng = np.random.default_rng(2)
+    topk_idx = np.stack([routing("uniform", case, rng) for _ in range(2)], axis=1)
+    weights = jnp.asarray(rng.uniform(0.1, 1, topk_idx.shape), jnp.float32)
+
+    def total(style):
+        def on_rank(x, topk_idx, weights, grad, *experts):
+            def step(x, routing_of_layer):
+                return x + layer(case, apart=style == "apart")(x, *routing_of_layer, *experts), None
+
+            if style == "loop":
+                step = jax.checkpoint(step)
+                x, _ = jax.lax.scan(step, x, (topk_idx, weights))
+            else:
+                for i in range(2):
+                    x, _ = step(x, (topk_idx[i], weights[i]))
+            return jnp.sum(x * grad)
+
+        run = per_rank(on_rank, case.num_ranks, check_vma)
+        return lambda x, weights, *experts: jnp.sum(run(x, topk_idx, weights, grad, *experts))
+
+    gradients = [
+        jax.jit(jax.grad(total(style), tuple(range(5))))(x, weights, *experts)
+        for style in ("loop", "plain", "apart")
+    ]
+    for loop, plain, apart in zip(*gradients, strict=True):
+        atol = TOLERANCE["float32"] * max(1, float(abs(apart).max()))
+        np.testing.assert_allclose(loop, apart, rtol=0, atol=atol)
+        np.testing.assert_allclose(plain, apart, rtol=0, atol=atol)
+
+
+def test_matrices_replicated_over_another_axis():
+    """Their gradient is the sum over it, as for any function under shard_map."""
+    shape = (2, most_ranks(4) // 2) if most_ranks(4) > 1 else (1, 1)
+    mesh = jax.make_mesh(shape, ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    case = Case(shape[1], T, H, K, E)
+    parts = [make_operands(case, seed=seed) for seed in range(shape[0])]
+    experts, both = parts[0][3:6], ("data", AXIS)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(both), P(both), P(both), P(AXIS), P(AXIS), P(AXIS)),
+        out_specs=P(both),
+    )
+    def run(*operands):
+        return layer(case)(*(operand[0] for operand in operands))[None]
+
+    x, topk_idx, weights = (jnp.concatenate([part[i] for part in parts]) for i in range(3))
+    grad = jnp.concatenate([part[6] for part in parts])
+    out, vjp = jax.vjp(jax.jit(lambda x, w, *e: run(x, topk_idx, w, *e)), x, weights, *experts)
+    wants = [expected(case, *part[:3], *experts, part[6]) for part in parts]
+    rows = [np.concatenate([want[i] for want in wants]) for i in range(3)]
+    sums = [sum(want[i] for want in wants) for i in range(3, 6)]
+    assert_close((out, *vjp(grad)), (*rows, *sums), "float32")
+
+
+def test_second_order_gradient():
+    """Through the gradient's own matmuls, exchanges and numbers sent to rows."""
+    case = Case(most_ranks(2), T, H, K, E)
+    x, topk_idx, weights, *experts, grad = make_operands(case)
+
+    def slope(style):
+        def squared(x, topk_idx, weights, grad, *experts):
+            run = layer(case) if style == "routed" else functools.partial(dense, case)
+
+            def value(x, weights, *experts):
+                return jnp.sum(jnp.sin(run(x, topk_idx, weights, *experts)) * grad)
+
+            gradients = jax.grad(value, (0, 1, 2))(x, weights, *experts)
+            return sum(jnp.sum(gradient**2) for gradient in gradients)
+
+        run = per_rank(squared, case.num_ranks)
+        slope = jax.grad(
+            lambda x, weights, wo: jnp.sum(run(x, topk_idx, weights, grad, *experts[:2], wo)),
+            (0, 1, 2),
+        )
+        return jax.jit(slope)(x, weights, experts[2])
+
+    for got, want in zip(slope("routed"), slope("dense"), strict=True):
+        atol = 100 * TOLERANCE["float32"] * max(1, float(abs(want).max()))
+        np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+def dense(case, x, topk_idx, weights, *experts):
+    """The layer by every expert's matrices on every rank."""
+    wi_0, wi_1, wo = (jax.lax.all_gather(w, AXIS, tiled=True) for w in experts)
+    hidden = jax.nn.silu(jnp.einsum("th,ehf->tef", x, wi_0)) * jnp.einsum("th,ehf->tef", x, wi_1)
+    y = jnp.einsum("tef,efh->teh", hidden, wo)
+    return jnp.einsum("tk,tkh->th", weights, jnp.take_along_axis(y, topk_idx[:, :, None], 1))
+
+
+def products(jaxpr):
+    return str(jaxpr).count(" grouped_matmul[")
+
+
+def test_what_is_kept_and_what_is_computed_again():
+    case = Case(1, T, H, K, E, "float32", 40, 1)
+    x, topk_idx, weights, *experts, grad = (jnp.asarray(a) for a in make_operands(case))
+
+    def kept(apart):
+        def forward(*operands):
+            return jax.vjp(
+                lambda x, w, *e: layer(case, apart=apart)(x, operands[1], w, *e),
+                *(operands[0], *operands[2:]),
+            )[1]
+
+        vjp = jax.eval_shape(per_rank(forward, 1), x, topk_idx, weights, *experts)
+        return sorted(leaf.shape[1:] for leaf in jax.tree.leaves(vjp))
+
+    both, apart = kept(False), kept(True)
+    assert apart.count((40, H)) == both.count((40, H)) + 1, "the experts' output"
+    assert (40, F) in both
+
+    def again(apart):
+        def on_rank(x, topk_idx, weights, grad, *experts):
+            run = jax.checkpoint(lambda *a: layer(case, apart=apart)(a[0], topk_idx, *a[1:]))
+            return jax.vjp(run, x, weights, *experts)[1](grad)
+
+        return products(jax.make_jaxpr(per_rank(on_rank, 1))(x, topk_idx, weights, grad, *experts))
+
+    assert again(apart=True) - again(apart=False) == 1, "the product by wo"
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lowers_for_cuda_without_float32_rows(check_vma):
+    """Nothing of receive-buffer size is made in float32 but within one fused pass of the gate."""
+    ranks, tokens, hidden, mlp, capacity = 8, 256, 512, 256, 1152
+    mesh = cuda_mesh((ranks,), (AXIS,))
+    case = Case(ranks, tokens, hidden, 4, 32, "bfloat16", capacity, 1)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=check_vma
+    )
+    def loss(x, topk_idx, weights, *experts):
+        out = layer(case, "pallas", "pallas")(x, topk_idx, weights, *experts)
+        return jax.lax.psum(jnp.sum(jnp.sin(out.astype(jnp.float32))), AXIS)
+
+    def shape(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    args = (
+        shape(ranks * tokens, hidden),
+        shape(ranks * tokens, 4, dtype=jnp.int32),
+        shape(ranks * tokens, 4, dtype=jnp.float32),
+        shape(32, hidden, mlp),
+        shape(32, hidden, mlp),
+        shape(32, mlp, hidden),
+    )
+    traced = jax.jit(jax.grad(loss, (0, 2, 3, 4, 5))).trace(*args)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert f"tensor<{capacity}x{hidden}xbf16>" in text
+    assert f"tensor<{capacity}x{hidden}xf32>" not in text
+    assert "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(wo=jnp.zeros((E, F + 1, H))), ValueError, r"wo must have shape \(8, 64, 64\)"),
+        (dict(wi_1=jnp.zeros((E, H, F), jnp.bfloat16)), TypeError, "wi_1 must have the dtype"),
+        (dict(weights=jnp.zeros((T, K + 1))), ValueError, "topk_weights must have"),
+        (
+            dict(weights=jnp.zeros((T, K), jnp.int32)),
+            TypeError,
+            "topk_weights must be a floating array",
+        ),
+        (dict(matmul="cutlass"), ValueError, "implementation must be one of .*'cutlass'"),
+        (dict(exchange="nccl"), ValueError, "implementation must be one of .*'nccl'"),
+    ],
+)
+def test_errors(change, error, message):
+    case = Case(1, T, H, K, E)
+    names = ("x", "topk_idx", "weights", "wi_0", "wi_1", "wo")
+    operands = dict(zip(names, (jnp.asarray(a[0]) for a in make_operands(case)[:6]), strict=True))
+    implementations = {name: change.get(name) for name in ("exchange", "matmul")}
+    operands |= {name: value for name, value in change.items() if name in names}
+
+    def on_rank(x, topk_idx, weights, *experts):
+        sent = case.dispatch(x, topk_idx, None)
+        return routed_experts(
+            sent,
+            *experts,
+            weights,
+            implementation=implementations["exchange"],
+            matmul_implementation=implementations["matmul"],
+        )
+
+    with pytest.raises(error, match=message):
+        per_rank(on_rank, 1)(*(operand[None] for operand in operands.values()))

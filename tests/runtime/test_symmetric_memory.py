@@ -1,0 +1,344 @@
+"""Where LL serves, and why not where it doesn't; its regions, mapped by a driver that is a fake."""
+
+from __future__ import annotations
+
+import re
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.meshes import cuda_mesh, expert_mesh
+
+from jax_ep.collectives import api as collectives
+from jax_ep.collectives import primitives
+from jax_ep.collectives import table as collectives_table
+from jax_ep.collectives.pallas import payload_unavailable_reason
+from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.runtime import cuda_driver, symmetric_memory
+from pallas_kernels.fabric import low_latency as ll
+from pallas_kernels.fabric.sentinel_words import EMPTY, SLOT_BYTES, Regions
+
+AXIS = "expert"
+BY_LL = [
+    ("all_reduce", "one_shot_ll"),
+    ("all_reduce", "two_shot_ll"),
+    ("all_gather", "ll"),
+    ("reduce_scatter", "ll"),
+    ("all_to_all", "ll"),
+]
+REGIONS = Regions(2**40, 2**30, 4, ll.NUM_COUNTERS, ll.num_slots(4))
+MIB = 2**20
+
+
+def lower(function: Any, shape: tuple[int, ...], dtype: Any, num_ranks: int = 2) -> str:
+    return traced(function, shape, dtype, num_ranks).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def traced(function: Any, shape: tuple[int, ...], dtype: Any, num_ranks: int = 2) -> Any:
+    mesh = cuda_mesh((num_ranks,), (AXIS,))
+    return mapped(function, mesh).trace(jax.ShapeDtypeStruct(shape, dtype))
+
+
+def mapped(function: Any, mesh: Any) -> Any:
+    spec = P(AXIS)
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+
+
+def collective(op: str, algorithm: str | None) -> Any:
+    return lambda x: getattr(collectives, op)(x, AXIS, algorithm=algorithm)
+
+
+# ------------------------------------------------------------------------------------------ policy
+
+
+@pytest.mark.skipif(not pallas_unavailable_reason(), reason="the kernels serve here")
+@pytest.mark.parametrize(("op", "algorithm"), BY_LL)
+def test_a_mesh_of_cpus_is_refused(op, algorithm):
+    message = rf'{op}: algorithm="{algorithm}" cannot serve here: it needs NVIDIA GPUs'
+    with pytest.raises(ValueError, match=message):
+        mapped(collective(op, algorithm), expert_mesh(2)).trace(jnp.zeros((8, 512)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("op", "algorithm", "limit"),
+    [
+        ("all_reduce", "one_shot_ll", lambda n: 4 * MIB),
+        ("all_reduce", "two_shot_ll", lambda n: 2 * MIB * n),
+        ("all_gather", "ll", lambda n: 4 * MIB),  # of x, not of the result
+        ("reduce_scatter", "ll", lambda n: 4 * MIB * n),
+        ("all_to_all", "ll", lambda n: 4 * MIB * n),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "limit",
+)
+def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
+    """The kernels lower for the largest; a bit more is refused, and the bytes say why."""
+    dtype = jnp.dtype(dtype)
+    per_rank = limit(num_ranks) // dtype.itemsize
+    step = num_ranks * 8
+    assert payload_unavailable_reason(op, algorithm, (per_rank,), dtype, num_ranks) is None
+    reason = payload_unavailable_reason(op, algorithm, (per_rank + step,), dtype, num_ranks)
+    assert f"x, ({per_rank + step},) {dtype.name}, is more than LL has room for" in reason
+
+    if dtype.itemsize == 2:
+        for of_rank in (per_rank, per_rank - num_ranks):
+            text = lower(collective(op, algorithm), (num_ranks * of_rank,), dtype, num_ranks)
+            assert "@mosaic_gpu" in text
+        with pytest.raises(
+            ValueError, match=f'{op}: algorithm="{algorithm}".*more than LL has room for'
+        ):
+            lower(collective(op, algorithm), (num_ranks * (per_rank + step),), dtype, num_ranks)
+
+
+def test_payloads_of_other_kinds_are_refused():
+    for op, algorithm in BY_LL:
+        with pytest.raises(ValueError, match=f'"{algorithm}".*x is float8_e4m3fn, not one of bfl'):
+            lower(collective(op, algorithm), (8, 512), jnp.float8_e4m3fn)
+        with pytest.raises(ValueError, match=r"x is empty, its shape is \(4, 0\)"):
+            lower(collective(op, algorithm), (8, 0), jnp.float32)
+    with jax.enable_x64(True), pytest.raises(ValueError, match="x is float64, not one of bfloat16"):
+        lower(collective("all_gather", "ll"), (8, 512), jnp.float64)
+    with pytest.raises(ValueError, match="algorithm of all_gather must be .*'one_shot_ll'"):
+        lower(collective("all_gather", "one_shot_ll"), (8, 512), jnp.float32)
+    assert "@mosaic_gpu" in lower(collective("all_reduce", "one_shot_ll"), (2, 1), jnp.float16)
+
+
+@pytest.mark.parametrize(("op", "algorithm"), BY_LL)
+def test_a_program_to_export_has_no_addresses(op, algorithm):
+    mesh, x = cuda_mesh((2,), (AXIS,)), jax.ShapeDtypeStruct((8, 512), jnp.float32)
+    named = mapped(collective(op, algorithm), mesh)
+    message = f'{op}: algorithm="{algorithm}".*holds addresses of this process, and is to be exp'
+    with pytest.raises(ValueError, match=message):
+        export.export(named, platforms=["cuda"])(x)
+    exported = export.export(mapped(collective(op, None), mesh), platforms=["cuda"])(x)
+    assert not re.search(r"ep_\w+_ll", exported.mlir_module())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
+    """An abstract mesh has no order of devices, and arrays may be on them in any."""
+    found = []
+
+    def note(op, algorithm, x, num_ranks, here, ll=None):
+        found.append(ll)
+        return "xla"
+
+    monkeypatch.setattr(primitives, "choose", note)
+    monkeypatch.setattr(primitives, "lowering_unavailable_reason", lambda *_: None)
+    mesh = Mesh(np.asarray(jax.devices()[::order]), (AXIS,))
+    x = jax.device_put(jnp.zeros((mesh.size * 8, 4)), NamedSharding(mesh, P(AXIS)))
+    for of_shard_map in (mesh, mesh.abstract_mesh):
+        program = mapped(collective("all_gather", None), of_shard_map).trace(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            program.lower()
+    assert found[0] is None and "order of the GPUs" in found[1]
+
+
+class Chosen:
+    """`choose` on a machine of GPUs, which there need not be."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self._patch = monkeypatch.setattr
+        self.asked = 0
+        self._patch(jax, "default_backend", lambda: "gpu")
+        self._patch(primitives, "pallas_unavailable_reason", lambda: None)
+        self._patch(primitives, "mesh_unavailable_reason", lambda: None)
+        self.table("ll")
+        self.regions(REGIONS)
+
+    def table(self, fastest: str) -> None:
+        """Of the times in which "direct" is faster than "xla", and `fastest` than both."""
+        times = {"xla": 30.0, "direct": 20.0, fastest: 10.0}
+        measured = {"2": {"choices": [[None, fastest]], "us": {"1024": times}}}
+        capability = getattr(jax.devices()[0], "compute_capability", "")
+        table = {capability: {"all_gather": measured}}
+        self._patch(collectives_table, "current", lambda: table)
+
+    def regions(self, regions: Regions | str) -> None:
+        def here() -> Regions | str:
+            self.asked += 1
+            return regions
+
+        self._patch(symmetric_memory, "here", here)
+
+    def __call__(self, algorithm: str | None = None, size: int = 1024, **options: Any) -> str:
+        x = jax.ShapeDtypeStruct((size,), options.pop("dtype", jnp.bfloat16))
+        here = options.pop("here", None)
+        return primitives.choose("all_gather", algorithm, x, 2, here, **options)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    return Chosen(monkeypatch)
+
+
+def test_the_table_may_say_ll(chosen):
+    assert chosen() == chosen("ll") == "ll"
+    chosen.table("direct")
+    assert chosen() == "direct" and chosen("ll") == "ll"
+
+
+def test_without_ll_the_next_best_serves(chosen):
+    assert chosen(size=2 * MIB) == "ll" and chosen(size=2 * MIB + 8) == "direct"
+    assert chosen(dtype=jnp.float8_e4m3fn) == "direct"
+    assert chosen(here="these are CPUs") == "xla"
+    chosen.regions("the driver gives none")
+    assert chosen() == "direct"
+    with pytest.raises(ValueError, match='algorithm="ll" cannot serve here: the driver gives none'):
+        chosen("ll")
+
+
+def test_programs_that_ll_cannot_serve_have_the_other_kernels(chosen):
+    reason = "it is to be exported"
+    assert chosen(ll=reason) == chosen("direct", ll=reason) == "direct"
+    with pytest.raises(ValueError, match=f'"ll" cannot serve here: {reason}'):
+        chosen("ll", ll=reason)
+    chosen.table("xla")
+    assert chosen(ll=reason) == chosen() == "xla"
+
+
+def test_memory_is_taken_by_programs_that_use_ll_only(chosen):
+    """Every GPU gives some for as long as the process lives."""
+    chosen("direct"), chosen("xla"), chosen(ll="it is to be exported")
+    chosen.table("direct")
+    chosen()
+    assert chosen.asked == 0
+    chosen("ll")
+    assert chosen.asked == 1
+
+
+# ----------------------------------------------------------------------------------------- regions
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes the GPUs of these ordinals what JAX has here; returns what the driver was asked."""
+    asked: list[tuple[Any, ...]] = []
+
+    def make(*ordinals: int, base: int = 2**40, refuses: str = "") -> list[tuple[Any, ...]]:
+        def map_shared(*args: Any, **options: Any) -> int:
+            asked.append(("map_shared", *args, *options.values()))
+            if refuses == "map_shared":
+                raise cuda_driver.Error("cuMemCreate: out of memory")
+            return base
+
+        def fill(*args: Any) -> None:
+            asked.append(("fill", *args))
+            if refuses == "fill":
+                raise cuda_driver.Error("cuMemsetD32Async: no")
+
+        gpus = [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in ordinals]
+        monkeypatch.setattr(jax, "local_devices", lambda: gpus)
+        monkeypatch.setattr(cuda_driver, "map_shared", map_shared)
+        monkeypatch.setattr(cuda_driver, "fill", fill)
+        return asked
+
+    symmetric_memory._here.cache_clear()
+    yield make
+    symmetric_memory._here.cache_clear()
+
+
+def test_regions_are_mapped_once_and_empty(machine):
+    asked, num_bytes = machine(1, 0), symmetric_memory.region_bytes(2)
+    regions = symmetric_memory.here()
+    assert (
+        regions == Regions(2**40, 2**30, 2, ll.NUM_COUNTERS, ll.num_slots(2))
+        and regions is symmetric_memory.here()
+    )
+    assert asked[0] == ("map_shared", 2, num_bytes, 2**30, symmetric_memory.elsewhere(2).base)
+    assert sorted(asked[1:]) == sorted(
+        fill
+        for ordinal in (0, 1)
+        for start in (2**40 + ordinal * 2**30,)
+        for fill in (
+            ("fill", ordinal, start, 0, 4 * ll.NUM_COUNTERS),
+            ("fill", ordinal, start + 4 * ll.NUM_COUNTERS, EMPTY, SLOT_BYTES * ll.num_slots(2)),
+        )
+    )
+
+
+def test_regions_have_room():
+    """For all slots of all senders, apart from each other, on vectors' boundaries."""
+    for num_devices in range(1, ll.MAX_DEVICES + 1):
+        regions = symmetric_memory.elsewhere(num_devices)
+        assert symmetric_memory.region_bytes(num_devices) <= regions.stride
+        assert regions.base % regions.stride == 0 and 4 * regions.num_counters % 16 == 0
+        assert symmetric_memory.region_bytes(
+            num_devices
+        ) == 4 * ll.NUM_COUNTERS + SLOT_BYTES * ll.num_slots(num_devices)
+
+
+def test_too_many_gpus_are_refused(machine):
+    asked = machine(*range(9))
+    assert symmetric_memory.here() == "LL is for up to 8 GPUs, and there are 9"
+    assert not asked
+
+
+@pytest.mark.parametrize("ordinals", [(1,), (0, 2), (1, 2, 3)])
+def test_gpus_that_are_not_the_first_are_refused(machine, ordinals):
+    asked = machine(*ordinals)
+    reason = symmetric_memory.here()
+    assert "from the first on" in reason and str(list(ordinals)) in reason
+    assert not asked
+
+
+@pytest.mark.parametrize(("function", "text"), [("map_shared", "cuMemCreate"), ("fill", "Memset")])
+def test_a_driver_that_refuses_is_a_reason(machine, function, text):
+    asked = machine(0, 1, refuses=function)
+    reason = symmetric_memory.here()
+    assert "gives no memory that all GPUs can write to" in reason and text in reason
+    assert symmetric_memory.here() == reason and asked[-1][0] == function
+    assert len(asked) == (1 if function == "map_shared" else 2)  # it is not asked again
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a driver")
+def test_without_a_driver_there_is_a_reason(monkeypatch):
+    monkeypatch.setattr(cuda_driver, "_libcuda", lambda: None)
+    symmetric_memory._here.cache_clear()
+    assert "there is no driver" in symmetric_memory.here()
+    symmetric_memory._here.cache_clear()
+
+
+@pytest.mark.skipif(bool(pallas_unavailable_reason()), reason="needs the kernels' GPUs")
+def test_regions_of_this_machine():
+    regions = symmetric_memory.here()
+    assert isinstance(regions, Regions) and regions.num_devices == len(jax.local_devices())
+
+
+@pytest.mark.parametrize("op", ["all_gather", "all_reduce_rms_norm"])
+def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
+    """LL knows GPUs by number, and JAX would run what it lowered for some on others."""
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    lowered_for = []
+
+    def devices_by_place(ctx: Any) -> tuple[int, ...]:
+        lowered_for.append([device.id for device in ctx.module_context.axis_context.mesh.devices])
+        return (0, 1)
+
+    monkeypatch.setattr(primitives, "devices_by_place", devices_by_place)
+    monkeypatch.setattr(collectives_table, "lookup", lambda *_, **__: "xla")
+
+    def run(x: jax.Array) -> Any:
+        if op == "all_gather":
+            return collectives.all_gather(x, AXIS)
+        return collectives.all_reduce_rms_norm(x, x, x[0], AXIS)[0]
+
+    program = jax.jit(jax.shard_map(run, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
+    orders = [[0, 1], [1, 0], [0, 1]]
+    for order in orders:
+        mesh = Mesh(np.asarray(jax.devices())[order], (AXIS,))
+        with jax.set_mesh(mesh):
+            program(jax.device_put(np.ones((4, 8), np.float32), NamedSharding(mesh, P(AXIS))))
+    assert lowered_for == orders[:2]

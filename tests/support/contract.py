@@ -1,0 +1,316 @@
+"""What the tests of the contract share: cases, routings, one program that runs everything once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import reference
+from jax_ep.exchange import quantization
+from support.meshes import expert_mesh
+
+AXIS = "expert"
+Implementation = Literal["pallas", "xla"]
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """The portable exchange always; the kernels where there are GPUs that can run them."""
+    device = jax.devices()[0]
+    if device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 9:
+        return ("xla", "pallas")
+    return ("xla",)
+
+
+def most_ranks(limit: int) -> int:
+    """The largest power of two up to `limit` that this machine has devices for."""
+    return max(n for n in (1, 2, 4, 8) if n <= min(limit, len(jax.devices())))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The static half of a call: what a program is compiled for."""
+
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    dtype: str = "float32"
+    capacity: int | None = None
+    expert_alignment: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"N{self.num_ranks}-T{self.num_tokens}-H{self.hidden}-K{self.top_k}"
+            f"-E{self.num_experts}-{self.dtype}-R{self.capacity}-A{self.expert_alignment}"
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "num_experts": self.num_experts,
+            "capacity": self.capacity,
+            "expert_alignment": self.expert_alignment,
+        }
+
+    def dispatch(
+        self, x: Any, topk_idx: Any, implementation: Implementation | None, **options: Any
+    ) -> Any:
+        options = {"axis_name": AXIS, **self.options, **options}
+        return jax_ep.dispatch(x, topk_idx, implementation=implementation, **options)
+
+
+# ------------------------------------------------------------------------------------- the data
+
+ROUTINGS = (
+    "uniform",
+    "skewed",
+    "masked",
+    "repeated",
+    "one_rank",
+    "one_expert",
+    "idle_sources",
+    "empty",
+)
+
+
+def routing(kind: str, case: Case, rng: np.random.Generator) -> np.ndarray:
+    """topk_idx [N, T, K] int32 of a named kind."""
+    shape = (case.num_ranks, case.num_tokens, case.top_k)
+    num_experts, last = case.num_experts, case.num_experts - 1
+    if kind == "uniform":  # distinct choices, as a router makes them, if there are enough experts
+        order = np.argsort(rng.random((*shape[:2], num_experts)), axis=-1)
+        distinct = order[..., : case.top_k]
+        idx = np.concatenate([distinct] * case.top_k, axis=-1)[..., : case.top_k]
+    elif kind == "skewed":
+        weight = 1.0 / np.arange(1, num_experts + 1) ** 2
+        idx = rng.choice(num_experts, shape, p=weight / weight.sum())
+    elif kind == "masked":
+        idx = np.where(rng.random(shape) < 0.5, rng.integers(0, num_experts, shape), -1)
+    elif kind == "repeated":
+        idx = np.broadcast_to(rng.integers(0, num_experts, (*shape[:2], 1)), shape)
+    elif kind == "one_rank":
+        idx = rng.integers(num_experts - num_experts // case.num_ranks, num_experts, shape)
+    elif kind == "one_expert":
+        idx = np.full(shape, last)
+    elif kind == "idle_sources":
+        idx = rng.integers(0, num_experts, shape)
+        idx[::2] = -1
+    elif kind == "empty":
+        idx = np.full(shape, -1)
+    else:
+        raise ValueError(kind)
+    return np.ascontiguousarray(idx, np.int32)
+
+
+def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Every bit pattern there is: NaNs of all kinds, infinities, minus zero, subnormals."""
+    itemsize = np.dtype(dtype).itemsize
+    return np.frombuffer(rng.bytes(int(np.prod(shape)) * itemsize), dtype).reshape(shape)
+
+
+def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Values whose sums and products are exact in every float type, in any order."""
+    return rng.integers(-2, 3, shape).astype(dtype)
+
+
+def small_weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return rng.choice([-1.0, 0.5, 1.0, 2.0], shape).astype(dtype)
+
+
+def owned_rows(routes: list[reference.Routes], capacity: int) -> np.ndarray:
+    """[N, R] bool: the rows that some (token, choice) owns."""
+    owned = np.zeros((len(routes), capacity), bool)
+    for route in routes:
+        sent = route.rows >= 0
+        owned[route.ranks[sent], route.rows[sent]] = True
+    return owned
+
+
+def with_nan_elsewhere(rows: np.ndarray, owned: np.ndarray) -> np.ndarray:
+    """[N, R, H] with NaN in every row that no pair owns: none of them may be read."""
+    return np.where(owned[..., None], rows, np.asarray(np.nan, rows.dtype))
+
+
+# ---------------------------------------------------------------------------------- the program
+
+
+class Inputs(NamedTuple):
+    """All with a leading axis of ranks."""
+
+    x: Any  # [N, T, H]
+    topk_idx: Any  # [N, T, K]
+    grad_tokens: Any  # [N, R, H]
+    y: Any  # [N, R, H]
+    topk_weights: Any  # [N, T, K]
+    grad_out: Any  # [N, T, H]
+
+
+class Outputs(NamedTuple):
+    """All with a leading axis of ranks."""
+
+    tokens: Any
+    group_sizes: Any
+    expert_counts: Any
+    num_dropped: Any
+    rows_needed: Any
+    grad_x: Any
+    out: Any  # weighted combine of y
+    grad_y: Any
+    grad_weights: Any
+    plain_out: Any  # combine of y without weights
+    plain_grad_y: Any
+
+
+def per_rank(function: Any, num_ranks: int, check_vma: bool = True) -> Any:
+    """Run `function` of per-rank arrays on every rank; arrays outside are stacked by rank."""
+
+    def on_one_rank(*args: Any) -> Any:
+        results = function(*jax.tree.map(lambda a: a[0], args))
+        return jax.tree.map(lambda a: a[None], results)
+
+    return jax.shard_map(
+        on_one_rank,
+        mesh=expert_mesh(num_ranks, AXIS),
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+        check_vma=check_vma,
+    )
+
+
+@functools.cache
+def program(case: Case, implementation: Implementation, check_vma: bool = True) -> Any:
+    """Jitted `Inputs` -> `Outputs`: dispatch, combine, and every gradient."""
+
+    def everything(inputs: Inputs) -> Outputs:
+        def send(x: Any) -> tuple[Any, Any]:
+            sent = case.dispatch(x, inputs.topk_idx, implementation)
+            return sent.tokens, sent
+
+        def bring_back(y: Any, weights: Any) -> Any:
+            return jax_ep.combine(y, sent.handle, weights, implementation=implementation)
+
+        tokens, pull_tokens, sent = jax.vjp(send, inputs.x, has_aux=True)
+        out, pull_out = jax.vjp(bring_back, inputs.y, inputs.topk_weights)
+        plain_out, pull_plain = jax.vjp(lambda y: bring_back(y, None), inputs.y)
+        (grad_x,) = pull_tokens(inputs.grad_tokens)
+        grad_y, grad_weights = pull_out(inputs.grad_out)
+        (plain_grad_y,) = pull_plain(inputs.grad_out)
+        return Outputs(
+            tokens,
+            sent.group_sizes,
+            sent.expert_counts,
+            sent.num_dropped,
+            sent.rows_needed,
+            grad_x,
+            out,
+            grad_y,
+            grad_weights,
+            plain_out,
+            plain_grad_y,
+        )
+
+    return jax.jit(per_rank(everything, case.num_ranks, check_vma))
+
+
+@functools.cache
+def rows_of(case: Case, implementation: Implementation) -> int:
+    """R: the case's capacity, or the one that the implementation takes when given none."""
+    if case.capacity is not None:
+        return case.capacity
+    x = jax.ShapeDtypeStruct((case.num_ranks, case.num_tokens, case.hidden), case.dtype)
+    idx = jax.ShapeDtypeStruct((case.num_ranks, case.num_tokens, case.top_k), np.int32)
+
+    def tokens(x: Any, topk_idx: Any) -> Any:
+        return case.dispatch(x, topk_idx, implementation).tokens
+
+    return int(jax.eval_shape(per_rank(tokens, case.num_ranks), x, idx).shape[1])
+
+
+def send_by_reference(
+    case: Case, x: np.ndarray, topk_idx: np.ndarray, capacity: int
+) -> list[reference.Dispatched]:
+    options = {**case.options, "capacity": capacity}
+    return reference.dispatch(list(x), list(topk_idx), **options)
+
+
+def run_reference(case: Case, inputs: Inputs) -> Outputs:
+    """The same outputs from `jax_ep.reference`."""
+    y, weights, grad_out = (list(a) for a in (inputs.y, inputs.topk_weights, inputs.grad_out))
+    sent = send_by_reference(case, inputs.x, inputs.topk_idx, inputs.y.shape[1])
+    routes = [d.routes for d in sent]
+    grad_y, grad_weights = reference.combine_grad(grad_out, y, routes, weights)
+    plain_grad_y, _ = reference.combine_grad(grad_out, y, routes)
+    fields: list[Any] = [
+        *([getattr(d, name) for d in sent] for name in reference.Dispatched._fields[:5]),
+        reference.dispatch_grad(list(inputs.grad_tokens), routes),
+        reference.combine(y, routes, weights),
+        grad_y,
+        grad_weights,
+        reference.combine(y, routes),
+        plain_grad_y,
+    ]
+    return Outputs(*(np.stack(field) for field in fields))
+
+
+# ------------------------------------------------------------------------------------ comparing
+
+
+def bits(array: Any) -> np.ndarray:
+    array = np.ascontiguousarray(array)
+    return array.view(f"uint{8 * array.dtype.itemsize}")
+
+
+def assert_bitwise_equal(actual: Any, expected: Any, message: str = "") -> None:
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype, f"{message}: {actual.dtype} != {expected.dtype}"
+    assert actual.shape == expected.shape, f"{message}: {actual.shape} != {expected.shape}"
+    np.testing.assert_array_equal(bits(actual), bits(expected), err_msg=message)
+
+
+def assert_equal(actual: Any, expected: Any, message: str = "") -> None:
+    """Equal values (either zero will do) of one dtype."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype, f"{message}: {actual.dtype} != {expected.dtype}"
+    np.testing.assert_array_equal(
+        actual.astype(np.float64), expected.astype(np.float64), err_msg=message
+    )
+
+
+def assert_sum_close(
+    actual: Any, expected: Any, magnitude: Any, num_terms: int, message: str = ""
+) -> None:
+    """Within the rounding of a float32 sum whose result, and one partial a rank, is rounded.
+
+    `magnitude` is the same sum over absolute values: an exchange may send one partial sum per
+    (token, rank) in the dtype of the result.
+    """
+    actual, expected, magnitude = (np.asarray(a) for a in (actual, expected, magnitude))
+    assert actual.dtype == expected.dtype, f"{message}: {actual.dtype} != {expected.dtype}"
+    eps = float(jnp.finfo(expected.dtype).eps)
+    tolerance = (eps + num_terms * float(np.finfo(np.float32).eps)) * magnitude.astype(np.float64)
+    difference = np.abs(actual.astype(np.float64) - expected.astype(np.float64))
+    worst = np.max(difference - tolerance, initial=0.0)
+    assert np.all(difference <= tolerance + float(jnp.finfo(expected.dtype).tiny)), (
+        f"{message}: off by {worst} more than rounding explains"
+    )
+
+
+def after_the_wire(x: np.ndarray, implementation: str) -> np.ndarray:
+    """x [..., H] as float8_e4m3fn rows bring it.
+
+    The kernels compute what the reference does; XLA divides less exactly on GPUs.
+    """
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
+    if implementation == "pallas":
+        return reference.dequantize(*reference.quantize(x, dtype), x.dtype)
+    # Not back in the same program, from which XLA for GPUs drops both conversions.
+    quantized = jax.jit(lambda x: quantization.quantize(x, dtype))(x)
+    return np.asarray(jax.jit(lambda *parts: quantization.dequantize(*parts, x.dtype))(*quantized))

@@ -1,0 +1,51 @@
+"""A small MoE layer for the tests: its sizes, random parameters, and its output in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import reference
+from jax_ep.moe import layer as moe
+
+E, H, F, K, S = 8, 16, 12, 3, 2
+BATCH, SEQUENCE = 8, 4
+
+
+def make_params(seed: int = 0, bias: bool = False, shared: bool = True) -> moe.MoEParams:
+    rng = np.random.default_rng(seed)
+    shapes = {"gate": (H, E)} | moe.weight_shapes(E, H, F, S if shared else 0)
+    weights = {
+        name: jnp.asarray(rng.normal(scale=shape[-2] ** -0.5, size=shape), jnp.float32)
+        for name, shape in shapes.items()
+    }
+    return moe.MoEParams(
+        **weights, bias=jnp.asarray(np.linspace(-0.2, 0.2, E, dtype=np.float32)) if bias else None
+    )
+
+
+def make_x(seed: int = 1, shape: tuple[int, ...] = (BATCH, SEQUENCE)) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(*shape, H)), jnp.float32)
+
+
+def dense(params: moe.MoEParams, x: jax.Array, **router) -> tuple[np.ndarray, np.ndarray]:
+    """Output and expert counts of the layer in float64, every token through every expert."""
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    tokens = np.asarray(x, np.float64).reshape(-1, H)
+    routed = reference.top_k_routing(tokens @ p.gate, K, bias=p.bias, **router)
+    out = reference.moe_layer(tokens, routed.topk_idx, routed.topk_weights, p.wi_0, p.wi_1, p.wo)
+    if p.shared_wo is not None:
+        out += reference.gated_mlp(tokens, p.shared_wi_0, p.shared_wi_1, p.shared_wo)
+    return out.reshape(x.shape), np.bincount(routed.topk_idx.ravel(), minlength=E)
+
+
+def assert_close(got, want, rtol=2e-5, atol=2e-6):
+    got_structure: Any = jax.tree.structure(got)
+    assert got_structure == jax.tree.structure(want)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))

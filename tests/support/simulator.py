@@ -1,0 +1,779 @@
+"""Runs kernels in Pallas' GPU interpreter on a CPU, with race detection, in one of two ways.
+
+`interpret` runs one stage of a kernel where ranks are stacked (`fabric.Stacked`), one rank after
+the other: the interpreter has no semaphores.
+
+`simulate` runs whole kernels, all ranks at once, rendezvous included (`Simulated`). There, the
+ranks are the blocks of a cluster, which the interpreter runs concurrently. Added to it are:
+
+  signals and waits between ranks; they carry vector clocks, so races between ranks are found too,
+  and which writes they make visible: none, if the kernel says that it wrote nothing;
+  groups of copies out of shared memory, counted as the hardware counts them;
+  bounds of every access, where the interpreter would pad, clip or wrap;
+  the regions of LL, whose tiles order nothing but themselves (`simulated_channels`);
+  errors of its own: two blocks of the grid that touch the same memory, a rank that leaves while a
+  peer may still use its memory, a wait that nobody ends, a tile by LL that is overtaken or that
+  nobody takes, and threads of a warpgroup that need a barrier between them. (The interpreter runs
+  a warpgroup as one thread.)
+
+All of this rests on private parts of JAX; where they are missing, the tests that need them are
+skipped.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import low_latency as ll
+from pallas_kernels.fabric.sentinel_words import TILE_BYTES, Regions
+
+WAIT_SECONDS = 30.0  # for a signal; these tiny problems take a few seconds altogether
+DEADLOCK_SECONDS = 90.0  # for a whole kernel
+
+_no_interpreter = _no_simulator = ""
+try:
+    from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    _Memory = shared_memory.GPUSharedMemory
+    _Interpreter = jaxpr_interpret.JaxprInterpreter
+    _run_jaxpr_of_jax = thread_map._run_jaxpr
+    _used: tuple[Any, ...] = (gpu_callbacks.get_races, gpu_callbacks.reset_gpu_interpret_mode_state)
+except (ImportError, AttributeError) as error:
+    _no_interpreter = f"this JAX's GPU interpreter is not the one known here: {error}"
+try:
+    from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
+
+    _used += (
+        _Memory.access,
+        _Memory.set_failed,
+        _Memory.add_copy_smem_to_gmem_clocks,
+        _Memory.wait_smem_to_gmem,
+        _Memory.kernel_thread_finished,
+        _Memory.commit_smem,
+        gpu_callbacks._get,
+        gpu_callbacks._swap,
+        _Interpreter._interpret_inline_mgpu_p,
+        gpu_callbacks.fail_on_exception,
+        gpu_callbacks.cluster_finished,
+        gpu_callbacks.copy_smem_to_gmem,
+    )
+except (ImportError, AttributeError, NameError) as error:  # JAX 0.10: no clocks of copies
+    _no_simulator = _no_interpreter or f"this JAX's GPU interpreter lacks what this needs: {error}"
+
+interpreted = pytest.mark.skipif(bool(_no_interpreter), reason=_no_interpreter)
+simulated = pytest.mark.skipif(bool(_no_simulator), reason=_no_simulator)
+
+
+class KernelError(AssertionError):
+    """A kernel did what it must not do."""
+
+
+def stacked(num_ranks: int) -> fb.Stacked:
+    """Ranks one after the other, for `interpret`."""
+    return fb.Stacked(num_ranks, InterpretGPUParams(detect_races=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated(fb.Stacked):
+    """Ranks all at once, for `simulate`, out of step at the kernel's stages."""
+
+    def barrier(self) -> None:
+        _on_host(_Barrier())
+
+    def signal(self, semaphores: Any, channel: int, *, wrote: bool = True) -> None:
+        _on_host(_Signal(channel, self.num_ranks, wrote))
+
+    def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
+        _on_host(_Wait(channel, self.num_ranks, what), count)
+
+    def stage(self, number: int) -> None:
+        _on_host(_Pause(number))
+
+
+def simulated_ranks(num_ranks: int) -> Simulated:
+    # Copies share the last entries of the vector clocks in turn; with many, few races hide there.
+    options = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=251)
+    return Simulated(num_ranks, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedChannels(ll.Channels):
+    """Between ranks along axes of a mesh, all of whose places are at once in `simulate`."""
+
+    interpret: Any = None
+
+    stacked = True
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (len(self.devices), *shape)
+
+    def mine(self, ref: Any) -> Any:
+        return ref.at[jax.lax.axis_index("rank")]
+
+    def place(self, ref: Any) -> jax.Array:
+        return super().place(self.mine(ref))
+
+    def barrier(self) -> None:
+        _on_host(_Barrier())
+
+    def stage(self, number: int, rank: jax.Array) -> None:
+        del rank
+        _on_host(_Pause(number))
+
+
+class LLMemory:
+    """What the regions of some GPUs hold, from one `simulate` to the next."""
+
+    def __init__(self) -> None:
+        self.tiles: dict[tuple[int, int], np.ndarray] = {}  # by device and slot; no tile: empty
+        self.counters: dict[tuple[int, int], int] = collections.defaultdict(int)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedRegions(Regions):
+    memory: LLMemory
+
+    def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        _on_host(_Post(self), device, slot, tile)
+
+    def collect(
+        self, device, slots, shape, dtype, *, rank, peers, timeout_s, what, exact
+    ) -> list[jax.Array]:
+        tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(slots)
+        operation = _Collect(self, what, len(slots))
+        return _on_host(operation, device, rank, *slots, *peers, returns=tiles)
+
+    def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
+        values = [jax.ShapeDtypeStruct((), jnp.int32)] * len(counters)
+        return _on_host(_ReadCounters(self), device, *counters, returns=values)
+
+    def write(self, device, counters, values) -> None:
+        _on_host(_WriteCounters(self, len(counters)), device, *counters, *values)
+
+
+def simulated_channels(
+    axes: Sequence[tuple[int, int]],
+    devices: Sequence[int],
+    memory: LLMemory | None = None,
+    *,
+    kind: type[SimulatedChannels] = SimulatedChannels,
+    detect_races: bool = True,
+) -> SimulatedChannels:
+    """See `ll.Channels`; in a new memory by default."""
+    devices = tuple(devices)
+    num_devices = max(devices) + 1
+    sizes = num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices)
+    regions = SimulatedRegions(0, 0, *sizes, memory or LLMemory())
+    options = InterpretGPUParams(detect_races=detect_races)
+    return kind(tuple(axes), devices, regions, interpret=options)
+
+
+def interpret(function: Callable[[], Any]) -> Any:
+    """Runs `function`, which calls one kernel with ranks `stacked`; returns NumPy arrays."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    try:
+        with mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr), _watchdog(None):
+            try:
+                results = _on_cpu(function)
+            except Exception as error:  # newer than 0.11, of JAX's runtime
+                if "RACE DETECTED" in str(error):
+                    raise KernelError(f"a race: {error}") from None
+                raise
+        if gpu_callbacks.get_races().races_found:
+            raise KernelError("a race: its two sides are printed above")
+        return results
+    finally:
+        _compiled.clear()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def _on_cpu(function: Callable[[], Any]) -> Any:
+    """Its results as NumPy arrays. XLA for GPUs would drop roundings that the kernels make."""
+    before = jax.config.jax_default_device
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])  # the interpreter's threads too
+    try:
+        return jax.tree.map(np.asarray, function())
+    finally:
+        jax.config.update("jax_default_device", before)
+
+
+def simulate(function: Callable[[], Any]) -> Any:
+    """Runs `function`, whose kernels are on `simulated_ranks` or channels; returns NumPy arrays.
+
+    Raises what a kernel did wrong: a race, an access out of bounds, a deadlock, an early exit.
+    """
+    simulation = _Simulation()
+    try:
+        with _changed_interpreter(simulation), _watchdog(simulation):
+            try:
+                results = _on_cpu(function)
+            except Exception as error:  # of JAX's runtime, with ours as text
+                raise simulation.failure or error from None
+    finally:
+        _compiled.clear()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+    if simulation.failure is not None:
+        raise simulation.failure
+    return results
+
+
+# ----------------------------------------------------------------------------- what kernels ask for
+
+
+def _on_host(
+    operation: Any, *operands: Any, returns: Sequence[jax.ShapeDtypeStruct] = ()
+) -> list[jax.Array]:
+    """Has the simulation run this operation, in order with what this thread does to memory."""
+
+    def layout(shape: tuple[int, ...]) -> Any:
+        return plgpu.Layout.WG_STRIDED(shape, vec_size=1) if shape else plgpu.Layout.WG_SPLAT(())
+
+    arrays = [x if hasattr(x, "shape") else jnp.int32(x) for x in operands]
+    types = [plgpu.ShapeDtypeStruct(r.shape, r.dtype, layout=layout(r.shape)) for r in returns]
+    inline = plgpu.inline_mgpu(
+        arg_types=tuple(layout(array.shape) for array in arrays), return_type=types
+    )
+    return inline(operation)(*arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Barrier:
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        simulation.lanes.barrier(thread)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Signal:
+    channel: int
+    num_ranks: int
+    wrote: bool
+
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        simulation.lanes.barrier(thread)
+        clock = simulation.memory.incr_clock(thread)
+        with simulation.changed:
+            visible = simulation.visible.after_signal(thread.block_id) if self.wrote else {}
+            for rank in range(self.num_ranks):
+                signals = simulation.signals[self.channel, rank, thread.block_id]
+                signals.append((clock, visible))
+            simulation.changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wait:
+    channel: int
+    num_ranks: int
+    what: str
+
+    def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
+        memory, deadline = simulation.memory, time.monotonic() + WAIT_SECONDS
+        for rank in range(self.num_ranks):
+            signals = simulation.signals[self.channel, thread.block_id, rank]
+            while len(signals) < int(count):
+                with simulation.changed:
+                    simulation.changed.wait(0.1)
+                memory.check_failed()
+                if time.monotonic() > deadline:
+                    raise KernelError(
+                        f"{self.what}: rank {thread.block_id} waits for signal {int(count)} of "
+                        f"rank {rank} on channel {self.channel}, which has sent {len(signals)}"
+                    )
+            if count > 0:
+                with memory.lock:
+                    memory.clocks[thread].update(signals[int(count) - 1][0])
+                with simulation.changed:
+                    for _, visible in signals[: int(count)]:
+                        simulation.visible.wait(thread.block_id, visible)
+        simulation.lanes.barrier(thread)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pause:
+    stage: int
+
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        del simulation, thread
+        time.sleep(random.choice((0.0, 0.0, 0.001, 0.01)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Post:
+    regions: SimulatedRegions
+
+    def run(self, simulation: _Simulation, thread: Any, device: Any, slot: Any, tile: Any) -> None:
+        tile, key = np.array(tile), (int(device), int(slot))
+        num_devices, tiles = self.regions.num_devices, self.regions.memory.tiles
+        num_slots = self.regions.num_slots
+        if tile.nbytes != TILE_BYTES or key[0] not in range(num_devices) or key[1] >= num_slots:
+            raise KernelError(f"GPU {device} has no slot {slot} of {tile.nbytes} bytes")
+        with simulation.changed:
+            if key in tiles:
+                raise KernelError(
+                    f"a tile of rank {thread.block_id} overtakes one that nobody has taken: in "
+                    f"slot {slot} of GPU {device}"
+                )
+            simulation.posted[key] = tiles
+            tiles[key] = tile
+            simulation.changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collect:
+    regions: SimulatedRegions
+    what: str
+    count: int
+
+    def run(self, simulation: _Simulation, thread: Any, device: Any, rank: Any, *rest: Any) -> Any:
+        simulation.owns_region(thread, device)
+        tiles, deadline = self.regions.memory.tiles, time.monotonic() + WAIT_SECONDS
+        keys = [(int(device), int(slot)) for slot in rest[: self.count]]
+        peers = [int(peer) for peer in rest[self.count :]]
+        if len(set(keys)) < len(keys):
+            raise KernelError(
+                f"{self.what}: peers {peers} share a slot: one's tile overtakes another's"
+            )
+        with simulation.changed:
+            while missing := [peers[i] for i, key in enumerate(keys) if key not in tiles]:
+                simulation.changed.wait(0.1)
+                simulation.memory.check_failed()
+                if time.monotonic() > deadline:
+                    raise KernelError(f"{self.what}: rank {rank} waits for a tile of {missing}")
+            return [tiles.pop(key) for key in keys]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadCounters:
+    regions: SimulatedRegions
+
+    def run(self, simulation: _Simulation, thread: Any, device: Any, *counters: Any) -> Any:
+        simulation.owns_region(thread, device)
+        values = self.regions.memory.counters
+        return [np.int32(values[int(device), int(counter)]) for counter in counters]
+
+
+@dataclasses.dataclass(frozen=True)
+class _WriteCounters:
+    regions: SimulatedRegions
+    count: int
+
+    def run(self, simulation: _Simulation, thread: Any, device: Any, *scalars: Any) -> None:
+        simulation.owns_region(thread, device)
+        simulation.lanes.barrier(thread)
+        assert all(0 <= counter < self.regions.num_counters for counter in scalars[: self.count])
+        for counter, value in zip(scalars[: self.count], scalars[self.count :], strict=True):
+            self.regions.memory.counters[int(device), int(counter)] = int(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommitGroup:
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        simulation.copies[thread].commit()
+
+
+# ---------------------------------------------------------------------------- what is kept track of
+
+
+class _Copies:
+    """One thread's copies out of shared memory: the clocks of their reads and of their writes."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[Any, Any]] = []
+        self.reading: collections.deque[list[Any]] = collections.deque()
+        self.writing: collections.deque[list[Any]] = collections.deque()
+
+    def commit(self) -> None:
+        self.reading.append([read for read, _ in self.open])
+        self.writing.append([write for _, write in self.open])
+        self.open = []
+
+    def wait(self, clock: Any, allowed: int, read_only: bool) -> None:
+        for groups in (self.reading,) if read_only else (self.reading, self.writing):
+            while len(groups) > allowed:
+                for done in groups.popleft():
+                    clock.update(done)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.open) or any(self.reading) or any(self.writing)
+
+
+class _Lanes:
+    """What the threads of a warpgroup do to each other in shared memory, between two barriers.
+
+    All of them read and write a single element; of a vector, each has elements of its own, the
+    same ones whenever the vector is the same. A thread that lags behind may still read what was
+    there at the last barrier, or write again what was overwritten since.
+    """
+
+    def __init__(self) -> None:
+        self._new_period = itertools.count(1)
+        self._periods: dict[Any, int] = collections.defaultdict(self._new_period.__next__)
+        self._tables: dict[Any, dict[str, np.ndarray]] = {}
+
+    def barrier(self, thread: Any) -> None:
+        self._periods[thread] = next(self._new_period)
+
+    def _here(self, key: Any, access: Any, shape: tuple[int, ...]) -> tuple[dict[str, Any], int]:
+        """The tables of a buffer at an access, and who has which of its elements: 0 is all."""
+        names = ("read in", "read by", "written in", "written by", "unsettled in")
+        if key not in self._tables:
+            self._tables[key] = {name: np.zeros(shape, np.int64) for name in names}
+        # Indexed so that even a single element is an array that can be written to.
+        where = tuple(slice(i, i + 1) if isinstance(i, int) else i for i in access.range)
+        who = hash(str(access.range)) if access.shape else 0
+        return {name: self._tables[key][name][where] for name in names}, who
+
+    def read(self, thread: Any, key: Any, access: Any, shape: tuple[int, ...]) -> None:
+        now, (here, who) = self._periods[thread], self._here(key, access, shape)
+        of_others = (here["written by"] != 0) & (here["written by"] != who)
+        if np.any((here["written in"] == now) & (of_others | (here["unsettled in"] == now))):
+            raise KernelError(f"a barrier is missing before {thread} reads {access} of {shape}")
+        mixed = (here["read in"] == now) & (here["read by"] != who)
+        here["read by"][...] = np.where(mixed, 0, who)
+        here["read in"][...] = now
+
+    def write(self, thread: Any, key: Any, access: Any, old: np.ndarray, new: Any) -> None:
+        now, (here, who) = self._periods[thread], self._here(key, access, old.shape)
+        changed = ~np.equal(old[access.range], new).reshape(here["read in"].shape)
+        read = (here["read in"] == now) & ((here["read by"] != who) | (who == 0))
+        again = here["written in"] == now
+        if np.any(changed & (read | again & (here["written by"] != who))):
+            raise KernelError(f"a barrier is missing before {thread} writes {access}")
+        if who == 0:
+            here["unsettled in"][changed & again] = now
+        here["written by"][...] = who
+        here["written in"][...] = now
+
+
+class _Visible:
+    """Which writes of other ranks each rank may rely on: those before a signal that released them.
+
+    The clocks order all that a rank did before a signal. But a signal that says that its rank wrote
+    nothing, only read, may overtake writes.
+    """
+
+    def __init__(self) -> None:
+        self._writes = 0  # so far, of all ranks
+        self._upto: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        self._writers: dict[Any, np.ndarray] = {}  # of each element: rank, -1 for none
+        self._numbers: dict[Any, np.ndarray] = {}  # of each element: which write it was
+        self._remote: list[tuple[int, int, int, str]] = []  # owner, writer, number, what
+
+    def after_signal(self, rank: int) -> dict[int, int]:
+        """What a signal that releases the rank's writes makes visible."""
+        return {**self._upto[rank], rank: self._writes}
+
+    def wait(self, rank: int, visible: dict[int, int]) -> None:
+        for writer, upto in visible.items():
+            self._upto[rank][writer] = max(self._upto[rank].get(writer, 0), upto)
+
+    def access(self, rank: int, key: Any, shape: Any, access: Any, write: bool, what: str) -> None:
+        if key not in self._writers:
+            self._writers[key] = np.full(shape, -1, np.int64)
+            self._numbers[key] = np.zeros(shape, np.int64)
+        writers, numbers = self._writers[key][access.range], self._numbers[key][access.range]
+        for writer in set(np.unique(writers)) - {-1, rank}:
+            last = int(np.max(numbers, where=writers == writer, initial=0))
+            self._check(rank, writer, last, what)
+        if write:
+            self._writes += 1
+            self._writers[key][access.range] = rank
+            self._numbers[key][access.range] = self._writes
+            if access.range[0] != rank:
+                self._remote.append((access.range[0], rank, self._writes, what))
+
+    def finish(self) -> None:
+        for owner, writer, number, what in self._remote:
+            self._check(owner, writer, number, f"the end of rank {owner} after a {what}")
+
+    def _check(self, rank: int, writer: int, number: int, what: str) -> None:
+        if number > self._upto[rank].get(writer, 0):
+            raise KernelError(f"no signal has released rank {writer}'s writes before: {what}")
+
+
+class _Simulation:
+    """The state of one run, and of the current block of the grid."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.changed = threading.Condition()
+        # By buffer: which block of the grid wrote, and read, each element.
+        self.writers: dict[Any, np.ndarray] = {}
+        self.readers: dict[Any, np.ndarray] = {}
+        self.block = 0
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        # (channel, to rank, from rank) -> of the signals sent, the clocks and what was visible
+        self.signals: dict[Any, list[Any]] = collections.defaultdict(list)
+        self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
+        self.lanes = _Lanes()
+        self.visible = _Visible()
+        self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
+        self.exit_clocks: dict[int, Any] = {}
+        self.regions: dict[int, int] = {}  # by device: the rank that it is
+        self.posted: dict[Any, Any] = {}  # by device and slot: the slots, by the same
+
+    @property
+    def memory(self) -> Any:
+        return gpu_callbacks._get_shared_memory()
+
+    def remembers(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Errors come back through the runtime as text: this keeps the first one."""
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                self.failure = self.failure or error
+                raise
+
+        return wrapped
+
+    def note_access(self, thread: Any, clock: Any, key: Any, access: Any, write: bool) -> None:
+        """Notes an access to global memory, where every buffer is stacked by rank."""
+        shape, owner = self.memory.buffer_shape_and_dtype(key).shape, access.range[0]
+        what = f"{'write to' if write else 'read of'} {shape}{access.range} by {thread}"
+        if not isinstance(owner, int):
+            raise KernelError(f"several ranks' memory at once: {what}")
+        with self.changed:
+            if owner != thread.block_id:
+                self.remote_accesses.append((owner, clock, what))
+            if self.reads_ahead(key, access, write):
+                return
+            self.visible.access(thread.block_id, key, shape, access, write, what)
+            for table in (self.writers, self.readers):
+                table.setdefault(key, np.full(shape, -1, np.int32))
+            touched = [self.writers[key][access.range]]
+            if write:
+                touched.append(self.readers[key][access.range])
+            if any(np.any((block >= 0) & (block != self.block)) for block in touched):
+                raise KernelError(f"block {self.block} of the grid touches another's: {what}")
+            (self.writers if write else self.readers)[key][access.range] = self.block
+
+    def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
+        """Whether this loads a vector of routes: of entries that may come later, and go unused."""
+        is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
+        return not write and is_integer and access.shape != ()
+
+    def owns_region(self, thread: Any, device: Any) -> None:
+        with self.changed:
+            if self.regions.setdefault(int(device), thread.block_id) != thread.block_id:
+                raise KernelError(f"{thread} takes the region of GPU {device} for its own")
+
+    def finish_block(self) -> None:
+        """Nobody may use a rank's memory, semaphores included, once all of its threads left."""
+        left = [key for key, tiles in self.posted.items() if key in tiles]
+        if left:
+            raise KernelError(f"nobody has taken the tiles of these slots of GPUs: {left}")
+        accesses = list(self.remote_accesses)
+        for (channel, owner, source), clocks in self.signals.items():
+            what = f"signal on channel {channel} of rank {source}"
+            accesses += [(owner, clock.generic_clock, what) for clock, _ in clocks]
+        for owner, clock, what in accesses:
+            if np.any(clock.clock > self.exit_clocks[owner].generic_clock.clock):
+                raise KernelError(f"rank {owner} may leave before this has ended: {what}")
+        self.visible.finish()
+        self.block += 1
+        self._begin_block()
+
+
+def _check_bounds(where: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    for index, size in zip(where, shape, strict=True):
+        low, high = (index, index + 1) if isinstance(index, int) else (index.start, index.stop)
+        if low < 0 or high > size:
+            raise KernelError(f"an access to {where} of a buffer of shape {shape}")
+
+
+# ------------------------------------------------------------------------- the interpreter, changed
+
+
+@contextlib.contextmanager
+def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
+    """The interpreter as a simulation needs it."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        """A grid over (rank, block) becomes a grid over blocks, each a cluster of ranks."""
+        _, blocks = kwargs.pop("grid")
+        ranks = kwargs["out_type"][0].shape[0]  # of all groups, where there are several
+        assert kwargs.pop("grid_names") == ("rank", "block")
+        kwargs |= dict(grid=(blocks,), grid_names=("block",))
+        return original["kernel"](*args, cluster=(ranks,), cluster_names=("rank",), **kwargs)
+
+    @gpu_callbacks.fail_on_exception
+    @simulation.remembers
+    def run_on_host(operation: Any, token: Any, thread: Any, *args: Any) -> Any:
+        return token, *(operation.run(simulation, thread, *args) or ())
+
+    def inline(self: Any, eqn: Any, token: Any, get_operands: Any) -> Any:
+        args = get_operands()[: eqn.params["pytree_args"].num_leaves]
+        function = functools.partial(run_on_host, eqn.params["mgpu_fn"])
+        results = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        results = gpu_callbacks.TOKEN_SHAPE_DTYPE, *results
+        token, *results = io_callback(function, results, token, self.thread, *args)
+        return token, results
+
+    @simulation.remembers
+    def access(self: Any, key: Any, transforms: Any) -> Any:
+        found = original["access"](self, key, transforms)
+        _check_bounds(found.range, self.buffer_shape_and_dtype(key).shape)
+        return found
+
+    def checking(name: str, write: bool) -> Callable[..., None]:
+        @simulation.remembers
+        def check(self: Any, thread: Any, clock: Any, key: Any, access: Any, **info: Any) -> None:
+            if key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.GMEM):
+                simulation.note_access(thread, clock, key, access, write)
+                if simulation.reads_ahead(key, access, write):
+                    return
+            try:
+                original[name](self, thread, clock, key, access, **info)
+            except RuntimeError as error:  # newer than 0.11
+                raise KernelError(f"a race: {error}") from None
+            if self.races_found:
+                raise KernelError("a race: its two sides are printed above")
+
+        return check
+
+    def copy_smem_to_gmem(*, thread: Any, commit_group: bool, **kwargs: Any) -> Any:
+        token = original["copy"](thread=thread, commit_group=commit_group, **kwargs)
+        if commit_group:
+            simulation.copies[thread].commit()
+        return token
+
+    def shared(keys: Any, transforms: Any) -> tuple[Any, Any, np.ndarray] | None:
+        """Of an element or a vector: its buffer's key, the access, and the buffer's contents."""
+        key = shared_memory.HostAllocationKey.from_array(keys)
+        if key.memory_space_id != shared_memory.get_memory_space_idx(plgpu.SMEM):
+            return None
+        transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+        memory = simulation.memory
+        return key, memory.access(key, transforms), memory.mem[key].content
+
+    @gpu_callbacks.fail_on_exception
+    @simulation.remembers
+    def get(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, *args, **kw) -> Any:
+        if found := shared(keys, transforms):
+            key, where, content = found
+            with simulation.changed:
+                simulation.lanes.read(thread, key, where, content.shape)
+        return original["get"](token, location, thread, keys, transforms, *args, **kw)
+
+    @gpu_callbacks.fail_on_exception
+    @simulation.remembers
+    def swap(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, val, *args, **kw):
+        if found := shared(keys, transforms):
+            key, where, content = found
+            with simulation.changed:
+                simulation.lanes.write(thread, key, where, content, np.asarray(val))
+        return original["swap"](token, location, thread, keys, transforms, val, *args, **kw)
+
+    def commit_smem(self: Any, thread: Any) -> None:
+        simulation.lanes.barrier(thread)
+        original["commit_smem"](self, thread)
+
+    def add_copy(self: Any, thread: Any, read_clock: Any, write_clock: Any) -> None:
+        simulation.copies[thread].open.append((read_clock, write_clock))
+
+    def wait_copies(self: Any, thread: Any, n: int, wait_read_only: bool) -> None:
+        with self.lock:
+            self.incr_clock(thread, take_lock=False)
+            simulation.copies[thread].wait(self.clocks[thread], n, wait_read_only)
+        simulation.lanes.barrier(thread)
+
+    @simulation.remembers
+    def thread_finished(self: Any, thread: Any) -> None:
+        if simulation.copies[thread].pending:
+            raise KernelError(f"{thread} leaves while copies of it are under way")
+        if not self.detect_races:  # then there are no clocks
+            return
+        with simulation.changed:
+            clock = simulation.exit_clocks.setdefault(thread.block_id, self.get_clock(thread))
+            clock.update(self.get_clock(thread))
+
+    @gpu_callbacks.fail_on_exception
+    @simulation.remembers
+    def cluster_finished(*, token: Any) -> Any:
+        simulation.finish_block()
+        return original["cluster_finished"](token=token)
+
+    changes = (
+        ("kernel", plgpu, "kernel", kernel),
+        ("commit", plgpu, "commit_smem_to_gmem_group", lambda: _on_host(_CommitGroup())),
+        ("run", thread_map, "_run_jaxpr", _run_jaxpr),
+        ("inline", _Interpreter, "_interpret_inline_mgpu_p", inline),
+        ("access", _Memory, "access", access),
+        ("read", GPURaceDetectionState, "check_read", checking("read", write=False)),
+        ("write", GPURaceDetectionState, "check_write", checking("write", write=True)),
+        ("get", gpu_callbacks, "_get", get),
+        ("swap", gpu_callbacks, "_swap", swap),
+        ("commit_smem", _Memory, "commit_smem", commit_smem),
+        ("copy", gpu_callbacks, "copy_smem_to_gmem", copy_smem_to_gmem),
+        ("add_copy", _Memory, "add_copy_smem_to_gmem_clocks", add_copy),
+        ("wait_copies", _Memory, "wait_smem_to_gmem", wait_copies),
+        ("thread_finished", _Memory, "kernel_thread_finished", thread_finished),
+        ("cluster_finished", gpu_callbacks, "cluster_finished", cluster_finished),
+    )
+    original = {key: getattr(where, name) for key, where, name, _ in changes}
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    with contextlib.ExitStack() as stack:
+        for _, where, name, replacement in changes:
+            stack.enter_context(mock.patch.object(where, name, replacement))
+        yield
+
+
+_compiled: dict[int, tuple[Any, Any]] = {}
+_compiling = threading.Lock()
+
+
+def _run_jaxpr(jaxpr: Any, consts: Any, *args: Any) -> None:
+    """As JAX's own, but compiled once for all threads and blocks, and without optimizations."""
+    with _compiling:
+        if id(jaxpr) not in _compiled:
+            function = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args))
+            options = {"xla_backend_optimization_level": 0}
+            _compiled[id(jaxpr)] = jaxpr, function.lower(consts, *args).compile(options)
+    _compiled[id(jaxpr)][1](consts, *args)
+
+
+@contextlib.contextmanager
+def _watchdog(simulation: _Simulation | None) -> Iterator[None]:
+    """Ends a deadlock: of a simulation with an error, else, or if that fails, the process."""
+
+    def give_up() -> None:
+        assert simulation is not None
+        simulation.failure = KernelError(f"a deadlock: no end after {DEADLOCK_SECONDS:g} s")
+        simulation.memory.set_failed(simulation.failure, None, top_level=False)
+
+    timer = threading.Timer(DEADLOCK_SECONDS, give_up)
+    if simulation is not None:
+        timer.daemon = True
+        timer.start()
+    faulthandler.dump_traceback_later(DEADLOCK_SECONDS + 2 * WAIT_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,323 @@
+"""Problems for the kernels, all ranks' arrays stacked, with what must come out of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import reference
+from jax_ep.exchange import routes
+from pallas_kernels.exchange import combine as combine_kernel
+from pallas_kernels.exchange import combine_grad as combine_grad_kernel
+from pallas_kernels.exchange import dispatch as dispatch_kernel
+from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
+from pallas_kernels.fabric.fabric import Fabric
+from pallas_kernels.fabric.plan import Plan
+from support.contract import (
+    Case,
+    owned_rows,
+    routing,
+    small_integers,
+    small_weights,
+    with_nan_elsewhere,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One dispatch, or one combine of its rows."""
+
+    num_ranks: int
+    num_tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    kind: str = "uniform"  # of routing: see `contract.routing`
+    dtype: str = "float32"
+    capacity: int | None = None
+    alignment: int = 1
+    weighted: bool = True
+
+    def __str__(self) -> str:
+        return (
+            f"N{self.num_ranks}-T{self.num_tokens}-H{self.hidden}-K{self.top_k}"
+            f"-E{self.num_experts}-{self.kind}-{self.dtype}-R{self.capacity}-A{self.alignment}"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return self.capacity if self.capacity is not None else self._rows_of_any_routing
+
+    @property
+    def _rows_of_any_routing(self) -> int:
+        local_experts = self.num_experts // self.num_ranks
+        sizes = (self.num_ranks, self.num_tokens, self.top_k, local_experts, self.alignment)
+        return reference.default_capacity(*sizes)
+
+    def _generator(self) -> np.random.Generator:
+        return np.random.default_rng(len(str(self)))
+
+    @functools.cached_property
+    def topk_idx(self) -> np.ndarray:
+        """[N, T, K]."""
+        sizes = (self.num_ranks, self.num_tokens, self.hidden, self.top_k, self.num_experts)
+        return routing(self.kind, Case(*sizes), self._generator())
+
+    @functools.cached_property
+    def x(self) -> np.ndarray:
+        """[N, T, H]; no two elements alike."""
+        shape = (self.num_ranks, self.num_tokens, self.hidden)
+        return self._generator().standard_normal(shape).astype(jnp.dtype(self.dtype))
+
+    def dispatched(self, num_rows: int, x: np.ndarray | None = None) -> list[reference.Dispatched]:
+        return reference.dispatch(
+            list(self.x if x is None else x),
+            list(self.topk_idx),
+            num_experts=self.num_experts,
+            capacity=num_rows,
+            expert_alignment=self.alignment,
+        )
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """[N, R, H]: what a dispatch of `x` gives."""
+        return np.stack([d.tokens for d in self.dispatched(self.num_rows)])
+
+    @functools.cached_property
+    def quantized(self) -> tuple[np.ndarray, np.ndarray]:
+        """`x` as float8_e4m3fn [N, T, H], and the scales [N, T, H / 128]."""
+        return reference.quantize(self.x, jnp.dtype(jnp.float8_e4m3fn))
+
+    @functools.cached_property
+    def quantized_tokens(self) -> tuple[np.ndarray, ...]:
+        """[N, R, H] and [N, R, H / 128]: what a dispatch of `x` with a wire_dtype gives."""
+        sent = [self.dispatched(self.num_rows, part) for part in self.quantized]
+        return tuple(np.stack([d.tokens for d in part]) for part in sent)
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """[N, N, T, K]: the row at each rank of each (rank, token, choice), dropped or not."""
+        sent = [d.routes for d in self.dispatched(self._rows_of_any_routing)]
+        ranks, rows = np.stack([s.ranks for s in sent]), np.stack([s.rows for s in sent])
+        return np.stack([np.where(ranks == r, rows, -1) for r in range(self.num_ranks)])
+
+    @functools.cached_property
+    def counts(self) -> np.ndarray:
+        """[N, N, E]: at each rank, how often each rank chose each expert."""
+        experts = np.arange(self.num_experts)
+        counts = (self.topk_idx[..., None] == experts).sum(axis=(1, 2), dtype=np.int32)
+        return np.broadcast_to(counts, (self.num_ranks, *counts.shape))
+
+    @functools.cached_property
+    def layout(self) -> routes.Layout:
+        """How the rows of a dispatch lie at each rank, the ranks stacked."""
+        sent = self.dispatched(self.num_rows)
+        return routes.Layout(
+            *(np.stack([getattr(s, name) for s in sent]) for name in routes.Layout._fields)
+        )
+
+    @functools.cached_property
+    def y(self) -> np.ndarray:
+        """[N, R, H] with sums that are exact in any order, and NaN where nothing may be read."""
+        shape = (self.num_ranks, self.num_rows, self.hidden)
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        y = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
+        return with_nan_elsewhere(y, owned_rows(sent, self.num_rows))
+
+    def _reals(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Of many magnitudes, block by block; some NaN, infinite, the largest there are, or 0."""
+        generator, dtype = self._generator(), jnp.dtype(self.dtype)
+        blocks = generator.standard_normal((*shape[:-1], shape[-1] // 128, 128))
+        largest_power = int(np.log2(float(jnp.finfo(dtype).max)))
+        powers = generator.integers(
+            max(-100, -largest_power), largest_power // 2, blocks.shape[:-1]
+        )
+        blocks = (blocks * np.exp2(powers)[..., None]).astype(dtype)
+        strange = [np.nan, np.inf, -np.inf, jnp.finfo(dtype).max, -jnp.finfo(dtype).max, 0, -0.0]
+        which = generator.integers(0, 200, blocks.shape)
+        reals = np.where(which < len(strange), np.take(strange, which, mode="clip"), blocks)
+        reals = np.where(generator.random(blocks.shape[:-1])[..., None] < 0.5, reals, blocks)
+        return np.where(powers[..., None] % 7 == 0, 0, reals).astype(dtype).reshape(shape)
+
+    @functools.cached_property
+    def real_y(self) -> np.ndarray:
+        """As `y`, of values that a float8 must round."""
+        return np.where(np.isnan(self.y), self.y, self._reals(self.y.shape))
+
+    @functools.cached_property
+    def real_sums(self) -> np.ndarray:
+        """As `sums`, of values that a float8 must round."""
+        return np.where(np.isnan(self.sums), self.sums, self._reals(self.sums.shape))
+
+    @functools.cached_property
+    def weights(self) -> np.ndarray | None:
+        """[N, T, K], or None."""
+        if not self.weighted:
+            return None
+        return small_weights(self._generator(), self.topk_idx.shape, np.float32)
+
+    @functools.cached_property
+    def dispatched_by_rank(self) -> list[reference.RankDispatched]:
+        """What a dispatch of `x` gives in the rank layout."""
+        weights = None if self.weights is None else list(self.weights)
+        return reference.rank_dispatch(
+            list(self.x), list(self.topk_idx), weights, num_experts=self.num_experts
+        )
+
+    @functools.cached_property
+    def sums(self) -> np.ndarray:
+        """[N, N, T, H]: as `y`, in the rank layout."""
+        shape = (self.num_ranks, self.num_ranks, self.num_tokens, self.hidden)
+        sums = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
+        local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
+        return with_nan_elsewhere(sums, (local >= 0).any(axis=-1))
+
+    @functools.cached_property
+    def combined(self) -> np.ndarray:
+        """[N, T, H]: what a combine of `y` gives."""
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        weights = None if self.weights is None else list(self.weights)
+        return np.stack(reference.combine(list(self.y), sent, weights))
+
+    @functools.cached_property
+    def combined_by_wire(self) -> np.ndarray:
+        """[N, T, H]: what a combine of `real_y` with a wire_dtype gives."""
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        weights = None if self.weights is None else list(self.weights)
+        y, sums = list(self.real_y.astype(np.float32)), []
+        for rank in range(self.num_ranks):
+            here = [s._replace(rows=np.where(s.ranks == rank, s.rows, -1)) for s in sent]
+            with np.errstate(over="ignore", invalid="ignore"):
+                sums.append(np.stack(reference.combine(y, here, weights)))
+        return self._added_after_the_wire(sums)
+
+    @functools.cached_property
+    def combined_by_rank_and_wire(self) -> np.ndarray:
+        """[N, T, H]: what a combine of `real_sums` with a wire_dtype gives."""
+        local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
+        sent = (local >= 0).any(axis=-1, keepdims=True)
+        return self._added_after_the_wire(list(np.where(sent, self.real_sums, 0)))
+
+    def _added_after_the_wire(self, sums: list[np.ndarray]) -> np.ndarray:
+        """Each rank's sums [N, T, H] of every token, quantized there, added and rounded here."""
+        total = np.zeros((self.num_ranks, self.num_tokens, self.hidden), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for of_rank in sums:
+                rows, scales = reference.quantize(of_rank, jnp.dtype(jnp.float8_e4m3fn))
+                total += reference.dequantize(rows, scales, np.dtype(np.float32))
+            return total.astype(jnp.dtype(self.dtype))
+
+    @functools.cached_property
+    def g(self) -> np.ndarray:
+        """[N, T, H]: a cotangent of `combined`; its sums with `y` are exact in any order."""
+        return small_integers(self._generator(), self.x.shape, jnp.dtype(self.dtype))
+
+    @functools.cached_property
+    def combine_grads(self) -> tuple[np.ndarray, np.ndarray]:
+        """[N, R, H] and [N, T, K]: what `g` gives for `y` and for `weights`."""
+        assert self.weights is not None
+        sent = [d.routes for d in self.dispatched(self.num_rows)]
+        dy, dweights = reference.combine_grad(list(self.g), list(self.y), sent, list(self.weights))
+        return np.stack(dy), np.stack(dweights)
+
+
+# The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
+
+
+def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the dispatch kernel: -> tokens, rows, counts, *layout."""
+    counts = jax.vmap(lambda idx: routes.count_experts(idx, problem.num_experts))(
+        jnp.asarray(problem.topk_idx)
+    )
+    return functools.partial(
+        dispatch_kernel.dispatch,
+        jnp.asarray(problem.x),
+        jnp.asarray(problem.topk_idx),
+        counts,
+        fabric=fabric,
+        plan=plan,
+        capacity=problem.num_rows,
+        expert_alignment=problem.alignment,
+        **options,
+    )
+
+
+def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the dispatch kernel along known routes: -> tokens."""
+    return functools.partial(
+        dispatch_kernel.dispatch_like,
+        jnp.asarray(problem.x),
+        jnp.asarray(problem.rows),
+        jnp.asarray(problem.counts),
+        fabric=fabric,
+        plan=plan,
+        capacity=problem.num_rows,
+        expert_alignment=problem.alignment,
+        **options,
+    )
+
+
+def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the combine kernel, of other values if it has a wire_dtype: -> out."""
+    return functools.partial(
+        combine_kernel.combine,
+        jnp.asarray(problem.real_y if "wire_dtype" in options else problem.y),
+        None if problem.weights is None else jnp.asarray(problem.weights),
+        jnp.asarray(problem.topk_idx),
+        jnp.asarray(problem.rows),
+        fabric=fabric,
+        plan=plan,
+        num_experts=problem.num_experts,
+        **options,
+    )
+
+
+def combine_grad(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
+    """A call of the kernel of a combine's gradient: -> dy, dweights."""
+    return functools.partial(
+        combine_grad_kernel.combine_grad,
+        *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
+        jnp.asarray(problem.rows),
+        jnp.asarray(problem.counts),
+        fabric=fabric,
+        plan=plan,
+        expert_alignment=problem.alignment,
+    )
+
+
+def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the dispatch kernel of the rank layout: -> tokens, local_topk_idx, weights."""
+    return functools.partial(
+        rank_dispatch_kernel.rank_dispatch,
+        jnp.asarray(problem.x),
+        jnp.asarray(problem.topk_idx),
+        None if problem.weights is None else jnp.asarray(problem.weights),
+        num_experts=problem.num_experts,
+        fabric=fabric,
+        plan=plan,
+        **options,
+    )
+
+
+def rank_combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the combine kernel on partial sums by rank: -> out; values as in `combine`."""
+    received = problem.dispatched_by_rank
+    sums = problem.real_sums if "wire_dtype" in options else problem.sums
+    return functools.partial(
+        combine_kernel.combine,
+        jnp.asarray(sums).reshape(problem.num_ranks, -1, problem.hidden),
+        None,
+        jnp.asarray(problem.topk_idx),
+        jnp.asarray(np.stack([r.local_topk_idx for r in received])),
+        fabric=fabric,
+        plan=plan,
+        num_experts=problem.num_experts,
+        by_rank=True,
+        **options,
+    )

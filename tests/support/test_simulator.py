@@ -1,0 +1,104 @@
+"""The simulator itself: it must find what is wrong with a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.collectives.all_reduce import one_shot, two_shot
+from pallas_kernels.fabric import tiles
+from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.fabric.tiles import tile_length
+from support import simulator
+from support.simulator import KernelError, Simulated, simulate, simulated, simulated_ranks
+from support.stacked import Problem, combine, dispatch
+
+PROBLEM = Problem(2, 4, 32, 2, 4, "skewed")
+PLAN = Plan(1, 3)
+
+pytestmark = simulated
+
+
+def faulty(kind: type[Simulated]) -> Simulated:
+    ranks = simulated_ranks(PROBLEM.num_ranks)
+    return kind(**{field.name: getattr(ranks, field.name) for field in dataclasses.fields(ranks)})
+
+
+class Impatient(Simulated):
+    def wait(self, semaphores, channel, count, what):
+        super().wait(semaphores, channel, 0, what)
+
+
+class Silent(Simulated):
+    def signal(self, semaphores, channel, *, wrote=True):
+        pass
+
+
+class Chatty(Simulated):
+    def signal(self, semaphores, channel, *, wrote=True):
+        super().signal(semaphores, channel)
+        super().signal(semaphores, channel)
+
+
+class Overtaking(Simulated):
+    def signal(self, semaphores, channel, *, wrote=True):
+        super().signal(semaphores, channel, wrote=False)
+
+
+@pytest.mark.parametrize("kernel", [dispatch, combine])
+def test_a_wait_that_does_not_wait_is_found(kernel):
+    with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):
+        simulate(kernel(PROBLEM, PLAN, faulty(Impatient)))
+
+
+def test_a_signal_that_is_never_sent_is_found(monkeypatch):
+    monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
+    with pytest.raises(KernelError, match=r"rank . waits for signal 1 of rank .* has sent 0"):
+        simulate(dispatch(PROBLEM, PLAN, faulty(Silent)))
+
+
+def test_a_signal_too_many_is_found():
+    with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):
+        simulate(dispatch(PROBLEM, PLAN, faulty(Chatty)))
+
+
+@pytest.mark.parametrize("kernel", [dispatch, combine])
+def test_a_signal_that_may_overtake_writes_is_found(kernel):
+    with pytest.raises(KernelError, match="no signal has released rank"):
+        simulate(kernel(PROBLEM, PLAN, faulty(Overtaking)))
+
+
+def test_writes_need_no_reader_to_be_released():
+    """A peer's output is whole when it leaves; of what was only read, nothing is to be seen."""
+    x = jnp.ones((2, 2, tile_length("float32")))
+    collective = dict(fabric=faulty(Overtaking), plan=tiles.Plan(1, 1))
+    with pytest.raises(KernelError, match="no signal has released .* the end of rank"):
+        simulate(lambda: two_shot(x, **collective))
+    assert (simulate(lambda: one_shot(x[0], **collective)) == 2).all()
+
+
+def test_a_deadlock_within_a_rank_is_found(monkeypatch):
+    monkeypatch.setattr(simulator, "DEADLOCK_SECONDS", 5.0)
+    monkeypatch.setattr(
+        "pallas_kernels.exchange.combine.plgpu.barrier_arrive", lambda barrier: None
+    )
+    with pytest.raises(KernelError, match="a deadlock"):
+        simulate(combine(PROBLEM, PLAN, faulty(Simulated)))
+
+
+def test_a_slot_reused_too_early_is_found(monkeypatch):
+    monkeypatch.setattr(
+        "pallas_kernels.exchange.dispatch.plgpu.wait_smem_to_gmem",
+        lambda n, wait_read_only=False: None,
+    )
+    with pytest.raises(KernelError, match="a race|under way"):
+        simulate(dispatch(PROBLEM, PLAN, faulty(Simulated)))
+
+
+def test_it_is_as_new_after_a_failure():
+    with pytest.raises(KernelError):
+        simulate(dispatch(PROBLEM, PLAN, faulty(Impatient)))
+    tokens, *_ = simulate(dispatch(PROBLEM, PLAN, faulty(Simulated)))
+    assert (tokens == PROBLEM.tokens).all()
