@@ -1,7 +1,8 @@
 """Rows to float8 with one float32 scale for every 128 values, and back: for XLA, for a warpgroup.
 
 Both are the same arithmetic, step by step, so they agree bit for bit wherever XLA divides as IEEE
-754 says. What the format keeps and what becomes of strange values is told in `jax_ep.exchange.quantization`.
+754 says. What the format keeps and what becomes of strange values is told in
+`jax_ep.exchange.quantization`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def round_trip(x: Any) -> Any:
 
 
 def bound(x: np.ndarray) -> np.ndarray:
-    """Of |arrived - x|, as `jax_ep.exchange.quantization` states it, and the rounding of x's dtype."""
+    """Of |arrived - x|, as the module of the wire's format states it, and x's rounding."""
     magnitude = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], -1, 128)
     scale = np.maximum(magnitude.max(axis=-1, keepdims=True) / 448, 2.0**-117)
     sent = np.maximum(2.0**-4 * magnitude, 2.0**-10 * scale)
