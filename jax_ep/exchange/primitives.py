@@ -13,9 +13,9 @@ Six primitives, all without effects, all called inside `shard_map` over `axis_na
 
 With a `wire_dtype`, what a dispatch gives for tokens is two arrays: rows in it, and their scales
 (`jax_ep.exchange.quantization`); a combine rounds the sums that it sends. `routes` and `layout` are
-the arrays of their namesakes in `jax_ep.exchange.routes`, rank routes those of `RankRoutes`; weights
-are float32. Each primitive lowers to the Pallas kernels on the GPUs they serve, and to XLA's collectives everywhere
-else.
+the arrays of their namesakes in `jax_ep.exchange.routes`, rank routes those of `RankRoutes`;
+weights are float32. Each primitive lowers to the Pallas kernels on the GPUs they serve, and to
+XLA's collectives everywhere else.
 """
 
 from __future__ import annotations
