@@ -40,7 +40,6 @@ def all_reduce_rms_norm(
     two_shot: bool,
     fabric: fb.Fabric,
     plan: Plan,
-    stage: str = "all",
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual, normalizes. Stacked: every array has a leading N.
 
@@ -53,17 +52,13 @@ def all_reduce_rms_norm(
       two_shot: which of the two ways.
       fabric: how ranks reach each other.
       plan: number of blocks and of warpgroups per row; one vector to a thread at a time.
-      stage: "all"; or, where ranks are stacked, a half of `two_shot`: "sum", whose first result is
-        the sums, or "norm", which takes them as x.
 
     Returns:
       normalized [T, H], x's dtype, and new_residual [T, H], residual's dtype. Both the sum and
       the new residual are rounded to their dtypes before they are used.
     """
     num_rows, padded = x.shape[-2:]
-    body = _Body(
-        num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, stage, fabric, plan
-    )
+    body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, fabric, plan)
     normalized, new_residual = fb.kernel(
         fabric,
         body,
@@ -91,9 +86,7 @@ def all_reduce_rms_norm_ll(
 ) -> tuple[jax.Array, jax.Array]:
     """The same by LL; see `ll.call`. In two shots a block has one row for each rank."""
     num_rows, padded = x.shape[-2:]
-    body = _Body(
-        num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, "all", channels, plan
-    )
+    body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
     if two_shot and plan.num_blocks * channels.num_ranks < num_rows:
         raise ValueError(
             f"in two shots by LL a block has a row for each rank, but {plan} has too few for "
@@ -125,7 +118,6 @@ class _Body:
     hidden: int
     eps: float
     two_shot: bool
-    stage: str
     fabric: Any  # a fabric; channels of LL
     plan: Plan
 
@@ -183,12 +175,12 @@ class _Body:
         num_rows = jnp.clip(self.num_rows - first, 0, self.rows_per_block)
         operands = functools.partial(self._row, fabric.mine(residual))
 
-        def norm(row, residuals, buffer, tell=None):
+        def norm(row, residuals, buffer, signal=None):
             sums = self._row_of_sums(x, normalized, row)
-            if tell:
+            if signal:
                 fabric.stage(1)
             refs = (fabric.mine(normalized), fabric.mine(new_residual), buffer, together)
-            self._norm(sums, row, residuals, scales, *refs, tell)
+            self._norm(sums, row, residuals, scales, *refs, signal)
 
         def norm_row(i, _):
             norm(first + i, operands(first + i), squares.at[lax.rem(i, jnp.int32(2))])
@@ -198,25 +190,23 @@ class _Body:
         fabric.touch(x, *([normalized] if self.two_shot else []), semaphores)
         scales = self._row(fabric.mine(scale))
         residuals = operands(first) if self._one_row else None
-        if self.two_shot and self.stage != "norm":
+        if self.two_shot:
             self._sum_share(x, normalized, first, num_rows)
             fabric.stage(1)
             self._meet(together)
-            self._tell(semaphores, wrote=True)
+            self._signal(semaphores, release=True)
             self._wait(semaphores)
             fabric.stage(2)
-        if self.stage == "sum":
-            return
         if self._one_row:
-            tell = None if self.two_shot else lambda: self._tell(semaphores, wrote=False)
-            norm(first, residuals, squares.at[0], tell)
+            signal = None if self.two_shot else lambda: self._signal(semaphores, release=False)
+            norm(first, residuals, squares.at[0], signal)
         else:
             lax.fori_loop(0, num_rows, norm_row, None)
         if not self.two_shot:
             if not self._one_row:
                 fabric.stage(1)
                 self._meet(together)
-                self._tell(semaphores, wrote=False)
+                self._signal(semaphores, release=False)
             self._wait(semaphores)
 
     def one_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
@@ -257,7 +247,7 @@ class _Body:
         """The i-th row of a block."""
         normalized, new_residual = results
         refs = (normalized, new_residual, squares.at[i % 2], together)
-        self._norm(sums, row, old, scales, *refs, tell=None)
+        self._norm(sums, row, old, scales, *refs, signal=None)
 
     def _row(self, ref, *row):
         """This warpgroup's part of a row."""
@@ -291,12 +281,12 @@ class _Body:
                 tiles.sum_of_ranks(self.fabric, x, row, where).astype(self.dtype)
                 for where in self._my_tiles()
             ]
-        return self._row(self.fabric.mine(x if self.stage == "norm" else normalized), row)
+        return self._row(self.fabric.mine(normalized), row)
 
     def _norm(
-        self, sums, row, residuals, scales, normalized, new_residual, squares, together, tell
+        self, sums, row, residuals, scales, normalized, new_residual, squares, together, signal
     ):
-        """`tell` is called once all warpgroups have their parts of the row."""
+        """Calls `signal`, if given, once all warpgroups have read their parts of the row."""
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
             (total.astype(jnp.float32) + old.astype(jnp.float32)).astype(self.residual_dtype)
@@ -311,8 +301,8 @@ class _Body:
         parts = pl.ds(warpgroup * vectors.SUMS_OF_WARPGROUP, vectors.SUMS_OF_WARPGROUP)
         vectors.partial_sums(fabric, square, squares.at[parts], vector)
         self._meet(together)
-        if tell:
-            tell()
+        if signal:
+            signal()
         fabric.barrier()  # `together` orders the warpgroups, this the threads of each
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
@@ -350,13 +340,16 @@ class _Body:
         plgpu.barrier_arrive(together)
         plgpu.barrier_wait(together)
 
-    def _tell(self, semaphores, *, wrote):
-        """This block has summed its share, or read all it needs: its warpgroups have met."""
+    def _signal(self, semaphores, *, release):
+        """Signals that this block has summed its share, or read all it needs.
+
+        Its warpgroups have met before.
+        """
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            self.fabric.signal(semaphores, _SUMMED, wrote=wrote)
+            self.fabric.signal(semaphores, _SUMMED, release=release)
 
     def _wait(self, semaphores):
-        """This block of every rank has told."""
+        """Waits for the signal of this block of every rank."""
         self.fabric.wait(semaphores, _SUMMED, 1, "all_reduce_rms_norm")

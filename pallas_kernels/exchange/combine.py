@@ -17,7 +17,6 @@ meant for it, and peers send nothing that is not waited for, so no rank leaves e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -49,9 +48,7 @@ def combine(
     num_experts: int,
     by_rank: bool = False,
     wire_dtype: Any = None,
-    stage: str = "all",
-    mailbox: Sequence[jax.Array] = (),
-) -> Any:
+) -> jax.Array:
     """Weighs, sums and returns rows. With a stacked fabric every array has a leading rank axis.
 
     Args:
@@ -66,9 +63,6 @@ def combine(
       by_rank: whether y has one row for each (owner, token), at owner · T + token.
       wire_dtype: None; or float8_e4m3fn, in which the sums travel, with a scale for every 128
         values; then H is a multiple of 512.
-      stage: "all"; or, where ranks are stacked, "put" (returns the parts of the mailboxes) or
-        "sum" (takes them as `mailbox` and returns the result).
-      mailbox: see `stage`.
 
     Returns:
       [T, H], y's dtype.
@@ -86,7 +80,6 @@ def combine(
         dtype=y.dtype,
         weighted=topk_weights is not None,
         by_rank=by_rank,
-        stage=stage,
         fabric=fabric,
         plan=plan,
         window=window,
@@ -100,24 +93,17 @@ def combine(
     ]
     if topk_weights is not None:
         operands.append(window.pad(topk_weights.reshape(*lead, num_tokens * top_k), 0))
-    operands += mailbox
-    result = [jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype)]
-    out_type = {
-        "all": result + call.mailbox_types,
-        "put": call.mailbox_types,
-        "sum": result,
-    }[stage]
-    results = fb.kernel(
+    out, *_ = fb.kernel(
         fabric,
         call,
         name="ep_combine",
         num_blocks=plan.num_blocks,
         num_warpgroups=3,
-        out_type=out_type,
+        out_type=[jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype), *call.mailbox_types],
         scratch_types=call.scratch_types(),
         num_channels=2,
     )(*operands)
-    return results if stage == "put" else results[0]
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +119,6 @@ class _Combine:
     dtype: Any
     weighted: bool
     by_rank: bool
-    stage: str
     fabric: fb.Fabric
     plan: Plan
     window: Window
@@ -186,31 +171,22 @@ class _Combine:
         y, topk_idx, rows, *rest = refs
         ring = Ring(slots, full, empty, slot_notes)
         weights = rest.pop(0) if self.weighted else None
-        num_parts = len(self.parts)
-        if self.stage == "sum":
-            mailbox, rest = rest[:num_parts], rest[num_parts:]
-        else:
-            mailbox, rest = rest[-num_parts:], rest[:-num_parts]
+        out, *mailbox = rest
         warpgroup = lax.axis_index("warpgroup")
 
-        if self.stage != "sum":
+        @pl.when(warpgroup == 0)
+        def _scout():
+            self.fabric.stage(0)
+            self._scout(y, rows, weights, ring, **scratch)
 
-            @pl.when(warpgroup == 0)
-            def _scout():
-                self.fabric.stage(0)
-                self._scout(y, rows, weights, ring, **scratch)
+        @pl.when(warpgroup == 1)
+        def _summer():
+            self.fabric.touch(*mailbox)
+            self._sum_and_put(mailbox, semaphores, ring, **scratch)
 
-            @pl.when(warpgroup == 1)
-            def _summer():
-                self.fabric.touch(*mailbox)
-                self._sum_and_put(mailbox, semaphores, ring, **scratch)
-
-        if self.stage != "put":
-            (out,) = rest
-
-            @pl.when(warpgroup == 2)
-            def _owner():
-                self._receive(topk_idx, mailbox, out, semaphores, **scratch)
+        @pl.when(warpgroup == 2)
+        def _owner():
+            self._receive(topk_idx, mailbox, out, semaphores, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """This block's tokens: first, end, number of steps."""

@@ -45,7 +45,6 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
     wire_dtype: Any = None,
-    stage: str = "all",
 ) -> tuple[Any, ...]:
     """Routes and moves the rows. With a stacked fabric every array has a leading rank axis.
 
@@ -60,7 +59,6 @@ def dispatch(
       expert_alignment: each expert's block starts at a multiple of this.
       wire_dtype: None; or float8_e4m3fn, in which the rows travel and arrive, with a scale for
         every 128 values; then H is a multiple of 512.
-      stage: "all"; or, where ranks are stacked, "put", which leaves out the copies of `fan_out`.
 
     Returns:
       tokens [R, H], or with a wire_dtype two of them, (rows [R, H], scales [R, H / 128]);
@@ -71,7 +69,7 @@ def dispatch(
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        count_dtype=counts.dtype, routes_known=False, stage=stage, wire_dtype=wire_dtype,
+        count_dtype=counts.dtype, routes_known=False, wire_dtype=wire_dtype,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
     results = kernel.call(
@@ -94,12 +92,11 @@ def dispatch_like(
     capacity: int,
     expert_alignment: int,
     wire_dtype: Any = None,
-    stage: str = "all",
 ) -> Payload:
     """Moves [T, H] along known routes (rows [N, T, K], counts [N, E]) to tokens [R, H]."""
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        count_dtype=counts.dtype, routes_known=True, stage=stage, wire_dtype=wire_dtype,
+        count_dtype=counts.dtype, routes_known=True, wire_dtype=wire_dtype,
     )  # fmt: skip
     tokens = kernel.call(
         x,
@@ -109,32 +106,19 @@ def dispatch_like(
     return payload(tokens)
 
 
-def fan_out(tokens: jax.Array, rows: jax.Array, *, fabric: fb.Stacked, plan: Plan) -> jax.Array:
-    """The receiver's stage alone, where ranks are stacked: only the rows it copies are written."""
-    kernel = _Dispatch.of(
-        tokens, rows.shape[-3:], fabric.num_ranks, tokens.shape[-2], 1, fabric, plan,
-        count_dtype=jnp.int32, routes_known=True, stage="fan_out",
-    )  # fmt: skip
-    (out,) = kernel.call(
-        tokens, kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE)
-    )
-    return out
-
-
 @dataclasses.dataclass(frozen=True)
 class _Dispatch:
     """The kernel: its static arguments, and its body warpgroup by warpgroup."""
 
     top_k: int
     routes_known: bool
-    stage: str
     sender: Sender
     expert_rows: ExpertRows
 
     @classmethod
     def of(
         cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
-        routes_known, stage, wire_dtype=None,
+        routes_known, wire_dtype,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         row = x.shape[-1], x.dtype, wire_dtype
@@ -142,7 +126,6 @@ class _Dispatch:
         return cls(
             top_k,
             routes_known,
-            stage,
             Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
             ExpertRows(
                 fabric, plan, num_experts, capacity, alignment, count_dtype, parts_of_row(*row)
@@ -209,56 +192,49 @@ class _Dispatch:
         fabric, sender = self.fabric, self.sender
         tokens: Any  # the parts of what arrives
         layout: Any = ()
-        if self.stage == "fan_out":
-            put_tokens, rows, tokens = refs[:1], refs[1], refs[2:]
-        elif self.routes_known:
+        if self.routes_known:
             x, rows, counts, *tokens = refs
-            choices, all_counts_ref, put_tokens = rows, None, tokens
+            choices, all_counts_ref = rows, None
         else:
             x, choices, counts, *results = refs
             tokens, (rows, all_counts_ref, *layout) = self.split(results)
-            put_tokens = tokens
 
-        if self.stage != "fan_out":
+        @pl.when(warpgroup == 0)
+        def _sender():
+            fabric.stage(0)
+            self._fetch_counts(counts, **scratch)
+            sender.fetch_first(x, **scratch)
+            fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
+            sources = functools.partial(self._sources, choices)
+            sender.open_window(sources, 0, **scratch)
+            if not self.routes_known:
+                self._count_earlier(choices, **scratch)
+            sender.make_ready(x, 0, **scratch)
+            self.expert_rows.lay_out(all_counts_ref, **scratch)
+            plgpu.barrier_arrive(laid_out)
+            find = self._known_rows if self.routes_known else self._new_rows
+            sender.send(
+                x,
+                sources,
+                tokens,
+                None if self.routes_known else rows,
+                semaphores,
+                lists_for=functools.partial(find, **scratch),
+                place_of=self._first_place,
+                **scratch,
+            )
 
-            @pl.when(warpgroup == 0)
-            def _sender():
-                fabric.stage(0)
-                self._fetch_counts(counts, **scratch)
-                sender.fetch_first(x, **scratch)
-                fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
-                sources = functools.partial(self._sources, choices)
-                sender.open_window(sources, 0, **scratch)
-                if not self.routes_known:
-                    self._count_earlier(choices, **scratch)
-                sender.make_ready(x, 0, **scratch)
-                self.expert_rows.lay_out(all_counts_ref, **scratch)
-                plgpu.barrier_arrive(laid_out)
-                find = self._known_rows if self.routes_known else self._new_rows
-                sender.send(
-                    x,
-                    sources,
-                    tokens,
-                    None if self.routes_known else rows,
-                    semaphores,
-                    lists_for=functools.partial(find, **scratch),
-                    place_of=self._first_place,
-                    **scratch,
-                )
+        @pl.when(warpgroup == 2)
+        def _filler():
+            plgpu.barrier_wait(laid_out)
+            fabric.stage(3)
+            if not self.routes_known:
+                self.expert_rows.describe(*layout, **scratch)
+            self.expert_rows.fill(tokens, **scratch)
 
-            @pl.when(warpgroup == 2)
-            def _filler():
-                plgpu.barrier_wait(laid_out)
-                fabric.stage(3)
-                if not self.routes_known:
-                    self.expert_rows.describe(*layout, **scratch)
-                self.expert_rows.fill(tokens, **scratch)
-
-        if self.stage != "put":
-
-            @pl.when(warpgroup == 1)
-            def _receiver():
-                self._receive(put_tokens, rows, tokens, semaphores, **scratch)
+        @pl.when(warpgroup == 1)
+        def _receiver():
+            self._receive(rows, tokens, semaphores, **scratch)
 
     def _fetch_counts(self, counts, **scratch):
         """Of every rank: from this rank's copy, where routes are known, else from the rank."""
@@ -342,7 +318,6 @@ class _Dispatch:
 
     def _receive(
         self,
-        put_tokens,
         rows,
         tokens,
         semaphores,
@@ -395,13 +370,13 @@ class _Dispatch:
                 first = jnp.where(place >= 0, place, first)
             slot = lax.rem(begun + i, jnp.int32(num_copies))
             plgpu.copy_gmem_to_smem(
-                fabric.mine(put_tokens[0]).at[first],
+                fabric.mine(tokens[0]).at[first],
                 copies[0].at[slot],
                 copy_full.at[slot],
                 oob_mode=fb.IN_BOUNDS,
             )
             if self.quantized:
-                scales, ring = put_tokens[1], copies[1]
+                scales, ring = tokens[1], copies[1]
                 short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[slot])
                 short_copies.commit_group(fabric)
 

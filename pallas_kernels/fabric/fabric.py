@@ -5,9 +5,8 @@ give the same body two ways to run:
 
   Mesh     each rank is a device of a mesh; a peer's buffer is a remote reference.
   Stacked  all ranks' buffers are stacked along a leading axis of one array and the rank is a grid
-           axis: on one GPU, or on a CPU in Pallas' GPU interpreter with race detection. It has no
-           semaphores, so a kernel with a rendezvous in its middle runs there stage by stage;
-           `tests/simulator.py` makes a fabric of it that runs whole kernels, all ranks at once.
+           axis. The simulator of the tests makes a fabric of it that runs whole kernels, all ranks
+           at once, in Pallas' GPU interpreter with race detection.
 
 A block talks only to the blocks of its own index on other ranks. So a grid may be larger than the
 GPU without a deadlock, as long as every rank starts its blocks in order.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -33,12 +31,6 @@ from pallas_kernels.fabric.plan import LANES
 
 NOWHERE = -1  # in place of a row, or of an expert
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-
-INLINE_TAKES_PEERS = jax.__version_info__ >= (0, 11)  # else signal one by one: correct, slower
-_LOAD_PARAMETERS = inspect.signature(plgpu.load).parameters
-_LOAD_NEEDS_INDEX = "idx" in _LOAD_PARAMETERS and (
-    _LOAD_PARAMETERS["idx"].default is inspect.Parameter.empty
-)
 
 
 class Ranks(Protocol):
@@ -105,25 +97,18 @@ class Mesh(OnDevices):
 
     def touch(self, *refs: Any) -> None:
         """Finds the peers' buffers ahead of their first use."""
-        if INLINE_TAKES_PEERS and self.num_ranks > 1:
+        if self.num_ranks > 1:
             ptx.touch([self.peer(ref, rank) for ref in refs for rank in range(self.num_ranks)])
 
-    def signal(self, semaphores: Any, channel: int, *, wrote: bool = True) -> None:
-        """Tells every rank, on this channel; what this warpgroup wrote before is visible to it.
+    def signal(self, semaphores: Any, channel: int, *, release: bool = True) -> None:
+        """Signals every rank on this channel; releases what this warpgroup wrote before.
 
-        With `wrote` false it tells only that what this warpgroup has used is read: a microsecond
-        sooner, as nothing waits for writes under way.
+        Without `release` the signal orders this warpgroup's earlier reads alone: it arrives a
+        microsecond sooner, as it does not wait for writes under way.
         """
         mine = semaphores.at[channel, self.rank()]
-        if INLINE_TAKES_PEERS:
-            peers = [self.peer(mine, rank) for rank in range(self.num_ranks)]
-            ptx.signal(peers, release=wrote)
-            return
-        ptx.barrier()
-        for rank in range(self.num_ranks):
-            pl.semaphore_signal(
-                mine, 1, device_id=self._device_id(rank) if self.num_ranks > 1 else None
-            )
+        peers = [self.peer(mine, rank) for rank in range(self.num_ranks)]
+        ptx.signal(peers, release=release)
 
     def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
         """Waits until every rank has signalled `count` times on this channel."""
@@ -186,15 +171,14 @@ class Stacked:
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return (self.num_ranks, *shape)
 
-    def signal(self, semaphores: Any, channel: int, *, wrote: bool = True) -> None:
-        del semaphores, channel, wrote
+    def signal(self, semaphores: Any, channel: int, *, release: bool = True) -> None:
+        raise NotImplementedError("ranks on one device signal each other only in the simulator.")
 
     def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
-        del semaphores, channel, count, what
+        raise NotImplementedError("ranks on one device wait for each other only in the simulator.")
 
     def barrier(self) -> None:
-        if not self.interpret:  # the interpreter runs a warpgroup as one thread
-            ptx.barrier()
+        raise NotImplementedError("ranks on one device meet only in the simulator.")
 
     def async_fence(self) -> None:
         pass
@@ -278,8 +262,6 @@ def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
     if fabric.interpret:
         return ref[...]
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
-    if _LOAD_NEEDS_INDEX:
-        return plgpu.load(ref, (), layout=layout)
     return plgpu.load(ref, layout=layout)
 
 

@@ -161,7 +161,7 @@ def call(
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
             plgpu.barrier_wait(finished)
-            fabric.signal(semaphores, _DONE, wrote=puts)
+            fabric.signal(semaphores, _DONE, release=puts)
             fabric.wait(semaphores, _DONE, 1, name)
             fabric.stage(2)
 

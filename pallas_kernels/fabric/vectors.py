@@ -2,7 +2,7 @@
 
 Pallas knows the alignment of this rank's own buffers only: what it loads from a peer it loads
 element by element. Here the caller vouches for it: a part of memory starts at a multiple of the
-vector. The oldest JAX cannot be told, and works element by element.
+vector.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def length(dtype: jax.typing.DTypeLike) -> int:
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
     """A contiguous 1D part of global memory, `elements` neighbours to a thread."""
-    if fabric.interpret or not fb.INLINE_TAKES_PEERS:
+    if fabric.interpret:
         return fb.load(fabric, ref, elements)
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=elements)
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
@@ -62,7 +62,7 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
 
 def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
     """The same way back, into each of the parts; all are located before the first is written."""
-    if fabric.interpret or not fb.INLINE_TAKES_PEERS:
+    if fabric.interpret:
         for ref in refs:
             ref[...] = value
         return
@@ -100,7 +100,7 @@ def _select(
     elements: int,
 ) -> list[jax.Array]:
     """One of two lists of vectors, register by register as they are."""
-    if fabric.interpret or not fb.INLINE_TAKES_PEERS:
+    if fabric.interpret:
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
     layout = plgpu.Layout.WG_STRIDED(shape, vec_size=elements)
@@ -168,7 +168,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
 
     Between the two all threads come to a barrier. One of them stores.
     """
-    if fabric.interpret or not fb.INLINE_TAKES_PEERS:
+    if fabric.interpret:
         ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(_WARPS)])
         return
 

@@ -610,9 +610,7 @@ def _divmod(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _transposed(ref: Any) -> Any:
-    if hasattr(ref, "transpose"):
-        return ref.transpose((1, 0))
-    return plgpu.transpose_ref(ref, (1, 0))
+    return ref.transpose((1, 0))
 
 
 def _store_unswizzled(ref: Any, values: jax.Array) -> None:

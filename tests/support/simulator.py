@@ -1,13 +1,12 @@
-"""Runs kernels in Pallas' GPU interpreter on a CPU, with race detection, in one of two ways.
+"""Runs kernels in Pallas' GPU interpreter on a CPU, with race detection.
 
-`interpret` runs one stage of a kernel where ranks are stacked (`fabric.Stacked`), one rank after
-the other: the interpreter has no semaphores.
+`interpret` runs a kernel that has no ranks, on `INTERPRETER`.
 
 `simulate` runs whole kernels, all ranks at once, rendezvous included (`Simulated`). There, the
 ranks are the blocks of a cluster, which the interpreter runs concurrently. Added to it are:
 
   signals and waits between ranks; they carry vector clocks, so races between ranks are found too,
-  and which writes they make visible: none, if the kernel says that it wrote nothing;
+  and the writes that they release: none, if the signal is a relaxed one;
   groups of copies out of shared memory, counted as the hardware counts them;
   bounds of every access, where the interpreter would pad, clip or wrap;
   the regions of LL, whose tiles order nothing but themselves (`simulated_channels`);
@@ -16,8 +15,8 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
   nobody takes, and threads of a warpgroup that need a barrier between them. (The interpreter runs
   a warpgroup as one thread.)
 
-All of this rests on private parts of JAX; where they are missing, the tests that need them are
-skipped.
+All of this rests on private parts of JAX 0.11 and newer; where one is missing, the tests that
+need it are skipped.
 """
 
 from __future__ import annotations
@@ -45,26 +44,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.sentinel_words import TILE_BYTES, Regions
+from support.kernels import KERNELS_RUN, WHY_NOT
 
 WAIT_SECONDS = 30.0  # for a signal; these tiny problems take a few seconds altogether
 DEADLOCK_SECONDS = 90.0  # for a whole kernel
 
-_no_interpreter = _no_simulator = ""
+_missing = ""
 try:
     from jax._src.pallas.mosaic.interpret import thread_map
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
 
     _Memory = shared_memory.GPUSharedMemory
     _Interpreter = jaxpr_interpret.JaxprInterpreter
     _run_jaxpr_of_jax = thread_map._run_jaxpr
-    _used: tuple[Any, ...] = (gpu_callbacks.get_races, gpu_callbacks.reset_gpu_interpret_mode_state)
-except (ImportError, AttributeError) as error:
-    _no_interpreter = f"this JAX's GPU interpreter is not the one known here: {error}"
-try:
-    from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
-
-    _used += (
+    _used = (
+        gpu_callbacks.get_races,
+        gpu_callbacks.reset_gpu_interpret_mode_state,
         _Memory.access,
         _Memory.set_failed,
         _Memory.add_copy_smem_to_gmem_clocks,
@@ -78,20 +75,17 @@ try:
         gpu_callbacks.cluster_finished,
         gpu_callbacks.copy_smem_to_gmem,
     )
-except (ImportError, AttributeError, NameError) as error:  # JAX 0.10: no clocks of copies
-    _no_simulator = _no_interpreter or f"this JAX's GPU interpreter lacks what this needs: {error}"
+    INTERPRETER = InterpretGPUParams(detect_races=True)
+except (ImportError, AttributeError) as error:
+    _missing = f"this JAX's GPU interpreter lacks what the simulator needs: {error}"
 
-interpreted = pytest.mark.skipif(bool(_no_interpreter), reason=_no_interpreter)
-simulated = pytest.mark.skipif(bool(_no_simulator), reason=_no_simulator)
+simulated = pytest.mark.skipif(
+    not KERNELS_RUN or bool(_missing), reason=WHY_NOT if not KERNELS_RUN else _missing
+)
 
 
 class KernelError(AssertionError):
     """A kernel did what it must not do."""
-
-
-def stacked(num_ranks: int) -> fb.Stacked:
-    """Ranks one after the other, for `interpret`."""
-    return fb.Stacked(num_ranks, InterpretGPUParams(detect_races=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +95,8 @@ class Simulated(fb.Stacked):
     def barrier(self) -> None:
         _on_host(_Barrier())
 
-    def signal(self, semaphores: Any, channel: int, *, wrote: bool = True) -> None:
-        _on_host(_Signal(channel, self.num_ranks, wrote))
+    def signal(self, semaphores: Any, channel: int, *, release: bool = True) -> None:
+        _on_host(_Signal(channel, self.num_ranks, release))
 
     def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
         _on_host(_Wait(channel, self.num_ranks, what), count)
@@ -111,9 +105,9 @@ class Simulated(fb.Stacked):
         _on_host(_Pause(number))
 
 
-def simulated_ranks(num_ranks: int) -> Simulated:
+def simulated_ranks(num_ranks: int, *, detect_races: bool = True) -> Simulated:
     # Copies share the last entries of the vector clocks in turn; with many, few races hide there.
-    options = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=251)
+    options = InterpretGPUParams(detect_races=detect_races, num_tma_threads_per_device=251)
     return Simulated(num_ranks, options)
 
 
@@ -190,7 +184,7 @@ def simulated_channels(
 
 
 def interpret(function: Callable[[], Any]) -> Any:
-    """Runs `function`, which calls one kernel with ranks `stacked`; returns NumPy arrays."""
+    """Runs `function`, which calls one kernel on `INTERPRETER`; returns NumPy arrays."""
     gpu_callbacks.reset_gpu_interpret_mode_state()
     try:
         with mock.patch.object(thread_map, "_run_jaxpr", _run_jaxpr), _watchdog(None):
@@ -267,13 +261,13 @@ class _Barrier:
 class _Signal:
     channel: int
     num_ranks: int
-    wrote: bool
+    release: bool
 
     def run(self, simulation: _Simulation, thread: Any) -> None:
         simulation.lanes.barrier(thread)
         clock = simulation.memory.incr_clock(thread)
         with simulation.changed:
-            visible = simulation.visible.after_signal(thread.block_id) if self.wrote else {}
+            visible = simulation.visible.after_signal(thread.block_id) if self.release else {}
             for rank in range(self.num_ranks):
                 signals = simulation.signals[self.channel, rank, thread.block_id]
                 signals.append((clock, visible))
@@ -469,8 +463,8 @@ class _Lanes:
 class _Visible:
     """Which writes of other ranks each rank may rely on: those before a signal that released them.
 
-    The clocks order all that a rank did before a signal. But a signal that says that its rank wrote
-    nothing, only read, may overtake writes.
+    The clocks order all that a rank did before a signal. But a relaxed signal may
+    overtake writes.
     """
 
     def __init__(self) -> None:
@@ -592,7 +586,7 @@ class _Simulation:
         for (channel, owner, source), clocks in self.signals.items():
             what = f"signal on channel {channel} of rank {source}"
             accesses += [(owner, clock.generic_clock, what) for clock, _ in clocks]
-        for owner, clock, what in accesses:
+        for owner, clock, what in accesses if self.memory.detect_races else ():
             if np.any(clock.clock > self.exit_clocks[owner].generic_clock.clock):
                 raise KernelError(f"rank {owner} may leave before this has ended: {what}")
         self.visible.finish()

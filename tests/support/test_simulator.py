@@ -32,19 +32,19 @@ class Impatient(Simulated):
 
 
 class Silent(Simulated):
-    def signal(self, semaphores, channel, *, wrote=True):
+    def signal(self, semaphores, channel, *, release=True):
         pass
 
 
 class Chatty(Simulated):
-    def signal(self, semaphores, channel, *, wrote=True):
+    def signal(self, semaphores, channel, *, release=True):
         super().signal(semaphores, channel)
         super().signal(semaphores, channel)
 
 
 class Overtaking(Simulated):
-    def signal(self, semaphores, channel, *, wrote=True):
-        super().signal(semaphores, channel, wrote=False)
+    def signal(self, semaphores, channel, *, release=True):
+        super().signal(semaphores, channel, release=False)
 
 
 @pytest.mark.parametrize("kernel", [dispatch, combine])

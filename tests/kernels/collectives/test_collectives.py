@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
-from support.simulator import interpret, interpreted, simulate, simulated, simulated_ranks, stacked
+from support.simulator import simulate, simulated, simulated_ranks
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
@@ -83,14 +84,14 @@ def test_kernel(name, num_ranks, dtype, tiles, plan):
     assert_same_bits(simulate(lambda: run(jnp.asarray(x))), expected(x))
 
 
-@interpreted
+@simulated
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_last_tile_of_an_uneven_size_is_moved_back(name):
-    """Two tiles then write the same values to the same place: to the interpreter, a race."""
+    """Two tiles then write the same values to the same place: to the simulator, a race."""
     kernel, shape, expected = KERNELS[name]
     x = operand(shape(2, tile_length("bfloat16") + 8), "bfloat16")
-    fabric = fb.Stacked(2, stacked(2).interpret.__class__(detect_races=False))
-    out = interpret(lambda: kernel(jnp.asarray(x), fabric=fabric, plan=Plan(1, 2)))
+    fabric = simulated_ranks(2, detect_races=False)
+    out = simulate(lambda: kernel(jnp.asarray(x), fabric=fabric, plan=Plan(1, 2)))
     assert_same_bits(out, expected(x))
 
 
@@ -151,19 +152,6 @@ def test_all_reduce_rms_norm(case, two_shot):
     check_norm(results, arrays, hidden, 1e-3)
 
 
-@interpreted
-def test_the_halves_of_two_shot():
-    arrays = norm_operands(2, 3, 1024, 1024, "float32", "float32")
-    x, residual, scale = map(jnp.asarray, arrays)
-    options = dict(eps=1e-3, hidden=1024, two_shot=True, fabric=stacked(2), plan=Plan(2, 2))
-    sums, _ = interpret(lambda: all_reduce_rms_norm(x, residual, scale, stage="sum", **options))
-    assert_same_bits(sums, np.stack([in_rank_order(arrays[0])] * 2))
-    results = interpret(
-        lambda: all_reduce_rms_norm(jnp.asarray(sums), residual, scale, stage="norm", **options)
-    )
-    check_norm(results, arrays, 1024, 1e-3)
-
-
 # --------------------------------------------------------------------------- lowered for CUDA
 
 
@@ -190,6 +178,7 @@ LOWERED = [
 ]
 
 
+@needs_kernels
 @pytest.mark.parametrize(("op", "algorithm", "kernel"), LOWERED)
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "dtype"),
@@ -205,6 +194,7 @@ def test_collectives_lower_for_cuda(op, algorithm, kernel, num_ranks, shape, dty
     assert kernel in text and "@mosaic_gpu" in text
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn"])
 def test_what_is_only_moved_has_any_dtype(dtype):
     with jax.enable_x64(dtype == "float64"):
@@ -217,6 +207,7 @@ def test_what_is_only_moved_has_any_dtype(dtype):
             assert f"ep_{op}" in text
 
 
+@needs_kernels
 @pytest.mark.parametrize("algorithm", FUSED)
 @pytest.mark.parametrize(
     ("num_ranks", "hidden", "dtype"),
@@ -235,6 +226,7 @@ def test_all_reduce_rms_norm_lowers_for_cuda(algorithm, num_ranks, hidden, dtype
     assert "ep_all_reduce_rms_norm" in text and "@mosaic_gpu" in text
 
 
+@needs_kernels
 def test_multimem_lowers_to_jax_own_kernels():
     text = lower_for_cuda(
         lambda x: collectives.all_reduce(x, AXIS, algorithm="multimem"),
@@ -245,6 +237,7 @@ def test_multimem_lowers_to_jax_own_kernels():
     assert text.count("@mosaic_gpu") == 2 and "ep_" not in text
 
 
+@needs_kernels
 def test_a_plan_can_be_forced():
     def lower(plan):
         with pallas_collectives.forced_plan(plan):

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from support import simulator
+from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from support.processes import output_of_a_failure
 from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate, simulated_channels
@@ -190,6 +191,7 @@ def test_all_reduce_rms_norm(case, two_shot):
         )
 
 
+@needs_kernels
 def test_what_needs_more_than_there_is_is_refused():
     channels = ll.Channels(((1, 2),), (0, 1), symmetric_memory.elsewhere(2))
     for name, size, plan in (
@@ -486,6 +488,7 @@ def lower_on(
     return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@needs_kernels
 @pytest.mark.parametrize(("op", "algorithm", "kernel"), LL_LOWERED)
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "dtype"),
@@ -503,6 +506,7 @@ def test_a_kernel_alone_without_a_rendezvous_of_xla(op, algorithm, kernel, num_r
     assert f"jax_ep: {kernel}: rank %d waited over 100 s for rank %d (block %d)" in text
 
 
+@needs_kernels
 @pytest.mark.parametrize("shots", ["one", "two"])
 @pytest.mark.parametrize(("num_ranks", "hidden"), [(2, 8192), (3, 2880), (8, 5)])
 def test_the_fused_norm_is_a_kernel_alone(shots, num_ranks, hidden):
@@ -524,6 +528,7 @@ def lower_norm(num_ranks: int, rows: int, hidden: int, algorithm: str) -> str:
     return jax.jit(mapped).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("num_ranks", "hidden", "algorithm", "most_rows"),
     [
@@ -542,6 +547,7 @@ def test_rows_that_a_fused_norm_has_room_for(num_ranks, hidden, algorithm, most_
         lower_norm(num_ranks, most_rows + 1, hidden, algorithm)
 
 
+@needs_kernels
 @pytest.mark.parametrize("axis_name", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
 def test_meshes_of_two_axes(axis_name):
     mesh = cuda_mesh((2, 4), ("a", "b"))
@@ -563,6 +569,7 @@ def noted_calls(monkeypatch):
     return noted
 
 
+@needs_kernels
 def test_channels_of_a_program(noted_calls):
     """Which GPU is at which place, and how the ranks lie among the places."""
     spec, order = P(("a", "b")), (2, 0, 3, 1)
@@ -592,6 +599,7 @@ def test_devices_by_place():
     assert devices_of(AbstractMesh((4,), (AXIS,))) == (0, 1, 2, 3)
 
 
+@needs_kernels
 @pytest.mark.parametrize(("op", "algorithm", "kernel"), LL_LOWERED)
 def test_gradients_go_by_ll_too(op, algorithm, kernel):
     backwards = {"all_gather": "ep_reduce_scatter_ll", "reduce_scatter": "ep_all_gather_ll"}
@@ -609,6 +617,7 @@ def test_gradients_go_by_ll_too(op, algorithm, kernel):
     assert kernel in text and backwards.get(op, kernel) in text
 
 
+@needs_kernels
 def test_a_plan_can_be_forced(noted_calls):
     def plan_of_32_tiles(forced):
         with pallas_collectives.forced_plan(forced):
@@ -705,6 +714,7 @@ def states_after(state: np.ndarray, calls: int) -> np.ndarray:
     return state
 
 
+@needs_kernels
 def test_the_programs_for_gpus_lower():
     """What the tests below run, so that it is traced wherever tests run."""
     state = jax.ShapeDtypeStruct((4, STATE), jnp.float32)
@@ -945,6 +955,7 @@ LATE = """
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from support.kernels import needs_kernels
 from support.meshes import expert_mesh
 from test_low_latency import AXIS, Plan, channels_here, ll_collectives, primitives
 
@@ -973,6 +984,7 @@ def test_a_rank_that_never_comes_ends_the_program():
     assert message in output, output
 
 
+@needs_kernels
 def test_a_plan_that_leaves_rows_out_is_refused():
     with pallas_collectives.forced_plan(Plan(4, 1)):
         with pytest.raises(ValueError, match="too few for 9 rows of 2 ranks"):

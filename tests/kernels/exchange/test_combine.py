@@ -1,14 +1,11 @@
-"""The combine kernel in Pallas' GPU interpreter, against the plain reference."""
+"""The combine kernel in the simulator, against the plain reference."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax.numpy as jnp
 import pytest
 from support.contract import assert_equal
-from support.simulator import interpret, interpreted, simulate, simulated, simulated_ranks
-from support.simulator import stacked as stacked_ranks
+from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine
 
 from pallas_kernels.fabric.plan import Plan
@@ -41,11 +38,13 @@ CASES = {
 }
 
 WIRE = jnp.float8_e4m3fn
-WIRE_CASES = {  # of two ranks: XLA's threads for the simulated ones may not suffice for more
+WIRE_CASES = {
     "one_rank": (Problem(1, 3, 512, 2, 4), Plan(1, 2)),
     "half": (Problem(2, 4, 1536, 4, 4, "masked", "bfloat16"), Plan(2, 3, 2, step_tokens=2)),
     "half_plain": (Problem(2, 3, 512, 4, 4, "skewed", "float16", weighted=False), Plan(1, 3)),
+    "four_ranks": (Problem(4, 3, 512, 2, 8, "skewed", weighted=False), Plan(1, 4)),
     "one_choice": (Problem(2, 3, 512, 1, 2, weighted=False), Plan(3, 2)),
+    "windows": (Problem(2, 6, 512, 3, 8), Plan(1, 3, window_tokens=2, step_tokens=3)),
     "mailbox_reused": (Problem(2, 7, 512, 2, 4, dtype="bfloat16"), Plan(1, 3, 2)),
     "mailbox_of_three": (Problem(2, 9, 512, 2, 4), Plan(1, 4, 1, step_tokens=2, mailbox_steps=3)),
     "one_slot": (Problem(2, 3, 512, 2, 4, weighted=False), Plan(1, 1, 0)),
@@ -78,22 +77,3 @@ def test_combine_of_quantized_sums(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
     out = simulate(combine(problem, plan, fabric, wire_dtype=WIRE))
     assert_equal(out, problem.combined_by_wire)
-
-
-@interpreted
-@pytest.mark.parametrize("wire_dtype", [None, WIRE])
-@pytest.mark.parametrize("case", ["two_ranks", "four_ranks", "windows", "all_dropped", "half"])
-def test_stage_by_stage(case, wire_dtype):
-    """The scout and the summer alone, then the owner alone: no simulated signals needed."""
-    problem, plan = CASES[case]
-    options, expected = {}, "combined"
-    if wire_dtype is not None:
-        problem = dataclasses.replace(problem, hidden=512)
-        options, expected = dict(wire_dtype=wire_dtype), "combined_by_wire"
-    # Here copies count, not groups; and every step needs a place in the mailbox.
-    plan = dataclasses.replace(plan, store_lag=0, mailbox_steps=problem.num_tokens + 1)
-    fabric = stacked_ranks(problem.num_ranks)
-    parts = interpret(combine(problem, plan, fabric, stage="put", **options))
-    mailbox = [jnp.asarray(part) for part in parts]
-    out = interpret(combine(problem, plan, fabric, stage="sum", mailbox=mailbox, **options))
-    assert_equal(out, getattr(problem, expected))

@@ -1,14 +1,11 @@
-"""The kernel of a combine's gradient in Pallas' GPU interpreter, against the plain reference."""
+"""The kernel of a combine's gradient in the simulator, against the plain reference."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import pytest
 from support.contract import assert_bitwise_equal
-from support.simulator import interpret, interpreted, simulate, simulated, simulated_ranks
-from support.simulator import stacked as stacked_ranks
+from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine_grad
 
 from pallas_kernels.fabric.plan import Plan
@@ -57,12 +54,3 @@ def check(problem, results):
 def test_combine_grad(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
     check(problem, simulate(combine_grad(problem, plan, fabric)))
-
-
-@interpreted
-@pytest.mark.parametrize("case", ["two_ranks", "windows", "dropped_of_blocks", "half", "long_rows"])
-def test_one_rank_after_the_other(case):
-    """There is no rendezvous before the end: no simulated signals needed."""
-    problem, plan = CASES[case]
-    plan = dataclasses.replace(plan, store_lag=0)  # here copies count, not groups
-    check(problem, interpret(combine_grad(problem, plan, stacked_ranks(problem.num_ranks))))

@@ -1,18 +1,13 @@
-"""The dispatch kernel in Pallas' GPU interpreter, against the plain reference."""
+"""The dispatch kernel in the simulator, against the plain reference."""
 
 from __future__ import annotations
 
-import dataclasses
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.contract import assert_bitwise_equal
-from support.simulator import interpret, interpreted, simulate, simulated, simulated_ranks
-from support.simulator import stacked as stacked_ranks
+from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like
 
-from pallas_kernels.exchange.dispatch import fan_out
 from pallas_kernels.fabric.plan import Plan
 
 CASES = {
@@ -73,24 +68,4 @@ def test_dispatch_like(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
     tokens = simulate(dispatch_like(problem, plan, fabric))
-    assert_bitwise_equal(tokens, problem.tokens, "tokens")
-
-
-@interpreted
-@pytest.mark.parametrize("case", ["bulk_lists", "windows", "repeated", "overflow_of_blocks"])
-def test_stage_by_stage(case):
-    """The sender and the filler alone, then the receiver alone: no simulated signals needed."""
-    problem, plan = CASES[case]
-    plan = dataclasses.replace(plan, store_lag=0)  # here copies count, not groups
-    fabric = stacked_ranks(problem.num_ranks)
-    put, rows, *_ = interpret(dispatch(problem, plan, fabric, stage="put"))
-    np.testing.assert_array_equal(rows, problem.rows, "rows")
-    copies = interpret(
-        lambda: fan_out(jnp.asarray(put), jnp.asarray(rows), fabric=fabric, plan=plan)
-    )
-    tokens = put.copy()
-    for rank, places in enumerate(rows.reshape(problem.num_ranks, -1, problem.top_k)):
-        for pair in places:
-            held = pair[(pair >= 0) & (pair < problem.num_rows)]
-            tokens[rank, held[1:]] = copies[rank, held[1:]]
     assert_bitwise_equal(tokens, problem.tokens, "tokens")

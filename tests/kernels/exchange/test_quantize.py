@@ -1,4 +1,4 @@
-"""Rows that the kernels quantize: the arithmetic on GPUs, the rest in Pallas' GPU interpreter."""
+"""Rows that the kernels quantize: the arithmetic on GPUs, the rest in the simulator."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support.contract import assert_bitwise_equal, random_bits
+from support.kernels import needs_kernels
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
 
@@ -164,6 +165,7 @@ def test_sums_of_rows_are_those_of_the_reference(dtype, hidden):
     assert_bitwise_equal(np.where(nan, 0, out), np.where(nan, 0, expected))
 
 
+@needs_kernels
 @pytest.mark.parametrize("hidden", [512, 4096, 7168])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_sums_of_rows_lower(dtype, hidden):
@@ -188,6 +190,7 @@ def test_the_arithmetic_is_that_of_the_reference(dtype, hidden):
     assert_bitwise_equal(np.where(nan, 0, values), np.where(nan, 0, expected_values))
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_arithmetic_lowers(dtype):
     shape = jax.ShapeDtypeStruct((4, 7168), dtype)

@@ -1,4 +1,4 @@
-"""The kernels of the rank layout in Pallas' GPU interpreter, against the plain reference."""
+"""The kernels of the rank-major layout in the simulator, against the plain reference."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.contract import assert_bitwise_equal, assert_equal
+from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, rank_combine, rank_dispatch
@@ -77,6 +78,7 @@ def test_combine_of_quantized_sums(case):
     assert_equal(out, problem.combined_by_rank_and_wire)
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "dtype"),
     [

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.contract import Case as ContractCase
 from support.contract import assert_bitwise_equal, routing, small_integers, small_weights
+from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
 from support.processes import output_of_a_failure
 
@@ -238,6 +239,7 @@ def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:
     return jax.jit(sharded)
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     "work",
     [Work(2), Work(8, 3), Work(2, 3, "rank"), Work(8, 4, "rank"), Work(4, 4, "float8")],
@@ -257,6 +259,7 @@ def test_the_programs_for_gpus_lower(work):
         assert len(calls) == times * work.num_kernels
 
 
+@needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_programs_give_as_many_results_as_xla(kind):
     """What the tests on GPUs compare is of the same shapes and types, for all that has a name."""
@@ -296,6 +299,7 @@ def test_a_device_knows_its_rank(sizes, names):
         assert rank == expected
 
 
+@needs_kernels
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_wait_that_gives_up_names_op_rank_and_peer(num_ranks):
     work = Work(num_ranks)

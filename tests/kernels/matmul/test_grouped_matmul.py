@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from support.simulator import KernelError, interpret, stacked
+from support import simulator
+from support.kernels import needs_kernels
+from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import backends as kernels
 from pallas_kernels.matmul import grouped_matmul as pallas
 from pallas_kernels.matmul.grouped_matmul import Tiles
 
-interpreted = pytest.mark.skipif(
-    not hasattr(plgpu, "InterpretGPUParams"), reason="this JAX's GPU interpreter has no matmuls"
-)
 NUM_BLOCKS = 2
 
 
@@ -34,7 +32,7 @@ def operands(num_rows, sizes, depth, width):
 
 def options(tiles):
     """Of a kernel that `interpret` runs: it looks for races, and raises if there are any."""
-    return dict(tiles=tiles, num_blocks=NUM_BLOCKS, interpret=stacked(1).interpret)
+    return dict(tiles=tiles, num_blocks=NUM_BLOCKS, interpret=simulator.INTERPRETER)
 
 
 def assert_close(got, want):
@@ -42,7 +40,7 @@ def assert_close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * max(1, abs(want).max()))
 
 
-@interpreted
+@simulated
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "depth", "tiles"),
     [
@@ -83,7 +81,7 @@ def test_data_movement(num_rows, sizes, depth, tiles):
         assert not np.any(np.asarray(rows)[ends[-1] :])
 
 
-@interpreted
+@simulated
 @pytest.mark.parametrize("kernel", ["product", "drhs"])
 def test_a_race_is_found(kernel, monkeypatch):
     """Race detection is alive: a tile is sent from shared memory before all of it is there."""
@@ -116,6 +114,7 @@ def test_tiles_cover_every_group_once(height):
         assert np.all(owner[live:] == -1)
 
 
+@needs_kernels
 def test_tiles_chosen_for_many_shapes_fit_the_kernels():
     """The choice divides the output, and the kernel fits shared memory: lowering checks it."""
     for num_rows in (8, 1000, 32768):
