@@ -1,14 +1,17 @@
 """What the CUDA driver says, through ctypes: no dependency, and no error where there is none.
 
-It numbers the GPUs as CUDA_VISIBLE_DEVICES lets them be seen. All but `map_shared` and `fill` only
-ask.
+It numbers the GPUs as CUDA_VISIBLE_DEVICES lets them be seen, by *ordinal*: what
+`jax.Device.local_hardware_id` is. Functions that ask return None where the driver won't say;
+functions that do something raise `Error`, with the driver's function and its reason.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -114,84 +117,209 @@ class _Access(ctypes.Structure):
 
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
+_u64, _size = ctypes.c_uint64, ctypes.c_size_t
 
-def map_shared(num_devices: int, num_bytes: int, *, stride: int, address: int) -> int:
-    """Memory on each of the first GPUs that all of them can read and write, never given back.
+
+# ------------------------------------------------------------------------------ identity of a GPU
+
+
+def pci_bus_id(ordinal: int) -> str:
+    """The GPU's place on the bus, as "0000:1b:00.0": the same in every process of the host."""
+    text = ctypes.create_string_buffer(32)
+    _call("cuDeviceGetPCIBusId", text, ctypes.c_int(len(text)), _device(ordinal))
+    return text.value.decode().lower()
+
+
+def uuid(ordinal: int) -> str:
+    """The GPU's UUID in hexadecimal; parts of one GPU (MIG) have one each."""
+    value = (ctypes.c_ubyte * 16)()
+    _call("cuDeviceGetUuid_v2", ctypes.byref(value), _device(ordinal))
+    return bytes(value).hex()
+
+
+# --------------------------------------------------- the virtual-memory API: memory and its places
+
+
+def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[int, int]:
+    """Takes memory of a GPU, which is kept while it is mapped or until `release`.
 
     Args:
-      num_devices: how many GPUs.
-      num_bytes: on each of them, rounded up to what the driver gives at a time.
-      stride: from one GPU's memory to the next one's, a power of two.
-      address: of the first GPU's, if the driver has no other use for it.
+      ordinal: of the GPU.
+      num_bytes: at least.
+      exportable: whether `export_fd` shall be possible.
 
     Returns:
-      The address of the first GPU's.
-
-    Raises:
-      Error: the driver gives none.
+      The handle, and the size: `num_bytes` rounded up to what the driver gives at a time.
     """
-    u64, size = ctypes.c_uint64, ctypes.c_size_t
-    start, granularity = u64(), size()
+    handle_type = _FILE_DESCRIPTOR if exportable else 0
+    properties = _Properties(_PINNED, handle_type, _Location(_ON_DEVICE, ordinal))
+    granularity, handle = _size(), _u64()
     _call(
-        "cuMemAddressReserve",
-        ctypes.byref(start),
-        size(num_devices * stride),
-        size(stride),
-        u64(address),
-        u64(0),
+        "cuMemGetAllocationGranularity",
+        ctypes.byref(granularity),
+        ctypes.byref(properties),
+        ctypes.c_int(0),
     )
-    everyone = (_Access * num_devices)(
-        *(_Access(_Location(_ON_DEVICE, i), _READ_AND_WRITE) for i in range(num_devices))
+    length = -(-num_bytes // granularity.value) * granularity.value
+    _call("cuMemCreate", ctypes.byref(handle), _size(length), ctypes.byref(properties), _u64(0))
+    return handle.value, length
+
+
+def release(handle: int) -> None:
+    """Gives a handle back; the memory lives on where it is mapped."""
+    _call("cuMemRelease", _u64(handle))
+
+
+def export_fd(handle: int) -> int:
+    """A file descriptor that another process can import the memory from. The caller closes it."""
+    fd = ctypes.c_int(-1)
+    _call(
+        "cuMemExportToShareableHandle",
+        ctypes.byref(fd),
+        _u64(handle),
+        ctypes.c_int(_FILE_DESCRIPTOR),
+        _u64(0),
     )
-    mapped: list[tuple[ctypes.c_uint64, ctypes.c_size_t]] = []
-    try:
-        for ordinal in range(num_devices):
-            properties = _Properties(_PINNED, 0, _Location(_ON_DEVICE, ordinal))
-            _call(
-                "cuMemGetAllocationGranularity",
-                ctypes.byref(granularity),
-                ctypes.byref(properties),
-                ctypes.c_int(0),
-            )
-            length = size(-(-num_bytes // granularity.value) * granularity.value)
-            memory, here = u64(), u64(start.value + ordinal * stride)
-            _call("cuMemCreate", ctypes.byref(memory), length, ctypes.byref(properties), u64(0))
-            try:
-                _call("cuMemMap", here, length, size(0), memory, u64(0))
-                mapped.append((here, length))
-            finally:
-                _call("cuMemRelease", memory)  # it lives as long as it is mapped
-            _call("cuMemSetAccess", here, length, everyone, size(num_devices))
-    except Error:
-        for here, length in mapped:
-            _call("cuMemUnmap", here, length)
-        _call("cuMemAddressFree", start, size(num_devices * stride))
-        raise
+    os.set_inheritable(fd.value, False)
+    return fd.value
+
+
+def import_fd(fd: int) -> int:
+    """A handle of memory that another process exported. The descriptor stays the caller's."""
+    handle = _u64()
+    _call(
+        "cuMemImportFromShareableHandle",
+        ctypes.byref(handle),
+        ctypes.c_void_p(fd),
+        ctypes.c_int(_FILE_DESCRIPTOR),
+    )
+    return handle.value
+
+
+def retain(address: int) -> int:
+    """A handle of the memory that is mapped at an address. The caller releases it."""
+    handle = _u64()
+    _call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+    return handle.value
+
+
+def is_exportable(handle: int) -> bool:
+    """Whether the memory was created so that `export_fd` is possible."""
+    properties = _Properties()
+    _call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), _u64(handle))
+    return bool(properties.requested_handle_types & _FILE_DESCRIPTOR)
+
+
+def reserve(num_bytes: int, *, alignment: int = 0, address: int = 0) -> int:
+    """Reserves a range of addresses, at `address` if the driver has no other use for it."""
+    start = _u64()
+    sizes = _size(num_bytes), _size(alignment)
+    _call("cuMemAddressReserve", ctypes.byref(start), *sizes, _u64(address), _u64(0))
     return start.value
 
 
-def fill(ordinal: int, address: int, word: int, num_bytes: int) -> None:
-    """Sets memory of a GPU to a 32-bit word, over and over; returns when it is done.
+def free_addresses(address: int, num_bytes: int) -> None:
+    """Gives a reserved range back, in which nothing is mapped any more."""
+    _call("cuMemAddressFree", _u64(address), _size(num_bytes))
 
-    Raises:
-      Error: the driver won't.
-    """
-    device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+
+def map_at(address: int, num_bytes: int, handle: int) -> None:
+    """Maps memory into a reserved range. No GPU may use it before `allow_access`."""
+    _call("cuMemMap", _u64(address), _size(num_bytes), _size(0), _u64(handle), _u64(0))
+
+
+def unmap(address: int, num_bytes: int) -> None:
+    """Ends what `map_at` began."""
+    _call("cuMemUnmap", _u64(address), _size(num_bytes))
+
+
+def allow_access(address: int, num_bytes: int, ordinals: Sequence[int]) -> None:
+    """Lets GPUs of this process read and write mapped memory; what others may stays as it is."""
+    descriptions = (_Access * len(ordinals))(
+        *(_Access(_Location(_ON_DEVICE, ordinal), _READ_AND_WRITE) for ordinal in ordinals)
+    )
+    count = _size(len(ordinals))
+    _call("cuMemSetAccess", _u64(address), _size(num_bytes), descriptions, count)
+
+
+def has_access(address: int, ordinal: int) -> bool:
+    """Whether a GPU of this process may read and write the memory mapped at an address."""
+    flags, location = ctypes.c_ulonglong(), _Location(_ON_DEVICE, ordinal)
+    _call("cuMemGetAccess", ctypes.byref(flags), ctypes.byref(location), _u64(address))
+    return flags.value == _READ_AND_WRITE
+
+
+def address_range(ordinal: int, address: int) -> tuple[int, int]:
+    """The first address and the size of the allocation on a GPU that an address lies in."""
+    start, num_bytes = _u64(), _size()
+    with _context(ordinal):
+        _call(
+            "cuMemGetAddressRange_v2",
+            ctypes.byref(start),
+            ctypes.byref(num_bytes),
+            _u64(address),
+        )
+    return start.value, num_bytes.value
+
+
+# -------------------------------------------------------------------------------------- contents
+
+
+def fill(ordinal: int, address: int, word: int, num_bytes: int) -> None:
+    """Sets memory that a GPU reaches to a 32-bit word, over and over; returns when it is done."""
+    with _stream(ordinal) as stream:
+        count = _size(num_bytes // 4)
+        _call("cuMemsetD32Async", _u64(address), ctypes.c_uint(word), count, stream)
+
+
+def write(ordinal: int, address: int, data: bytes) -> None:
+    """Copies bytes to memory that a GPU reaches; returns when they are there."""
+    with _stream(ordinal) as stream:
+        _call("cuMemcpyHtoDAsync_v2", _u64(address), data, _size(len(data)), stream)
+
+
+def read(ordinal: int, address: int, num_bytes: int) -> bytes:
+    """Copies bytes from memory that a GPU reaches."""
+    data = ctypes.create_string_buffer(num_bytes)
+    with _stream(ordinal) as stream:
+        _call("cuMemcpyDtoHAsync_v2", data, _u64(address), _size(num_bytes), stream)
+    return data.raw
+
+
+@contextlib.contextmanager
+def _context(ordinal: int) -> Iterator[None]:
+    """Makes the primary context of a GPU, which XLA uses too, the thread's."""
+    device, context = _device(ordinal), ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _call("cuCtxPushCurrent_v2", context)
     try:
-        _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
-        start, count = ctypes.c_uint64(address), ctypes.c_size_t(num_bytes // 4)
-        _call("cuMemsetD32Async", start, ctypes.c_uint(word), count, stream)
-        _call("cuStreamSynchronize", stream)
-        _call("cuStreamDestroy_v2", stream)
+        yield
     finally:
         _call("cuCtxPopCurrent_v2", ctypes.byref(context))
         _call("cuDevicePrimaryCtxRelease_v2", device)
+
+
+@contextlib.contextmanager
+def _stream(ordinal: int) -> Iterator[ctypes.c_void_p]:
+    """A stream of its own, so that no other's work or capture is touched; waits at the end."""
+    stream = ctypes.c_void_p()
+    with _context(ordinal):
+        _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+        try:
+            yield stream
+            _call("cuStreamSynchronize", stream)
+        finally:
+            _call("cuStreamDestroy_v2", stream)
+
+
+def _device(ordinal: int) -> ctypes.c_int:
+    device = ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+    return device
 
 
 def _call(name: str, *args: Any) -> None:

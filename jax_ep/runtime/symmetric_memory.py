@@ -1,25 +1,33 @@
-"""The memory that LL writes messages to: a region of every GPU of this process, mapped once.
+"""Memory on every GPU of an NVLink domain that all its GPUs address, in one process or several.
 
-Programs know it by its addresses. So that they don't differ from one process to the next, and with
-them what a compilation cache knows a program by, all of it is in one range of addresses, at a place
-that is asked for and, as a rule, had.
+`pallas_kernels.fabric.layout` says where it is and what its header holds. This module takes it
+from the driver, once, when a program that needs it is first lowered, and keeps it as long as the
+process lives. Processes of one host also map each other's pools, in which XLA's arrays lie.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import dataclasses
 import functools
 import os
 import re
+import struct
 import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
-from jax_ep.runtime import cuda_driver
+import jax_ep
+from jax_ep.runtime import cuda_driver, processes
+from jax_ep.runtime.processes import Message, Refused
+from pallas_kernels.fabric import layout
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.sentinel_words import EMPTY, SLOT_BYTES, Regions
-
-_ADDRESS = 0x2A00_0000_0000  # of the first region, if the driver has no other use for it
-_STRIDE = 1 << 30  # more than any region
 
 # XLA's default is to run the kernels of a program one after the other.
 _CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=.?concurrent")
@@ -27,43 +35,500 @@ _CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=.?concurrent")
 _lock = threading.Lock()
 
 
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU of the domain.
+
+    Attributes:
+      number: its number in the domain.
+      device_id: `jax.Device.id`.
+      process: of `jax.process_index()`.
+      bus_id: its place on the host's PCI bus.
+      pool_start: of the pool that XLA's arrays lie in, as its own process knows it.
+      pool_bytes: the size of that pool.
+    """
+
+    number: int
+    device_id: int
+    process: int
+    bus_id: str
+    pool_start: int
+    pool_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """The GPUs of this host that share memory, as every process of it sees them.
+
+    Attributes:
+      base: the address of GPU 0's heap. Between processes always `layout.BASE`.
+      stride: from one GPU's heap to the next one's, in bytes.
+      heap_bytes: of each GPU, the header included.
+      gpus: by number.
+      no_access: of each pair of numbers (one, other), where GPU `one` cannot address the memory of
+        GPU `other`, the reason.
+    """
+
+    base: int
+    stride: int
+    heap_bytes: int
+    gpus: tuple[Gpu, ...]
+    no_access: tuple[tuple[int, int, str], ...] = ()
+
+    @property
+    def num_gpus(self) -> int:
+        return len(self.gpus)
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """The number of each GPU by its `jax.Device.id`."""
+        return {gpu.device_id: gpu.number for gpu in self.gpus}
+
+    @property
+    def gpus_of_process(self) -> dict[int, int]:
+        """How many GPUs each process has."""
+        return dict(Counter(gpu.process for gpu in self.gpus))
+
+
+def domain() -> Domain | str:
+    """The domain of this process, set up by the first call; or why there is none.
+
+    Where the host has several processes, each must make that call (by lowering a program that
+    needs it) within JAX_EP_TIMEOUT_SECONDS of the first: it waits for them, and all have the same
+    answer. What was said once holds as long as the process lives.
+    """
+    with _lock:
+        return _domain()
+
+
+def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
+    """Why these GPUs do not address each other's memory, or None if they do."""
+    devices, found = list(devices), domain()
+    if isinstance(found, str):
+        return found
+    numbers = found.numbers
+    for device in devices:
+        if device.id not in numbers:
+            return (
+                f"GPU {device.id} of process {device.process_index} belongs to another host than "
+                f"GPU {found.gpus[0].device_id} of process {found.gpus[0].process}"
+            )
+    wanted = {numbers[device.id] for device in devices}
+    for one, other, why in found.no_access:
+        if {one, other} <= wanted:
+            ids = found.gpus[one].device_id, found.gpus[other].device_id
+            return f"GPU {ids[0]} cannot address the memory of GPU {ids[1]}: {why}"
+    return None
+
+
+def describe() -> list[str]:
+    """What `python -m jax_ep info` says of it: lines of plain text."""
+    found = domain()
+    if isinstance(found, str):
+        return [f"none: {found}"]
+    lines = [
+        f"{found.heap_bytes} bytes on each of {found.num_gpus} GPUs from {found.base:#x} on, "
+        f"{found.stride:#x} apart"
+    ]
+    for gpu in found.gpus:
+        pool = f"pool of {gpu.pool_bytes} bytes at {gpu.pool_start:#x}"
+        lines.append(
+            f"GPU {gpu.number}: device {gpu.device_id} of process {gpu.process}, {gpu.bus_id}, "
+            + (pool if gpu.pool_bytes else "pool not of the virtual-memory API")
+        )
+    lines += [f"GPU {one} cannot address GPU {other}: {why}" for one, other, why in found.no_access]
+    return lines
+
+
+def heap_bytes(num_gpus: int) -> int:
+    """What each GPU gives for as long as the process lives, header included."""
+    return layout.HEADER_BYTES + region_bytes(num_gpus)
+
+
+# ------------------------------------------------------------- the part of the low-latency protocol
+
+
 def elsewhere(num_devices: int) -> Regions:
     """Where the regions would be on a machine that is not here."""
-    return _regions(_ADDRESS, num_devices)
+    return _regions(layout.BASE, num_devices)
 
 
 def here() -> Regions | str:
     """Where those of this process are, mapped by the first call; or why there are none."""
-    with _lock:
-        return _here()
-
-
-def region_bytes(num_devices: int) -> int:
-    """What each GPU gives for as long as the process lives, once one of its programs uses LL."""
-    return 4 * ll.NUM_COUNTERS + SLOT_BYTES * ll.num_slots(num_devices)
-
-
-@functools.cache
-def _here() -> Regions | str:
-    if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
-        return "LL needs its calls one at a time, and XLA_FLAGS let the calls of a program overlap"
     ordinals = [device.local_hardware_id for device in jax.local_devices()]
     count = len(ordinals)
     if count > ll.MAX_DEVICES:
         return f"LL is for up to {ll.MAX_DEVICES} GPUs, and there are {count}"
     if sorted(ordinals) != list(range(count)):
         return f"LL needs all GPUs that the driver shows from the first on, and JAX has {ordinals}"
-    try:
-        base = cuda_driver.map_shared(count, region_bytes(count), stride=_STRIDE, address=_ADDRESS)
-        for ordinal in ordinals:
-            counters = base + ordinal * _STRIDE
-            slots = counters + 4 * ll.NUM_COUNTERS
-            cuda_driver.fill(ordinal, counters, 0, 4 * ll.NUM_COUNTERS)
-            cuda_driver.fill(ordinal, slots, EMPTY, SLOT_BYTES * ll.num_slots(count))
-    except cuda_driver.Error as error:
-        return f"the CUDA driver gives no memory that all GPUs can write to: {error}"
-    return _regions(base, count)
+    if jax.process_count() > 1:
+        return f"LL is for one process, and there are {jax.process_count()}"
+    found = domain()
+    if isinstance(found, str):
+        return found
+    return unavailable_reason(jax.local_devices()) or _regions(found.base, count)
+
+
+def region_bytes(num_devices: int) -> int:
+    """What the low-latency protocol takes of each GPU's heap."""
+    return 4 * ll.NUM_COUNTERS + SLOT_BYTES * ll.num_slots(num_devices)
 
 
 def _regions(base: int, num_devices: int) -> Regions:
-    return Regions(base, _STRIDE, num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices))
+    start = base + layout.HEADER_BYTES
+    return Regions(start, layout.STRIDE, num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices))
+
+
+def _contents(num_gpus: int) -> list[tuple[int, int, int]]:
+    """What a heap holds at first: runs of (offset, 32-bit word, bytes)."""
+    slots = layout.HEADER_BYTES + 4 * ll.NUM_COUNTERS
+    return [(0, 0, slots), (slots, EMPTY, SLOT_BYTES * ll.num_slots(num_gpus))]
+
+
+# ----------------------------------------------------------------------------------------- set-up
+
+
+@dataclasses.dataclass(frozen=True)
+class Participant:
+    """What a process brings to the set-up.
+
+    Attributes:
+      process: its number.
+      devices: its GPUs, as JAX has them.
+      others: the processes that may be on this host.
+      store: where it meets them; None: nowhere.
+      timeout_s: for all of the set-up.
+      array_address: where XLA has put an array on a device.
+      jax_version, jax_ep_version: must be those of all.
+    """
+
+    process: int
+    devices: Sequence[Any]
+    others: Sequence[int] = ()
+    store: processes.Store | None = None
+    timeout_s: float = 100.0
+    array_address: Callable[[Any], int] = lambda device: 0
+    jax_version: str = jax.__version__
+    jax_ep_version: str = ""
+
+
+@functools.cache
+def _domain() -> Domain | str:
+    if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
+        return (
+            "symmetric memory needs kernels to run one at a time, and XLA_FLAGS let those of a "
+            "program overlap"
+        )
+    devices = jax.local_devices()
+    if any(device.platform != "gpu" for device in devices):
+        return "symmetric memory needs NVIDIA GPUs"
+    others = {
+        device.process_index
+        for device in jax.devices()
+        if device.process_index != jax.process_index() and _may_share_host(device, devices[0])
+    }
+    return set_up(
+        Participant(
+            process=jax.process_index(),
+            devices=devices,
+            others=sorted(others),
+            store=processes.store(),
+            timeout_s=processes.timeout_seconds(),
+            array_address=_array_address,
+            jax_ep_version=jax_ep.__version__,
+        )
+    )
+
+
+def set_up(me: Participant) -> Domain | str:
+    """Makes this process part of its host's domain; or says why there is none, in every process.
+
+    All or nothing: where there is a reason, nothing stays mapped.
+    """
+    meeting: processes.Meeting | processes.Alone
+    try:
+        if not me.others:
+            meeting = processes.Alone(me.process)
+        elif me.store is None:
+            raise Refused("several processes share memory only after jax.distributed.initialize()")
+        else:
+            meeting = processes.Meeting(me.store, me.process, me.timeout_s)
+        with contextlib.ExitStack() as undo, meeting:
+            cards = _members(meeting.introduce(_card(me), me.others), me.process)
+            sharing = _Sharing(me, cards, undo)
+            message, descriptors = sharing.offer()
+            try:
+                messages = meeting.exchange(cards, message, descriptors)
+            finally:
+                _close(descriptors)
+            outcomes = meeting.agree(sharing.accept(messages))
+            found = sharing.domain(message, messages, outcomes)
+            undo.pop_all()  # it stays
+            return found
+    except (Refused, cuda_driver.Error) as reason:
+        return str(reason)
+
+
+def _card(me: Participant) -> Message:
+    """What the other processes must know of this one before they share anything."""
+    card: Message = {
+        "layout": layout.VERSION,
+        "jax_ep": me.jax_ep_version,
+        "jax": me.jax_version,
+        "host": processes.host_id(),
+        "uid": os.getuid(),
+        "gpus": [],
+    }
+    try:
+        for device in sorted(me.devices, key=lambda device: device.local_hardware_id):
+            ordinal = device.local_hardware_id
+            names = {"bus": cuda_driver.pci_bus_id(ordinal), "uuid": cuda_driver.uuid(ordinal)}
+            card["gpus"].append({"device": device.id, "ordinal": ordinal} | names)
+    except cuda_driver.Error as error:
+        card["failure"] = f"the GPUs of process {me.process} have no names: {error}"
+    return card
+
+
+def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
+    """The cards of the processes on this host, if they may share memory."""
+    members = {
+        p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
+    }
+    first, *others = members
+    for name, what in (
+        ("layout", "layout {} of symmetric memory"),
+        ("jax_ep", "jax_ep {}"),
+        ("jax", "jax {}"),
+        ("uid", "user {}"),
+    ):
+        for other in others:
+            if (one := members[first][name]) != (two := members[other][name]):
+                one, two = what.format(one), what.format(two)
+                raise Refused(f"process {first} has {one}, and process {other} {two}")
+    processes.raise_failure(members)
+    owner: dict[str, int] = {}
+    for p, card in members.items():
+        for gpu in card["gpus"]:
+            if (before := owner.setdefault(gpu["uuid"], p)) != p:
+                raise Refused(
+                    f"GPU {gpu['bus']} belongs to process {before} and to process {p}: give each "
+                    "its own by CUDA_VISIBLE_DEVICES or jax.distributed.initialize"
+                )
+    if len(owner) > layout.MAX_GPUS:
+        raise Refused(f"a domain has up to {layout.MAX_GPUS} GPUs, and this host has {len(owner)}")
+    return members
+
+
+class _Sharing:
+    """One process's side of the set-up, between its meetings with the others.
+
+    Attributes:
+      places: by GPU number: its process, and what that process's card says of it.
+      local: the ordinal of each GPU of this process, by number.
+    """
+
+    def __init__(
+        self, me: Participant, cards: Mapping[int, Message], undo: contextlib.ExitStack
+    ) -> None:
+        self._me, self._undo, self._alone = me, undo, len(cards) == 1
+        self.places = [(p, gpu) for p, card in cards.items() for gpu in card["gpus"]]
+        if not self._alone:  # in one process they are in the driver's order
+            self.places.sort(key=lambda place: (place[1]["bus"], place[1]["uuid"]))
+        self.local = {
+            g: gpu["ordinal"] for g, (p, gpu) in enumerate(self.places) if p == me.process
+        }
+        self._base = layout.BASE
+        self._heap_bytes = heap_bytes(len(self.places))
+        self._no_access: dict[tuple[int, int], str] = {}
+        self._deltas: dict[int, int] = {}
+
+    def offer(self) -> tuple[Message, list[int]]:
+        """Takes this process's heaps and finds its pools; returns what makes others map them."""
+        descriptors: list[int] = []
+        offers = []
+        try:
+            self._reserve()
+            for device in self._me.devices:
+                ordinal = device.local_hardware_id
+                g = next(g for g, own in self.local.items() if own == ordinal)
+                heap_length = self._take_heap(g, ordinal, descriptors)
+                pool = self._find_pool(g, device, descriptors)
+                shared = layout.ANY_ADDRESS if self._alone else pool
+                self._write_words(g, layout.MAGIC, [layout.MAGIC_VALUE, *shared])
+                offers.append([g, heap_length, *pool])
+        except (cuda_driver.Error, Refused) as error:
+            _close(descriptors)
+            failure = f"process {self._me.process} has no memory to share: {error}"
+            return {"failure": failure, "offers": []}, []
+        return {"offers": offers}, descriptors
+
+    def accept(self, messages: Mapping[int, tuple[Message, list[int]]]) -> Message:
+        """Maps what the others offer; returns what to tell them of it."""
+        try:
+            for process, (message, descriptors) in messages.items():
+                for i, offer in enumerate(message["offers"]):
+                    try:
+                        self._map_peer(*offer, *descriptors[2 * i : 2 * i + 2])
+                    except cuda_driver.Error as error:
+                        raise Refused(
+                            f"process {self._me.process} cannot map the memory of GPU {offer[0]}, "
+                            f"of process {process}: {error}"
+                        ) from error
+            deltas = [self._deltas.get(g, 0) for g in range(layout.MAX_GPUS)]
+            for g in self.local:
+                self._write_words(g, layout.DELTA, deltas)
+        except (cuda_driver.Error, Refused) as error:
+            return {"failure": str(error)}
+        finally:
+            for _, descriptors in messages.values():
+                _close(descriptors)
+        return {"no_access": [[*pair, why] for pair, why in self._no_access.items()]}
+
+    def domain(
+        self,
+        message: Message,
+        messages: Mapping[int, tuple[Message, list[int]]],
+        outcomes: Mapping[int, Message],
+    ) -> Domain:
+        """The result, from what every process has said: the same in all of them."""
+        every = [message, *(theirs for theirs, _ in messages.values())]
+        pools = {g: pool for theirs in every for g, _, *pool in theirs["offers"]}
+        pairs = [pair for outcome in outcomes.values() for pair in outcome["no_access"]]
+        return Domain(
+            base=self._base,
+            stride=layout.STRIDE,
+            heap_bytes=self._heap_bytes,
+            gpus=tuple(
+                Gpu(g, gpu["device"], process, gpu["bus"], *pools[g])
+                for g, (process, gpu) in enumerate(self.places)
+            ),
+            no_access=tuple((one, other, why) for one, other, why in sorted(pairs)),
+        )
+
+    def _reserve(self) -> None:
+        num_bytes = len(self.places) * layout.STRIDE
+        self._base = cuda_driver.reserve(num_bytes, alignment=layout.STRIDE, address=layout.BASE)
+        self._undo.callback(cuda_driver.free_addresses, self._base, num_bytes)
+        if self._base != layout.BASE and not self._alone:
+            raise Refused(
+                f"its addresses from {layout.BASE:#x} on are taken, and the driver offers "
+                f"{self._base:#x}"
+            )
+
+    def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
+        """Takes the heap of a GPU of this process, and fills it; returns its size as mapped."""
+        handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
+        try:
+            self._map(g, self._heap(g), length, handle)
+            if not self._alone:
+                descriptors.append(cuda_driver.export_fd(handle))
+        finally:
+            cuda_driver.release(handle)
+        for offset, word, num_bytes in _contents(len(self.places)):
+            cuda_driver.fill(ordinal, self._heap(g) + offset, word, num_bytes)
+        return length
+
+    def _find_pool(self, g: int, device: Any, descriptors: list[int]) -> tuple[int, int]:
+        """Where the pool of a GPU of this process is, and its size; (0, 0): it has no such pool.
+
+        In one process it need not: XLA lets all GPUs that it has address each other's memory.
+        """
+        address, ordinal = self._me.array_address(device), device.local_hardware_id
+        try:
+            handle = cuda_driver.retain(address)
+        except cuda_driver.Error as error:
+            if self._alone:
+                return 0, 0
+            raise Refused(
+                f"the memory pool of GPU {g} is not of the virtual-memory API, as XLA's own "
+                f"allocator is (XLA_PYTHON_CLIENT_ALLOCATOR, or a jaxlib before 0.11?): {error}"
+            ) from error
+        try:
+            start, num_bytes = cuda_driver.address_range(ordinal, address)
+            self._allow(g, start, num_bytes)
+            if self._alone:
+                return start, num_bytes
+            limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+            if num_bytes < limit:
+                raise Refused(
+                    f"the memory pool of GPU {g} may grow, from {num_bytes} bytes to {limit}, and "
+                    "other processes map it once (XLA_PYTHON_CLIENT_PREALLOCATE=false?)"
+                )
+            if not cuda_driver.is_exportable(handle):
+                raise Refused(f"the memory pool of GPU {g} was not made for sharing")
+            descriptors.append(cuda_driver.export_fd(handle))
+        finally:
+            cuda_driver.release(handle)
+        return start, num_bytes
+
+    def _map_peer(
+        self, g: int, heap_length: int, start: int, num_bytes: int, heap_fd: int, pool_fd: int
+    ) -> None:
+        """Maps the heap and the pool of a GPU of another process."""
+        pool = cuda_driver.reserve(num_bytes)
+        self._undo.callback(cuda_driver.free_addresses, pool, num_bytes)
+        for fd, address, length in (
+            (heap_fd, self._heap(g), heap_length),
+            (pool_fd, pool, num_bytes),
+        ):
+            handle = cuda_driver.import_fd(fd)
+            try:
+                self._map(g, address, length, handle)
+            finally:
+                cuda_driver.release(handle)
+        self._deltas[g] = (pool - start) % 2**64
+        header = struct.pack("<3Q", layout.MAGIC_VALUE, start, num_bytes)
+        for one, ordinal in self.local.items():
+            if (one, g) not in self._no_access:
+                if cuda_driver.read(ordinal, self._heap(g), len(header)) != header:
+                    raise Refused(f"what process {self._me.process} maps is not GPU {g}'s heap")
+                break
+
+    def _heap(self, g: int) -> int:
+        return self._base + g * layout.STRIDE
+
+    def _map(self, g: int, address: int, num_bytes: int, handle: int) -> None:
+        """Maps memory of GPU g, for every GPU of this process that can address it."""
+        cuda_driver.map_at(address, num_bytes, handle)
+        self._undo.callback(cuda_driver.unmap, address, num_bytes)
+        self._allow(g, address, num_bytes)
+
+    def _allow(self, g: int, address: int, num_bytes: int) -> None:
+        for one, ordinal in self.local.items():
+            try:
+                if not cuda_driver.has_access(address, ordinal):
+                    cuda_driver.allow_access(address, num_bytes, [ordinal])
+            except cuda_driver.Error as error:
+                if one == g:
+                    raise
+                self._no_access.setdefault((one, g), str(error))
+
+    def _write_words(self, g: int, index: int, words: Sequence[int]) -> None:
+        data = struct.pack(f"<{len(words)}Q", *words)
+        cuda_driver.write(self.local[g], self._heap(g) + index * layout.WORD_BYTES, data)
+
+
+def _array_address(device: jax.Device) -> int:
+    """Where XLA has put a new array on a device.
+
+    Another thread makes it: this one may be tracing, or within a mesh, and no array of a trace has
+    an address.
+    """
+
+    def make() -> int:
+        array = jax.device_put(np.zeros(1, np.int32), device)
+        return int(array.addressable_shards[0].data.unsafe_buffer_pointer())
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def _may_share_host(device: jax.Device, mine: jax.Device) -> bool:
+    """False if XLA has put them on different hosts; what it calls a slice is one on GPUs."""
+    slices = {getattr(each, "slice_index", None) for each in (device, mine)}
+    return len(slices) == 1 or None in slices
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 from typing import Any
 
 import jax
 import pytest
+from support.fake_cuda import GRANULARITY, FakeCuda, open_descriptors
 
 from jax_ep.cli import info
 from jax_ep.exchange.primitives import pallas_unavailable_reason
 from jax_ep.runtime import cuda_driver, multicast
 
 SUCCESS, ERROR = 0, 1
-GRANULARITY = 2**21
 FIRST_HANDLE = 100  # the driver's names of GPUs are not their ordinals
 
 
@@ -40,8 +41,6 @@ class Driver:
     answers: bool = True
     attributes: dict[int, int] = dataclasses.field(default_factory=dict)
     asked: int = 0
-    refuses: str = ""  # a function, or one and the GPU: "cuMemCreate 2"
-    calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
 
     def cuDriverGetVersion(self, version: Any) -> int:
         version._obj.value = 13000
@@ -62,58 +61,13 @@ class Driver:
         value._obj.value = self.attributes.get(handle.value - FIRST_HANDLE, 1)
         return SUCCESS if self.answers else ERROR
 
-    def cuMemGetAllocationGranularity(self, size: Any, properties: Any, option: Any) -> int:
-        size._obj.value = GRANULARITY
-        return self._call("cuMemGetAllocationGranularity", properties._obj.location.id)
-
-    def cuMemAddressReserve(self, start: Any, size: Any, align: Any, at: Any, flags: Any) -> int:
-        start._obj.value = at.value
-        return self._call("cuMemAddressReserve", size.value, align.value, at.value)
-
-    def cuMemCreate(self, memory: Any, size: Any, properties: Any, flags: Any) -> int:
-        of = properties._obj
-        assert (of.type, of.location.type, of.requested_handle_types) == (1, 1, 0)  # cuda.h
-        memory._obj.value = 1000 + of.location.id
-        return self._call("cuMemCreate", of.location.id, size.value)
-
-    def cuMemMap(self, start: Any, size: Any, offset: Any, memory: Any, flags: Any) -> int:
-        return self._call("cuMemMap", start.value, size.value, memory.value)
-
-    def cuMemSetAccess(self, start: Any, size: Any, everyone: Any, count: Any) -> int:
-        assert {(access.location.type, access.flags) for access in everyone} == {(1, 3)}  # cuda.h
-        ordinals = [access.location.id for access in everyone[: count.value]]
-        return self._call("cuMemSetAccess", start.value, size.value, ordinals)
-
-    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
-        context._obj.value = 10 + device.value
-        return self._call("cuDevicePrimaryCtxRetain", device.value)
-
-    def cuStreamCreate(self, stream: Any, flags: Any) -> int:
-        stream._obj.value = 7
-        return self._call("cuStreamCreate", flags.value)
-
-    def cuMemsetD32Async(self, start: Any, word: Any, count: Any, stream: Any) -> int:
-        assert stream.value == 7
-        return self._call("cuMemsetD32Async", start.value, word.value, count.value)
-
     def cuGetErrorString(self, status: Any, text: Any) -> int:
-        text._obj.value = b"out of memory" if status.value == ERROR else None
-        return SUCCESS
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: self._call(name)
-
-    def _call(self, name: str, *args: Any) -> int:
-        self.calls.append((name, *args))
-        return ERROR if self.refuses in (name, f"{name} {args[0] if args else None}") else SUCCESS
-
-    def called(self, *names: str) -> list[tuple[Any, ...]]:
-        return [call for call in self.calls if call[0] in names]
+        return ERROR
 
 
 @pytest.fixture
 def install(monkeypatch):
-    def install(library: Driver | None) -> Driver | None:
+    def install(library: Any) -> Any:
         cuda_driver._peer_access.cache_clear()
         monkeypatch.setattr(cuda_driver, "_libcuda", lambda: library)
         return library
@@ -218,83 +172,112 @@ def test_multicast_is_a_matter_of_several_gpus(install):
     assert "several" in (multicast.unavailable_reason(gpus(0)) or "")
 
 
-def test_memory_that_all_gpus_can_write_to(install):
-    library = install(Driver())
-    stride, address = 2**30, 2**44
-    assert cuda_driver.map_shared(3, GRANULARITY + 1, stride=stride, address=address) == address
-    size = 2 * GRANULARITY
-    assert library.called("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess") == [
-        ("cuMemAddressReserve", 3 * stride, stride, address),
-        *(
-            call
-            for i, start in enumerate(range(address, address + 3 * stride, stride))
-            for call in (
-                ("cuMemCreate", i, size),
-                ("cuMemMap", start, size, 1000 + i),
-                ("cuMemSetAccess", start, size, [0, 1, 2]),
-            )
-        ),
-    ]
+PLACE, SIZE = 2**45, 2 * GRANULARITY
 
 
-@pytest.mark.parametrize(
-    "refused",
-    [
-        "cuMemAddressReserve",
-        "cuMemGetAllocationGranularity",
-        "cuMemCreate 2",
-        "cuMemMap",
-        "cuMemSetAccess",
-    ],
-)
-def test_a_driver_that_gives_no_memory_says_which_function(install, refused):
-    library = install(Driver(refuses=refused))
-    name = refused.split()[0]
-    with pytest.raises(cuda_driver.Error, match=f"{name}: out of memory"):
-        cuda_driver.map_shared(4, 1, stride=2**30, address=2**44)
-    named = [call[0] for call in library.calls]
-    assert named.count("cuMemRelease") == len(set(library.called("cuMemCreate"))) - (
-        name == "cuMemCreate"
-    )
-    reserved = name != "cuMemAddressReserve"  # and then nothing is kept
-    assert named.count("cuMemAddressFree") == reserved
-    kept = len(library.called("cuMemMap")) - (name == "cuMemMap")
-    assert named.count("cuMemUnmap") == kept
+def mapped(ordinal: int = 0, *, exportable: bool = False, place: int = PLACE) -> int:
+    """Memory of a GPU, mapped at a place and accessible to its own GPU; returns its size."""
+    handle, size = cuda_driver.create(ordinal, GRANULARITY + 1, exportable=exportable)
+    assert cuda_driver.reserve(2**30, alignment=2**30, address=place) == place
+    cuda_driver.map_at(place, size, handle)
+    cuda_driver.release(handle)
+    cuda_driver.allow_access(place, size, [ordinal])
+    return size
 
 
-def test_memory_is_filled(install):
-    library = install(Driver())
-    cuda_driver.fill(2, 2**44, 0xFFFFFFFF, 4096)
-    device = FIRST_HANDLE + 2
-    assert ("cuDevicePrimaryCtxRetain", device) == library.calls[0]
-    (memset,) = library.called("cuMemsetD32Async")
-    assert memset == ("cuMemsetD32Async", 2**44, 0xFFFFFFFF, 1024)
-    names = [call[0] for call in library.calls]
-    assert names.index("cuMemsetD32Async") < names.index("cuStreamSynchronize")
-    assert names[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+def test_memory_is_mapped_written_and_given_back(install):
+    library = install(FakeCuda([0, 1, 2]))
+    before = open_descriptors()
+    assert mapped(2) == SIZE
+    assert cuda_driver.read(2, PLACE, SIZE) == bytes(SIZE)
+    cuda_driver.fill(2, PLACE + 8, 0x01020304, 16)
+    cuda_driver.write(2, PLACE + 12, b"eight...")
+    assert cuda_driver.read(2, PLACE, 24) == (bytes(8) + b"\4\3\2\1" + b"eight..." + b"\4\3\2\1")
+    cuda_driver.unmap(PLACE, SIZE)
+    cuda_driver.free_addresses(PLACE, 2**30)
+    assert not library.mappings and not library.reserved and open_descriptors() == before
+
+
+def test_access_is_given_gpu_by_gpu(install):
+    install(FakeCuda([4, 5, 6], no_access={(6, 4)}))
+    size = mapped()
+    assert [cuda_driver.has_access(PLACE, i) for i in range(3)] == [True, False, False]
+    cuda_driver.allow_access(PLACE, size, [1])
+    assert [cuda_driver.has_access(PLACE, i) for i in range(3)] == [True, True, False]
+    with pytest.raises(cuda_driver.Error, match="cuMemSetAccess: peer access is not supported"):
+        cuda_driver.allow_access(PLACE, size, [2])
+
+
+def test_memory_goes_through_a_file_descriptor(install):
+    library = install(FakeCuda([0, 1]))
+    mapped(1, exportable=True)
+    handle = cuda_driver.retain(PLACE + 100)
+    assert cuda_driver.is_exportable(handle)
+    fd = cuda_driver.export_fd(handle)
+    assert not os.get_inheritable(fd)
+    cuda_driver.release(handle)
+    imported, there = cuda_driver.import_fd(fd), cuda_driver.reserve(SIZE)
+    os.close(fd)
+    cuda_driver.map_at(there, SIZE, imported)
+    cuda_driver.allow_access(there, SIZE, [0])
+    cuda_driver.write(0, there + 5, b"from there")
+    assert cuda_driver.read(1, PLACE + 5, 10) == b"from there"
+    cuda_driver.release(imported)
+    assert not library.memories
+
+
+def test_memory_that_is_not_for_export(install):
+    install(FakeCuda([0]))
+    mapped()
+    handle = cuda_driver.retain(PLACE)
+    assert not cuda_driver.is_exportable(handle)
+    with pytest.raises(cuda_driver.Error, match="cuMemExportToShareableHandle"):
+        cuda_driver.export_fd(handle)
+
+
+def test_the_allocation_of_an_array(install):
+    library = install(FakeCuda([0, 1]))
+    address = library.pool(1, 8 * GRANULARITY)
+    start, num_bytes = cuda_driver.address_range(1, address)
+    assert num_bytes == 8 * GRANULARITY and start <= address < start + num_bytes
+    address = library.pool(1, GRANULARITY, virtual=False)
+    with pytest.raises(cuda_driver.Error, match="cuMemRetainAllocationHandle"):
+        cuda_driver.retain(address)
+
+
+def test_gpus_have_names_that_hold_in_every_process(install):
+    names = []
+    for visible in ([2, 7], [7]):
+        install(FakeCuda(visible))
+        names.append((cuda_driver.pci_bus_id(len(visible) - 1), cuda_driver.uuid(len(visible) - 1)))
+    assert names[0] == names[1] == ("0000:17:00.0", "0" * 31 + "7")
 
 
 @pytest.mark.parametrize("refused", ["cuStreamCreate", "cuMemsetD32Async", "cuStreamSynchronize"])
 def test_a_fill_that_fails_leaves_the_context_as_it_was(install, refused):
-    library = install(Driver(refuses=refused))
+    library = install(FakeCuda([0]))
+    mapped()
+    library.refuses = refused
     with pytest.raises(cuda_driver.Error, match=f"{refused}: out of memory"):
-        cuda_driver.fill(0, 2**44, 0, 4096)
+        cuda_driver.fill(0, PLACE, 0, 4096)
     names = [call[0] for call in library.calls]
     assert names[-2:] == ["cuCtxPopCurrent_v2", "cuDevicePrimaryCtxRelease_v2"]
+    assert names.count("cuStreamDestroy_v2") == (refused != "cuStreamCreate")
 
 
 def test_errors_of_a_driver_that_is_not_there_or_has_no_words(install, monkeypatch):
     install(None)
     for function in (
         lambda: cuda_driver.fill(0, 2**44, 0, 4),
-        lambda: cuda_driver.map_shared(1, 1, stride=2**30, address=0),
+        lambda: cuda_driver.create(0, 1),
+        lambda: cuda_driver.uuid(0),
     ):
         with pytest.raises(cuda_driver.Error, match="there is no driver"):
             function()
-    library = install(Driver(refuses="cuMemMap"))
-    monkeypatch.setattr(library, "cuGetErrorString", lambda *_: ERROR, raising=False)
+    library = install(FakeCuda([0], refuses="cuMemMap"))
+    monkeypatch.setattr(library, "cuGetErrorString", lambda *_: ERROR)
     with pytest.raises(cuda_driver.Error, match="cuMemMap: unknown error"):
-        cuda_driver.map_shared(1, 1, stride=2**30, address=0)
+        mapped()
 
 
 def test_the_driver_here_agrees_with_jax():

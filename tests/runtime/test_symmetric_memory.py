@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import types
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from jax import export
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.fake_cuda import FakeCuda, open_descriptors
 from support.meshes import cuda_mesh, expert_mesh
 
 from jax_ep.collectives import api as collectives
@@ -21,6 +23,7 @@ from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.pallas import payload_unavailable_reason
 from jax_ep.exchange.primitives import pallas_unavailable_reason
 from jax_ep.runtime import cuda_driver, symmetric_memory
+from pallas_kernels.fabric import layout
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.sentinel_words import EMPTY, SLOT_BYTES, Regions
 
@@ -222,91 +225,196 @@ def test_memory_is_taken_by_programs_that_use_ll_only(chosen):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes the GPUs of these ordinals what JAX has here; returns what the driver was asked."""
-    asked: list[tuple[Any, ...]] = []
+    """Makes these GPUs of a fake driver what JAX has here, in its order."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
 
-    def make(*ordinals: int, base: int = 2**40, refuses: str = "") -> list[tuple[Any, ...]]:
-        def map_shared(*args: Any, **options: Any) -> int:
-            asked.append(("map_shared", *args, *options.values()))
-            if refuses == "map_shared":
-                raise cuda_driver.Error("cuMemCreate: out of memory")
-            return base
+    def make(*ordinals: int, **driver: Any) -> FakeCuda:
+        library = FakeCuda(list(range(max(ordinals) + 1)), **driver)
+        gpus = [
+            types.SimpleNamespace(
+                id=10 + i, local_hardware_id=ordinal, platform="gpu", process_index=0
+            )
+            for i, ordinal in enumerate(ordinals)
+        ]
+        for name in ("devices", "local_devices"):
+            monkeypatch.setattr(jax, name, lambda: gpus)
+        pools = {gpu.id: library.pool(gpu.local_hardware_id, 2**20) for gpu in gpus}
+        monkeypatch.setattr(symmetric_memory, "_array_address", lambda device: pools[device.id])
+        monkeypatch.setattr(cuda_driver, "_libcuda", lambda: library)
+        return library
 
-        def fill(*args: Any) -> None:
-            asked.append(("fill", *args))
-            if refuses == "fill":
-                raise cuda_driver.Error("cuMemsetD32Async: no")
-
-        gpus = [types.SimpleNamespace(local_hardware_id=ordinal) for ordinal in ordinals]
-        monkeypatch.setattr(jax, "local_devices", lambda: gpus)
-        monkeypatch.setattr(cuda_driver, "map_shared", map_shared)
-        monkeypatch.setattr(cuda_driver, "fill", fill)
-        return asked
-
-    symmetric_memory._here.cache_clear()
+    symmetric_memory._domain.cache_clear()
     yield make
-    symmetric_memory._here.cache_clear()
+    symmetric_memory._domain.cache_clear()
 
 
-def test_regions_are_mapped_once_and_empty(machine):
-    asked, num_bytes = machine(1, 0), symmetric_memory.region_bytes(2)
-    regions = symmetric_memory.here()
-    assert (
-        regions == Regions(2**40, 2**30, 2, ll.NUM_COUNTERS, ll.num_slots(2))
-        and regions is symmetric_memory.here()
-    )
-    assert asked[0] == ("map_shared", 2, num_bytes, 2**30, symmetric_memory.elsewhere(2).base)
-    assert sorted(asked[1:]) == sorted(
-        fill
-        for ordinal in (0, 1)
-        for start in (2**40 + ordinal * 2**30,)
-        for fill in (
-            ("fill", ordinal, start, 0, 4 * ll.NUM_COUNTERS),
-            ("fill", ordinal, start + 4 * ll.NUM_COUNTERS, EMPTY, SLOT_BYTES * ll.num_slots(2)),
+def words(ordinal: int, address: int, count: int) -> list[int]:
+    return list(struct.unpack(f"<{count}Q", cuda_driver.read(ordinal, address, 8 * count)))
+
+
+def test_heaps_are_mapped_once_for_all_gpus(machine):
+    library = machine(1, 0, 2)
+    domain = symmetric_memory.domain()
+    assert domain is symmetric_memory.domain()
+    assert (domain.base, domain.stride, domain.num_gpus) == (layout.BASE, layout.STRIDE, 3)
+    assert domain.heap_bytes == symmetric_memory.heap_bytes(3)
+    assert domain.numbers == {10: 1, 11: 0, 12: 2} and domain.gpus_of_process == {0: 3}
+    for gpu in domain.gpus:
+        heap = library.mapping(domain.base + gpu.number * domain.stride)
+        pool = library.mapping(gpu.pool_start)
+        assert (heap.memory.gpu, pool.memory.gpu) == (gpu.number, gpu.number)
+        assert (heap.start, pool.start) == (
+            domain.base + gpu.number * domain.stride,
+            gpu.pool_start,
         )
-    )
+        assert heap.memory.size >= domain.heap_bytes and pool.memory.size == gpu.pool_bytes
+        assert heap.access == pool.access == {0, 1, 2}
+    assert not library.memories  # no handle is kept
+
+
+def test_a_heap_begins_with_a_header_and_is_empty(machine):
+    machine(0, 1)
+    domain = symmetric_memory.domain()
+    for g in range(2):
+        heap = domain.base + g * domain.stride
+        header = words(1 - g, heap, layout.HEADER_BYTES // 8)
+        assert header[:3] == [layout.MAGIC_VALUE, *layout.ANY_ADDRESS] and not any(header[3:])
+        contents = cuda_driver.read(g, heap, domain.heap_bytes)[layout.HEADER_BYTES :]
+        counters = 4 * ll.NUM_COUNTERS
+        assert contents[:counters] == bytes(counters)
+        empty = EMPTY.to_bytes(4, "little")
+        assert contents[counters:] == empty * (SLOT_BYTES * ll.num_slots(2) // 4)
+
+
+def test_regions_are_behind_the_header(machine):
+    machine(0, 1)
+    regions = symmetric_memory.here()
+    assert regions == symmetric_memory.elsewhere(2)
+    assert regions.base == layout.BASE + layout.HEADER_BYTES and regions.stride == layout.STRIDE
 
 
 def test_regions_have_room():
     """For all slots of all senders, apart from each other, on vectors' boundaries."""
     for num_devices in range(1, ll.MAX_DEVICES + 1):
         regions = symmetric_memory.elsewhere(num_devices)
-        assert symmetric_memory.region_bytes(num_devices) <= regions.stride
-        assert regions.base % regions.stride == 0 and 4 * regions.num_counters % 16 == 0
+        assert symmetric_memory.heap_bytes(num_devices) <= regions.stride
+        assert regions.base % 128 == 0 and 4 * regions.num_counters % 16 == 0
         assert symmetric_memory.region_bytes(
             num_devices
         ) == 4 * ll.NUM_COUNTERS + SLOT_BYTES * ll.num_slots(num_devices)
 
 
+def test_other_addresses_do_in_one_process(machine):
+    machine(0, 1, taken=range(layout.BASE, layout.BASE + 1))
+    domain, regions = symmetric_memory.domain(), symmetric_memory.here()
+    assert domain.base != layout.BASE and regions.base == domain.base + layout.HEADER_BYTES
+    assert words(0, domain.base + domain.stride, 1) == [layout.MAGIC_VALUE]
+
+
 def test_too_many_gpus_are_refused(machine):
-    asked = machine(*range(9))
+    library = machine(*range(9))
     assert symmetric_memory.here() == "LL is for up to 8 GPUs, and there are 9"
-    assert not asked
+    assert not library.calls
+    machine(*range(17))
+    assert "up to 16 GPUs, and this host has 17" in symmetric_memory.domain()
 
 
 @pytest.mark.parametrize("ordinals", [(1,), (0, 2), (1, 2, 3)])
-def test_gpus_that_are_not_the_first_are_refused(machine, ordinals):
-    asked = machine(*ordinals)
+def test_regions_of_gpus_that_are_not_the_first_are_refused(machine, ordinals):
+    library = machine(*ordinals)
     reason = symmetric_memory.here()
     assert "from the first on" in reason and str(list(ordinals)) in reason
-    assert not asked
+    assert not library.calls
+    assert symmetric_memory.domain().numbers == {10 + i: i for i in range(len(ordinals))}
 
 
-@pytest.mark.parametrize(("function", "text"), [("map_shared", "cuMemCreate"), ("fill", "Memset")])
-def test_a_driver_that_refuses_is_a_reason(machine, function, text):
-    asked = machine(0, 1, refuses=function)
+@pytest.mark.parametrize(
+    "function",
+    [
+        "cuDeviceGetUuid_v2",
+        "cuMemAddressReserve",
+        "cuMemGetAllocationGranularity",
+        "cuMemCreate 1",
+        "cuMemMap",
+        "cuMemSetAccess 0",
+        "cuMemsetD32Async",
+        "cuMemGetAddressRange_v2",
+        "cuMemcpyHtoDAsync_v2",
+    ],
+)
+def test_a_driver_that_refuses_is_a_reason_and_keeps_nothing(machine, function):
+    library = machine(0, 1, refuses=function)
+    before = open_descriptors()
     reason = symmetric_memory.here()
-    assert "gives no memory that all GPUs can write to" in reason and text in reason
-    assert symmetric_memory.here() == reason and asked[-1][0] == function
-    assert len(asked) == (1 if function == "map_shared" else 2)  # it is not asked again
+    assert f"{function.split()[0]}: out of memory" in reason
+    assert len(library.mappings) == 2 and not library.memories and not library.reserved
+    assert open_descriptors() == before
+    num_calls = len(library.calls)
+    assert symmetric_memory.here() == reason and len(library.calls) == num_calls
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a driver")
-def test_without_a_driver_there_is_a_reason(monkeypatch):
+def test_gpus_without_peer_access_are_a_reason_where_they_meet(machine):
+    machine(0, 1, 2, no_access={(2, 0)})
+    gpus = jax.devices()
+    assert symmetric_memory.unavailable_reason(gpus[:2]) is None
+    assert symmetric_memory.unavailable_reason(gpus[1:]) is None
+    reason = symmetric_memory.unavailable_reason(gpus[2::-2])
+    assert reason == (
+        "GPU 12 cannot address the memory of GPU 10: cuMemSetAccess: peer access is not supported"
+    )
+    assert symmetric_memory.here() == reason
+    assert symmetric_memory.describe()[-1].startswith("GPU 2 cannot address GPU 0: cuMemSetAccess")
+
+
+def test_gpus_of_another_host_are_a_reason(machine):
+    machine(0, 1)
+    there = types.SimpleNamespace(id=3, process_index=1)
+    reason = symmetric_memory.unavailable_reason([*jax.devices(), there])
+    assert reason == "GPU 3 of process 1 belongs to another host than GPU 10 of process 0"
+
+
+def test_a_pool_of_another_kind_serves_one_process(machine):
+    library = machine(0, 1)
+    for mapping in library.mappings:
+        mapping.virtual = False
+    assert [gpu.pool_bytes for gpu in symmetric_memory.domain().gpus] == [0, 0]
+    assert "pool not of the virtual-memory API" in symmetric_memory.describe()[1]
+
+
+def test_kernels_that_overlap_are_refused(machine, monkeypatch):
+    library = machine(0)
+    flag = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+    monkeypatch.setenv("XLA_FLAGS", flag)
+    assert "one at a time" in symmetric_memory.domain() and not library.calls
+
+
+def test_other_platforms_are_refused():
+    symmetric_memory._domain.cache_clear()
+    if jax.default_backend() != "gpu":
+        assert symmetric_memory.domain() == "symmetric memory needs NVIDIA GPUs"
+        assert symmetric_memory.describe() == ["none: symmetric memory needs NVIDIA GPUs"]
+
+
+def test_without_a_driver_there_is_a_reason(machine, monkeypatch):
+    machine(0)
     monkeypatch.setattr(cuda_driver, "_libcuda", lambda: None)
-    symmetric_memory._here.cache_clear()
     assert "there is no driver" in symmetric_memory.here()
-    symmetric_memory._here.cache_clear()
+
+
+def test_an_array_has_an_address_while_a_program_is_traced():
+    """Programs are lowered within whatever the user has traced and set."""
+    found = []
+
+    def look(x: jax.Array) -> jax.Array:
+        found.append(symmetric_memory._array_address(jax.devices()[0]))
+        return x
+
+    mesh = expert_mesh(1)
+    with jax.set_mesh(mesh), jax.transfer_guard("disallow"):
+        jax.jit(jax.shard_map(look, in_specs=P(), out_specs=P())).trace(
+            jax.ShapeDtypeStruct((2,), jnp.float32)
+        )
+    assert found and found[0] > 0
 
 
 @pytest.mark.skipif(bool(pallas_unavailable_reason()), reason="needs the kernels' GPUs")

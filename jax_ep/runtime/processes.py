@@ -1,0 +1,338 @@
+"""How the processes of a host meet: who is there, and file descriptors from each to each.
+
+They find each other through the key-value service of `jax.distributed`, and then talk over UNIX
+sockets, each in a new folder that only this user can open. A `Meeting` is held once, ends within
+its time, and leaves neither thread nor file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import socket
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jax._src import distributed
+
+_KEY = "jax_ep/symmetric_memory/{process}"
+_FOLDER = "jax_ep-"
+_SOCKET = "socket"
+_MAX_PATH = 100  # of a UNIX socket, a little less than the system takes
+_MAX_DESCRIPTORS = 64
+_MAX_MESSAGE = 1 << 20
+_LENGTH = struct.Struct("<I")
+
+Message = dict[str, Any]
+
+
+class Refused(Exception):
+    """The processes cannot share memory; the text is the reason, the same in all of them."""
+
+
+class Store(Protocol):
+    """What is asked of the key-value service: jaxlib's `DistributedRuntimeClient` has it."""
+
+    def key_value_set(self, key: str, value: str) -> None: ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+
+def timeout_seconds() -> float:
+    """JAX_EP_TIMEOUT_SECONDS, or its default."""
+    text = os.environ.get("JAX_EP_TIMEOUT_SECONDS", "100")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"JAX_EP_TIMEOUT_SECONDS must be a positive float, but is {text!r}.")
+    return seconds
+
+
+def store() -> Store | None:
+    """The service of `jax.distributed.initialize`; None where it was not called."""
+    client: Store | None = distributed.global_state.client
+    return client
+
+
+def host_id() -> str:
+    """The same in all processes of a running kernel of Linux, containers or not."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise Refused(f"what host this is cannot be read: {error}") from error
+
+
+class Alone:
+    """A `Meeting` of one process: it sends nothing."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+
+    def __enter__(self) -> Alone:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
+        return {self._process: card}
+
+    def exchange(
+        self, cards: Mapping[int, Message], message: Message, descriptors: Sequence[int] = ()
+    ) -> dict[int, tuple[Message, list[int]]]:
+        raise_failure({self._process: message})
+        return {}
+
+    def agree(self, message: Message) -> dict[int, Message]:
+        raise_failure({self._process: message})
+        return {self._process: message}
+
+
+class Meeting:
+    """One process's part in a meeting of several.
+
+    Args:
+      store: where the processes find each other.
+      process: the number of this one.
+      timeout_s: from now, for all of it.
+    """
+
+    def __init__(self, store: Store, process: int, timeout_s: float) -> None:
+        self._store, self._process, self._timeout_s = store, process, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._cleanup = contextlib.ExitStack()
+        self._listener = self._cleanup.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        )
+        self._to: dict[int, socket.socket] = {}
+        self._from: dict[int, socket.socket] = {}
+
+    def __enter__(self) -> Meeting:
+        folder = tempfile.mkdtemp(prefix=_FOLDER)  # for this user alone
+        if len(folder) > _MAX_PATH - len(_SOCKET) - 1:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
+        self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.path = os.path.join(folder, _SOCKET)
+        try:
+            self._listener.bind(self.path)
+            self._listener.listen(_MAX_DESCRIPTORS)
+        except OSError as error:
+            self._cleanup.close()
+            raise Refused(f"process {self._process} cannot open a socket: {error}") from error
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._cleanup.close()
+
+    def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
+        """Publishes this process's card and its socket; waits for those of the others."""
+        card = card | {"socket": self.path}
+        try:
+            self._store.key_value_set(_KEY.format(process=self._process), json.dumps(card))
+        except Exception as error:
+            raise Refused(f"process {self._process} cannot publish what it has: {error}") from error
+        cards = {self._process: card}
+        for process in sorted(set(processes) - {self._process}):
+            try:
+                milliseconds = max(1, int(1000 * self._left()))
+                text = self._store.blocking_key_value_get(
+                    _KEY.format(process=process), milliseconds
+                )
+                cards[process] = json.loads(text)
+            except Exception as error:
+                raise Refused(
+                    f"process {process} has not begun to share memory within "
+                    f"{self._timeout_s:g} s, when each must lower the program: {error}"
+                ) from error
+        return cards
+
+    def exchange(
+        self, cards: Mapping[int, Message], message: Message, descriptors: Sequence[int] = ()
+    ) -> dict[int, tuple[Message, list[int]]]:
+        """Sends a message and file descriptors to each of the others; returns theirs.
+
+        Args:
+          cards: of those that take part, as `introduce` returned them.
+          message: a "failure" in it ends the meeting for all.
+          descriptors: they stay the caller's.
+
+        Returns:
+          By process; the descriptors in it are the caller's to close.
+
+        Raises:
+          Refused: some process failed, ended, or took too long.
+        """
+        paths = {process: card["socket"] for process, card in cards.items()}
+        del paths[self._process]
+        with contextlib.ExitStack() as received:
+            try:
+                for process, path in sorted(paths.items()):
+                    self._connect(process, path)
+                self._tell(message, descriptors)
+                self._accept(paths)
+                messages = {process: self._receive(process, received) for process in sorted(paths)}
+            except Refused as reason:
+                self._give_up(reason)
+                raise
+            raise_failure({self._process: message} | {p: m for p, (m, _) in messages.items()})
+            received.pop_all()
+        return messages
+
+    def agree(self, message: Message) -> dict[int, Message]:
+        """Tells the others how it went; returns what each of them says, if none has a failure."""
+        messages = {self._process: message}
+        try:
+            self._tell(message)
+            for process in sorted(self._from):
+                with contextlib.ExitStack() as received:
+                    messages[process], _ = self._receive(process, received)
+        except Refused as reason:
+            self._give_up(reason)
+            raise
+        raise_failure(messages)
+        return messages
+
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def _ended(self, process: int) -> Refused:
+        return Refused(f"process {process} ended, or had given up, while memory was being shared")
+
+    def _late(self, process: int) -> Refused:
+        return Refused(
+            f"process {process} did not share its memory within {self._timeout_s:g} s "
+            "(JAX_EP_TIMEOUT_SECONDS)"
+        )
+
+    def _connect(self, process: int, path: str) -> None:
+        connection = self._cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        connection.settimeout(self._left())
+        try:
+            connection.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            _remove(path)
+            raise self._ended(process) from error
+        except OSError as error:
+            raise Refused(f"process {process} cannot be reached at {path}: {error}") from error
+        if (uid := peer_uid(connection)) != os.getuid():
+            raise Refused(f"the socket of process {process} belongs to user {uid}")
+        try:
+            connection.sendall(_LENGTH.pack(self._process))
+        except OSError as error:
+            raise self._ended(process) from error
+        self._to[process] = connection
+
+    def _accept(self, paths: Mapping[int, str]) -> None:
+        """Waits until each of the others has connected, and notices it if one ends."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            for process, connection in self._to.items():
+                selector.register(connection, selectors.EVENT_READ, process)
+            while missing := sorted(set(paths) - set(self._from)):
+                ready = [key for key, _ in selector.select(self._left())]
+                if not ready:
+                    raise self._late(missing[0])
+                if any(key.fileobj is self._listener for key in ready):
+                    self._accept_one(missing)
+                    continue
+                for key in ready:  # nothing is ever sent this way, so this is the end
+                    if key.data in missing:
+                        _remove(paths[key.data])
+                        raise self._ended(key.data)
+                    selector.unregister(key.fileobj)
+
+    def _accept_one(self, missing: Sequence[int]) -> None:
+        """Takes a connection of a missing process of this user; closes any other."""
+        connection, _ = self._listener.accept()
+        self._cleanup.enter_context(connection)
+        connection.settimeout(self._left())
+        process = -1
+        if peer_uid(connection) == os.getuid():
+            with contextlib.suppress(OSError):
+                process = _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]
+        if process in missing:
+            self._from[process] = connection
+        else:
+            connection.close()
+
+    def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        data = json.dumps(message).encode()
+        for process, connection in sorted(self._to.items()):
+            try:
+                connection.settimeout(self._left())
+                socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
+                connection.sendall(data)
+            except TimeoutError as error:
+                raise self._late(process) from error
+            except OSError as error:
+                raise self._ended(process) from error
+
+    def _receive(self, process: int, received: contextlib.ExitStack) -> tuple[Message, list[int]]:
+        """The next message of a process; `received` closes its descriptors."""
+        connection = self._from[process]
+        connection.settimeout(self._left())
+        try:
+            head, descriptors, flags, _ = socket.recv_fds(
+                connection, _LENGTH.size, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            for descriptor in descriptors:
+                received.callback(os.close, descriptor)
+            head += _exactly(connection, _LENGTH.size - len(head))
+            length = _LENGTH.unpack(head)[0]
+            if length > _MAX_MESSAGE or flags & socket.MSG_CTRUNC:
+                raise Refused(
+                    f"process {process} sent more than process {self._process} may receive"
+                )
+            return json.loads(_exactly(connection, length)), descriptors
+        except TimeoutError as error:
+            raise self._late(process) from error
+        except (OSError, ValueError) as error:
+            raise self._ended(process) from error
+
+    def _give_up(self, reason: Refused) -> None:
+        """Tells whoever still listens."""
+        for connection in self._to.values():
+            with contextlib.suppress(OSError):
+                data = json.dumps({"failure": str(reason)}).encode()
+                connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The user whose process is at the other end of a UNIX socket."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("3i", data)[1])
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not (part := connection.recv(count - len(data))):
+            raise ConnectionResetError("the other end was closed")
+        data += part
+    return data
+
+
+def raise_failure(messages: Mapping[int, Message]) -> None:
+    """Raises the first "failure" of messages by process."""
+    for _, message in sorted(messages.items()):
+        if failure := message.get("failure"):
+            raise Refused(failure)
+
+
+def _remove(path: str) -> None:
+    """Removes the socket, and its folder, of a process that could not do so itself."""
+    folder = os.path.dirname(path)
+    with contextlib.suppress(OSError):
+        if os.path.basename(folder).startswith(_FOLDER) and stat.S_ISSOCK(os.lstat(path).st_mode):
+            os.unlink(path)
+            os.rmdir(folder)
