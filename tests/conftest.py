@@ -1,17 +1,32 @@
-"""Which devices the tests see; must run before JAX starts a backend.
-
-Eight virtual CPU devices where there is no GPU. Where there are, JAX_EP_TEST_GPUS=n gives each
-worker of pytest-xdist its own n of them.
-"""
+"""What must be settled before JAX starts: the tests' devices, workers and memory."""
 
 import os
+from pathlib import Path
 
+import pytest
+from support import processes
+
+pytest.register_assert_rewrite("support.collectives", "support.contract")
+
+# Eight virtual CPU devices where there is no GPU.
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
 
-_gpus = int(os.environ.get("JAX_EP_TEST_GPUS", 0))
-if _gpus:
-    _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    _first = _worker * _gpus
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(_first + i) for i in range(_gpus))
+processes.take_share_of_gpus(os.environ)
+
+MOST_WORKERS = 8
+
+
+def pytest_xdist_auto_num_workers() -> int | None:
+    """The workers of `-n auto`: one for each core, up to `MOST_WORKERS`.
+
+    Where there are GPUs, all tests run in one process: kernels of several ranks keep all GPUs busy
+    while they wait for each other, so another process would only slow them down.
+    """
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # pytest-xdist reads it
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, MOST_WORKERS) if cores > 1 else 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from support.processes import environment_of_program
 
 ROOT = Path(__file__).parents[1]
 STEPS = 60
@@ -29,12 +30,10 @@ def start(program: str, *flags: object, **env: str) -> subprocess.Popen:
 
 
 def start_command(command: list[str], *flags: object, **env: str) -> subprocess.Popen:
-    # Without the flags of this process; and a GPU's memory is shared with it.
-    env = os.environ | {"XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
-    env["PYTHONPATH"] = str(ROOT)
+    env = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | env  # not the devices of this process
     return subprocess.Popen(
         [sys.executable, *command, *map(str, flags)],
-        env=env,
+        env=environment_of_program(**env),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.processes import environment_of_program
 
 from jax_ep.cli import COMMANDS as COMMANDS_OF_CLI
 
@@ -27,12 +27,11 @@ def test_there_is_a_shard_map_example_and_a_flax_one():
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
 def test_a_python_block_runs_as_it_stands(program, tmp_path):
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",  # the program asks for its devices itself
-        "PYTHONPATH": str(REPOSITORY),
-    }
+    environment = environment_of_program(
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS="",  # the program asks for its devices itself
+        PYTHONPATH=str(REPOSITORY),
+    )
     exchanges = "\nassert mesh.size == 8, mesh\n"
     done = subprocess.run(
         [sys.executable, "-c", program + exchanges],

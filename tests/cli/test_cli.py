@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+from support.processes import environment_of_program
 
 import jax_ep.cli
 from jax_ep.cli import info
@@ -21,7 +21,7 @@ def run_cli(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jax_ep", *args],
         cwd=REPOSITORY,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env=environment_of_program(JAX_PLATFORMS="cpu"),
         capture_output=True,
         text=True,
         timeout=300,

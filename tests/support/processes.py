@@ -1,13 +1,48 @@
-"""Programs that tests run in a process of their own."""
+"""The processes of a test run, how they share GPUs, and programs that tests start."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import MutableMapping
 from pathlib import Path
 
 _TESTS = Path(__file__).parents[1]
+
+# Shares of each GPU's memory that XLA's pools take: those of all workers of pytest-xdist together,
+# and those of all programs that they start. The rest is for CUDA contexts, about half a GiB for
+# each process, and for symmetric memory.
+WORKERS_SHARE, PROGRAMS_SHARE = 0.6, 0.2
+_FRACTION, _FRACTION_OF_OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def take_share_of_gpus(environment: MutableMapping[str, str]) -> None:
+    """Sets, before JAX starts, what this worker may use of the machine's GPUs.
+
+    With JAX_EP_TEST_GPUS=n each worker has n GPUs of its own. Without, all workers use all GPUs,
+    and each has an equal share of their memory. A fraction that the user has set stays.
+    """
+    gpus = int(environment.get("JAX_EP_TEST_GPUS", 0))
+    if gpus:
+        first = gpus * int(environment.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        visible = ",".join(str(first + i) for i in range(gpus))
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    if _FRACTION_OF_OLD not in environment:
+        environment.setdefault(_FRACTION, _fraction(WORKERS_SHARE, environment))
+
+
+def environment_of_program(**changes: str) -> dict[str, str]:
+    """The environment of a program that a test starts: this one, with GPU memory of its own."""
+    environment = {**os.environ, _FRACTION: _fraction(PROGRAMS_SHARE, os.environ)}
+    environment.pop(_FRACTION_OF_OLD, None)
+    return environment | changes
+
+
+def _fraction(share: float, environment: MutableMapping[str, str]) -> str:
+    alone = "JAX_EP_TEST_GPUS" in environment
+    workers = 1 if alone else int(environment.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    return f"{share / workers:.4f}"
 
 
 def output_of_a_failure(program: str, beside: str, **environment: str) -> str:
@@ -15,14 +50,10 @@ def output_of_a_failure(program: str, beside: str, **environment: str) -> str:
 
     The program may import `support`, and modules in the folder of the test file `beside`.
     """
+    path = os.pathsep.join(map(str, [Path(beside).parent, _TESTS, _TESTS.parent]))
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={
-            **os.environ,
-            **environment,
-            "PYTHONPATH": os.pathsep.join(map(str, [Path(beside).parent, _TESTS, _TESTS.parent])),
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process has memory of its own
-        },
+        env=environment_of_program(PYTHONPATH=path, **environment),
         capture_output=True,
         text=True,
         timeout=300,

@@ -19,11 +19,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from support import simulator
-from support.kernels import needs_kernels
-from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
-from support.processes import output_of_a_failure
-from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate, simulated_channels
-from test_collectives import (
+from support.collectives import (
     AXIS,
     KERNELS,
     LOWERED,
@@ -38,6 +34,10 @@ from test_collectives import (
     on_gpus,
     operand,
 )
+from support.kernels import needs_kernels
+from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
+from support.processes import output_of_a_failure
+from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate, simulated_channels
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives

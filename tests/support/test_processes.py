@@ -1,0 +1,55 @@
+"""How the processes of a test run share GPUs."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+
+from support import processes
+from support.processes import environment_of_program, take_share_of_gpus
+
+FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.fixture
+def environment():
+    """`os.environ` as it is before the tests start; a test may change it."""
+    with mock.patch.dict(os.environ):
+        for name in (FRACTION, OLD_FRACTION, "JAX_EP_TEST_GPUS", "PYTEST_XDIST_WORKER_COUNT"):
+            os.environ.pop(name, None)
+        yield os.environ
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
+def test_all_workers_and_their_programs_fit_in_a_gpu(num_workers, environment):
+    environment["PYTEST_XDIST_WORKER_COUNT"] = str(num_workers)
+    take_share_of_gpus(environment)
+    used = float(environment[FRACTION]) + float(environment_of_program()[FRACTION])
+    assert 0.75 <= num_workers * used <= 0.81
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in environment_of_program()
+
+
+def test_a_worker_with_gpus_of_its_own_has_all_their_memory(environment):
+    environment["JAX_EP_TEST_GPUS"] = "2"
+    environment["PYTEST_XDIST_WORKER_COUNT"] = "4"
+    environment["PYTEST_XDIST_WORKER"] = "gw3"
+    take_share_of_gpus(environment)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert float(environment[FRACTION]) == processes.WORKERS_SHARE
+
+
+@pytest.mark.parametrize("name", [FRACTION, OLD_FRACTION])
+def test_a_fraction_that_the_user_sets_stays(name, environment):
+    """JAX refuses both names at once."""
+    environment[name] = "0.5"
+    take_share_of_gpus(environment)
+    names = {FRACTION, OLD_FRACTION}
+    assert environment[name] == "0.5" and len(names & set(environment)) == 1
+    assert names & set(environment_of_program()) == {FRACTION}
+
+
+def test_this_process_has_taken_its_share():
+    """Before JAX has started: conftest.py sets it where the user has not."""
+    assert FRACTION in os.environ or OLD_FRACTION in os.environ
