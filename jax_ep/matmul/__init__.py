@@ -1,1 +1,1 @@
-"""Grouped matmul: one matrix for each expert."""
+"""Grouped matmul, one matrix for each expert: `api`, and one module a backend."""

@@ -1,4 +1,4 @@
-"""Grouped matmul: each row times its group's matrix, and which kernel computes it here.
+"""Grouped matmul: multiplies each row by its group's matrix. Start at `grouped_matmul`.
 
 Two JAX primitives carry it, so that one jaxpr lowers to the right kernel on each platform:
 `grouped_matmul` (a product, or the sum of several) and `grouped_matmul_drhs` (the gradient of the
@@ -8,6 +8,7 @@ matrices). Each is the gradient of the other, so gradients of any order work.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,20 +19,19 @@ from jax.interpreters import batching, mlir
 
 from jax_ep import checks
 from jax_ep.exchange.primitives import vary_alike
-from jax_ep.matmul import backends as kernels
+from jax_ep.matmul import loop, pallas, xla
+from jax_ep.matmul.backend import Backend
 
-Implementation = Literal["pallas", "mosaic", "tokamax", "xla", "loop"] | None
-IMPLEMENTATIONS = ("pallas", "mosaic", "tokamax", "xla", "loop")
+Implementation = Literal["pallas", "xla", "loop"] | None
+BACKENDS = {backend.name: backend for backend in (pallas.BACKEND, xla.BACKEND, loop.BACKEND)}
+IMPLEMENTATIONS = tuple(BACKENDS)
+_MOVED = ("mosaic", "tokamax")  # names of earlier versions
 
 # What None tries, in this order, by the platform that the program is lowered for. Measured on an
 # H200 at [32768, 7168] x [32, 7168, 2048] (product, dlhs, drhs; WORKSPACE_NOTES.md), in per cent of
-# a dense matmul: "pallas" 90, 90 and 87, "mosaic" 57, 46 and 64, "xla" 3, 3 and 3; and tokamax
-# 0.0.17 38, 39 and, with wrong sums, 25, which is why None leaves it out.
-_PREFERENCE = {
-    "cpu": ("loop",),
-    "cuda": ("pallas", "mosaic", "xla"),
-}
-_PREFERENCE_ELSEWHERE = ("xla",)
+# a dense matmul: "pallas" 90, 90 and 87, "xla" 3, 3 and 3.
+_PREFERENCE = {"cpu": (loop.BACKEND,), "cuda": (pallas.BACKEND, xla.BACKEND)}
+_PREFERENCE_ELSEWHERE = (xla.BACKEND,)
 
 
 def grouped_matmul(
@@ -50,9 +50,7 @@ def grouped_matmul(
 
     Rows past the last group may hold anything, NaN included: the result is zero there, so is the
     gradient of `lhs`, and they never reach the gradient of `rhs`, which is zero for an empty
-    group. "pallas" and "loop" do nothing for them but write the zeros. "mosaic" does not read
-    them for the gradient of `rhs`; in the two products of rows it multiplies blocks of them like
-    any others, and selects zeros in their place.
+    group. "pallas" and "loop" do nothing for them but write the zeros.
 
     Args:
       lhs: [R, H] floating: rows in group order.
@@ -61,12 +59,9 @@ def grouped_matmul(
       implementation: what computes it:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64.
-        "mosaic"  JAX's own Pallas kernels, likewise.
-        "tokamax" the `ragged_dot` of the package tokamax, on the GPUs and TPUs it serves, and
-                  `jax.lax`'s for the gradient of rhs. None never picks it.
         "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
         "loop"    a loop over groups and tiles of their rows; any platform, made for CPUs.
-        None      the best of them that serves the operands on the platform the program is
+        None      the fastest of them that supports the operands on the platform the program is
                   compiled for.
 
     Returns:
@@ -103,11 +98,17 @@ def check_implementation(implementation: Implementation, rhs: jax.Array) -> None
     """Raises ValueError, with the reason, if the named one cannot multiply by such matrices."""
     if implementation is None:
         return
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}."
+    if implementation not in BACKENDS:
+        moved = (
+            f" {implementation!r} is measured by `python -m jax_ep bench matmul` alone."
+            if implementation in _MOVED
+            else ""
         )
-    reason = _operands_reason(implementation, rhs.shape[1:], rhs.dtype)
+        raise ValueError(
+            f"implementation must be one of {IMPLEMENTATIONS} or None, but is "
+            f"{implementation!r}.{moved}"
+        )
+    reason = BACKENDS[implementation].operands_reason(rhs.shape[1:], rhs.dtype)
     if reason is not None:
         raise ValueError(f'implementation="{implementation}" cannot serve here: {reason}.')
 
@@ -115,20 +116,34 @@ def check_implementation(implementation: Implementation, rhs: jax.Array) -> None
 def serving_implementations(
     matrix_shape: tuple[int, int], dtype: Any, platform: str | None = None
 ) -> tuple[str, ...]:
-    """The implementations that can multiply by matrices of this shape and dtype on a platform.
+    """Names the implementations that can multiply by matrices of a shape and dtype.
 
     Args:
       matrix_shape: (H, F).
       dtype: of the operands.
       platform: "cpu", "cuda", "tpu", ...; None: the one that JAX uses by default here.
     """
-    platform = _default_platform() if platform is None else platform
+    platform = default_platform() if platform is None else platform
     return tuple(
         name
-        for name in IMPLEMENTATIONS
-        if _operands_reason(name, matrix_shape, dtype) is None
-        and _platform_reason(name, platform) is None
+        for name, backend in BACKENDS.items()
+        if unavailable_reason(backend, platform, matrix_shape, dtype) is None
     )
+
+
+def unavailable_reason(
+    backend: Backend, platform: str, matrix_shape: Sequence[int], dtype: Any
+) -> str | None:
+    """Says why a backend cannot multiply by matrices [H, F] of a dtype on a platform, or None."""
+    return backend.operands_reason(matrix_shape, dtype) or backend.platform_reason(platform)
+
+
+def default_platform() -> str:
+    """Names the platform that JAX uses by default here, as lowering does: "cuda", not "gpu"."""
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return platform
+    return "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
 
 
 def product(
@@ -138,9 +153,9 @@ def product(
     implementation: Implementation,
     transpose_rhs: bool = False,
 ) -> jax.Array:
-    """lhs [R, K] by groups times rhs [L, K, N] (or, transposed, [L, N, K]) -> [R, N].
+    """Multiplies lhs [R, K] by groups of rows by rhs [L, K, N] (transposed: [L, N, K]) -> [R, N].
 
-    For operands that were checked, of one varying-axes type, with int32 group_sizes.
+    Takes operands that were checked, of one varying-axes type, with int32 group_sizes.
     """
     return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs)
 
@@ -152,7 +167,7 @@ def sum_of_products(
     implementation: Implementation,
     transpose_rhs: bool = False,
 ) -> jax.Array:
-    """The sum of the `product`s of (lhs, rhs) pairs, which are alike in shape and dtype.
+    """Sums the `product`s of (lhs, rhs) pairs of equal shapes and dtype.
 
     "pallas" computes it in one kernel, so that the sum is float32 and rounded once; the others
     round each product.
@@ -167,9 +182,9 @@ def sum_of_products(
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
 ) -> jax.Array:
-    """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
+    """Multiplies each group's rows of lhs [R, K], transposed, by those of grad [R, N] -> [L, K, N].
 
-    For operands that were checked, of one varying-axes type, with int32 group_sizes.
+    Takes operands that were checked, of one varying-axes type, with int32 group_sizes.
     """
     return grouped_matmul_drhs_p.bind(lhs, grad, group_sizes, implementation=implementation)
 
@@ -205,58 +220,21 @@ sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
 drhs.defvjp(_drhs_fwd, _drhs_bwd)
 
 
-def _operands_reason(name: str, matrix_shape: tuple[int, ...], dtype: Any) -> str | None:
-    if name in ("pallas", "mosaic"):
-        return kernels.hopper_unavailable_reason(matrix_shape, dtype)
-    if name == "tokamax":
-        return kernels.tokamax_unavailable_reason(matrix_shape, dtype)
-    return None
-
-
-def _platform_reason(name: str, platform: str) -> str | None:
-    if name in ("pallas", "mosaic"):
-        if platform != "cuda":
-            return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
-        capability = _compute_capability()
-        if capability is not None and not 9 <= capability < 10:
-            return (
-                "its kernels need an NVIDIA GPU of compute capability 9 (Hopper), and this one "
-                f"has {capability}"
-            )
-    if name == "tokamax" and platform not in ("cuda", "tpu"):
-        return f"its kernels are for GPUs and TPUs, and this program is for {platform}"
-    return None
-
-
-def _compute_capability() -> float | None:
-    """Of the first GPU; None where there is none, as when lowering for another machine."""
-    device = jax.devices()[0]
-    return float(device.compute_capability) if device.platform == "gpu" else None
-
-
-def _default_platform() -> str:
-    platform = jax.default_backend()
-    if platform != "gpu":
-        return platform
-    return "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
-
-
 def _choose(
-    implementation: Implementation, platform: str, matrix_shape: tuple[int, ...], dtype: Any
-) -> str:
-    """The implementation to lower to; raises if the named one cannot serve the platform."""
+    implementation: Implementation, platform: str, matrix_shape: Sequence[int], dtype: Any
+) -> Backend:
+    """Chooses the backend to lower to; raises if the named one cannot run on the platform."""
     if implementation is not None:
-        reason = _platform_reason(implementation, platform)
+        backend = BACKENDS[implementation]
+        reason = backend.platform_reason(platform)
         if reason is not None:
             raise ValueError(f'implementation="{implementation}" cannot serve here: {reason}.')
-        return implementation
-    for name in _PREFERENCE.get(platform, _PREFERENCE_ELSEWHERE):
-        if (
-            _operands_reason(name, matrix_shape, dtype) is None
-            and _platform_reason(name, platform) is None
-        ):
-            return name
-    raise AssertionError("xla and loop serve everything")
+        return backend
+    return next(
+        backend
+        for backend in _PREFERENCE.get(platform, _PREFERENCE_ELSEWHERE)
+        if unavailable_reason(backend, platform, matrix_shape, dtype) is None
+    )
 
 
 # Jitted, so that a program with many grouped matmuls of one shape traces each kernel once.
@@ -265,18 +243,14 @@ def _compute_product(*operands, implementation, platform, transpose_rhs):
     *factors, group_sizes = operands
     pairs = list(zip(factors[::2], factors[1::2], strict=True))
     lhs, rhs = pairs[0]
-    name = _choose(implementation, platform, rhs.shape[1:], lhs.dtype)
-    if name == "pallas":
-        return kernels.pallas_sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs)
-    compute = getattr(kernels, f"{name}_product")
-    products = (compute(*pair, group_sizes, transpose_rhs=transpose_rhs) for pair in pairs)
-    return functools.reduce(jnp.add, products)
+    backend = _choose(implementation, platform, rhs.shape[1:], lhs.dtype)
+    return backend.sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_drhs(lhs, grad, group_sizes, *, implementation, platform):
-    name = _choose(implementation, platform, (lhs.shape[1], grad.shape[1]), lhs.dtype)
-    return getattr(kernels, f"{name}_drhs")(lhs, grad, group_sizes)
+    backend = _choose(implementation, platform, (lhs.shape[1], grad.shape[1]), lhs.dtype)
+    return backend.drhs(lhs, grad, group_sizes)
 
 
 def _product_shape(lhs, rhs, *_, transpose_rhs, **__):

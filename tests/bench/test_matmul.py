@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ import pytest
 
 import jax_ep.cli
 from jax_ep.bench import matmul as bench_matmul
-from jax_ep.matmul import backends as kernels
+from jax_ep.bench import matmul_contenders as contenders
+from jax_ep.bench.matmul_operations import Case
+from jax_ep.matmul import xla
 
 # The smallest that the kernels of every platform serve, whatever the platform's own cases are.
-TINY = bench_matmul.Case("tiny", 32, 64, 64, 3, 20, slow=True)
+TINY = Case("tiny", 32, 64, 64, 3, 20, slow=True)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +35,7 @@ def test_it_measures_every_operation_and_writes_them(tmp_path, capsys):
     out = capsys.readouterr().out
     assert status == 0, out
     rows = json.loads(files[0].read_text())["rows"]
-    served = {c.name for c in bench_matmul.implementations((64, 64), jnp.dtype("bfloat16"))}
+    served = {c.name for c in contenders.available((64, 64), jnp.dtype("bfloat16"))}
     for op in bench_matmul.OPERATIONS:
         of_op = [row for row in rows if row["op"] == op]
         assert of_op[0]["candidate"] == "dense" and "share_of_dense" not in of_op[0]
@@ -60,13 +63,13 @@ def test_one_candidate_and_operation_can_be_asked_for(capsys):
 
 @pytest.mark.parametrize("op", ["product", "drhs"])
 def test_check_sees_a_wrong_group(op, monkeypatch, capsys):
-    right = getattr(kernels, f"xla_{op}")
+    right = getattr(xla, op)
 
     def wrong(*operands, **options):
         out = right(*operands, **options)
         return out * jnp.asarray(1.1, out.dtype)
 
-    monkeypatch.setattr(kernels, f"xla_{op}", wrong)
+    monkeypatch.setattr(xla, "BACKEND", dataclasses.replace(xla.BACKEND, **{op: wrong}))
     assert bench("--candidate=xla", f"--ops={op}") == 0  # unasked, it does not look
     assert bench("--candidate=xla", f"--ops={op}", "--check") == 1
     out = capsys.readouterr().out
@@ -78,7 +81,7 @@ def test_a_candidate_that_fails_is_a_row(monkeypatch, tmp_path, capsys):
     def fails(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: no\nand much more")
 
-    monkeypatch.setattr(kernels, "xla_product", fails)
+    monkeypatch.setattr(xla, "BACKEND", dataclasses.replace(xla.BACKEND, product=fails))
     path = tmp_path / "out.json"
     assert bench("--ops=product", "--candidate=xla", f"--json={path}") == 1
     assert "tiny, product, xla: RuntimeError: RESOURCE_EXHAUSTED: no\n" in capsys.readouterr().out
@@ -110,11 +113,10 @@ def test_it_refuses_wrong_flags(arg, message, capsys):
 
 def test_a_sweep_tries_other_blocks():
     names = ["pallas", "mosaic"]
-    case = bench_matmul.CASES[0]
-    assert not bench_matmul.other_blocks(case, "product", ["xla"])
-    large = bench_matmul.Case("large", 4096, 512, 1024, 4, 4096)
+    assert not contenders.other_blocks(TINY, "product", ["xla"])
+    large = Case("large", 4096, 512, 1024, 4, 4096)
     for op in bench_matmul.OPERATIONS:
-        found = bench_matmul.other_blocks(large, op, names)
-        assert found and all(candidate.operation(op) for candidate in found)
+        found = contenders.other_blocks(large, op, names)
+        assert found and len({candidate.name for candidate in found}) == len(found)
         by_mosaic = [candidate for candidate in found if candidate.name.startswith("mosaic")]
         assert bool(by_mosaic) == (op != "sum_of_dlhs")

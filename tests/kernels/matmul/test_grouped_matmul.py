@@ -12,7 +12,7 @@ from support import simulator
 from support.kernels import needs_kernels
 from support.simulator import KernelError, interpret, simulated
 
-from jax_ep.matmul import backends as kernels
+from jax_ep.matmul import pallas as backend
 from pallas_kernels.matmul import grouped_matmul as pallas
 from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -120,18 +120,18 @@ def test_tiles_chosen_for_many_shapes_fit_the_kernels():
     for num_rows in (8, 1000, 32768):
         for num_groups in (1, 32):
             for num_cols in (64, 128, 192, 320, 768, 2880, 7168):
-                tiles = kernels.pallas_tiles(num_rows, num_groups, num_cols)
+                tiles = backend.product_tiles(num_rows, num_groups, num_cols)
                 assert num_cols % tiles.block_n == 0 and tiles.num_slots >= 3
                 assert (num_cols // tiles.block_n) % tiles.band == 0
     for shape in ((7168, 2048), (64, 192), (192, 320), (128, 64)):
-        tiles = kernels.pallas_drhs_tiles(shape[1])
+        tiles = backend.drhs_tiles(shape[1])
         assert shape[1] % tiles.block_n == 0
         args = [
             jax.ShapeDtypeStruct((1000, shape[0]), jnp.bfloat16),
             jax.ShapeDtypeStruct((1000, shape[1]), jnp.bfloat16),
             jax.ShapeDtypeStruct((4,), jnp.int32),
         ]
-        text = jax.jit(kernels.pallas_drhs).trace(*args).lower(lowering_platforms=("cuda",))
+        text = jax.jit(backend.drhs).trace(*args).lower(lowering_platforms=("cuda",))
         assert "@mosaic_gpu" in text.as_text()
 
 

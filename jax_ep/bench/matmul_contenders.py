@@ -1,0 +1,278 @@
+"""Grouped matmuls that the library does not use, for `bench matmul` to compare it with.
+
+"mosaic" is JAX's own pair of Pallas kernels for Hopper GPUs, "tokamax" the package of that name.
+Both obey the contract of `jax_ep.matmul.backend`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.bench.matmul_operations import Case
+from jax_ep.matmul import api, loop, pallas, xla
+from jax_ep.matmul.backend import Backend, pad_rows, zero_tail
+
+_ROW_MULTIPLE = 8  # both load and store tiles of 8 rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """How a Mosaic kernel cuts its work.
+
+    Attributes:
+      block_m, block_n: of a block of the output.
+      block_k: of a step of the sum.
+      max_concurrent_steps: loads in flight.
+      grid_block_n: thread blocks walk the output in columns of so many blocks, so that what they
+        load is still in the L2 cache.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    max_concurrent_steps: int
+    grid_block_n: int
+
+
+def product_blocks(num_rows: int, num_groups: int, num_cols: int) -> Blocks:
+    """Chooses blocks for a product of [num_rows, K] and [num_groups, K, num_cols].
+
+    A group's last block is padded to block_m rows, so groups of few rows get short blocks.
+    """
+    block_m = 128 if num_rows >= 96 * num_groups else 64
+    block_n = 128 if num_cols % 128 == 0 else 64
+    return Blocks(block_m, block_n, 64, 4, 1)
+
+
+def drhs_blocks(num_rows: int, num_cols: int) -> Blocks:
+    """Chooses blocks for gradients [num_rows, num_cols] of the groups' matrices."""
+    block_m = 128 if num_rows % 128 == 0 else 64
+    block_n = 128 if num_cols % 128 == 0 else 64
+    return Blocks(block_m, block_n, 64, 4, 1)
+
+
+def mosaic_product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    blocks: Blocks | None = None,
+) -> jax.Array:
+    """Multiplies by `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`.
+
+    A row of the result depends on its own row of lhs alone, so NaNs past the last group stay
+    there; the kernel leaves those rows of the result unwritten, and a select, which XLA fuses
+    into what comes next, makes them zero.
+    """
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
+    num_cols = rhs.shape[1 if transpose_rhs else 2]
+    blocks = blocks or product_blocks(lhs.shape[0], rhs.shape[0], num_cols)
+    num_rows = lhs.shape[0]
+    with jax.enable_x64(False):
+        out = ragged_dot_mgpu.ragged_dot(
+            pad_rows(lhs, _ROW_MULTIPLE),
+            rhs,
+            group_sizes=group_sizes,
+            transpose_rhs=transpose_rhs,
+            **dataclasses.asdict(blocks),
+        )
+    return zero_tail(out[:num_rows], group_sizes)
+
+
+def mosaic_drhs(
+    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, blocks: Blocks | None = None
+) -> jax.Array:
+    """Computes d(rhs) by `jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu`.
+
+    The kernel reads whole blocks of `block_k` rows and multiplies another group's rows by zero,
+    which a NaN survives: the rows between the last group's end and its block's end are cleared
+    first, in place where XLA can. Rows of later blocks are never read.
+    """
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
+
+    blocks = blocks or drhs_blocks(lhs.shape[1], grad.shape[1])
+    lhs, grad = pad_rows(lhs, _ROW_MULTIPLE), pad_rows(grad, _ROW_MULTIPLE)
+    with _core_count_known(transposed_ragged_dot_mgpu), jax.enable_x64(False):
+        return transposed_ragged_dot_mgpu.transposed_ragged_dot(
+            _zero_rows_after_end(lhs, group_sizes, blocks.block_k),
+            _zero_rows_after_end(grad, group_sizes, blocks.block_k),
+            group_sizes=group_sizes,
+            **dataclasses.asdict(blocks),
+        )
+
+
+@contextlib.contextmanager
+def _core_count_known(module: Any) -> Iterator[None]:
+    """Lets a kernel that asks the first device for its core count be lowered without a GPU.
+
+    It is then taken to be that of an H100 or H200 SXM. The machine that runs the program lowers
+    it again, so this matters only for lowering ahead of time.
+    """
+    if jax.devices()[0].platform == "gpu":
+        yield
+        return
+
+    class Hopper:
+        def devices(self):
+            return [types.SimpleNamespace(core_count=pallas.HOPPER_CORES)]
+
+        def __getattr__(self, name):
+            return getattr(jax, name)
+
+    module.jax = Hopper()
+    try:
+        yield
+    finally:
+        module.jax = jax
+
+
+def _zero_rows_after_end(x: jax.Array, group_sizes: jax.Array, count: int) -> jax.Array:
+    """Sets the first `count` rows past the last group to zero; the others are not read."""
+    count = min(count, x.shape[0])
+    end = jnp.sum(group_sizes)
+    first = jnp.minimum(end, x.shape[0] - count)
+    window = lax.dynamic_slice_in_dim(x, first, count)
+    live = first + jnp.arange(count, dtype=jnp.int32) < end
+    return lax.dynamic_update_slice_in_dim(x, jnp.where(live[:, None], window, 0), first, 0)
+
+
+def tokamax_product(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
+) -> jax.Array:
+    """Multiplies by `tokamax.ragged_dot_general`, with the kernel that tokamax picks."""
+    import tokamax
+
+    out = tokamax.ragged_dot_general(
+        pad_rows(lhs, _ROW_MULTIPLE),
+        rhs,
+        group_sizes,
+        xla.product_dims(transpose_rhs),
+        preferred_element_type=lhs.dtype,
+    )
+    return zero_tail(out[: lhs.shape[0]], group_sizes)
+
+
+def _tokamax_operands_reason(matrix_shape: Sequence[int], dtype: Any) -> str | None:
+    if importlib.util.find_spec("tokamax") is None:
+        return "the package tokamax is not installed (pip install 'jax_ep[bench]'; Python >= 3.12)"
+    if any(size * jnp.dtype(dtype).itemsize % 16 for size in matrix_shape):
+        return f"its rows must be of whole 16 bytes, but the matrices are {tuple(matrix_shape)}"
+    return None
+
+
+def _tokamax_platform_reason(platform: str) -> str | None:
+    if platform in ("cuda", "tpu"):
+        return None
+    return f"its kernels are for GPUs and TPUs, and this program is for {platform}"
+
+
+MOSAIC = Backend(
+    "mosaic",
+    mosaic_product,
+    mosaic_drhs,
+    operands_reason=pallas.operands_reason,
+    platform_reason=pallas.platform_reason,
+)
+# Its own d(rhs), as of 0.0.17, is wrong on an H200: of groups with more rows than one of its blocks
+# the sums were off by a fifth. So it takes that of "xla".
+TOKAMAX = Backend(
+    "tokamax",
+    tokamax_product,
+    xla.drhs,
+    operands_reason=_tokamax_operands_reason,
+    platform_reason=_tokamax_platform_reason,
+)
+
+
+def available(matrix: tuple[int, int], dtype: Any, slow: bool = True) -> list[Backend]:
+    """Lists the backends that can multiply by matrices [H, F] of a dtype here.
+
+    Each chooses its own block sizes. `slow`: "xla" and "loop" too.
+    """
+    known = [pallas.BACKEND, MOSAIC, TOKAMAX]
+    if slow:
+        known.append(xla.BACKEND)
+        known += [loop.BACKEND] if jax.default_backend() == "cpu" else []
+    platform = api.default_platform()
+    return [b for b in known if api.unavailable_reason(b, platform, matrix, dtype) is None]
+
+
+PALLAS_TILES = (  # block_m, block_n, num_slots, num_staged, band
+    (128, 256, 3, 4, 1),
+    (128, 256, 3, 4, 4),
+    (128, 256, 3, 4, 7),
+    (128, 256, 3, 4, 28),
+    (128, 256, 4, 1, 8),
+    (128, 256, 4, 2, 8),
+    (128, 192, 4, 3, 8),
+    (128, 128, 5, 2, 8),
+    (64, 256, 4, 2, 8),
+)
+MOSAIC_PRODUCT_BLOCKS = (  # block_m, block_n, block_k, max_concurrent_steps, grid_block_n
+    (128, 128, 64, 4, 4),
+    (128, 128, 64, 4, 8),
+    (128, 128, 64, 6, 4),
+    (128, 128, 128, 2, 4),
+    (64, 256, 64, 4, 4),
+    (128, 64, 128, 4, 8),
+)
+MOSAIC_DRHS_BLOCKS = (
+    (128, 128, 64, 4, 4),
+    (128, 128, 64, 6, 4),
+    (128, 128, 128, 2, 4),
+    (64, 256, 64, 4, 4),
+)
+
+
+def other_blocks(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
+    """Lists Hopper kernels of these names with other blocks than they choose themselves."""
+    columns = case.hidden if op in ("dlhs", "sum_of_dlhs") else case.mlp
+    found = _other_tiles(columns) if pallas.BACKEND.name in names else []
+    if MOSAIC.name in names and op in ("product", "dlhs"):
+        for blocks in (Blocks(*sizes) for sizes in MOSAIC_PRODUCT_BLOCKS):
+            if columns % blocks.block_n == 0:
+                product = functools.partial(mosaic_product, blocks=blocks)
+                found.append(
+                    dataclasses.replace(MOSAIC, name=_named(MOSAIC, blocks), product=product)
+                )
+    if MOSAIC.name in names and op == "drhs":
+        for blocks in (Blocks(*sizes) for sizes in MOSAIC_DRHS_BLOCKS):
+            if case.hidden % blocks.block_m == 0 and columns % blocks.block_n == 0:
+                drhs = functools.partial(mosaic_drhs, blocks=blocks)
+                found.append(dataclasses.replace(MOSAIC, name=_named(MOSAIC, blocks), drhs=drhs))
+    return found
+
+
+def _other_tiles(columns: int) -> list[Backend]:
+    from pallas_kernels.matmul.grouped_matmul import Tiles  # not on a machine without GPUs
+
+    found = []
+    for tiles in (Tiles(*sizes) for sizes in PALLAS_TILES):
+        count, rest = divmod(columns, tiles.block_n)
+        if not rest and count % tiles.band == 0:
+            found.append(
+                dataclasses.replace(
+                    pallas.BACKEND,
+                    name=_named(pallas.BACKEND, tiles),
+                    product=functools.partial(pallas.product, tiles=tiles),
+                    drhs=functools.partial(pallas.drhs, tiles=tiles),
+                    fused_sum=functools.partial(pallas.sum_of_products, tiles=tiles),
+                )
+            )
+    return found
+
+
+def _named(backend: Backend, sizes: Any) -> str:
+    return " ".join([backend.name, *map(str, dataclasses.astuple(sizes))])

@@ -1,0 +1,113 @@
+"""The operations that `bench matmul` times, their sizes and their operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep.matmul.backend import Backend
+
+OPERATIONS = ("product", "dlhs", "drhs", "sum_of_dlhs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """lhs [num_rows, hidden] by num_groups matrices [hidden, mlp]; `live` rows are in a group."""
+
+    name: str
+    num_rows: int
+    hidden: int
+    mlp: int
+    num_groups: int
+    live: int
+    slow: bool = False  # time "xla" and "loop" too
+
+    def flops(self, operation: str, rows: int) -> float:
+        pairs = 2 if operation == "sum_of_dlhs" else 1
+        return 2.0 * pairs * rows * self.hidden * self.mlp
+
+
+CASES = (
+    Case("deepseek-v3 up", 32768, 7168, 2048, 32, 32768, slow=True),
+    Case("deepseek-v3 down", 32768, 2048, 7168, 32, 32768),
+    Case("dropless, 1/8 live", 262144, 7168, 2048, 32, 32768),
+    Case("qwen3-moe up", 32768, 2048, 768, 16, 32768),
+    Case("decode", 1024, 7168, 2048, 32, 1024),
+    Case("mixtral up, 8 experts", 16384, 4096, 14336, 8, 16384),
+    Case("mixtral up, 1 expert", 16384, 4096, 14336, 1, 16384),
+    Case("qwen3-moe down", 32768, 768, 2048, 16, 32768),
+)
+SMALL_CASES = (  # for CPUs
+    Case("small", 256, 64, 128, 4, 200, slow=True),
+    Case("small, wide", 64, 128, 64, 2, 64, slow=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What the operations take; the second grad and rhs are those of the sum's other product."""
+
+    lhs: jax.Array  # [R, H]
+    rhs: jax.Array  # [L, H, F]
+    grad: jax.Array  # [R, F]
+    rhs_1: jax.Array
+    grad_1: jax.Array
+    group_sizes: jax.Array  # [L]
+
+
+jax.tree_util.register_dataclass(
+    Operands, [field.name for field in dataclasses.fields(Operands)], []
+)
+Function = Callable[[Operands], jax.Array]
+
+
+def operation(backend: Backend, op: str) -> Function:
+    """What a backend computes for one of OPERATIONS."""
+    functions: dict[str, Function] = {
+        "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
+        "dlhs": lambda o: backend.product(o.grad, o.rhs, o.group_sizes, transpose_rhs=True),
+        "drhs": lambda o: backend.drhs(o.lhs, o.grad, o.group_sizes),
+        "sum_of_dlhs": lambda o: backend.sum_of_products(
+            [(o.grad, o.rhs), (o.grad_1, o.rhs_1)], o.group_sizes, transpose_rhs=True
+        ),
+    }
+    return functions[op]
+
+
+def dense_operation(operation: str) -> Function:
+    """A plain matmul of the same size, every row of the buffer by the first group's matrix.
+
+    For the sum of two products it is one of them.
+    """
+    return {
+        "product": lambda o: jnp.dot(o.lhs, o.rhs[0]),
+        "dlhs": lambda o: jnp.dot(o.grad, o.rhs[0].T),
+        "drhs": lambda o: jnp.dot(o.lhs.T, o.grad),
+        "sum_of_dlhs": lambda o: jnp.dot(o.grad, o.rhs[0].T),
+    }[operation]
+
+
+def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
+    """Normal values, each array with one rank's leading axis; rows in uniformly drawn groups."""
+    sizes = np.random.default_rng(seed).multinomial(
+        case.live, np.full(case.num_groups, 1 / case.num_groups)
+    )
+    shape_of_rhs = (case.num_groups, case.hidden, case.mlp)
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+
+    def array(stream: int, *shape: int) -> jax.Array:
+        return normal(jax.random.key(8 * seed + stream), (1, *shape), dtype)
+
+    return Operands(
+        lhs=array(0, case.num_rows, case.hidden),
+        rhs=array(1, *shape_of_rhs),
+        grad=array(2, case.num_rows, case.mlp),
+        rhs_1=array(3, *shape_of_rhs),
+        grad_1=array(4, case.num_rows, case.mlp),
+        group_sizes=jnp.asarray(sizes[None], jnp.int32),
+    )

@@ -1,0 +1,95 @@
+"""The interface of a way to compute grouped matmuls, and what several of them share.
+
+Every backend obeys one contract, with `num_rows = sum(group_sizes) <= R`:
+
+  product(lhs [R, K], rhs [L, K, N], group_sizes [L], transpose_rhs=...) -> [R, N]
+      out[r] = lhs[r] @ rhs[group of r], or lhs[r] @ rhs[group of r].T for rhs [L, N, K] with
+      `transpose_rhs`; rows from num_rows on are zero, whatever lhs holds there.
+  drhs(lhs [R, K], grad [R, N], group_sizes [L]) -> [L, K, N]
+      out[l] = lhs[rows of l].T @ grad[rows of l]; zero for an empty group; rows from num_rows on
+      contribute nothing, whatever the two operands hold there.
+
+Sums are float32 (float64 for float64 operands); results have the operands' dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs), all of the same shapes and dtype
+
+
+class Product(Protocol):
+    def __call__(
+        self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
+    ) -> jax.Array: ...
+
+
+class Drhs(Protocol):
+    def __call__(self, lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array: ...
+
+
+class SumOfProducts(Protocol):
+    def __call__(
+        self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool
+    ) -> jax.Array: ...
+
+
+class OperandsReason(Protocol):
+    def __call__(self, matrix_shape: Sequence[int], dtype: Any) -> str | None: ...
+
+
+class PlatformReason(Protocol):
+    def __call__(self, platform: str) -> str | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to compute grouped matmuls.
+
+    Attributes:
+      name: what `implementation=` calls it.
+      product: multiplies rows by the matrix of their group.
+      drhs: computes the gradient of the matrices.
+      fused_sum: computes a sum of products in one accumulator; None: products are added.
+      operands_reason: says why it cannot multiply by matrices of a shape and dtype; None: it can.
+      platform_reason: says why it cannot run on a platform ("cpu", "cuda", ...); None: it can.
+    """
+
+    name: str
+    product: Product
+    drhs: Drhs
+    fused_sum: SumOfProducts | None = None
+    operands_reason: OperandsReason = lambda matrix_shape, dtype: None
+    platform_reason: PlatformReason = lambda platform: None
+
+    def sum_of_products(
+        self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool
+    ) -> jax.Array:
+        """Sums the products of (lhs, rhs) pairs: rounded once if fused, else once a product."""
+        if self.fused_sum is not None:
+            return self.fused_sum(pairs, group_sizes, transpose_rhs=transpose_rhs)
+        products = (self.product(*pair, group_sizes, transpose_rhs=transpose_rhs) for pair in pairs)
+        return functools.reduce(jnp.add, products)
+
+
+def accumulator(dtype: Any) -> Any:
+    """The dtype that products of `dtype` are summed in."""
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+def pad_rows(x: jax.Array, multiple: int) -> jax.Array:
+    """Appends rows of zeros up to a multiple."""
+    return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)))
+
+
+def zero_tail(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Sets the rows of x [R, ...] past the last group to zero."""
+    live = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
+    return jnp.where(live[:, None], x, 0)

@@ -1,0 +1,80 @@
+"""The backend "loop": a loop over groups and tiles of their rows, on any platform, for CPUs.
+
+`lax.ragged_dot` on a CPU multiplies every row by every group's matrix. Two nested loops do the
+least work instead: over the groups, and over the tiles of rows that a group really has. The tile
+is the smallest that still keeps the CPU's matmul busy, since a group's last tile is padded.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.exchange.primitives import vary_alike
+from jax_ep.matmul.backend import Backend, accumulator
+
+_PRODUCT_TILE = 32
+_DRHS_TILE = 64
+
+
+def product(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
+) -> jax.Array:
+    num_cols = rhs.shape[1 if transpose_rhs else 2]
+    tile = min(_PRODUCT_TILE, lhs.shape[0])
+    tiles = (group_sizes + (tile - 1)) // tile
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
+
+    def one_group(group, out):
+        matrix = lax.dynamic_index_in_dim(rhs, group, 0, keepdims=False)
+
+        def one_tile(i, out):
+            first, live = _tile_rows(lhs, ends, group_sizes, group, i, tile)
+            rows = lax.dynamic_slice_in_dim(lhs, first, tile)
+            products = lax.dot_general(
+                rows, matrix, contract, preferred_element_type=accumulator(lhs.dtype)
+            ).astype(out.dtype)
+            old = lax.dynamic_slice_in_dim(out, first, tile)
+            new = jnp.where(live[:, None], products, old)
+            return lax.dynamic_update_slice_in_dim(out, new, first, 0)
+
+        return lax.fori_loop(0, tiles[group], one_tile, out)
+
+    zeros = jnp.zeros((lhs.shape[0], num_cols), lhs.dtype)
+    zeros, ends = vary_alike((zeros, ends, lhs), ())[:2]
+    return lax.fori_loop(0, rhs.shape[0], one_group, zeros)
+
+
+def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    tile = min(_DRHS_TILE, lhs.shape[0])
+    dtype = accumulator(lhs.dtype)
+    tiles = (group_sizes + (tile - 1)) // tile
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+
+    def one_group(group, out):
+        def one_tile(i, total):
+            first, live = _tile_rows(lhs, ends, group_sizes, group, i, tile)
+            left = jnp.where(live[:, None], lax.dynamic_slice_in_dim(lhs, first, tile), 0)
+            right = jnp.where(live[:, None], lax.dynamic_slice_in_dim(grad, first, tile), 0)
+            contract = (((0,), (0,)), ((), ()))
+            return total + lax.dot_general(left, right, contract, preferred_element_type=dtype)
+
+        total = lax.fori_loop(0, tiles[group], one_tile, jnp.zeros_like(out[0], dtype))
+        return lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), group, 0)
+
+    zeros = jnp.zeros((group_sizes.shape[0], lhs.shape[1], grad.shape[1]), lhs.dtype)
+    zeros, ends = vary_alike((zeros, ends, lhs), ())[:2]
+    return lax.fori_loop(0, group_sizes.shape[0], one_group, zeros)
+
+
+def _tile_rows(lhs, ends, group_sizes, group, i, tile):
+    """First row of the group's tile i, moved up if it would pass R, and which rows are its own."""
+    start = ends[group] - group_sizes[group] + i * tile
+    first = jnp.minimum(start, lhs.shape[0] - tile)
+    rows = first + jnp.arange(tile, dtype=jnp.int32)
+    return first, (rows >= start) & (rows < ends[group])
+
+
+BACKEND = Backend("loop", product, drhs)

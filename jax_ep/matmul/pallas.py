@@ -1,0 +1,142 @@
+"""The backend "pallas": this library's own kernels, for Hopper GPUs.
+
+The kernels (`pallas_kernels.matmul.grouped_matmul`) are imported by the first program that is
+lowered with them, so that a machine without GPUs loads none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.matmul.backend import Backend, Pairs, pad_rows
+
+if TYPE_CHECKING:
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
+_ROW_MULTIPLE = 8  # the kernels read and write whole tiles of 8 rows
+HOPPER_CORES = 132  # multiprocessors of an H100 or H200 SXM
+
+
+def operands_reason(matrix_shape: Sequence[int], dtype: Any) -> str | None:
+    """Says why a Hopper kernel cannot multiply by matrices [H, F] of a dtype; None: it can."""
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"it multiplies bfloat16 and float16, not {jnp.dtype(dtype)}"
+    if any(dim % 64 for dim in matrix_shape):
+        sides = list(matrix_shape)
+        return f"it needs both sides of each group's matrix in multiples of 64, not {sides}"
+    return None
+
+
+def platform_reason(platform: str) -> str | None:
+    """Says why a Hopper kernel cannot run on a platform; None: it can."""
+    if platform != "cuda":
+        return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
+    device = jax.devices()[0]
+    if device.platform != "gpu":  # the program is lowered for another machine
+        return None
+    capability = float(device.compute_capability)
+    if not 9 <= capability < 10:
+        return (
+            "its kernels need an NVIDIA GPU of compute capability 9 (Hopper), and this one "
+            f"has {capability}"
+        )
+    return None
+
+
+def product(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """Rows past the last group are only zeroed. `tiles`: None: those of `product_tiles`."""
+    pairs = [(lhs, rhs)]
+    return sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs, tiles=tiles)
+
+
+def sum_of_products(
+    pairs: Pairs,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """Sums the products of several (lhs, rhs) pairs in the same accumulators."""
+    from pallas_kernels.matmul import grouped_matmul as kernels
+
+    lhs, rhs = pairs[0]
+    num_cols = rhs.shape[1 if transpose_rhs else 2]
+    with jax.enable_x64(False):
+        return kernels.product(
+            [(pad_rows(lhs, _ROW_MULTIPLE), rhs) for lhs, rhs in pairs],
+            group_sizes,
+            transpose_rhs=transpose_rhs,
+            tiles=tiles or product_tiles(lhs.shape[0], rhs.shape[0], num_cols),
+            num_blocks=_core_count(),
+        )[: lhs.shape[0]]
+
+
+def drhs(
+    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: Tiles | None = None
+) -> jax.Array:
+    """Rows past the last group meet no accumulator. `tiles`: None: those of `drhs_tiles`."""
+    from pallas_kernels.matmul import grouped_matmul as kernels
+
+    with jax.enable_x64(False):
+        return kernels.drhs(
+            pad_rows(lhs, _ROW_MULTIPLE),
+            pad_rows(grad, _ROW_MULTIPLE),
+            group_sizes,
+            tiles=tiles or drhs_tiles(grad.shape[1]),
+            num_blocks=_core_count(),
+        )
+
+
+def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
+    """Chooses tiles for a product of [num_rows, K] and [num_groups, K, num_cols].
+
+    The larger a tile, the less is read for each multiplication; but a group's last tile is
+    padded, and few tiles leave multiprocessors idle.
+    """
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
+    for block_m, block_n in ((128, 256), (64, 256), (64, 128)):
+        enough_rows = block_m == 64 or num_rows >= 64 * num_groups
+        enough_tiles = num_rows * num_cols >= HOPPER_CORES * block_m * block_n
+        if num_cols % block_n == 0 and enough_rows and enough_tiles:
+            break
+    if num_cols % block_n:
+        block_m, block_n = 128, _widest(num_cols)
+    return Tiles.fitting(block_m, block_n, _band(num_cols // block_n))
+
+
+def drhs_tiles(num_cols: int) -> Tiles:
+    """Chooses tiles for gradients of the groups' matrices, which have num_cols columns."""
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
+    block_n = _widest(num_cols)
+    return Tiles.fitting(128, block_n, _band(num_cols // block_n))
+
+
+def _widest(num_cols: int) -> int:
+    return next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
+
+
+def _band(columns: int) -> int:
+    """Makes the rectangle that the blocks of one sweep read about as high as it is wide."""
+    return max(band for band in range(1, 17) if columns % band == 0)
+
+
+def _core_count() -> int:
+    """Multiprocessors of the first GPU; of a Hopper where there is none, as when lowering ahead."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else HOPPER_CORES
+
+
+BACKEND = Backend("pallas", product, drhs, sum_of_products, operands_reason, platform_reason)

@@ -1,0 +1,55 @@
+"""The backend "xla": `jax.lax.ragged_dot_general`, on any platform."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax import lax
+
+from jax_ep.matmul.backend import Backend, accumulator, zero_tail
+
+
+def product(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
+) -> jax.Array:
+    out = lax.ragged_dot_general(
+        zero_tail(lhs, group_sizes),
+        rhs,
+        group_sizes,
+        product_dims(transpose_rhs),
+        preferred_element_type=accumulator(lhs.dtype),
+    )
+    return zero_tail(out.astype(lhs.dtype), group_sizes)
+
+
+def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot_general(
+        zero_tail(lhs, group_sizes),
+        zero_tail(grad, group_sizes),
+        group_sizes,
+        _drhs_dims(),
+        preferred_element_type=accumulator(lhs.dtype),
+    ).astype(lhs.dtype)
+
+
+@functools.cache
+def product_dims(transpose_rhs: bool) -> lax.RaggedDotDimensionNumbers:
+    """The dimension numbers of a product, for `jax.lax.ragged_dot_general`."""
+    return lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([1], [2 if transpose_rhs else 1]), ([], [])),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+
+
+@functools.cache
+def _drhs_dims() -> lax.RaggedDotDimensionNumbers:
+    return lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(([0], [0]), ([], [])),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+
+
+BACKEND = Backend("xla", product, drhs)

@@ -1,0 +1,56 @@
+"""The grouped matmuls that the library is compared with: they lower, and say where they run."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_ep.bench import matmul_contenders as contenders
+from jax_ep.bench.matmul_operations import OPERATIONS, Operands, operation
+from jax_ep.matmul import api
+
+SHAPES = [  # R, H, F, L
+    (4096, 7168, 2048, 32),
+    (1000, 4096, 14336, 8),
+    (333, 64, 192, 3),
+    (8, 128, 64, 1),
+    (1, 64, 64, 4),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_mosaic_lowers_for_cuda(op, shape):
+    num_rows, hidden, mlp, groups = shape
+    dtype = jnp.float16 if num_rows % 16 else jnp.bfloat16
+    rhs = jax.ShapeDtypeStruct((groups, hidden, mlp), dtype)
+    grad = jax.ShapeDtypeStruct((num_rows, mlp), dtype)
+    operands = Operands(
+        jax.ShapeDtypeStruct((num_rows, hidden), dtype), rhs, grad, rhs, grad,
+        jax.ShapeDtypeStruct((groups,), jnp.int32),
+    )  # fmt: skip
+    traced = jax.jit(operation(contenders.MOSAIC, op)).trace(operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == (2 if op == "sum_of_dlhs" else 1)
+
+
+def test_a_contender_says_where_it_cannot_run():
+    def reason(backend, platform, matrix=(64, 128), dtype=jnp.bfloat16):
+        return api.unavailable_reason(backend, platform, matrix, dtype)
+
+    assert "not float32" in reason(contenders.MOSAIC, "cuda", dtype=jnp.float32)
+    assert "multiples of 64, not [100, 128]" in reason(contenders.MOSAIC, "cuda", (100, 128))
+    assert "this program is for cpu" in reason(contenders.MOSAIC, "cpu")
+    if importlib.util.find_spec("tokamax") is None:
+        assert "tokamax is not installed" in reason(contenders.TOKAMAX, "cuda")
+
+
+def test_a_machine_without_gpus_measures_the_backends_for_it():
+    if jax.default_backend() != "cpu":
+        pytest.skip("of a CPU")
+    names = [backend.name for backend in contenders.available((64, 64), jnp.bfloat16)]
+    assert names == ["xla", "loop"]
+    assert not contenders.available((64, 64), jnp.bfloat16, slow=False)
