@@ -1,0 +1,165 @@
+"""Sphinx: a guide in Markdown, an API reference from docstrings, a command line from its flags.
+
+Build with `sphinx-build -W docs build/docs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from sphinx.application import Sphinx
+
+import jax_ep
+import jax_ep.cli
+
+project = "jax_ep"
+author = "The jax_ep authors"
+release = version = jax_ep.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+html_theme = "furo"
+html_title = f"jax_ep {release}"
+myst_heading_anchors = 3
+
+# `x` in a docstring is code, and a link where an object of that name is documented.
+default_role = "py:obj"
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "none"  # docstrings give shapes and dtypes
+napoleon_attr_annotations = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+_SECTIONS = ("Args:", "Attributes:", "Returns:", "Raises:", "Yields:")
+_CODE = re.compile(r"(`[^`]*`)")
+_MARKUP = re.compile(r"[*|]|(?<=\w)_(?!\w)|(?<=^[A-Z])\.|(?<=: [A-Z])\.")
+
+
+def _escaped(line: str) -> str:
+    """Takes from a line of prose what reStructuredText would read as markup, but `code`."""
+    indent = line[: len(line) - len(line.lstrip())]
+    parts = _CODE.split(line[len(indent) :])
+    parts[::2] = [_MARKUP.sub(lambda found: "\\" + found[0], part) for part in parts[::2]]
+    return indent + "".join(parts)
+
+
+def _reformatted(lines: list[str]) -> Iterator[str]:
+    """A docstring as reStructuredText: prose with `code`, lists, Google sections, and pictures.
+
+    A picture is what is indented deeper than the prose around it; its lines stay as they are.
+    """
+    section = ""
+    item = prose = 0  # the indents of a section's items, and of prose
+    picture = bullet = False
+    before = ""
+    for line in lines:
+        text = line.strip()
+        indent = len(line) - len(line.lstrip())
+        if not text:
+            bullet = False
+            yield ""
+        elif line in _SECTIONS:
+            section, item, prose, picture = line, 0, 0, False
+            yield line
+        else:
+            if indent == 0:
+                section, prose = "", 0
+            elif section and before == section:
+                item = prose = indent
+            elif section and indent == item:
+                prose = item
+            elif section and prose == item and not picture and not before.endswith(":"):
+                prose = indent  # of the lines that continue an item
+            if indent <= prose or (bullet and not picture):
+                if picture and before:
+                    yield ""
+                if text.startswith("- ") and before and not bullet:
+                    yield ""
+                bullet = (bullet and indent > prose) or text.startswith("- ")
+                picture = False
+                yield from _items(line) if section == "Attributes:" else (_escaped(line),)
+            else:
+                if not picture:
+                    yield from ("", " " * (indent if section else prose) + "::", "")
+                picture = True
+                yield "    " + line
+        before = text
+
+
+def _items(line: str) -> Iterator[str]:
+    """The line, or where it is of several attributes one line for each."""
+    several = re.fullmatch(r"( +)(\w+(?:, \w+)+)(: .*)", line)
+    if not several:
+        yield _escaped(line)
+        return
+    for name in several[2].split(", "):
+        yield _escaped(several[1] + name + several[3])
+
+
+def _process_docstring(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    lines[:] = _reformatted(lines.copy())
+
+
+def _process_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
+) -> tuple[str, str] | None:
+    """Shows a layer's own arguments, and no default that has no literal."""
+    if what != "class" or not name.endswith((".MoE", ".MoEConfig")):
+        return None
+    own = [
+        p
+        for p in inspect.signature(obj.__init__).parameters.values()
+        if p.name not in ("self", "parent", "name")
+    ]
+    shown = [
+        p.name
+        if p.default is p.empty
+        else f"{p.name}=..."
+        if repr(p.default).startswith("<")
+        else f"{p.name}={p.default!r}"
+        for p in sorted(own, key=lambda p: p.default is not p.empty)
+    ]
+    return f"({', '.join(shown)})", ""
+
+
+class CommandHelp(Directive):
+    """The flags of a command of `python -m jax_ep`, as its `--help` prints them."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            jax_ep.cli.main(["jax_ep", *self.arguments[0].split(), "--help"])
+        help_ = printed.getvalue().split("\nabsl.flags:")[0]
+        return [nodes.literal_block(help_, help_, language="text")]
+
+
+def _skip_member(
+    app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
+    # The fields of a NamedTuple that have no docstring of their own.
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-skip-member", _skip_member)
+    app.connect("autodoc-process-docstring", _process_docstring, priority=100)
+    app.connect("autodoc-process-signature", _process_signature)
+    app.add_directive("command-help", CommandHelp)
