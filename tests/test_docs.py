@@ -24,6 +24,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_python_block_runs_as_it_stands(program, tmp_path):
     environment = environment_of_program(
