@@ -36,7 +36,7 @@ from jax_ep.bench.operations import (
 from jax_ep.bench.timing import Loop, peer_copy_bandwidth
 from jax_ep.cli import command_flags
 from jax_ep.exchange import quantization
-from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.runtime import availability
 
 WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in quantization.DTYPES)
 
@@ -249,7 +249,7 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
     implementations = _IMPLEMENTATIONS.value
     if implementations is None:
         devices = jax.devices()[: max(ranks)]
-        implementations = ["xla"] if pallas_unavailable_reason(devices) else ["pallas", "xla"]
+        implementations = ["xla"] if availability.unavailable_reason(devices) else ["pallas", "xla"]
     baselines = _BASELINES.value
     if baselines is None:
         baselines = [name for name in BASELINES if unavailable_reason(name, platform) is None]

@@ -13,8 +13,7 @@ from absl import flags
 
 import jax_ep
 from jax_ep.cli import command_flags
-from jax_ep.exchange.primitives import pallas_unavailable_reason
-from jax_ep.runtime import cuda_driver
+from jax_ep.runtime import availability, cuda_driver
 
 FLAGS = command_flags()
 _JSON = flags.DEFINE_boolean(
@@ -63,7 +62,7 @@ def collect() -> dict[str, Any]:
             for device in devices
         ],
         "peer_access": _peer_access(devices),
-        "pallas_unavailable": pallas_unavailable_reason(devices),
+        "pallas_unavailable": availability.unavailable_reason(devices),
     }
 
 

@@ -42,7 +42,8 @@ from jax_ep import checks
 from jax_ep.checks import AxisName, as_axes
 from jax_ep.collectives import primitives
 from jax_ep.collectives.primitives import ALGORITHMS, Algorithm
-from jax_ep.exchange.primitives import vary_alike
+from jax_ep.runtime import availability
+from jax_ep.runtime.jax_compat import match_varying, varying_axes
 
 
 def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -170,9 +171,9 @@ def all_reduce_rms_norm(
         return primitives.rms_norm(new_residual, scale, eps, x.dtype), new_residual
 
     # The results vary over what any operand does, but for the axes that x is summed over.
-    others = jax.typeof(x).mat.varying - set(axes)
-    residual, scale = vary_alike((residual, scale), tuple(others))
-    (x,) = vary_alike((x,), (*axes, *jax.typeof(residual).mat.varying))
+    others = varying_axes(x) - set(axes)
+    residual, scale = match_varying((residual, scale), tuple(others))
+    (x,) = match_varying((x,), (*axes, *varying_axes(residual)))
     return _fused(axes, num_ranks, float(eps), algorithm, x, residual, scale)
 
 
@@ -220,7 +221,7 @@ def _collective(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm
             f"but x has shape {x.shape}; pad it."
         )
     is_for_xla = _is_for_xla(op, algorithm, x, num_ranks)
-    (x,) = vary_alike((x,), axes)
+    (x,) = match_varying((x,), axes)
     if is_for_xla:
         return primitives.xla(op, x, axes) if axes else x
     (out,) = primitives.PRIMITIVES[op].bind(
@@ -239,7 +240,7 @@ def _check_floating(name: str, array: Any) -> None:
 def _is_for_xla(op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int) -> bool:
     """Whether it is sure that XLA serves; ValueError if a named algorithm is sure not to."""
     if algorithm is None:
-        return num_ranks == 1 or primitives.mesh_unavailable_reason() is not None
+        return num_ranks == 1 or availability.tracing_unavailable_reason() is not None
     if algorithm not in ALGORITHMS[op]:
         raise ValueError(
             f"algorithm of {op} must be one of {ALGORITHMS[op]} or None, but is {algorithm!r}."

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange import pallas as pallas_exchange
-from jax_ep.exchange import primitives
-from jax_ep.exchange.primitives import vary_alike
 from jax_ep.runtime import symmetric_memory
+from jax_ep.runtime.jax_compat import match_varying, place
 from pallas_kernels.collectives import all_gather as all_gather_kernel
 from pallas_kernels.collectives import all_reduce as all_reduce_kernel
 from pallas_kernels.collectives import all_reduce_rms_norm as all_reduce_rms_norm_kernel
@@ -124,9 +123,9 @@ class Transport:
         """
         if not is_ll(self.algorithm):
             return kernel(x, fabric=self.fabric, plan=_plan(size, x.dtype))
-        place, x = vary_alike((primitives.place(), x), self.axis_name)
+        here, x = match_varying((place(), x), self.axis_name)
         plan = _plan(x.shape[-1], x.dtype, by_ll=True)
-        return by_ll(place, x, channels=self.channels(), plan=plan)
+        return by_ll(here, x, channels=self.channels(), plan=plan)
 
 
 def _ll_needs(
@@ -209,7 +208,7 @@ def all_reduce_rms_norm(
     plan = _forced_plan.get() or Plan(-(-num_rows // rows_per_block), num_warpgroups)
     sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
     if is_ll(algorithm):
-        operands = vary_alike((primitives.place(), rows, old, weights[0]), transport.axis_name)
+        operands = match_varying((place(), rows, old, weights[0]), transport.axis_name)
         normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm_ll(
             *operands, channels=transport.channels(), **sizes
         )

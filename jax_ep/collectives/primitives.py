@@ -16,27 +16,18 @@ XLA's collectives everywhere else.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jax_ep.collectives import pallas as pallas_collectives
 from jax_ep.collectives import table
 from jax_ep.collectives.pallas import Transport
-from jax_ep.exchange.primitives import (
-    devices_by_place,
-    lower_by_position,
-    lowering_unavailable_reason,
-    mesh_unavailable_reason,
-    pallas_unavailable_reason,
-)
-from jax_ep.runtime import multicast, symmetric_memory
+from jax_ep.runtime import availability, jax_compat, multicast, symmetric_memory
+from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varying, varying_axes
 
 AxisName = tuple[str, ...]
 Algorithm = str | None
@@ -98,13 +89,13 @@ def unavailable_reason(
         op, algorithm, x.shape, x.dtype, num_ranks
     ):
         return reason
-    if reason := mesh_unavailable_reason():
+    if reason := availability.tracing_unavailable_reason():
         return reason
     if jax.default_backend() != "gpu":  # this lowers for a machine that is not here
         return None
     if algorithm == "multimem":
         return multicast.unavailable_reason()
-    if reason := pallas_unavailable_reason():
+    if reason := availability.unavailable_reason():
         return reason
     if pallas_collectives.is_ll(algorithm):
         regions = symmetric_memory.here()
@@ -142,14 +133,14 @@ def choose(
     )
 
 
-def _ll_unavailable_reason(ctx: mlir.LoweringRuleContext) -> str | None:
+def _ll_unavailable_reason(program: Program) -> str | None:
     """Why nothing by LL can serve in the program that is being lowered, if that is seen from it."""
-    if ctx.module_context.lowering_parameters.for_export:
+    if program.for_export:
         return "its program holds addresses of this process, and is to be exported"
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    mesh = program.mesh
     if jax.default_backend() == "gpu" and mesh is not None and _is_here(mesh):
-        if _requires_devices is None:
-            return "this JAX may run what is lowered for some GPUs on others"
+        if reason := jax_compat.devices_unavailable_reason():
+            return reason
         if isinstance(mesh, jax.sharding.AbstractMesh):
             return (
                 "it needs to know the order of the GPUs, and shard_map was given an abstract mesh"
@@ -162,24 +153,13 @@ def _is_here(mesh: Any) -> bool:
     return mesh.size <= jax.device_count()
 
 
-# LL knows the GPUs by number when a program is lowered. JAX keeps what it has lowered, and takes it
-# for other devices too, but for programs with a primitive of a set of its own: this one.
-_devices_p = Primitive("ep_devices")
-_devices_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_devices_p, lambda ctx, x: [x])
-ad.deflinear2(_devices_p, lambda g, x: [lowered_for_devices(g)])
-batching.primitive_batchers[_devices_p] = lambda xs, axes: (_devices_p.bind(*xs), axes[0])
-_requires_devices: set[Primitive] | None = getattr(
-    importlib.import_module("jax._src.dispatch"), "prim_requires_devices_during_lowering", None
-)
-if _requires_devices is not None:
-    _requires_devices.add(_devices_p)
-
-
 def lowered_for_devices(x: jax.Array) -> jax.Array:
-    """x, in a program that is lowered anew for other GPUs of this machine."""
+    """x, in a program that is lowered anew for other GPUs of this machine.
+
+    LL knows the GPUs by number when a program is lowered.
+    """
     if jax.default_backend() == "gpu" and _is_here(jax.sharding.get_abstract_mesh()):
-        return _devices_p.bind(x)
+        return jax_compat.lowered_anew_for_other_devices(x)
     return x
 
 
@@ -226,51 +206,49 @@ def _multimem(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return out[: x.size].reshape(x.shape)
 
 
-# What each primitive returns: shape and varying-axes type, from those of x.
+# What each primitive returns: shape and the axes it varies over, from those of x.
 
 
-def _like_x(x: Any, num_ranks: int, axis_name: AxisName) -> tuple[tuple[int, ...], Any]:
-    return x.shape, x.mat
+def _like_x(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+    return result_type(x, x.shape)
 
 
-def _reduced(x: Any, num_ranks: int, axis_name: AxisName) -> tuple[tuple[int, ...], Any]:
-    return x.shape, x.mat.update(varying=x.mat.varying - frozenset(axis_name))
+def _reduced(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+    return result_type(x, x.shape, varying=varying_axes(x) - frozenset(axis_name))
 
 
-def _gathered(x: Any, num_ranks: int, axis_name: AxisName) -> tuple[tuple[int, ...], Any]:
-    return (num_ranks * x.shape[0], *x.shape[1:]), x.mat
+def _gathered(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+    return result_type(x, (num_ranks * x.shape[0], *x.shape[1:]))
 
 
-def _scattered(x: Any, num_ranks: int, axis_name: AxisName) -> tuple[tuple[int, ...], Any]:
-    return (x.shape[0] // num_ranks, *x.shape[1:]), x.mat
+def _scattered(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+    return result_type(x, (x.shape[0] // num_ranks, *x.shape[1:]))
 
 
-def _primitive(op: str, run: Callable[..., list[jax.Array]]) -> Primitive:
-    primitive = Primitive(f"ep_{op}")
-    primitive.multiple_results = True
-
-    def lower(ctx, x, *operands, axis_name, algorithm, num_ranks, **params):
-        aval, here = ctx.avals_in[0], lowering_unavailable_reason(ctx, axis_name)
-        ll = _ll_unavailable_reason(ctx)
+def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Primitive:
+    def lower(program: Program, x, *operands, axis_name, algorithm, num_ranks, **params):
+        here = availability.program_unavailable_reason(program, axis_name)
+        aval, ll = program.operand_types[0], _ll_unavailable_reason(program)
         serving = choose(op, algorithm, aval, num_ranks, here, ll)
         if serving == "unfused":
             serving = choose("all_reduce", None, aval, num_ranks, here, ll)
-        transport = Transport(serving, axis_name, devices_by_place(ctx))
-        return lower_by_position(ctx, functools.partial(run, transport, op), x, *operands, **params)
+        transport = Transport(serving, axis_name, program.devices)
+        function = functools.partial(run, transport, op)
+        return program.lower_by_position(function, x, *operands, **params)
 
-    mlir.register_lowering(primitive, lower)
-    mlir.register_lowering(primitive, lower, platform="cuda")
-    return primitive
+    def inline(x, *operands, axis_name, algorithm, num_ranks, **params):
+        here = availability.jax_unavailable_reason()
+        choose(op, algorithm, x, num_ranks, here)  # raises if it was named
+        return run(Transport("xla", axis_name), op, x, *operands, **params)
+
+    return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)
 
 
 def _linear_primitive(
     op: str, result: Callable[..., Any], transpose: Callable[..., jax.Array]
 ) -> Primitive:
-    primitive = _primitive(op, _run)
-
     def abstract_eval(x, *, axis_name, algorithm, num_ranks):
-        shape, mat = result(x, num_ranks, axis_name)
-        return [x.update(shape=shape, weak_type=False, manual_axis_type=mat)]
+        return [result(x, num_ranks, axis_name)]
 
     def transpose_rule(cotangents, x, **params):
         return [transpose(cotangents[0], x.aval, **params)]
@@ -280,17 +258,16 @@ def _linear_primitive(
         (x,), (axis,) = operands, axes
         return primitive.bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
 
-    primitive.def_abstract_eval(abstract_eval)
-    ad.deflinear2(primitive, transpose_rule)
-    batching.primitive_batchers[primitive] = batch
+    primitive = _primitive(
+        op, _run, abstract_eval=abstract_eval, transpose=transpose_rule, batch=batch
+    )
     return primitive
 
 
 def _transpose_all_reduce(g, x, *, axis_name, **params):
     """lax.psum's: where types vary, one cotangent serves all ranks; else each rank has its own."""
-    if x.mat.varying:
-        axes = tuple(sorted(x.mat.varying - jax.typeof(g).mat.varying))
-        return lax.pcast(g, axes, to="varying") if axes else g
+    if varying := varying_axes(x):
+        return to_varying(g, varying - varying_axes(g))
     return ep_all_reduce_p.bind(g, axis_name=axis_name, **params)[0]
 
 
@@ -315,12 +292,9 @@ PRIMITIVES = {
     "all_to_all": ep_all_to_all_p,
 }
 
-ep_all_reduce_rms_norm_p = _primitive("all_reduce_rms_norm", _run_rms_norm)
 
-
-@ep_all_reduce_rms_norm_p.def_abstract_eval
-def _rms_norm_shapes(x, residual, scale, **_):
-    return [x.update(weak_type=False, manual_axis_type=residual.mat), residual]
+def _rms_norm_types(x, residual, scale, **_):
+    return [result_type(x, x.shape, varying=varying_axes(residual)), residual]
 
 
 def _batch_rms_norm(*_: Any, **__: Any) -> Any:
@@ -330,4 +304,6 @@ def _batch_rms_norm(*_: Any, **__: Any) -> Any:
     )
 
 
-batching.primitive_batchers[ep_all_reduce_rms_norm_p] = _batch_rms_norm
+ep_all_reduce_rms_norm_p = _primitive(
+    "all_reduce_rms_norm", _run_rms_norm, abstract_eval=_rms_norm_types, batch=_batch_rms_norm
+)

@@ -24,6 +24,7 @@ from jax_ep.exchange.config import Exchange
 from jax_ep.exchange.primitives import Implementation
 from jax_ep.exchange.rank_major import RankDispatched, RankHandle
 from jax_ep.exchange.routes import Layout, Routes
+from jax_ep.runtime.jax_compat import match_varying
 
 Output = Literal["dequantized", "quantized"]
 
@@ -244,7 +245,7 @@ def dispatch(
         grad_wire_dtype=grad_wire_dtype,
         quantized=output == "quantized",
     )
-    (x,) = primitives.vary_alike((x,), axis_name)
+    (x,) = match_varying((x,), axis_name)
     tokens, scales, route, blocks = _dispatch(config, x, routes.expert_ids(topk_idx, num_experts))
     handle = Handle(route, axis_name, config.capacity, config.num_experts, config.expert_alignment)
     return Dispatched(tokens, *blocks, handle, scales)
@@ -305,7 +306,7 @@ def combine(
         )
     config = _along(handle, "y", y, implementation, wire_dtype, grad_wire_dtype)
     if topk_weights is None:
-        (y,) = primitives.vary_alike((y,), handle.axis_name)
+        (y,) = match_varying((y,), handle.axis_name)
         return _combine(config, y, handle.routes)
     checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     if topk_weights.shape != handle.rows.shape[1:]:
@@ -314,7 +315,7 @@ def combine(
             f"but has shape {topk_weights.shape}."
         )
     weights = topk_weights.astype(jnp.float32)
-    y, weights = primitives.vary_alike((y, weights), handle.axis_name)
+    y, weights = match_varying((y, weights), handle.axis_name)
     return _weighted_combine(config, y, weights, handle.routes)
 
 
@@ -357,7 +358,7 @@ def dispatch_like(
             f"dispatch and at least one column, but has shape {x.shape}."
         )
     config = _along(handle, "x", x, implementation, wire_dtype, grad_wire_dtype)
-    (x,) = primitives.vary_alike((x,), handle.axis_name)
+    (x,) = match_varying((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
 

@@ -21,149 +21,29 @@ XLA's collectives everywhere else.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
 
 from jax_ep.exchange import pallas as pallas_exchange
 from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
-from jax_ep.runtime import cuda_driver
-from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
+from jax_ep.runtime import availability
+from jax_ep.runtime.jax_compat import (
+    Primitive,
+    Program,
+    define_primitive,
+    match_varying,
+    result_type,
+)
 
 Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
 Received = tuple[jax.Array, ...]  # rows; or with a wire_dtype, rows in it and their scales
-
-
-def pallas_unavailable_reason(devices: list[jax.Device] | None = None) -> str | None:
-    """Why the Pallas kernels cannot serve these devices (default: all), or None if they can."""
-    devices = jax.devices() if devices is None else devices
-    platforms = sorted({device.platform for device in devices})
-    if platforms != ["gpu"]:
-        return f"it needs NVIDIA GPUs, and the devices here are {', '.join(platforms)}"
-    if len({device.process_index for device in devices}) > 1:
-        return "it needs all GPUs in one process, and these belong to several"
-    for device in devices:
-        capability = getattr(device, "compute_capability", "0.0")
-        if float(capability) < 9.0:
-            return (
-                f"it needs compute capability 9.0 or newer, and {device.device_kind} has "
-                f"{capability}"
-            )
-        shared = getattr(device, "shared_memory_per_block_optin", SHARED_MEMORY_BYTES)
-        if shared < SHARED_MEMORY_BYTES:
-            return (
-                f"it needs {SHARED_MEMORY_BYTES} bytes of shared memory for a thread block, and "
-                f"{device.device_kind} has {shared}"
-            )
-    return _peers_unavailable_reason(devices)
-
-
-def _peers_unavailable_reason(devices: list[jax.Device]) -> str | None:
-    """Which GPU cannot address the memory of which; None if all can, or if the driver won't say."""
-    ordinals = [device.local_hardware_id for device in devices]
-    for device, row in zip(devices, cuda_driver.peer_access(ordinals) or (), strict=False):
-        for peer, can in zip(devices, row, strict=True):
-            if not can:
-                return (
-                    "it needs peer access between all GPUs, and the CUDA driver offers none from "
-                    f"GPU {device.id} to GPU {peer.id}"
-                )
-    return None
-
-
-def mesh_unavailable_reason() -> str | None:
-    """Why no kernel can serve within the shard_map that is being traced, or None if one may."""
-    mesh = jax.sharding.get_abstract_mesh()
-    left_out = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
-    if left_out:
-        return f"it needs shard_map over all axes of the mesh, and {left_out} are left out of it"
-    return None
-
-
-def lowering_unavailable_reason(
-    ctx: mlir.LoweringRuleContext, axis_name: tuple[str, ...]
-) -> str | None:
-    """Why no kernel between the ranks of an axis can serve in the program that is being lowered."""
-    if "cuda" not in (ctx.platforms or ctx.module_context.platforms):
-        return "it needs NVIDIA GPUs, and this program is compiled for another platform"
-    is_here = jax.default_backend() == "gpu"  # else this lowers for a machine that is not
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    if mesh is not None and math.prod(mesh.shape[name] for name in axis_name) > 1:
-        if isinstance(mesh, jax.sharding.Mesh):
-            ids = [device.id for device in mesh.devices.flat]
-            if sorted(ids) != list(range(len(ids))):
-                return f"it needs a mesh of the machine's first devices, and here it is of {ids}"
-        elif is_here and mesh.size < jax.device_count():  # a larger one is for another machine
-            return "it needs to know the devices, and shard_map was given an abstract mesh of some"
-    return pallas_unavailable_reason() if is_here else None
-
-
-def lower_by_position(
-    ctx: mlir.LoweringRuleContext, function: Callable[..., Any], *operands: Any, **params: Any
-) -> Any:
-    """Lowers a function of several results, with kernels that know a rank by its place in the mesh.
-
-    So does XLA, but Mosaic's lowering asks for devices in their order where it means those places.
-    """
-    context: Any = ctx.module_context.axis_context
-    mesh = getattr(context, "mesh", None)
-    if isinstance(mesh, jax.sharding.Mesh):
-        devices = sorted(mesh.devices.flat, key=lambda device: device.id)
-    elif isinstance(mesh, jax.sharding.AbstractMesh) and mesh.size == jax.device_count():
-        devices = jax.devices()
-    else:
-        devices = []
-    if mesh is not None and devices:
-        in_order = np.asarray(devices).reshape(tuple(mesh.shape.values()))
-        mesh = jax.sharding.Mesh(in_order, mesh.axis_names, axis_types=mesh.axis_types)
-        context = type(context)(mesh, context.manual_axes)
-        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
-
-
-def devices_by_place(ctx: mlir.LoweringRuleContext) -> tuple[int, ...]:
-    """Which GPU of this process is at each place of the mesh of the program being lowered."""
-    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-    if isinstance(mesh, jax.sharding.Mesh):
-        ordinals = [device.local_hardware_id for device in mesh.devices.flat]
-        return tuple(i if ordinal is None else ordinal for i, ordinal in enumerate(ordinals))
-    return tuple(range(mesh.size if mesh is not None else 1))
-
-
-def place() -> jax.Array:
-    """[1] int32: which place of its mesh this device is at, as `devices_by_place` counts."""
-    return _place_p.bind()
-
-
-_place_p = Primitive("ep_place")
-
-
-@_place_p.def_abstract_eval
-def _place_shape() -> jax.core.ShapedArray:
-    return jax.core.ShapedArray((1,), jnp.int32)
-
-
-def _lower_place(ctx: mlir.LoweringRuleContext) -> list[Any]:
-    # Not `lax.axis_index`: that is a kernel of its own, where this is a word that XLA sets.
-    del ctx
-    i32 = ir.IntegerType.get_signless(32)
-    word = stablehlo.bitcast_convert(ir.RankedTensorType.get((), i32), stablehlo.partition_id())
-    return [stablehlo.reshape(ir.RankedTensorType.get((1,), i32), word)]
-
-
-mlir.register_lowering(_place_p, _lower_place)
 
 
 def choose_implementation(
@@ -189,16 +69,14 @@ def choose_implementation(
         )
     if implementation == "xla":
         return "xla"
-    reason = mesh_unavailable_reason() or pallas_exchange.unavailable_reason(
+    reason = availability.tracing_unavailable_reason()
+    if implementation == "pallas":  # by None too, but for the machine that it is lowered for
+        reason = reason or availability.traced_devices_unavailable_reason()
+    reason = reason or pallas_exchange.unavailable_reason(
         payload.shape[-1], payload.dtype, num_ranks, top_k, num_experts, wire_dtype
     )
     if implementation is None:
         return None if reason is None else "xla"
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is not None and device.platform != "gpu":
-        reason = f"it needs NVIDIA GPUs, and the mesh here is of {device.platform} devices"
-    elif device is not None and jax.default_backend() == "gpu":
-        reason = reason or pallas_unavailable_reason()
     if reason is None:
         return implementation
     raise _refusal(reason)
@@ -235,7 +113,7 @@ def choose_implementations(
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received, Routes, Layout]:
     """Binds `ep_dispatch`: this rank's choices become routes, and its tokens follow them."""
-    x, topk_idx = vary_alike((x, topk_idx), params["axis_name"])
+    x, topk_idx = match_varying((x, topk_idx), params["axis_name"])
     results = ep_dispatch_p.bind(x, topk_idx, **params)
     *received, rows, counts = results[: -len(Layout._fields)]
     layout = Layout(*results[-len(Layout._fields) :])
@@ -244,7 +122,7 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, **params: Any) -> tuple[Received
 
 def dispatch_like(x: jax.Array, route: Routes, **params: Any) -> Received:
     """Binds `ep_dispatch_like`."""
-    operands = vary_alike((x, *route), params["axis_name"])
+    operands = match_varying((x, *route), params["axis_name"])
     return tuple(ep_dispatch_like_p.bind(*operands, **params))
 
 
@@ -253,7 +131,7 @@ def combine(
 ) -> jax.Array:
     """Binds `ep_combine`."""
     operands = (y, *route) if topk_weights is None else (y, *route, topk_weights)
-    (out,) = ep_combine_p.bind(*vary_alike(operands, params["axis_name"]), **params)
+    (out,) = ep_combine_p.bind(*match_varying(operands, params["axis_name"]), **params)
     return out
 
 
@@ -261,7 +139,7 @@ def combine_grad(
     g: jax.Array, topk_weights: jax.Array, y: jax.Array, route: Routes, **params: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Binds `ep_combine_grad`."""
-    operands = vary_alike((g, *route, topk_weights, y), params["axis_name"])
+    operands = match_varying((g, *route, topk_weights, y), params["axis_name"])
     dy, dweights = ep_combine_grad_p.bind(*operands, **params)
     return dy, dweights
 
@@ -270,7 +148,7 @@ def choices_to_rows(
     values: jax.Array, route: Routes, *, axis_name: tuple[str, ...], capacity: int
 ) -> jax.Array:
     """[T, K] numbers, one for each choice -> [R]; by XLA's collectives everywhere."""
-    values, *routes = vary_alike((values, *route), axis_name)
+    values, *routes = match_varying((values, *route), axis_name)
     return xla_exchange.choices_to_rows(
         values, Routes(*routes), axis_name=axis_name, capacity=capacity
     )
@@ -278,7 +156,7 @@ def choices_to_rows(
 
 def rows_to_choices(values: jax.Array, route: Routes, *, axis_name: tuple[str, ...]) -> jax.Array:
     """[R] numbers, one for each row -> [T, K]; by XLA's collectives everywhere."""
-    values, *routes = vary_alike((values, *route), axis_name)
+    values, *routes = match_varying((values, *route), axis_name)
     return xla_exchange.rows_to_choices(values, Routes(*routes), axis_name=axis_name)
 
 
@@ -287,7 +165,7 @@ def rank_dispatch(
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
     """Binds `ep_rank_dispatch`."""
     operands = (x, topk_idx) if topk_weights is None else (x, topk_idx, topk_weights)
-    x, topk_idx, *rest = vary_alike(operands, params["axis_name"])
+    x, topk_idx, *rest = match_varying(operands, params["axis_name"])
     results = ep_rank_dispatch_p.bind(x, topk_idx, *rest, **params)
     weights = None if topk_weights is None else results.pop()
     *received, local_topk_idx = results
@@ -296,28 +174,14 @@ def rank_dispatch(
 
 def rank_combine(y: jax.Array, route: RankRoutes, **params: Any) -> jax.Array:
     """Binds `ep_rank_combine`."""
-    (out,) = ep_rank_combine_p.bind(*vary_alike((y, *route), params["axis_name"]), **params)
+    (out,) = ep_rank_combine_p.bind(*match_varying((y, *route), params["axis_name"]), **params)
     return out
 
 
 def return_weights(g: jax.Array, route: RankRoutes, axis_name: tuple[str, ...]) -> jax.Array:
     """The cotangent of the weights of an `ep_rank_dispatch`: of [N, T, K], [T, K]."""
-    g, *routes = vary_alike((g, *route), axis_name)
+    g, *routes = match_varying((g, *route), axis_name)
     return xla_exchange.return_weights(g, RankRoutes(*routes), axis_name=axis_name)
-
-
-def vary_alike(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
-    """Makes all operands vary over `axis_name` and over every axis that one of them varies over.
-
-    A collective's result differs from rank to rank, so its operands must be typed as varying;
-    the transpose of this cast is the sum over ranks that a replicated operand's gradient needs.
-    """
-    varying = [jax.typeof(operand).mat.varying for operand in operands]
-    axes = frozenset(axis_name).union(*varying)
-    return [
-        lax.pcast(operand, tuple(sorted(axes - own)), to="varying") if axes - own else operand
-        for operand, own in zip(operands, varying, strict=True)
-    ]
 
 
 # What each primitive computes, by exchange; `exchange` is one of the two modules.
@@ -402,25 +266,18 @@ def _rank_combine_shapes(y, *_, **__):
 
 
 def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
+    def abstract_eval(*operands, **params):
+        # The operands vary over the same axes, and so does every result.
+        return [result_type(operands[0], *result) for result in shapes(*operands, **params)]
 
-    def abstract_eval(*avals, **params):
-        # Every result varies as the (alike) operands do.
-        return [
-            avals[0].update(
-                shape=shape,
-                dtype=jnp.dtype(dtype),
-                weak_type=False,
-                manual_axis_type=avals[0].mat,
-            )
-            for shape, dtype in shapes(*avals, **params)
-        ]
-
-    def lower(ctx, *operands, implementation, **params):
-        reason = lowering_unavailable_reason(ctx, params["axis_name"])
+    def lower(program: Program, *operands, implementation, **params):
+        reason = availability.program_unavailable_reason(program, params["axis_name"])
         function = functools.partial(run, _exchange_serving(implementation, reason))
-        return lower_by_position(ctx, function, *operands, **params)
+        return program.lower_by_position(function, *operands, **params)
+
+    def inline(*operands, implementation, **params):
+        reason = availability.jax_unavailable_reason()
+        return list(run(_exchange_serving(implementation, reason), *operands, **params))
 
     def no_batching(*_, **__):
         raise NotImplementedError(
@@ -429,11 +286,9 @@ def _primitive(name: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
             "jax.lax.map or jax.lax.scan."
         )
 
-    primitive.def_abstract_eval(abstract_eval)
-    mlir.register_lowering(primitive, lower)
-    mlir.register_lowering(primitive, lower, platform="cuda")
-    batching.primitive_batchers[primitive] = no_batching
-    return primitive
+    return define_primitive(
+        name, abstract_eval=abstract_eval, lower=lower, inline=inline, batch=no_batching
+    )
 
 
 def _exchange_serving(implementation: Implementation, reason: str | None) -> Any:

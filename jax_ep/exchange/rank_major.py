@@ -19,6 +19,7 @@ from jax_ep.exchange import primitives, quantization, routes
 from jax_ep.exchange.config import Exchange
 from jax_ep.exchange.primitives import Implementation
 from jax_ep.exchange.routes import RankRoutes
+from jax_ep.runtime.jax_compat import match_varying
 
 
 @functools.partial(
@@ -97,9 +98,9 @@ def dispatch(
                 f"{topk_weights.shape}."
             )
         weights = topk_weights.astype(jnp.float32)
-        x, weights = primitives.vary_alike((x, weights), axis_name)
+        x, weights = match_varying((x, weights), axis_name)
     else:
-        (x,) = primitives.vary_alike((x,), axis_name)
+        (x,) = match_varying((x,), axis_name)
     config = Exchange.of(
         "x",
         x,
@@ -142,7 +143,7 @@ def combine(
             "choices already: give them to dispatch, and weigh with RankDispatched.topk_weights."
         )
     config = _along(handle, "y", y, implementation, wire_dtype, grad_wire_dtype)
-    (y,) = primitives.vary_alike((y,), handle.axis_name)
+    (y,) = match_varying((y,), handle.axis_name)
     return _combine(config, y, handle.routes)
 
 
@@ -163,7 +164,7 @@ def dispatch_like(
             f"dispatch and at least one column, but has shape {x.shape}."
         )
     config = _along(handle, "x", x, implementation, wire_dtype, grad_wire_dtype)
-    (x,) = primitives.vary_alike((x,), handle.axis_name)
+    (x,) = match_varying((x,), handle.axis_name)
     return _dispatch_like(config, x, handle.routes)
 
 

@@ -14,13 +14,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
 
 from jax_ep import checks
-from jax_ep.exchange.primitives import vary_alike
 from jax_ep.matmul import loop, pallas, xla
 from jax_ep.matmul.backend import Backend
+from jax_ep.runtime.jax_compat import (
+    Primitive,
+    Program,
+    define_primitive,
+    match_varying,
+    result_type,
+)
 
 Implementation = Literal["pallas", "xla", "loop"] | None
 BACKENDS = {backend.name: backend for backend in (pallas.BACKEND, xla.BACKEND, loop.BACKEND)}
@@ -90,7 +94,7 @@ def grouped_matmul(
             f"{group_sizes.shape} where rhs has shape {rhs.shape}."
         )
     check_implementation(implementation, rhs)
-    lhs, rhs, sizes = vary_alike((lhs, rhs, jnp.asarray(group_sizes, jnp.int32)), ())
+    lhs, rhs, sizes = match_varying((lhs, rhs, jnp.asarray(group_sizes, jnp.int32)), ())
     return product(lhs, rhs, sizes, implementation)
 
 
@@ -262,10 +266,18 @@ def _drhs_shape(lhs, grad, group_sizes, **_):
 
 
 def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
-    primitive = Primitive(name)
-
     def abstract_eval(lhs, *others, **params):
-        return lhs.update(shape=shape(lhs, *others, **params), weak_type=False)
+        return result_type(lhs, shape(lhs, *others, **params))
+
+    def lower(program: Program, *operands, **params):
+        (platform, *others) = program.platforms
+        if others or platform not in _PREFERENCE:
+            platform = "another platform"
+
+        def compute_here(*operands, **params):
+            return (compute(*operands, platform=platform, **params),)
+
+        return program.lower(compute_here, *operands, **params)
 
     def one_by_one(operands, dims, **params):
         size = next(
@@ -281,14 +293,18 @@ def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
         ]
         return lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked)), 0
 
-    primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(lambda *operands, **params: _jitted(primitive, **params)(*operands))
-    batching.primitive_batchers[primitive] = one_by_one
-    for platform in (None, "cpu", "cuda"):
-        lowered = functools.partial(compute, platform=platform or "another platform")
-        mlir.register_lowering(
-            primitive, mlir.lower_fun(lowered, multiple_results=False), platform=platform
-        )
+    primitive = define_primitive(
+        name,
+        abstract_eval=abstract_eval,
+        lower=lower,
+        inline=lambda *operands, **params: compute(
+            *operands, platform=default_platform(), **params
+        ),
+        batch=one_by_one,
+        eager=lambda *operands, **params: _jitted(primitive, **params)(*operands),
+        multiple_results=False,
+        platforms=(None, *_PREFERENCE),
+    )
     return primitive
 
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange.primitives import vary_alike
 from jax_ep.matmul.backend import Backend, accumulator
+from jax_ep.runtime.jax_compat import match_varying
 
 _PRODUCT_TILE = 32
 _DRHS_TILE = 64
@@ -43,7 +43,7 @@ def product(
         return lax.fori_loop(0, tiles[group], one_tile, out)
 
     zeros = jnp.zeros((lhs.shape[0], num_cols), lhs.dtype)
-    zeros, ends = vary_alike((zeros, ends, lhs), ())[:2]
+    zeros, ends = match_varying((zeros, ends, lhs), ())[:2]
     return lax.fori_loop(0, rhs.shape[0], one_group, zeros)
 
 
@@ -65,7 +65,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), group, 0)
 
     zeros = jnp.zeros((group_sizes.shape[0], lhs.shape[1], grad.shape[1]), lhs.dtype)
-    zeros, ends = vary_alike((zeros, ends, lhs), ())[:2]
+    zeros, ends = match_varying((zeros, ends, lhs), ())[:2]
     return lax.fori_loop(0, group_sizes.shape[0], one_group, zeros)
 
 

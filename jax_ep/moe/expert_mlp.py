@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
-from jax_ep.exchange.primitives import vary_alike
 from jax_ep.matmul import api as gmm
+from jax_ep.runtime.jax_compat import match_varying
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -59,7 +59,7 @@ def expert_mlp(
     """
     check_operands(tokens, wi_0, wi_1, wo, group_sizes, implementation)
     operands = (tokens, wi_0, wi_1, wo, jnp.asarray(group_sizes, jnp.int32))
-    return _expert_mlp(*vary_alike(operands, ()), activation, implementation)
+    return _expert_mlp(*match_varying(operands, ()), activation, implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import checks
@@ -26,6 +24,7 @@ from jax_ep.exchange.api import Implementation, dispatch
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe import routing
 from jax_ep.moe.routed_experts import routed_experts
+from jax_ep.runtime import jax_compat
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -377,7 +376,7 @@ def _place(config: MoEConfig) -> _Placement:
     if not ambient.empty and (mesh is None or mesh.shape == ambient.shape):
         mesh = ambient
     elif mesh is None:
-        mesh = _mesh_of_with_statement()
+        mesh = jax_compat.mesh_of_with_statement()
     if mesh is None:
         return _Placement((), ())
 
@@ -404,15 +403,6 @@ def _batch_axes(
             f"but is {batch_axes}."
         )
     return batch_axes
-
-
-def _mesh_of_with_statement() -> Mesh | None:
-    """The mesh of an enclosing `with mesh:`, which JAX deprecates and does not show elsewhere."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        resources = getattr(pxla, "thread_resources", None)
-    mesh = None if resources is None else resources.env.physical_mesh
-    return None if mesh is None or mesh.empty else mesh
 
 
 def _num_ranks(placement: _Placement) -> int:

@@ -24,6 +24,7 @@ from jax_ep.exchange import primitives
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe.expert_mlp import Activation, backward, check_operands, forward
+from jax_ep.runtime.jax_compat import match_varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ def routed_experts(
     checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     operands = (tokens, wi_0, wi_1, wo, topk_weights.astype(jnp.float32), group_sizes)
     config = _Config(activation, implementation, matmul_implementation)
-    return _routed_experts(config, *primitives.vary_alike(operands, handle.axis_name), handle)
+    return _routed_experts(config, *match_varying(operands, handle.axis_name), handle)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.checks import AxisName
-from jax_ep.exchange.primitives import vary_alike
+from jax_ep.runtime.jax_compat import match_varying
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -58,7 +58,7 @@ def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
         return x.astype(jnp.float32) @ gate.astype(jnp.float32)
     if gate.dtype != jnp.bfloat16:
         gate = gate.astype(jnp.float32)
-    return _bfloat16_logits(*vary_alike((x, gate), ()))
+    return _bfloat16_logits(*match_varying((x, gate), ()))
 
 
 @jax.custom_vjp

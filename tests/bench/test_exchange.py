@@ -17,9 +17,9 @@ import jax_ep.cli
 from jax_ep import reference
 from jax_ep.bench import baselines, measuring, operations, report, timing
 from jax_ep.bench import exchange as bench
-from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.runtime import availability
 
-IMPLEMENTATIONS = ["xla"] if pallas_unavailable_reason() else ["xla", "pallas"]
+IMPLEMENTATIONS = ["xla"] if availability.unavailable_reason() else ["xla", "pallas"]
 
 
 def make_work(num_ranks: int, dtype=jnp.float32, hidden=24, **kwargs) -> operations.Work:

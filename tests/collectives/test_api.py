@@ -22,8 +22,7 @@ from jax_ep.collectives import api as collectives
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.api import all_reduce_rms_norm
 from jax_ep.collectives.primitives import ALGORITHMS
-from jax_ep.exchange.primitives import pallas_unavailable_reason
-from jax_ep.runtime import multicast
+from jax_ep.runtime import availability, multicast
 
 AXIS = "expert"
 SHARDED, REPLICATED = P(AXIS), P()
@@ -33,7 +32,7 @@ EVERYWHERE = ("xla", "unfused")
 
 def serving(op: str) -> list[str | None]:
     """The algorithms that can be run here; never "multimem"."""
-    if pallas_unavailable_reason():
+    if availability.unavailable_reason():
         return [None, *(name for name in ALGORITHMS[op] if name in EVERYWHERE)]
     return [None, *(name for name in ALGORITHMS[op] if name != "multimem")]
 
@@ -116,7 +115,7 @@ def test_all_reduce_takes_any_shape(shape, algorithm):
     np.testing.assert_allclose(got, expected("all_reduce", x), rtol=1e-6)
 
 
-@pytest.mark.skipif(bool(pallas_unavailable_reason()), reason="XLA may quiet NaNs")
+@pytest.mark.skipif(bool(availability.unavailable_reason()), reason="XLA may quiet NaNs")
 def test_what_is_only_moved_keeps_its_bits():
     bits = np.random.default_rng(0).integers(0, 2**16, (2, 4, 33), dtype=np.uint16)
     x = bits.view(jnp.bfloat16)  # NaNs of every kind
@@ -368,7 +367,7 @@ def test_any_floating_dtype_has_a_collective():
             call(function(op), (8, 2), dtype=dtype)
 
 
-@pytest.mark.skipif(not pallas_unavailable_reason(), reason="the kernels serve here")
+@pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels serve here")
 @pytest.mark.parametrize(
     ("op", "algorithm"),
     [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in EVERYWHERE],

@@ -16,8 +16,8 @@ from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 import jax_ep
 import jax_ep.cli
 from jax_ep.exchange import memory
-from jax_ep.exchange.primitives import pallas_unavailable_reason
 from jax_ep.exchange.routes import RankRoutes, Routes, dropless_capacity
+from jax_ep.runtime import availability
 
 MIB = 2**20
 MODEL = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=8)
@@ -337,7 +337,9 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     assert sum(size for _, size in held) == sum(counted.values())
 
 
-@pytest.mark.skipif(bool(pallas_unavailable_reason()), reason=str(pallas_unavailable_reason()))
+@pytest.mark.skipif(
+    bool(availability.unavailable_reason()), reason=str(availability.unavailable_reason())
+)
 @pytest.mark.parametrize("num_tokens", [128, 2048])
 @pytest.mark.parametrize(
     ("name", "layout", "wire_dtype", "output"),

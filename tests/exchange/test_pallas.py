@@ -340,7 +340,7 @@ def test_an_abstract_mesh_may_hide_which_devices_it_is_of(num_gpus, served, monk
         monkeypatch.setattr(jax, "device_count", lambda: num_gpus)
         devices = jax.devices()[:num_gpus]
         monkeypatch.setattr(jax, "devices", lambda: devices)
-        monkeypatch.setattr("jax_ep.exchange.primitives.pallas_unavailable_reason", lambda *_: None)
+        monkeypatch.setattr("jax_ep.runtime.availability.unavailable_reason", lambda *_: None)
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
     text = lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh)
     assert bool(kernels(text)) == served

@@ -12,8 +12,7 @@ import pytest
 from support.fake_cuda import GRANULARITY, FakeCuda, open_descriptors
 
 from jax_ep.cli import info
-from jax_ep.exchange.primitives import pallas_unavailable_reason
-from jax_ep.runtime import cuda_driver, multicast
+from jax_ep.runtime import availability, cuda_driver, multicast
 
 SUCCESS, ERROR = 0, 1
 FIRST_HANDLE = 100  # the driver's names of GPUs are not their ordinals
@@ -82,7 +81,7 @@ def gpus(*ordinals: int | None) -> list[Any]:
 
 def test_peer_access_of_all_pairs_serves(install):
     install(Driver())
-    assert pallas_unavailable_reason(gpus(0, 1, 2, 3)) is None
+    assert availability.unavailable_reason(gpus(0, 1, 2, 3)) is None
     assert cuda_driver.peer_access([0, 1]) == ((True, True), (True, True))
 
 
@@ -92,28 +91,28 @@ def test_gpus_with_little_shared_memory_are_refused(install):
     small = dataclasses.replace(
         small, compute_capability="12.0", shared_memory_per_block_optin=99 * 1024
     )
-    reason = pallas_unavailable_reason([small])
+    reason = availability.unavailable_reason([small])
     assert reason is not None and "shared memory" in reason and "101376" in reason
 
 
 def test_a_missing_pair_is_named(install):
     install(Driver(no_access=frozenset({(3, 1)})))
-    reason = pallas_unavailable_reason(gpus(0, 1, 2, 3))
+    reason = availability.unavailable_reason(gpus(0, 1, 2, 3))
     assert reason is not None and "peer access" in reason and "from GPU 3 to GPU 1" in reason
-    assert pallas_unavailable_reason(gpus(0, 1, 2)) is None  # the others can
+    assert availability.unavailable_reason(gpus(0, 1, 2)) is None  # the others can
 
 
 def test_devices_are_asked_for_by_their_ordinals(install):
     """JAX may number the devices otherwise, say with jax_cuda_visible_devices."""
     install(Driver(no_access=frozenset({(3, 1)})))
-    reason = pallas_unavailable_reason(gpus(1, 3))
+    reason = availability.unavailable_reason(gpus(1, 3))
     assert reason is not None and "from GPU 1 to GPU 0" in reason
 
 
 def test_the_driver_is_asked_once(install):
     library = install(Driver())
     for _ in range(2):
-        assert pallas_unavailable_reason(gpus(0, 1, 2)) is None
+        assert availability.unavailable_reason(gpus(0, 1, 2)) is None
     assert library.asked == 6
 
 
@@ -125,7 +124,7 @@ def test_the_driver_is_asked_once(install):
 def test_what_the_driver_does_not_say_is_assumed(install, library, ordinals):
     install(library)
     assert cuda_driver.peer_access(ordinals) is None
-    assert pallas_unavailable_reason(gpus(*ordinals)) is None
+    assert availability.unavailable_reason(gpus(*ordinals)) is None
 
 
 def test_a_driver_that_fails_to_start_is_none(monkeypatch):

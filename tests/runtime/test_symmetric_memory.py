@@ -21,8 +21,7 @@ from jax_ep.collectives import api as collectives
 from jax_ep.collectives import primitives
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.pallas import payload_unavailable_reason
-from jax_ep.exchange.primitives import pallas_unavailable_reason
-from jax_ep.runtime import cuda_driver, symmetric_memory
+from jax_ep.runtime import availability, cuda_driver, jax_compat, symmetric_memory
 from pallas_kernels.fabric import layout
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.sentinel_words import EMPTY, SLOT_BYTES, Regions
@@ -62,7 +61,7 @@ def collective(op: str, algorithm: str | None) -> Any:
 # ------------------------------------------------------------------------------------------ policy
 
 
-@pytest.mark.skipif(not pallas_unavailable_reason(), reason="the kernels serve here")
+@pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels serve here")
 @pytest.mark.parametrize(("op", "algorithm"), BY_LL)
 def test_a_mesh_of_cpus_is_refused(op, algorithm):
     message = rf'{op}: algorithm="{algorithm}" cannot serve here: it needs NVIDIA GPUs'
@@ -136,7 +135,7 @@ def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
         return "xla"
 
     monkeypatch.setattr(primitives, "choose", note)
-    monkeypatch.setattr(primitives, "lowering_unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(availability, "program_unavailable_reason", lambda *_: None)
     mesh = Mesh(np.asarray(jax.devices()[::order]), (AXIS,))
     x = jax.device_put(jnp.zeros((mesh.size * 8, 4)), NamedSharding(mesh, P(AXIS)))
     for of_shard_map in (mesh, mesh.abstract_mesh):
@@ -154,8 +153,8 @@ class Chosen:
         self._patch = monkeypatch.setattr
         self.asked = 0
         self._patch(jax, "default_backend", lambda: "gpu")
-        self._patch(primitives, "pallas_unavailable_reason", lambda: None)
-        self._patch(primitives, "mesh_unavailable_reason", lambda: None)
+        self._patch(availability, "unavailable_reason", lambda: None)
+        self._patch(availability, "tracing_unavailable_reason", lambda: None)
         self.table("ll")
         self.regions(REGIONS)
 
@@ -417,7 +416,7 @@ def test_an_array_has_an_address_while_a_program_is_traced():
     assert found and found[0] > 0
 
 
-@pytest.mark.skipif(bool(pallas_unavailable_reason()), reason="needs the kernels' GPUs")
+@pytest.mark.skipif(bool(availability.unavailable_reason()), reason="needs the kernels' GPUs")
 def test_regions_of_this_machine():
     regions = symmetric_memory.here()
     assert isinstance(regions, Regions) and regions.num_devices == len(jax.local_devices())
@@ -431,11 +430,11 @@ def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered_for = []
 
-    def devices_by_place(ctx: Any) -> tuple[int, ...]:
-        lowered_for.append([device.id for device in ctx.module_context.axis_context.mesh.devices])
+    def devices_by_place(mesh: Any) -> tuple[int, ...]:
+        lowered_for.append([device.id for device in mesh.devices])
         return (0, 1)
 
-    monkeypatch.setattr(primitives, "devices_by_place", devices_by_place)
+    monkeypatch.setattr(jax_compat, "devices_by_place", devices_by_place)
     monkeypatch.setattr(collectives_table, "lookup", lambda *_, **__: "xla")
 
     def run(x: jax.Array) -> Any:

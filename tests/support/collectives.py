@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.runtime import availability
 from pallas_kernels.collectives.all_gather import all_gather
 from pallas_kernels.collectives.all_reduce import one_shot, two_shot
 from pallas_kernels.collectives.all_to_all import all_to_all
@@ -21,7 +21,9 @@ from pallas_kernels.fabric.tiles import Plan
 from support.meshes import cuda_mesh
 
 AXIS = "expert"
-on_gpus = pytest.mark.skipif(bool(pallas_unavailable_reason()), reason="needs the kernels' GPUs")
+on_gpus = pytest.mark.skipif(
+    bool(availability.unavailable_reason()), reason="needs the kernels' GPUs"
+)
 
 
 def by_rank(num_ranks: int, size: int) -> tuple[int, ...]:

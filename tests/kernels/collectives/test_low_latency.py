@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import time
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,8 +40,7 @@ from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
-from jax_ep.exchange import primitives
-from jax_ep.runtime import symmetric_memory
+from jax_ep.runtime import jax_compat, symmetric_memory
 from pallas_kernels.collectives import low_latency as ll_collectives
 from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm_ll
 from pallas_kernels.fabric import fabric as fb
@@ -588,10 +586,7 @@ def test_channels_of_a_program(noted_calls):
 
 
 def test_devices_by_place():
-    def devices_of(mesh):
-        context = types.SimpleNamespace(axis_context=types.SimpleNamespace(mesh=mesh))
-        return primitives.devices_by_place(types.SimpleNamespace(module_context=context))
-
+    devices_of = jax_compat.devices_by_place
     devices = np.asarray(jax.devices()[::-1])
     ordinals = tuple(device.local_hardware_id for device in devices)
     assert devices_of(Mesh(devices, (AXIS,))) == ordinals
@@ -686,7 +681,7 @@ def loop_of_steps(mesh: Any, calls: int, **options: Any) -> Any:
     num_ranks = mesh.size
 
     def step(_: Any, state: jax.Array) -> jax.Array:
-        channels, place = channels_here(mesh, **options), primitives.place()
+        channels, place = channels_here(mesh, **options), jax_compat.place()
         for name, num_tiles, plan in STEPS:
             x = operand_of(name, state, num_tiles * tile_length("float32"), num_ranks)
             out = getattr(ll_collectives, name)(place, x, channels=channels, plan=plan)
@@ -886,14 +881,14 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
                 # Depends on the calls before.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
                 gathered = ll_collectives.all_gather(
-                    primitives.place(), again[0], channels=channels, plan=Plan(1, 1)
+                    jax_compat.place(), again[0], channels=channels, plan=Plan(1, 1)
                 )
                 again = again + jnp.isnan(gathered[0, 0]).astype(x.dtype)
                 return tuple(run(again))
 
             def run(x):
                 return all_reduce_rms_norm_ll(
-                    primitives.place(), x, residual[0], scale[0], **options
+                    jax_compat.place(), x, residual[0], scale[0], **options
                 )
 
             results = lax.fori_loop(1, calls, call, tuple(run(x[0])))
@@ -966,7 +961,7 @@ mesh = expert_mesh(2)
 def run(x):
     delays = tuple(DELAY_NS * (rank == LATE_RANK) for rank in range(2))
     channels = channels_here(mesh, timeout_s=0.25, delays_ns=(delays,))
-    return ll_collectives.all_gather(primitives.place(), x, channels=channels, plan=Plan(2, 1))
+    return ll_collectives.all_gather(jax_compat.place(), x, channels=channels, plan=Plan(2, 1))
 
 
 spec = P(AXIS)

@@ -16,7 +16,7 @@ from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
 
 from jax_ep import reference
-from jax_ep.exchange.primitives import pallas_unavailable_reason
+from jax_ep.runtime import availability
 from pallas_kernels.exchange import quantize
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan
@@ -141,7 +141,7 @@ def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) 
 
 
 on_gpus = pytest.mark.skipif(
-    pallas_unavailable_reason() is not None, reason=pallas_unavailable_reason() or ""
+    availability.unavailable_reason() is not None, reason=availability.unavailable_reason() or ""
 )
 
 

@@ -23,8 +23,8 @@ import jax_ep
 from jax_ep import reference
 from jax_ep.exchange import routes
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.primitives import pallas_unavailable_reason
 from jax_ep.exchange.routes import RankRoutes, Routes
+from jax_ep.runtime import availability
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
@@ -34,8 +34,8 @@ from pallas_kernels.fabric.plan import Plan
 
 NUM_DEVICES = len(jax.devices())
 needs_gpus = pytest.mark.skipif(
-    pallas_unavailable_reason() is not None or NUM_DEVICES < 2,
-    reason=f"{pallas_unavailable_reason() or 'there is one GPU'}",
+    availability.unavailable_reason() is not None or NUM_DEVICES < 2,
+    reason=f"{availability.unavailable_reason() or 'there is one GPU'}",
 )
 
 KINDS = ("expert", "rank", "float8")

@@ -1,0 +1,345 @@
+"""The one door to JAX's internals: everything private or unstable that jax_ep touches.
+
+JAX promises nothing about what is used here, so each use says what happens where JAX lacks it.
+`import jax_ep` never fails for it. Where JAX lacks what a primitive is made of, `define_primitive`
+computes it inline, by XLA; `primitives_unavailable_reason` says what is missing, and kernels, which
+need primitives, are refused with that reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+
+def _find(path: str) -> Any:
+    """The object at a dotted path, or None where this JAX lacks it."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+# What a primitive is made of. Where JAX lacks one of them, primitives compute inline.
+_REQUIRED = {
+    path: _find(path)
+    for path in (
+        "jax.core.ShapedArray",
+        "jax.extend.core.Primitive",
+        "jax.interpreters.ad.deflinear2",
+        "jax.interpreters.batching.primitive_batchers",
+        "jax.interpreters.mlir.lower_fun",
+        "jax.interpreters.mlir.register_lowering",
+    )
+}
+_shaped_array, _primitive, _deflinear2, _batchers, _lower_fun, _register_lowering = (
+    _REQUIRED.values()
+)
+
+
+def primitives_unavailable_reason() -> str | None:
+    """Why JAX cannot have primitives of ours, or None if it can."""
+    missing = [path for path, found in _REQUIRED.items() if found is None]
+    return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
+
+
+# ------------------------------------------------------------------------- varying-axes types (vma)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes that an array, or its type, is typed as varying over.
+
+    Where JAX lacks such types, none.
+    """
+    kind = x if hasattr(x, "mat") else jax.typeof(x)
+    return getattr(getattr(kind, "mat", None), "varying", frozenset())
+
+
+def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> list[jax.Array]:
+    """Casts operands to vary over `axis_name` and over every axis that one of them varies over.
+
+    A collective's result differs from rank to rank, so its operands must be typed as varying. The
+    transpose of the cast is the sum over ranks that the gradient of a replicated operand needs.
+    Where JAX lacks such types, the operands are returned as they are.
+    """
+    if not hasattr(jax.typeof(jnp.float32(0)), "mat"):
+        return list(operands)
+    varying = [varying_axes(operand) for operand in operands]
+    axes = frozenset(axis_name).union(*varying)
+    return [to_varying(operand, axes - own) for operand, own in zip(operands, varying, strict=True)]
+
+
+def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Casts x to vary over more axes; NotImplementedError where JAX has the types but no cast."""
+    if not axes:
+        return x
+    pcast = getattr(lax, "pcast", None)
+    if pcast is None:
+        raise NotImplementedError(
+            f"x must be cast to vary over the mesh axes {tuple(sorted(axes))}, and JAX "
+            f"{jax.__version__} lacks jax.lax.pcast; call jax.shard_map with check_vma=False."
+        )
+    return pcast(x, tuple(sorted(axes)), to="varying")
+
+
+def result_type(
+    operand: Any,
+    shape: Sequence[int],
+    dtype: Any = None,
+    *,
+    varying: frozenset[str] | None = None,
+) -> Any:
+    """The type of a primitive's result, as `abstract_eval` returns it.
+
+    Args:
+      operand: the type of an operand.
+      shape: of the result.
+      dtype: of the result; None: the operand's.
+      varying: the mesh axes that the result varies over; None: the operand's.
+    """
+    changes: dict[str, Any] = {}
+    if varying is not None and hasattr(operand, "mat"):
+        changes["manual_axis_type"] = operand.mat.update(varying=varying)
+    dtype = operand.dtype if dtype is None else jnp.dtype(dtype)
+    return operand.update(shape=tuple(shape), dtype=dtype, weak_type=False, **changes)
+
+
+# --------------------------------------------------------------------- programs that are lowered
+
+
+class Program:
+    """The program that a primitive is being lowered in."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context  # jax.interpreters.mlir.LoweringRuleContext
+
+    @property
+    def operand_types(self) -> Sequence[Any]:
+        """The types of the primitive's operands."""
+        return self._context.avals_in
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """The platforms to lower for, such as ("cuda",); () where JAX does not say."""
+        platforms = getattr(self._context, "platforms", None)
+        platforms = platforms or getattr(self._context.module_context, "platforms", None)
+        return tuple(platforms or ())
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh of the enclosing `shard_map`; None outside, and where JAX does not say."""
+        return getattr(self._axis_context, "mesh", None)
+
+    @property
+    def for_export(self) -> bool:
+        """Whether it is for `jax.export`; True where JAX does not say."""
+        parameters = getattr(self._context.module_context, "lowering_parameters", None)
+        return getattr(parameters, "for_export", True)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Which GPU of this process is at each place of the mesh."""
+        return devices_by_place(self.mesh)
+
+    @property
+    def _axis_context(self) -> Any:
+        return getattr(self._context.module_context, "axis_context", None)
+
+    def lower(self, function: Callable[..., Any], *operands: Any, **params: Any) -> Any:
+        """Lowers a traceable function that returns several results."""
+        return _lower_fun(function, multiple_results=True)(self._context, *operands, **params)
+
+    def lower_by_position(self, function: Callable[..., Any], *operands: Any, **params: Any) -> Any:
+        """`lower`, of kernels that know a rank by its position in the mesh.
+
+        So does XLA; but Mosaic's lowering takes the order of the devices for those positions, so
+        the program says that they are in order. Where JAX does not let a context be replaced, this
+        raises what Mosaic's lowering raises for a mesh of devices that are not.
+        """
+        context, mesh = self._axis_context, self.mesh
+        if isinstance(mesh, Mesh):
+            devices = sorted(mesh.devices.flat, key=lambda device: device.id)
+        elif isinstance(mesh, AbstractMesh) and mesh.size == jax.device_count():
+            devices = jax.devices()
+        else:
+            devices = []
+        if mesh is None or not devices or not hasattr(context, "manual_axes"):
+            return self.lower(function, *operands, **params)
+        in_order = np.asarray(devices).reshape(tuple(mesh.shape.values()))
+        mesh = Mesh(in_order, mesh.axis_names, axis_types=mesh.axis_types)
+        axis_context = type(context)(mesh, context.manual_axes)
+        module = self._context.module_context.replace(axis_context=axis_context)
+        ordered = Program(self._context.replace(module_context=module))
+        return ordered.lower(function, *operands, **params)
+
+
+def devices_by_place(mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
+    """Which GPU of this process is at each place of a mesh; in order if the mesh is abstract."""
+    if isinstance(mesh, Mesh):
+        ordinals = [device.local_hardware_id for device in mesh.devices.flat]
+        return tuple(i if ordinal is None else ordinal for i, ordinal in enumerate(ordinals))
+    return tuple(range(mesh.size if mesh is not None else 1))
+
+
+# -------------------------------------------------------------------------------------- primitives
+
+
+class Primitive(Protocol):
+    """What is bound while a program is traced."""
+
+    def bind(self, *operands: Any, **params: Any) -> Any: ...
+
+    def __hash__(self) -> int: ...
+
+
+class _Inline:
+    """What stands in for a primitive where JAX lacks what primitives are made of."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self._compute = compute
+
+    def bind(self, *operands: Any, **params: Any) -> Any:
+        return self._compute(*operands, **params)
+
+
+def define_primitive(
+    name: str,
+    *,
+    abstract_eval: Callable[..., Any],
+    lower: Callable[..., Any],
+    inline: Callable[..., Any],
+    batch: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] | None = None,
+    eager: Callable[..., Any] | None = None,
+    multiple_results: bool = True,
+    platforms: Sequence[str | None] = (None,),
+) -> Primitive:
+    """Makes a primitive, or where JAX lacks what it is made of, what computes the same inline.
+
+    Args:
+      name: as a jaxpr shows it.
+      abstract_eval: (operand types, params) -> the type or types of the results.
+      lower: (program: Program, operands, params) -> values.
+      inline: (operands, params) -> the results, traced in place of the primitive.
+      batch: the rule for `jax.vmap`: (operands, batch axes, params) -> results, their batch axes.
+        None: an operand with a batch axis is refused.
+      transpose: of a linear primitive: (cotangents, operands, params) -> the operands' cotangents.
+      eager: (operands, params) -> the results, outside of any trace. None: refused there.
+      multiple_results: whether `bind` returns a list.
+      platforms: one lowering is made for each of them; None is every other platform. A program for
+        several platforms branches over them, and a branch may hold no collective.
+    """
+    if primitives_unavailable_reason() is not None:
+        return _Inline(inline)
+    primitive = _primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_abstract_eval(abstract_eval)
+    for platform in platforms:
+        _register_lowering(
+            primitive,
+            lambda context, *operands, **params: lower(Program(context), *operands, **params),
+            platform=platform,
+        )
+    if transpose is not None:
+        _deflinear2(primitive, transpose)
+    if batch is not None:
+        _batchers[primitive] = batch
+    if eager is not None:
+        primitive.def_impl(eager)
+    return primitive
+
+
+def _lacks(path: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(f"JAX {jax.__version__} lacks {path}")
+
+    return refuse
+
+
+def _lower_place(program: Program) -> list[Any]:
+    # Not `lax.axis_index`: that is a kernel of its own, where this is a word that XLA sets.
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    i32 = ir.IntegerType.get_signless(32)
+    word = stablehlo.bitcast_convert(ir.RankedTensorType.get((), i32), stablehlo.partition_id())
+    return [stablehlo.reshape(ir.RankedTensorType.get((1,), i32), word)]
+
+
+_place_p = define_primitive(
+    "ep_place",
+    abstract_eval=lambda: _shaped_array((1,), jnp.int32),
+    lower=_lower_place,
+    inline=_lacks("what primitives need"),  # kernels are refused before
+    multiple_results=False,
+)
+
+
+def place() -> jax.Array:
+    """[1] int32: which place of its mesh this device is at, as `devices_by_place` counts.
+
+    Only kernels ask. ImportError where JAX lacks the dialect `stablehlo`.
+    """
+    return _place_p.bind()
+
+
+# JAX keeps what it has lowered, and runs it on other devices too, but for programs with a primitive
+# of a set of its own. `None` where JAX lacks that set.
+_requires_devices = _find("jax._src.dispatch.prim_requires_devices_during_lowering")
+
+_devices_p: Primitive = define_primitive(
+    "ep_devices",
+    abstract_eval=lambda x: x,
+    lower=lambda program, x: [x],
+    inline=lambda x: x,
+    batch=lambda operands, axes: (_devices_p.bind(*operands), axes[0]),
+    transpose=lambda g, x: [lowered_anew_for_other_devices(g)],
+    multiple_results=False,
+)
+if _requires_devices is not None and primitives_unavailable_reason() is None:
+    _requires_devices.add(_devices_p)
+
+
+def devices_unavailable_reason() -> str | None:
+    """Why a program cannot know its devices for certain when it is lowered; None if it can."""
+    if _requires_devices is None:
+        return (
+            "this JAX may run what is lowered for some GPUs on others: it lacks "
+            "jax._src.dispatch.prim_requires_devices_during_lowering"
+        )
+    return None
+
+
+def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
+    """x, in a program that JAX lowers anew for other devices, unless it lacks the means."""
+    return _devices_p.bind(x)
+
+
+# ------------------------------------------------------------------------------------- other state
+
+
+def mesh_of_with_statement() -> Mesh | None:
+    """The mesh of an enclosing `with mesh:`, which JAX deprecates and does not show elsewhere.
+
+    None where there is none, and where JAX no longer keeps it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        resources = _find("jax.interpreters.pxla.thread_resources")
+    mesh = getattr(getattr(resources, "env", None), "physical_mesh", None)
+    return None if mesh is None or mesh.empty else mesh
+
+
+def platform_of_traced_mesh() -> str | None:
+    """The platform of the devices of the mesh that is being traced for; None: JAX doesn't say."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None)

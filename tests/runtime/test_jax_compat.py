@@ -1,0 +1,199 @@
+"""JAX's internals may go: what then works, and what refuses and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_ep.runtime import availability, jax_compat
+
+# What a program does where something is missing: removes it, imports jax_ep anew, and dispatches.
+# JAX itself does not use these names: they are other modules' views of its internals.
+PROGRAM = """
+import importlib, json, sys
+import jax, jax.numpy as jnp
+import flax.linen, flax.nnx, jax.extend.core, jax._src.dispatch  # before anything is missing
+import jax.experimental.pallas.mosaic_gpu
+from jax.interpreters import ad, batching, mlir, pxla
+from jax.sharding import PartitionSpec as P
+
+mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+x = jnp.arange(16.0).reshape(4, 4)
+w, sizes = jnp.ones((2, 4, 3)), jnp.array([1, 2])
+topk_idx = jnp.array([[0, 1], [2, 3], [1, -1], [3, 3]], jnp.int32)
+
+def layer(implementation):
+    def of_rank(x, topk_idx):
+        options = dict(implementation=implementation)
+        got = jax_ep.dispatch(x, topk_idx, num_experts=4, axis_name="expert", **options)
+        return jax_ep.combine(2 * got.tokens, got.handle, **options)
+    mapped = jax.shard_map(of_rank, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    return lambda x: mapped(x, topk_idx)
+
+def refusal(function, *args):
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+class Hidden:
+    '''An array's type without varying axes.'''
+    def __init__(self, kind):
+        self._kind = kind
+    def __getattr__(self, name):
+        if name == "mat":
+            raise AttributeError(name)
+        return getattr(self._kind, name)
+
+def without(path):
+    '''Removes what the path names; returns what puts it back.'''
+    module, _, name = path.rpartition(".")
+    if path == "jax.typeof(x).mat":
+        typeof, jax.typeof = jax.typeof, lambda x: Hidden(typeof(x))
+        return lambda: setattr(jax, "typeof", typeof)
+    if path.endswith(".*"):  # the module itself
+        held, sys.modules[module] = sys.modules[module], None
+        return lambda: sys.modules.__setitem__(module, held)
+    owner = importlib.import_module(module)
+    if name not in vars(owner):  # a deprecated name
+        getter = owner.__getattr__
+        def missing(attribute):
+            if attribute == name:
+                raise AttributeError(attribute)
+            return getter(attribute)
+        owner.__getattr__ = missing
+        return lambda: setattr(owner, "__getattr__", getter)
+    held = getattr(owner, name)
+    delattr(owner, name)
+    return lambda: setattr(owner, name, held)
+
+found = {}
+for path in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("jax_ep",)]:
+        del sys.modules[name]
+    restore = without(path)
+    try:
+        import jax_ep
+        out = jax.jit(layer("xla"))(x)
+        grad = jax.jit(jax.grad(lambda x: jnp.sum(layer("xla")(x) ** 2))).lower(x)
+        products = jax.jit(jax.grad(lambda x: jnp.sum(jax_ep.grouped_matmul(x, w, sizes))))
+        total = jax.shard_map(
+            lambda x: jax_ep.all_reduce(x, "expert", algorithm="xla"), mesh=mesh,
+            in_specs=P("expert"), out_specs=P(), check_vma=False)
+        found[path] = dict(
+            out=out.tolist(), grad=grad.out_info.shape, products=products.lower(x).out_info.shape,
+            total=jax.jit(total).lower(x).out_info.shape,
+            pallas=refusal(jax.jit(layer("pallas")).lower, x))
+    except Exception as error:
+        found[path] = dict(error=f"{type(error).__name__}: {error}")
+    finally:
+        restore()
+print(json.dumps(found))
+"""
+
+OF_PRIMITIVES = [
+    "jax.core.ShapedArray",
+    "jax.extend.core.Primitive",
+    "jax.interpreters.ad.deflinear2",
+    "jax.interpreters.batching.primitive_batchers",
+    "jax.interpreters.mlir.lower_fun",
+    "jax.interpreters.mlir.register_lowering",
+    "jax.interpreters.mlir.*",  # the module
+]
+OTHERS = [
+    "jax._src.dispatch.*",
+    "jax.interpreters.pxla.thread_resources",
+    "jaxlib.mlir.dialects.stablehlo.*",
+    "jax.typeof(x).mat",
+]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    """Path of what was missing -> what jax_ep did."""
+
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    paths = ["builtins.nothing", *OF_PRIMITIVES, *OTHERS, "jax.lax.pcast"]
+    program = textwrap.dedent(PROGRAM).replace(
+        "restore = without(path)",
+        "restore = without(path) if path != 'builtins.nothing' else lambda: None",
+    )
+    command = [sys.executable, "-c", program, *paths]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("path", [*OF_PRIMITIVES, *OTHERS])
+def test_xla_computes_the_same_without(path, found):
+    everything, got = found["builtins.nothing"], found[path]
+    assert "error" not in got, got
+    for name in ("out", "grad", "products", "total"):
+        np.testing.assert_array_equal(got[name], everything[name], err_msg=name)
+
+
+@pytest.mark.parametrize("path", OF_PRIMITIVES)
+def test_the_kernels_refuse_and_name_what_is_missing(path, found):
+    assert found[path]["pallas"].startswith('ValueError: implementation="pallas"')
+    assert path.removesuffix(".*") in found[path]["pallas"]
+
+
+def test_a_cast_that_is_missing_is_named(found):
+    assert "lacks jax.lax.pcast" in found["jax.lax.pcast"]["error"]
+
+
+def program(**module_context: Any) -> jax_compat.Program:
+    context = types.SimpleNamespace(module_context=types.SimpleNamespace(**module_context))
+    return jax_compat.Program(context)
+
+
+def test_a_program_that_says_nothing_has_no_kernels():
+    silent = program()
+    assert silent.platforms == () and silent.mesh is None and silent.for_export
+    reason = availability.program_unavailable_reason(silent, ("expert",))
+    assert reason is not None
+
+
+def test_a_program_for_several_platforms_has_no_kernels():
+    several = program(platforms=("cpu", "cuda"))
+    reason = availability.program_unavailable_reason(several, ("expert",))
+    oldest = jax.__version_info__ >= (0, 11)
+    assert reason and ("GPUs alone, and this one is for cpu, cuda" in reason) == oldest
+
+
+def test_old_versions_of_jax_have_no_kernels(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    for reason in (
+        availability.jax_unavailable_reason(),
+        availability.tracing_unavailable_reason(),
+        availability.program_unavailable_reason(program(platforms=("cuda",)), ("expert",)),
+    ):
+        assert reason == "it needs JAX 0.11 or newer, and this is JAX 0.10.2"
+
+
+def test_devices_by_place():
+    devices = np.asarray(jax.devices()[::-1])
+    ordinals = tuple(device.local_hardware_id for device in devices)
+    assert jax_compat.devices_by_place(Mesh(devices, ("a",))) == ordinals
+    assert jax_compat.devices_by_place(AbstractMesh((4,), ("a",))) == (0, 1, 2, 3)
+    assert jax_compat.devices_by_place(None) == (0,)
+
+
+def test_operands_outside_of_shard_map_stay_as_they_are():
+    x, y = jnp.ones(2), jnp.zeros(3)
+    matched = jax_compat.match_varying((x, y), ())
+    assert matched[0] is x and matched[1] is y
