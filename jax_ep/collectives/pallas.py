@@ -28,9 +28,8 @@ from pallas_kernels.collectives import low_latency as ll_collectives
 from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.fabric import Mesh
-from pallas_kernels.fabric.plan import align_up
+from pallas_kernels.fabric.plan import align_up, vector_length
 from pallas_kernels.fabric.tiles import Plan, tile_length
-from pallas_kernels.fabric.vectors import length as vector_length
 
 AxisName = tuple[str, ...]
 Kernel = Callable[..., jax.Array]

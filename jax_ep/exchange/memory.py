@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
@@ -19,7 +18,8 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.exchange import pallas as pallas_exchange
 from jax_ep.exchange import quantization, routes
-from pallas_kernels.fabric.plan import LANES, Tiling, Window, align_up
+from pallas_kernels.exchange import plan as plans
+from pallas_kernels.fabric.plan import LANES, align_up
 
 Operation = Literal[
     "dispatch",
@@ -266,7 +266,12 @@ class _Shape:
     @property
     def padded_hidden(self) -> int:
         """H as the kernels see it."""
-        return pallas_exchange.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
+        return plans.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
+
+    @property
+    def row(self) -> plans.Row:
+        """A row as the kernels see it."""
+        return plans.Row(self.padded_hidden, self.dtype, self.wire_dtype)
 
     def padded_rows(self, count: int) -> int:
         """Copies of the caller's rows that the kernels need where they want longer ones."""
@@ -275,35 +280,30 @@ class _Shape:
 
 
 def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
-    hidden, wire_dtype = shape.padded_hidden, shape.wire_dtype
-    rows = jax.ShapeDtypeStruct((shape.num_tokens, hidden), shape.dtype)
-    sizes = (shape.num_ranks, shape.top_k)
+    num_blocks = pallas_exchange.forced_num_blocks()
+    sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
     if shape.by_rank:
-        plan = pallas_exchange.rank_dispatch_plan(rows, *sizes, wire_dtype)
+        sizes |= dict(list_words=shape.top_k)
+        plan = plans.rank_dispatch(shape.row, num_blocks=num_blocks, **sizes)
+        held = plans.rank_dispatch_workspace(plan, **sizes)
     else:
-        plan = pallas_exchange.dispatch_plan(rows, *sizes, shape.num_experts, wire_dtype)
-    received = shape.capacity * quantization.row_bytes(hidden, shape.dtype, wire_dtype)
-    if hidden == shape.hidden and (wire_dtype is None or shape.quantized):
+        sizes |= dict(top_k=shape.top_k, num_experts=shape.num_experts)
+        plan = plans.dispatch(shape.row, num_blocks=num_blocks, **sizes)
+        held = plans.dispatch_workspace(plan, count_dtype=_count_dtype(shape), **sizes)
+    received = shape.capacity * shape.row.sent_bytes
+    if shape.padded_hidden == shape.hidden and (shape.wire_dtype is None or shape.quantized):
         received = 0  # they are the caller's
-    counts = 0 if shape.by_rank else align_up(shape.num_experts, LANES)
-    entries = max(
-        Window.of(tokens, plan, shape.num_tokens, shape.top_k).total
-        for tokens in (plan.window_tokens, plan.step_tokens)
-    )
-    return {
-        "routes": _WORD * shape.num_ranks * (entries + counts),
-        "choices of each expert": counts * _count_bytes(shape),
-        "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
+    return held | {
         "padded rows": shape.padded_rows(shape.num_tokens),
         "received rows": received,
     }
 
 
-def _count_bytes(shape: _Shape) -> int:
-    """Of one of the counts that peers read."""
+def _count_dtype(shape: _Shape) -> jnp.dtype:
+    """The dtype of the counts that peers read."""
     topk_idx = jax.ShapeDtypeStruct((shape.num_tokens, shape.top_k), jnp.int32)
     count = functools.partial(routes.count_experts, num_experts=shape.num_experts)
-    return jax.eval_shape(count, topk_idx).dtype.itemsize
+    return jax.eval_shape(count, topk_idx).dtype
 
 
 def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
@@ -314,21 +314,11 @@ def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
 
 
 def _pallas_combine(shape: _Shape) -> dict[str, int]:
-    hidden = shape.padded_hidden
-    plan = pallas_exchange.combine_plan(
-        jax.ShapeDtypeStruct((shape.capacity, hidden), shape.dtype),
-        shape.num_ranks,
-        shape.num_tokens,
-        shape.top_k,
-        wire_dtype=shape.wire_dtype,
+    sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
+    plan = plans.combine(
+        shape.row, top_k=shape.top_k, num_blocks=pallas_exchange.forced_num_blocks(), **sizes
     )
-    steps = math.ceil(plan.tokens_per_block(shape.num_tokens) / plan.step_tokens)
-    columns = Tiling.of(hidden, shape.dtype).padded
-    row_bytes = quantization.row_bytes(columns, shape.dtype, shape.wire_dtype)
-    mailbox_rows = min(plan.mailbox_steps, steps) * shape.num_ranks * plan.step_tokens
-    return {
-        "mailbox": plan.num_blocks * mailbox_rows * row_bytes,
-        "semaphores": _WORD * plan.num_blocks * 2 * shape.num_ranks,
+    return plans.combine_workspace(plan, shape.row, **sizes) | {
         "padded rows": shape.padded_rows(shape.num_tokens + shape.capacity),
     }
 
@@ -338,16 +328,15 @@ def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
         return _pallas_dispatch_like(shape)
     if shape.wire_dtype is not None:  # rows that came as it are weighed by XLA
         return _pallas_dispatch_like(shape) | _xla_grad_of_rows(shape)
-    hidden = shape.padded_hidden
-    plan = pallas_exchange.combine_grad_plan(
-        jax.ShapeDtypeStruct((shape.capacity, hidden), shape.dtype),
-        shape.num_ranks,
-        shape.num_tokens,
-        shape.top_k,
-        shape.num_experts,
+    plan = plans.combine_grad(
+        shape.row,
+        num_tokens=shape.num_tokens,
+        num_ranks=shape.num_ranks,
+        top_k=shape.top_k,
+        num_experts=shape.num_experts,
+        num_blocks=pallas_exchange.forced_num_blocks(),
     )
-    return {
-        "semaphores": _WORD * plan.num_blocks * shape.num_ranks,
+    return plans.combine_grad_workspace(plan, num_ranks=shape.num_ranks) | {
         "padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity),  # g, y and dy
     }
 

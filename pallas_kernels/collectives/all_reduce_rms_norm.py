@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric import tiles, vectors
+from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.tiles import Plan
 
 _SUMMED = 0  # channel: this block has summed its share (two_shot), or read all it needs (one_shot)
@@ -143,7 +144,7 @@ class _Body:
 
     @property
     def vector(self) -> int:
-        return vectors.length(self.dtype)
+        return vector_length(self.dtype)
 
     @property
     def tile(self) -> int:

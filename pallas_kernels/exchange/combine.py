@@ -4,13 +4,13 @@ Each block serves a range of tokens of every owner, a step of a few tokens at a 
 warpgroups:
 
   scout    finds the rows of each (owner, token) and fetches them into a ring in shared memory;
-  summer   sums them in float32, weighted, and puts the sum into the owner's mailbox, rounded to
-           the rows' dtype, or to a narrower one with a scale for every 128 values;
+  summer   sums them in float32, weighted, and puts the sum into the owner's receive buffer,
+           rounded to the rows' dtype, or to a narrower one with a scale for every 128 values;
   owner    waits until every rank has put this step's sums, adds them in rank order, and writes
            the result.
 
-The mailbox is a ring of steps: rank d's summer may put step i into a peer's mailbox once the
-peer's owner has read step i - plan.mailbox_steps of it. A rank's last wait is for the last sums
+The receive buffer is a ring of steps: a summer may put step i into a peer's receive buffer once the
+peer's owner has read step i - plan.receive_steps of it. A rank's last wait is for the last sums
 meant for it, and peers send nothing that is not waited for, so no rank leaves early.
 """
 
@@ -25,16 +25,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange import quantize
+from pallas_kernels.exchange import quantized_rows
+from pallas_kernels.exchange.plan import COMBINE_CHANNELS, Parts, Row, combine_receive_buffer
+from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.ring import Ring
-from pallas_kernels.exchange.sender import parts_of_row
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Tiling, Window
 
 # What a slot of the ring holds. A sum of one row is both first and last.
 _FIRST, _LAST, _NO_ROW, _END_OF_STEP = 1, 2, 4, 8
 
-_PUT, _READ = 0, 1  # channels: a step's sums are in the mailbox; a step's sums were read
+_PUT, _READ = 0, 1  # channels: a step's sums are in the receive buffer; a step's sums were read
 
 
 def combine(
@@ -58,7 +59,7 @@ def combine(
       rows: [N, T, K] int32, from the dispatch: the row of each choice, or where ranks own rows,
         its local expert; less than 0 where it has none here.
       fabric: how ranks reach each other.
-      plan: number of blocks, depth of the ring and of the mailbox.
+      plan: number of blocks, depth of the ring and of the receive buffer.
       num_experts: E.
       by_rank: whether y has one row for each (owner, token), at owner · T + token.
       wire_dtype: None; or float8_e4m3fn, in which the sums travel, with a scale for every 128
@@ -99,9 +100,9 @@ def combine(
         name="ep_combine",
         num_blocks=plan.num_blocks,
         num_warpgroups=3,
-        out_type=[jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype), *call.mailbox_types],
+        out_type=[jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype), *call.receive_types],
         scratch_types=call.scratch_types(),
-        num_channels=2,
+        num_channels=COMBINE_CHANNELS,
     )(*operands)
     return out
 
@@ -127,24 +128,25 @@ class _Combine:
 
     @property
     def steps_per_block(self) -> int:
-        return pl.cdiv(self.plan.tokens_per_block(self.num_tokens), self.plan.step_tokens)
+        return self.plan.steps_per_block(self.num_tokens)
 
     @property
-    def mailbox_steps(self) -> int:
-        return min(self.plan.mailbox_steps, self.steps_per_block)
-
-    def _parts(self, hidden: int) -> list[tuple[int, Any]]:
-        return parts_of_row(hidden, self.dtype, self.wire_dtype)
+    def receive_steps(self) -> int:
+        return min(self.plan.receive_steps, self.steps_per_block)
 
     @property
-    def parts(self) -> list[tuple[int, Any]]:
-        return self._parts(self.hidden)
+    def row(self) -> Row:
+        return Row(self.hidden, self.dtype, self.wire_dtype)
 
     @property
-    def mailbox_types(self) -> list[jax.ShapeDtypeStruct]:
-        sums = (self.plan.num_blocks, self.mailbox_steps, self.num_ranks, self.plan.step_tokens)
-        parts = self._parts(self.tiling.padded)
-        return [jax.ShapeDtypeStruct((*sums, columns), dtype) for columns, dtype in parts]
+    def parts(self) -> Parts:
+        return self.row.parts
+
+    @property
+    def receive_types(self) -> list[jax.ShapeDtypeStruct]:
+        return combine_receive_buffer(
+            self.plan, self.row, num_tokens=self.num_tokens, num_ranks=self.num_ranks
+        )
 
     def scratch_types(self) -> dict[str, Any]:
         slots = self.plan.num_slots
@@ -171,7 +173,7 @@ class _Combine:
         y, topk_idx, rows, *rest = refs
         ring = Ring(slots, full, empty, slot_notes)
         weights = rest.pop(0) if self.weighted else None
-        out, *mailbox = rest
+        out, *received = rest
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
@@ -181,12 +183,12 @@ class _Combine:
 
         @pl.when(warpgroup == 1)
         def _summer():
-            self.fabric.touch(*mailbox)
-            self._sum_and_put(mailbox, semaphores, ring, **scratch)
+            self.fabric.touch(*received)
+            self._sum_and_put(received, semaphores, ring, **scratch)
 
         @pl.when(warpgroup == 2)
         def _owner():
-            self._receive(topk_idx, mailbox, out, semaphores, **scratch)
+            self._receive(topk_idx, received, out, semaphores, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """This block's tokens: first, end, number of steps."""
@@ -270,7 +272,7 @@ class _Combine:
         used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
         fb.drain(ring.empty, used, self.plan.num_slots)
 
-    def _sum_and_put(self, mailbox, semaphores, ring, *, slot_weights, sums, sent=None, **_):
+    def _sum_and_put(self, received, semaphores, ring, *, slot_weights, sums, sent=None, **_):
         fabric, tiling = self.fabric, self.tiling
         slots, lag = ring.rows, self.plan.store_lag
         held = lag if sent is None else 0  # slots that wait for what was put from them
@@ -316,8 +318,8 @@ class _Combine:
             columns, parts = pl.ds(0, self.hidden), [part.at[place] for part in sent]
             lax.cond(
                 as_it_is,
-                lambda: quantize.quantize_row(fabric, slots.at[slot, columns], *parts),
-                lambda: quantize.quantize_row(fabric, sums.at[columns], *parts),
+                lambda: quantized_rows.quantize_row(fabric, slots.at[slot, columns], *parts),
+                lambda: quantized_rows.quantize_row(fabric, sums.at[columns], *parts),
             )
             plgpu.commit_smem()  # all have read the row or the sum, and the puts see the parts
             return parts
@@ -349,11 +351,11 @@ class _Combine:
                     parts = [slots.at[slot, pl.ds(0, self.hidden)]]
                 else:
                     parts = quantized(used, slot, as_it_is)
-                for part, ref, (columns, _) in zip(parts, mailbox, self.parts, strict=True):
-                    mailbox_row = fabric.peer(ref, owner).at[
-                        block, lax.rem(step, self.mailbox_steps), rank, token, pl.ds(0, columns)
+                for part, ref, (columns, _) in zip(parts, received, self.parts, strict=True):
+                    their_row = fabric.peer(ref, owner).at[
+                        block, lax.rem(step, self.receive_steps), rank, token, pl.ds(0, columns)
                     ]
-                    plgpu.copy_smem_to_gmem(part, mailbox_row, commit_group=False)
+                    plgpu.copy_smem_to_gmem(part, their_row, commit_group=False)
 
             plgpu.commit_smem_to_gmem_group()
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
@@ -361,9 +363,9 @@ class _Combine:
             return used + 1, step, ~end
 
         def put_step(step, used):
-            if self.steps_per_block > self.mailbox_steps:
+            if self.steps_per_block > self.receive_steps:
                 fabric.wait(
-                    semaphores, _READ, jnp.maximum(step + 1 - self.mailbox_steps, 0), "combine"
+                    semaphores, _READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine"
                 )
             used_after, _, _ = lax.while_loop(
                 lambda state: state[2], take_slot, (used, step, jnp.bool_(True))
@@ -392,7 +394,7 @@ class _Combine:
 
         ring.free_last(used, held)
 
-    def _receive(self, topk_idx, mailbox, out, semaphores, *, out_row, **_):
+    def _receive(self, topk_idx, received, out, semaphores, *, out_row, **_):
         fabric, tiling, top_k = self.fabric, self.tiling, self.top_k
         block = lax.axis_index("block")
         first_token, end_token, num_steps = self._range()
@@ -401,7 +403,7 @@ class _Combine:
         def receive_step(step, _):
             fabric.wait(semaphores, _PUT, step + 1, "combine")
             fabric.stage(2)
-            slot = lax.rem(step, self.mailbox_steps)
+            slot = lax.rem(step, self.receive_steps)
 
             def receive_token(i, _):
                 token = first_token + step * step_tokens + i
@@ -419,7 +421,7 @@ class _Combine:
                 def add_tile(j, _):
                     tile = pl.ds(j * tiling.tile, tiling.tile)
 
-                    def received(ref, columns):
+                    def sums_of(ref, columns):
                         mine = fabric.mine(ref)
                         return [
                             mine.at[block, slot, source, i, columns]
@@ -427,17 +429,17 @@ class _Combine:
                         ]
 
                     if self.wire_dtype is None:
-                        rows = received(mailbox[0], tile)
+                        rows = sums_of(received[0], tile)
                         parts = [fb.load(fabric, row, tiling.vector) for row in rows]
                         total = jnp.float32(0)  # so that no sum is -0.0
                         for part, was_sent in zip(parts, sent, strict=True):
                             part = part.astype(jnp.float32)
                             total = total + jnp.where(was_sent, part, jnp.zeros_like(part))
                     else:
-                        num_blocks = tiling.tile // quantize.BLOCK
+                        num_blocks = tiling.tile // BLOCK
                         of_tile = tile, pl.ds(j * num_blocks, num_blocks)
-                        values, scales = map(received, mailbox, of_tile)
-                        total = quantize.add_rows(fabric, values, scales, sent, self.dtype)
+                        values, scales = map(sums_of, received, of_tile)
+                        total = quantized_rows.add_rows(fabric, values, scales, sent, self.dtype)
                     out_row[tile] = total.astype(self.dtype)
                     return _
 
@@ -451,8 +453,8 @@ class _Combine:
             tokens = jnp.minimum(end_token - first_token - step * step_tokens, step_tokens)
             lax.fori_loop(0, tokens, receive_token, None)
 
-            # Only what a peer will wait for: it puts step `step + mailbox_steps` next into here.
-            @pl.when(step + self.mailbox_steps < num_steps)
+            # Only what a peer will wait for: it puts step `step + receive_steps` next into here.
+            @pl.when(step + self.receive_steps < num_steps)
             def _():
                 fabric.signal(semaphores, _READ)
 

@@ -30,20 +30,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.plan import COMBINE_GRAD_CHANNELS, Row, padded_columns
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, Window, align_up, pad_last
+from pallas_kernels.fabric.plan import LANES, Plan, Window, pad_last, vector_length
 
 _DONE = 0  # channel, signalled once
 
 # What a slot of the ring of rows holds: the first or the last row of a cotangent, or both or none.
 _FIRST, _LAST, _END_OF_WINDOW = 1, 2, 4
-
-
-def padded_columns(hidden: int, dtype: jax.typing.DTypeLike) -> int:
-    """Of a row in shared memory: whole vectors for every thread."""
-    return align_up(hidden, LANES * vectors.length(dtype))
 
 
 def combine_grad(
@@ -106,7 +102,7 @@ def combine_grad(
             jax.ShapeDtypeStruct((flat,), jnp.float32),
         ],
         scratch_types=call.scratch_types(),
-        num_channels=1,
+        num_channels=COMBINE_GRAD_CHANNELS,
     )(
         g,
         window.pad(topk_weights.reshape(*lead, flat), 0),
@@ -134,7 +130,7 @@ class _CombineGrad:
     def scratch_types(self) -> dict[str, Any]:
         num_ranks = self.fabric.num_ranks
         slots, g_slots = self.plan.num_slots, self.plan.num_g_slots
-        columns = padded_columns(self.hidden, self.dtype)
+        columns = padded_columns(Row(self.hidden, self.dtype))
         return dict(
             **self.expert_rows.scratch_types(),
             window_rows=plgpu.SMEM((num_ranks, self.window.width), jnp.int32),
@@ -269,7 +265,7 @@ class _CombineGrad:
 
         def multiply(slot, g_slot, weight):
             """The slot's row becomes weight * g, and what it was times g goes into the sums."""
-            vector = vectors.length(self.dtype)
+            vector = vector_length(self.dtype)
             size = LANES * vector
             total: Any = None
             for first in range(0, self.hidden, size):

@@ -27,7 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.sender import PUT, Payload, Sender, parts_of_row, payload
+from pallas_kernels.exchange.plan import DISPATCH_CHANNELS, Row
+from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import short_copies
 from pallas_kernels.fabric.plan import LANES, Plan, pad_last
@@ -128,7 +129,7 @@ class _Dispatch:
             routes_known,
             Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
             ExpertRows(
-                fabric, plan, num_experts, capacity, alignment, count_dtype, parts_of_row(*row)
+                fabric, plan, num_experts, capacity, alignment, count_dtype, Row(*row).parts
             ),
         )
 
@@ -167,7 +168,7 @@ class _Dispatch:
             num_warpgroups=3,
             out_type=out_type,
             scratch_types=self._scratch_types(),
-            num_channels=1,
+            num_channels=DISPATCH_CHANNELS,
         )(*operands)
 
     def _scratch_types(self) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.exchange.plan import count_width
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import LANES, Plan, Tiling, align_up
+from pallas_kernels.fabric.plan import Plan, Tiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +48,8 @@ class ExpertRows:
 
     @property
     def count_width(self) -> int:
-        """E, padded: of the counts that are fetched."""
-        return align_up(self.num_experts, LANES)
+        """Entries of the counts that are fetched: E, padded."""
+        return count_width(self.num_experts)
 
     def scratch_types(self) -> dict[str, Any]:
         ranks, width = self.fabric.num_ranks, self.count_width

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.exchange.plan import DISPATCH_CHANNELS
 from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Tiling
@@ -96,7 +97,7 @@ class _RankDispatch:
                 jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
             ],
             scratch_types=self._scratch_types(),
-            num_channels=1,
+            num_channels=DISPATCH_CHANNELS,
         )(*operands)
 
     def _scratch_types(self) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange import quantize
+from pallas_kernels.exchange import quantized_rows
+from pallas_kernels.exchange.plan import Parts, Row, windows
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Window
 
 PUT = 0  # channel, signalled once for each step, and once where there is none
 
 Payload = jax.Array | tuple[jax.Array, ...]
-Parts = list[tuple[int, Any]]
 List = Sequence[jax.Array]  # a token's words
 Sources = Callable[[], Sequence[Any]]  # gives references, each [T·num_words], to read words from
 
@@ -33,13 +33,6 @@ Sources = Callable[[], Sequence[Any]]  # gives references, each [T·num_words], 
 def payload(parts: Sequence[jax.Array]) -> Payload:
     """What arrived: rows, or rows and their scales."""
     return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def parts_of_row(hidden: int, dtype: Any, wire_dtype: Any) -> Parts:
-    """What a row consists of on its way and where it arrives: columns and dtype of each."""
-    if wire_dtype is None:
-        return [(hidden, dtype)]
-    return [(hidden, wire_dtype), (hidden // quantize.BLOCK, jnp.float32)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +61,7 @@ class Sender:
 
     @property
     def parts(self) -> Parts:
-        return parts_of_row(self.hidden, self.dtype, self.wire_dtype)
+        return Row(self.hidden, self.dtype, self.wire_dtype).parts
 
     @property
     def step_tokens(self) -> int:
@@ -77,20 +70,12 @@ class Sender:
     @property
     def window(self) -> Window:
         """The words that are held at a time."""
-        return self._window(self.plan.window_tokens)
+        return windows(self.plan, self.num_tokens, self.num_words)[0]
 
     @property
     def step_window(self) -> Window:
         """The words of a step."""
-        return self._window(self.plan.step_tokens)
-
-    def _window(self, tokens: int) -> Window:
-        sizes = self.plan, self.num_tokens, self.num_words
-        both = [Window.of(t, *sizes) for t in (self.plan.window_tokens, self.plan.step_tokens)]
-        # Both are of the same arrays.
-        return dataclasses.replace(
-            Window.of(tokens, *sizes), total=max(window.total for window in both)
-        )
+        return windows(self.plan, self.num_tokens, self.num_words)[1]
 
     def scratch_types(self) -> dict[str, Any]:
         slots = self.plan.num_slots
@@ -139,7 +124,7 @@ class Sender:
             plgpu.barrier_wait(full.at[slot])
             if wide_slots is not None:
                 parts = [part.at[slot] for part in slots]
-                quantize.quantize_row(self.fabric, wide_slots.at[slot], *parts)
+                quantized_rows.quantize_row(self.fabric, wide_slots.at[slot], *parts)
                 plgpu.commit_smem()  # all have read the wide row, and the puts see the other
                 ahead = i + self.plan.num_slots
 

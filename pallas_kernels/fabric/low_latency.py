@@ -31,6 +31,7 @@ from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import Regions
 from pallas_kernels.fabric.tiles import Plan
 
@@ -127,7 +128,7 @@ class Mail:
     def sum(self, slot: int, mine: jax.Array) -> jax.Array:
         """This rank's tile and those that arrive, summed in rank order in float32, and rounded."""
         parts = [mine, *self.collect(slot, mine.shape, mine.dtype)]
-        parts = vectors.rotate(self.channels, parts, self.rank, vectors.length(mine.dtype))
+        parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
         return total.astype(mine.dtype)
 

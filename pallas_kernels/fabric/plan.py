@@ -9,7 +9,19 @@ import jax.numpy as jnp
 
 LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
 SHARED_MEMORY_BYTES = 227 * 1024
+WORD_BYTES = 4  # of an int32, a float32 or a semaphore
+VECTOR_BYTES = 16  # the most that a thread loads or stores at a time
 _MAX_TILE = 8192  # 64 float32 registers of a thread
+
+
+def vector_length(dtype: jax.typing.DTypeLike) -> int:
+    """Elements of the dtype in a vector of 16 bytes."""
+    return VECTOR_BYTES // jnp.dtype(dtype).itemsize
+
+
+def semaphore_bytes(num_blocks: int, num_channels: int, num_ranks: int) -> int:
+    """Global memory of the semaphores of one kernel call: see `fabric.kernel`."""
+    return WORD_BYTES * num_blocks * num_channels * num_ranks
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -27,7 +39,7 @@ class Plan:
       window_tokens: tokens whose routes a block holds in shared memory at a time.
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
-      mailbox_steps: steps that an owner's mailbox holds (combine).
+      receive_steps: steps that a rank's receive buffer holds (combine).
       num_g_slots: cotangents that the gradient of a combine holds beside the ring of rows.
     """
 
@@ -37,17 +49,20 @@ class Plan:
     window_tokens: int = 16
     step_tokens: int = 1
     num_copy_slots: int = 2
-    mailbox_steps: int = 2
+    receive_steps: int = 2
     num_g_slots: int = 2
 
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_slots:
             raise ValueError(f"store_lag must be less than num_slots, but the plan is {self}.")
-        if self.mailbox_steps < 2:  # a step is announced when the next one is under way
-            raise ValueError(f"mailbox_steps must be at least 2, but the plan is {self}.")
+        if self.receive_steps < 2:  # a step is announced when the next one is under way
+            raise ValueError(f"receive_steps must be at least 2, but the plan is {self}.")
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)
+
+    def steps_per_block(self, num_tokens: int) -> int:
+        return -(-self.tokens_per_block(num_tokens) // self.step_tokens)
 
     def tokens_of_block(self, block: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
         """The tokens that a block serves, the same on every rank: first, and how many."""
@@ -94,7 +109,7 @@ class Tiling:
 
     @classmethod
     def of(cls, hidden: int, dtype: jax.typing.DTypeLike) -> Tiling:
-        vector = 16 // jnp.dtype(dtype).itemsize
+        vector = vector_length(dtype)
         vectors = -(-hidden // (LANES * vector))
         num_tiles = -(-vectors * LANES * vector // _MAX_TILE)
         tile = -(-vectors // num_tiles) * LANES * vector

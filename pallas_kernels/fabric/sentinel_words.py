@@ -20,16 +20,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from pallas_kernels.fabric import ptx, vectors
-from pallas_kernels.fabric.plan import LANES
+from pallas_kernels.fabric import ptx
+from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES, vector_length
 
 EMPTY = 0xFFFFFFFF  # as floats NaNs, but not those of arithmetic: seldom anything that is sent
 _INSTEAD = 0xFFFFFFFE
 
-TILE_BYTES = LANES * vectors.BYTES
+TILE_BYTES = LANES * VECTOR_BYTES
 _NOTES_BYTES = LANES * 4
 SLOT_BYTES = TILE_BYTES + _NOTES_BYTES
-_WORDS = vectors.BYTES // 4
+_WORDS = VECTOR_BYTES // 4
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
@@ -220,7 +220,7 @@ class Regions:
     def _slot(self, device: ir.Value, slot: ir.Value) -> ir.Value:
         """Where this thread's part of a slot is."""
         start = arith.addi(self._region(device), _i64(4 * self.num_counters))
-        part = _times(ptx.lane(), vectors.BYTES)
+        part = _times(ptx.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
 
     def _note(self, device: ir.Value, slot: ir.Value) -> ir.Value:
@@ -232,7 +232,7 @@ class Regions:
 
 
 def _layout(shape: tuple[int, ...], dtype: Any) -> Any:
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=vectors.length(dtype))
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=vector_length(dtype))
 
 
 def _i32(value: int) -> ir.Value:
@@ -289,9 +289,9 @@ def _tile(words: Sequence[ir.Value], shape: tuple[int, ...], dtype: Any) -> Any:
     packed = llvm.mlir_undef(ir.VectorType.get((_WORDS,), i32))
     for i, word in enumerate(words):
         packed = llvm.insertelement(packed, word, _i32(i))
-    of_thread = ir.VectorType.get((vectors.length(dtype),), element)
+    of_thread = ir.VectorType.get((vector_length(dtype),), element)
     return mgpu.FragmentedArray(
         _registers=np.array([vector.bitcast(of_thread, packed)], dtype=object),
-        _layout=mgpu.WGStridedFragLayout(tuple(shape), vectors.length(dtype)),
+        _layout=mgpu.WGStridedFragLayout(tuple(shape), vector_length(dtype)),
         _is_signed=None,
     )

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES
+from pallas_kernels.fabric.plan import LANES, vector_length
 
 _DONE = 0  # channel: this block has touched its last byte of any other rank
 
@@ -55,7 +55,7 @@ class Plan:
 
 def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
     """Elements that a warpgroup holds at a time."""
-    return LANES * num_vectors * vectors.length(dtype)
+    return LANES * num_vectors * vector_length(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Tiles:
     num_shards: int = 1
 
     def __post_init__(self) -> None:
-        if self.size % vectors.length(self.dtype) or self.size < self.tile:
+        if self.size % vector_length(self.dtype) or self.size < self.tile:
             raise ValueError(
-                f"a shard must be whole vectors of {vectors.length(self.dtype)} elements and at "
+                f"a shard must be whole vectors of {vector_length(self.dtype)} elements and at "
                 f"least a tile of {self.tile}, but has {self.size}."
             )
 
@@ -103,12 +103,12 @@ class Tiles:
 
 def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
     """A tile of any rank's memory."""
-    return vectors.load(fabric, ref, vectors.length(ref.dtype))
+    return vectors.load(fabric, ref, vector_length(ref.dtype))
 
 
 def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
     """Writes a tile to any rank's memory."""
-    vectors.store(fabric, [ref], tile, vectors.length(ref.dtype))
+    vectors.store(fabric, [ref], tile, vector_length(ref.dtype))
 
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
@@ -123,7 +123,7 @@ def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
     peers = [lax.rem(first + i, jnp.int32(num_ranks)) if stagger else i for i in range(num_ranks)]
     parts = [load(fabric, fabric.peer(ref, peer).at[indices]) for peer in peers]
     if stagger:  # rank r's part is at (r - first) % N
-        parts = vectors.rotate(fabric, parts, first, vectors.length(ref.dtype))
+        parts = vectors.rotate(fabric, parts, first, vector_length(ref.dtype))
     return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
@@ -132,7 +132,7 @@ def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
     num_ranks = jnp.int32(fabric.num_ranks)
     peers = [lax.rem(fabric.rank() + i, num_ranks) for i in range(fabric.num_ranks)]
     parts = [fabric.peer(ref, peer).at[indices] for peer in peers]
-    vectors.store(fabric, parts, tile, vectors.length(ref.dtype))
+    vectors.store(fabric, parts, tile, vector_length(ref.dtype))
 
 
 def call(

@@ -22,17 +22,11 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import ptx
-from pallas_kernels.fabric.plan import LANES
+from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES
 
-BYTES = 16
 _WARP = 32
 _WARPS = LANES // _WARP
 _GLOBAL_MEMORY = 1  # address space
-
-
-def length(dtype: jax.typing.DTypeLike) -> int:
-    """Elements of 16 bytes."""
-    return BYTES // jnp.dtype(dtype).itemsize
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
@@ -48,7 +42,7 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
         of_thread = ir.VectorType.get((elements,), ir.MemRefType(memref.type).element_type)
         num_bytes = elements * jnp.dtype(ref.dtype).itemsize
         pointers = _pointers(memref, num_bytes, ref.shape[0] // (LANES * elements))
-        alignment = min(BYTES, num_bytes)
+        alignment = min(VECTOR_BYTES, num_bytes)
         registers = [llvm.load(of_thread, pointer, alignment=alignment) for pointer in pointers]
         return mgpu.FragmentedArray(
             _registers=np.array(registers, dtype=object),
@@ -74,7 +68,7 @@ def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int
         pointers = [_pointers(memref, num_bytes, array.registers.size) for memref in memrefs]
         for of_ref in pointers:
             for register, pointer in zip(array.registers.flat, of_ref, strict=True):
-                llvm.store(register, pointer, alignment=min(BYTES, num_bytes))
+                llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
 
     arg_types = (layout, *(plgpu.RefType(),) * len(refs))
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(value, *refs)

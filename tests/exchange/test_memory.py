@@ -438,7 +438,7 @@ def test_alignment_makes_a_dropless_buffer_larger():
 def test_the_command_prints_every_figure(capsys):
     assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
     text = capsys.readouterr().out
-    assert "1820" in text and "mailbox" in text and "gathered tokens" in text
+    assert "1820" in text and "receive buffer" in text and "gathered tokens" in text
     assert re.search(r"region of LL +80\.02\n", text)
     for other in memory.OTHER_LIBRARIES:
         assert other.formula in text and other.source in text

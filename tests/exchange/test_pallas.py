@@ -296,11 +296,14 @@ def test_quantized_sums_lower_where_they_are_served(shapes):
 @pytest.mark.parametrize("num_blocks", [1, 24])
 def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
-    x = jax.ShapeDtypeStruct((4096, 7168), jnp.bfloat16)
-    assert pallas_exchange.dispatch_plan(x, 8, 8, 256).num_blocks == num_blocks
-    assert pallas_exchange.combine_plan(x, 8, 4096, 8).num_blocks == num_blocks
-    assert pallas_exchange.combine_plan(x, 8, 16, 8).num_blocks == min(16, num_blocks)
-    assert pallas_exchange.combine_grad_plan(x, 8, 4096, 8, 256).num_blocks == num_blocks
+    model = dict(hidden=512, num_experts=256, top_k=8, num_ranks=8)
+    for operation, channels in (("dispatch", 1), ("combine", 2), ("combine_grad", 1)):
+        for num_tokens in (4096, 16):
+            held = jax_ep.workspace_bytes(operation, "pallas", num_tokens=num_tokens, **model)
+            assert held["semaphores"] == 4 * min(num_blocks, num_tokens) * channels * 8
+    text = lowered(Shapes(40, 512, 8, 256), "pallas", backward)
+    for channels in (1, 2):  # a semaphore for each block, channel and rank
+        assert f"tensor<{num_blocks * channels * 8}xi32>" in text
 
 
 @pytest.mark.parametrize("variable", ["JAX_EP_NUM_BLOCKS", "JAX_EP_TIMEOUT_SECONDS"])

@@ -17,7 +17,8 @@ from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
 
 from jax_ep import reference
 from jax_ep.runtime import availability
-from pallas_kernels.exchange import quantize
+from pallas_kernels.exchange import quantized_rows
+from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan
 
@@ -85,7 +86,7 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
         row = lax.axis_index("block")
         plgpu.copy_gmem_to_smem(x_ref.at[row], wide, full, oob_mode=fb.IN_BOUNDS)
         plgpu.barrier_wait(full)
-        quantize.quantize_row(fb.Mesh((), ()), wide, values, scales)
+        quantized_rows.quantize_row(fb.Mesh((), ()), wide, values, scales)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(values, values_ref.at[row])
         plgpu.copy_smem_to_gmem(scales, scales_ref.at[row])
@@ -95,14 +96,14 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
         kernel,
         out_type=[
             jax.ShapeDtypeStruct(x.shape, WIRE),
-            jax.ShapeDtypeStruct((x.shape[0], hidden // quantize.BLOCK), jnp.float32),
+            jax.ShapeDtypeStruct((x.shape[0], hidden // BLOCK), jnp.float32),
         ],
         grid=(x.shape[0],),
         grid_names=("block",),
         scratch_types=[
             plgpu.SMEM((hidden,), x.dtype),
             plgpu.SMEM((hidden,), WIRE),
-            plgpu.SMEM((hidden // quantize.BLOCK,), jnp.float32),
+            plgpu.SMEM((hidden // BLOCK,), jnp.float32),
             plgpu.Barrier(),
         ],
         compiler_params=plgpu.CompilerParams(
@@ -117,7 +118,7 @@ def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) 
 
     def kernel(values_ref, scales_ref, sent_ref, out_ref, out):
         row, ranks = lax.axis_index("block"), range(num_ranks)
-        out[...] = quantize.add_rows(
+        out[...] = quantized_rows.add_rows(
             fb.Mesh((), ()),
             [values_ref.at[rank, row] for rank in ranks],
             [scales_ref.at[rank, row] for rank in ranks],

@@ -1,0 +1,328 @@
+"""How the kernels of the exchange are spread over blocks and shared memory, and what they allocate.
+
+A function named after a kernel gives its `Plan`. One that ends in `_workspace` gives the buffers
+that a call of the kernel allocates besides results that its caller keeps: name -> bytes per rank.
+The kernels take the shapes of these buffers from here.
+
+Nothing here imports Pallas or Mosaic, so sizes are known where kernels do not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.exchange.quantize import BLOCK, ROW_MULTIPLE
+from pallas_kernels.fabric.plan import (
+    LANES,
+    SHARED_MEMORY_BYTES,
+    WORD_BYTES,
+    Plan,
+    Tiling,
+    Window,
+    align_up,
+    semaphore_bytes,
+    vector_length,
+)
+
+Parts = list[tuple[int, jax.typing.DTypeLike]]
+
+_ROW_BYTES = 128  # a row must be whole 128-byte lines
+_PADDING_BYTES = 16 * 1024  # of shared memory: what its pieces are aligned to, and barriers
+_WINDOW_TOKENS = 16
+_MAX_SLOTS = 16
+
+# The two regimes: up to this many tokens every microsecond counts, beyond it the link's bandwidth.
+_FEW_TOKENS = 256
+_NUM_BLOCKS = 128  # measured on 4 and 8 H200s, like the next line
+_NUM_BLOCKS_FOR_A_DISPATCH_OF_FEW_TOKENS = 64  # unless it quantizes
+
+DISPATCH_CHANNELS = 1
+COMBINE_CHANNELS = 2
+COMBINE_GRAD_CHANNELS = 1
+
+
+def padded_hidden(
+    hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None = None
+) -> int:
+    """Columns that the kernels need for H: whole 128-byte lines, and whole parts if quantized."""
+    columns = _ROW_BYTES // jnp.dtype(dtype).itemsize
+    return align_up(hidden, columns if wire_dtype is None else ROW_MULTIPLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a kernel's input, and the form in which it is sent.
+
+    Attributes:
+      hidden: H, padded.
+      dtype: of the input.
+      wire_dtype: what rows are quantized to before they are sent; None if they are not.
+    """
+
+    hidden: int
+    dtype: jax.typing.DTypeLike
+    wire_dtype: jax.typing.DTypeLike | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """Columns and dtype of each array that a sent row consists of: values, then scales."""
+        if self.wire_dtype is None:
+            return [(self.hidden, self.dtype)]
+        return [(self.hidden, self.wire_dtype), (self.hidden // BLOCK, jnp.float32)]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(columns * jnp.dtype(dtype).itemsize for columns, dtype in self.parts)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory of a slot of a sender's ring: a quantized row has its input there too."""
+        wide = self.hidden * jnp.dtype(self.dtype).itemsize
+        return wide if self.wire_dtype is None else wide + self.sent_bytes
+
+    def room(self, words: int) -> int:
+        """Bytes of shared memory that so many words and a row of zeros leave."""
+        zeros = sum(
+            Tiling.of(columns, dtype).padded * jnp.dtype(dtype).itemsize
+            for columns, dtype in self.parts
+        )
+        return SHARED_MEMORY_BYTES - WORD_BYTES * words - _PADDING_BYTES - zeros
+
+
+def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
+    """Whether every kernel of the exchange has the slots that it needs at these sizes."""
+    words = _dispatch_words(num_ranks, top_k, num_experts)
+    # A slot of a combine is free again once its row is summed, if sums have slots of their own.
+    slots_of_combine = 3 if row.wire_dtype is None else 2
+    return (
+        row.room(words) // row.slot_bytes >= 3
+        and _combine_slots(row, num_ranks, top_k) >= slots_of_combine
+        and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 3
+    )
+
+
+# ------------------------------------------------------------------------------------- dispatch
+
+
+def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window]:
+    """The words that a sender, and those of a step that a receiver, holds in shared memory.
+
+    Both load from arrays [T * num_words], which are padded for the wider of the two.
+    """
+    both = [
+        Window.of(tokens, plan, num_tokens, num_words)
+        for tokens in (plan.window_tokens, plan.step_tokens)
+    ]
+    total = max(window.total for window in both)
+    of_sender, of_step = (dataclasses.replace(window, total=total) for window in both)
+    return of_sender, of_step
+
+
+def count_width(num_experts: int) -> int:
+    """E, padded to whole vectors of a warpgroup: entries of an array of counts."""
+    return align_up(num_experts, LANES)
+
+
+def _dispatch_words(num_ranks: int, top_k: int, num_experts: int) -> int:
+    """int32 words of routes, lists and counts that a dispatch holds in shared memory."""
+    choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
+    lists = (_MAX_SLOTS + 2) * num_ranks * top_k
+    counts = (5 + num_ranks) * count_width(num_experts) + LANES
+    return counts + choices + lists
+
+
+def _dispatch_blocks(row: Row, num_tokens: int, num_blocks: int | None) -> int:
+    if num_blocks is None:
+        few = num_tokens <= _FEW_TOKENS and row.wire_dtype is None
+        num_blocks = _NUM_BLOCKS_FOR_A_DISPATCH_OF_FEW_TOKENS if few else _NUM_BLOCKS
+    return min(num_blocks, num_tokens)
+
+
+def dispatch(
+    row: Row,
+    *,
+    num_tokens: int,
+    num_ranks: int,
+    top_k: int,
+    num_experts: int,
+    num_blocks: int | None = None,
+) -> Plan:
+    """The plan of `dispatch.dispatch` and `dispatch.dispatch_like` of T tokens of K choices.
+
+    `num_blocks`: how many thread blocks to use at most; None for those measured to be fastest.
+    """
+    words = _dispatch_words(num_ranks, top_k, num_experts)
+    in_ring = row.room(words) // row.slot_bytes
+    few = num_tokens <= _FEW_TOKENS
+    num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(4, in_ring // 3))
+    room = row.room(words) - num_copy_slots * row.sent_bytes
+    num_slots = min(_MAX_SLOTS, room // row.slot_bytes)
+    return Plan(
+        num_blocks=_dispatch_blocks(row, num_tokens, num_blocks),
+        num_slots=num_slots,
+        store_lag=num_slots // 2,
+        window_tokens=_WINDOW_TOKENS,
+        num_copy_slots=num_copy_slots,
+        step_tokens=2,
+    )
+
+
+def dispatch_workspace(
+    plan: Plan,
+    *,
+    num_tokens: int,
+    num_ranks: int,
+    top_k: int,
+    num_experts: int,
+    count_dtype: jax.typing.DTypeLike,
+) -> dict[str, int]:
+    """What `dispatch.dispatch` allocates: the routes, the padded counts, the semaphores."""
+    entries = windows(plan, num_tokens, top_k)[0].total
+    counts = count_width(num_experts)
+    return {
+        "routes": WORD_BYTES * num_ranks * (entries + counts),
+        "choices of each expert": counts * jnp.dtype(count_dtype).itemsize,
+        **dispatch_like_workspace(plan, num_ranks=num_ranks),
+    }
+
+
+def dispatch_like_workspace(plan: Plan, *, num_ranks: int) -> dict[str, int]:
+    """What `dispatch.dispatch_like` allocates."""
+    return {"semaphores": semaphore_bytes(plan.num_blocks, DISPATCH_CHANNELS, num_ranks)}
+
+
+def rank_dispatch(
+    row: Row, *, num_tokens: int, num_ranks: int, list_words: int, num_blocks: int | None = None
+) -> Plan:
+    """The plan of `rank_dispatch.rank_dispatch`, which copies nothing after it has arrived.
+
+    `list_words`: K; or 2 K if weights are sent with the choices. `num_blocks`: as in `dispatch`.
+    """
+    choices = align_up(_WINDOW_TOKENS * list_words, LANES)
+    choices += num_ranks * align_up(2 * list_words, LANES)
+    lists = _MAX_SLOTS * num_ranks * list_words
+    num_slots = min(_MAX_SLOTS, row.room(choices + lists) // row.slot_bytes)
+    return Plan(
+        num_blocks=_dispatch_blocks(row, num_tokens, num_blocks),
+        num_slots=num_slots,
+        store_lag=num_slots // 2,
+        window_tokens=_WINDOW_TOKENS,
+        step_tokens=2,
+    )
+
+
+def rank_dispatch_workspace(
+    plan: Plan, *, num_tokens: int, num_ranks: int, list_words: int
+) -> dict[str, int]:
+    """What `rank_dispatch.rank_dispatch` allocates: the lists, the semaphores."""
+    entries = windows(plan, num_tokens, list_words)[0].total
+    return {
+        "routes": WORD_BYTES * num_ranks * entries,
+        "semaphores": semaphore_bytes(plan.num_blocks, DISPATCH_CHANNELS, num_ranks),
+    }
+
+
+# -------------------------------------------------------------------------------------- combine
+
+
+def _combine_slots(row: Row, num_ranks: int, top_k: int) -> int:
+    """Rows that a combine has room for in shared memory, besides a sum, a result and the routes.
+
+    With a wire_dtype, also besides the quantized sums that are being sent: see `_sums_under_way`.
+    """
+    itemsize = jnp.dtype(row.dtype).itemsize
+    columns = Tiling.of(row.hidden, row.dtype).padded
+    reserved = 8 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES) + _PADDING_BYTES
+    room = SHARED_MEMORY_BYTES - reserved - columns * (4 + itemsize)
+
+    def size(slots: int) -> int:
+        sums = 0 if row.wire_dtype is None else (_sums_under_way(slots) + 1) * row.sent_bytes
+        return slots * columns * itemsize + sums
+
+    return max((slots for slots in range(1, _MAX_SLOTS + 1) if size(slots) <= room), default=0)
+
+
+def _sums_under_way(slots: int) -> int:
+    """The puts of a combine that may not have been read from shared memory yet."""
+    return slots // 3
+
+
+def combine(
+    row: Row, *, num_tokens: int, num_ranks: int, top_k: int, num_blocks: int | None = None
+) -> Plan:
+    """The plan of `combine.combine` for T tokens of K choices. `num_blocks`: as in `dispatch`."""
+    slots = _combine_slots(row, num_ranks, top_k)
+    return Plan(
+        num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
+        num_slots=slots,
+        store_lag=_sums_under_way(slots),
+        window_tokens=_WINDOW_TOKENS,
+        step_tokens=1,
+        receive_steps=4,
+    )
+
+
+def combine_receive_buffer(
+    plan: Plan, row: Row, *, num_tokens: int, num_ranks: int
+) -> list[jax.ShapeDtypeStruct]:
+    """The arrays that peers put their sums into: [blocks, steps, N, step tokens, columns] each."""
+    steps = min(plan.receive_steps, plan.steps_per_block(num_tokens))
+    sums = (plan.num_blocks, steps, num_ranks, plan.step_tokens)
+    padded = dataclasses.replace(row, hidden=Tiling.of(row.hidden, row.dtype).padded)
+    return [jax.ShapeDtypeStruct((*sums, columns), dtype) for columns, dtype in padded.parts]
+
+
+def combine_workspace(plan: Plan, row: Row, *, num_tokens: int, num_ranks: int) -> dict[str, int]:
+    """What `combine.combine` allocates: its receive buffer and semaphores."""
+    parts = combine_receive_buffer(plan, row, num_tokens=num_tokens, num_ranks=num_ranks)
+    return {
+        "receive buffer": sum(part.size * part.dtype.itemsize for part in parts),
+        "semaphores": semaphore_bytes(plan.num_blocks, COMBINE_CHANNELS, num_ranks),
+    }
+
+
+# ------------------------------------------------------------------------- gradient of a combine
+
+
+def padded_columns(row: Row) -> int:
+    """Columns of a row in the shared memory of `combine_grad`: whole vectors for every thread."""
+    return align_up(row.hidden, LANES * vector_length(row.dtype))
+
+
+def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
+    """Rows that the gradient of a combine has room for in shared memory."""
+    window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
+    count_words = (4 + num_ranks) * count_width(num_experts)
+    sent = Row(row.hidden, row.dtype)  # it quantizes nothing
+    row_bytes = padded_columns(row) * jnp.dtype(row.dtype).itemsize
+    return sent.room(window_words + count_words) // row_bytes
+
+
+def combine_grad(
+    row: Row,
+    *,
+    num_tokens: int,
+    num_ranks: int,
+    top_k: int,
+    num_experts: int,
+    num_blocks: int | None = None,
+) -> Plan:
+    """The plan of `combine_grad.combine_grad`. `num_blocks`: as in `dispatch`."""
+    slots = _combine_grad_slots(row, num_ranks, top_k, num_experts)
+    num_g_slots = max(1, min(6, slots // 3))
+    num_slots = min(_MAX_SLOTS, slots - num_g_slots)
+    return Plan(
+        num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
+        num_slots=num_slots,
+        store_lag=num_slots // 3,
+        window_tokens=_WINDOW_TOKENS,
+        num_g_slots=num_g_slots,
+    )
+
+
+def combine_grad_workspace(plan: Plan, *, num_ranks: int) -> dict[str, int]:
+    """What `combine_grad.combine_grad` allocates."""
+    return {"semaphores": semaphore_bytes(plan.num_blocks, COMBINE_GRAD_CHANNELS, num_ranks)}

@@ -1,0 +1,170 @@
+"""Plans and workspaces of the kernels of the exchange: that they hold at sizes of all kinds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.exchange import combine as combine_kernel
+from pallas_kernels.exchange import plan as plans
+from pallas_kernels.exchange.plan import Row
+from pallas_kernels.exchange.sender import Sender
+from pallas_kernels.fabric.fabric import Mesh
+from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Tiling, Window
+
+WIRE = jnp.float8_e4m3fn
+ROWS = [
+    Row(7168, jnp.bfloat16),
+    Row(7168, jnp.bfloat16, WIRE),
+    Row(2048, jnp.float32),
+    Row(512, jnp.float16, WIRE),
+    Row(64, jnp.bfloat16),
+    Row(14336, jnp.bfloat16),
+]
+SIZES = [  # num_tokens, num_ranks, top_k, num_experts
+    (1, 1, 1, 1),
+    (17, 2, 3, 4),
+    (128, 8, 8, 256),
+    (4096, 8, 8, 256),
+    (300, 4, 6, 64),
+]
+
+
+def nbytes(columns: int, dtype: Any) -> int:
+    return columns * jnp.dtype(dtype).itemsize
+
+
+def test_parts_of_a_row():
+    assert Row(512, jnp.float32).parts == [(512, jnp.float32)]
+    assert Row(512, jnp.bfloat16, WIRE).parts == [(512, WIRE), (4, jnp.float32)]
+    assert Row(512, jnp.bfloat16).sent_bytes == Row(512, jnp.bfloat16).slot_bytes == 1024
+    quantized = Row(512, jnp.bfloat16, WIRE)
+    assert quantized.sent_bytes == 512 + 16 and quantized.slot_bytes == 1024 + 512 + 16
+
+
+def test_padded_rows_are_whole_lines():
+    assert plans.padded_hidden(1, jnp.bfloat16) == 64
+    assert plans.padded_hidden(64, jnp.bfloat16) == 64
+    assert plans.padded_hidden(33, jnp.float32) == 64
+    assert plans.padded_hidden(128, jnp.bfloat16, WIRE) == 512
+
+
+@pytest.mark.parametrize(("num_tokens", "num_ranks", "top_k", "num_experts"), SIZES)
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts):
+    """The rings of rows alone take less than there is; that the rest does, lowering checks."""
+    sizes = dict(num_tokens=num_tokens, num_ranks=num_ranks)
+    assert plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts)
+    of_dispatch = plans.dispatch(row, top_k=top_k, num_experts=num_experts, **sizes)
+    of_ranks = plans.rank_dispatch(row, list_words=2 * top_k, **sizes)
+    of_combine = plans.combine(row, top_k=top_k, **sizes)
+    of_grad = plans.combine_grad(row, top_k=top_k, num_experts=num_experts, **sizes)
+    padded = nbytes(Tiling.of(row.hidden, row.dtype).padded, row.dtype)
+    held = {
+        of_dispatch: of_dispatch.num_slots * row.slot_bytes
+        + of_dispatch.num_copy_slots * row.sent_bytes,
+        of_ranks: of_ranks.num_slots * row.slot_bytes,
+        of_combine: of_combine.num_slots * padded,
+        of_grad: (of_grad.num_slots + of_grad.num_g_slots)
+        * nbytes(plans.padded_columns(row), row.dtype),
+    }
+    for plan, size in held.items():
+        assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2
+        assert 1 <= plan.num_blocks <= num_tokens
+
+
+@pytest.mark.parametrize("num_blocks", [1, 20, 500])
+def test_blocks_can_be_limited(num_blocks):
+    row, sizes = ROWS[0], dict(num_tokens=128, num_ranks=8, num_blocks=num_blocks)
+    for plan in (
+        plans.dispatch(row, top_k=8, num_experts=256, **sizes),
+        plans.rank_dispatch(row, list_words=16, **sizes),
+        plans.combine(row, top_k=8, **sizes),
+        plans.combine_grad(row, top_k=8, num_experts=256, **sizes),
+    ):
+        assert plan.num_blocks == min(num_blocks, 128)
+
+
+def test_rows_that_are_too_long():
+    sizes = dict(num_ranks=8, top_k=8, num_experts=256)
+    assert not plans.fits_shared_memory(Row(70016, jnp.bfloat16), **sizes)
+    assert not plans.fits_shared_memory(Row(7168, jnp.bfloat16), **{**sizes, "top_k": 300})
+    assert not plans.fits_shared_memory(Row(7168, jnp.bfloat16), **{**sizes, "num_experts": 4096})
+
+
+@pytest.mark.parametrize(("num_tokens", "num_ranks", "top_k", "num_experts"), SIZES)
+def test_windows_of_a_sender_and_a_step_are_of_one_array(num_tokens, num_ranks, top_k, num_experts):
+    plan = plans.dispatch(
+        ROWS[0], num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts
+    )
+    of_sender, of_step = plans.windows(plan, num_tokens, top_k)
+    assert of_sender.total == of_step.total >= num_tokens * top_k
+    for window, tokens in ((of_sender, plan.window_tokens), (of_step, plan.step_tokens)):
+        alone = Window.of(tokens, plan, num_tokens, top_k)
+        assert window == dataclasses.replace(alone, total=of_sender.total)
+    fabric = Mesh(("rank",), (num_ranks,))
+    sender = Sender(fabric, plan, num_tokens, 7168, jnp.bfloat16, None, num_words=top_k)
+    assert (sender.window, sender.step_window) == (of_sender, of_step)
+
+
+def test_a_workspace_is_the_size_of_its_arrays():
+    sizes = dict(num_tokens=300, num_ranks=4)
+    row = Row(1024, jnp.bfloat16, WIRE)
+    plan = plans.combine(row, top_k=6, **sizes)
+    values, scales = plans.combine_receive_buffer(plan, row, **sizes)
+    assert values.shape == (128, 3, 4, 1, 1024) and values.dtype == WIRE  # 3 tokens to a block
+    assert scales.shape == (128, 3, 4, 1, 8) and scales.dtype == jnp.float32
+    assert plans.combine_workspace(plan, row, **sizes) == {
+        "receive buffer": math.prod(values.shape) + 4 * math.prod(scales.shape),
+        "semaphores": 4 * 128 * 2 * 4,
+    }
+    plan = plans.dispatch(row, top_k=6, num_experts=200, **sizes)
+    held = plans.dispatch_workspace(plan, top_k=6, num_experts=200, count_dtype=jnp.int16, **sizes)
+    entries = plans.windows(plan, 300, 6)[0].total
+    assert plans.count_width(200) == 2 * LANES
+    assert held == {
+        "routes": 4 * 4 * (entries + 256),
+        "choices of each expert": 2 * 256,
+        "semaphores": 4 * 128 * 4,
+    }
+
+
+def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
+    """The result of a combine, then its receive buffer; two channels of semaphores."""
+    asked: dict[str, Any] = {}
+
+    def kernel(fabric: Any, body: Any, **options: Any) -> Any:
+        asked.update(options)
+        return lambda *operands: [operands[0][: options["out_type"][0].shape[0]]]
+
+    monkeypatch.setattr(combine_kernel.fb, "kernel", kernel)
+    row, sizes = Row(512, jnp.float32), dict(num_tokens=7, num_ranks=2)
+    plan = plans.combine(row, top_k=2, **sizes)
+    combine_kernel.combine(
+        jnp.zeros((20, 512)), None, jnp.zeros((7, 2), jnp.int32), jnp.zeros((2, 7, 2), jnp.int32),
+        fabric=Mesh(("rank",), (2,)), plan=plan, num_experts=4,
+    )  # fmt: skip
+    out, *received = asked["out_type"]
+    assert out.shape == (7, 512)
+    assert received == plans.combine_receive_buffer(plan, row, **sizes)
+    assert asked["num_channels"] == plans.COMBINE_CHANNELS
+
+
+def test_planning_imports_no_pallas():
+    """Sizes are known on machines where no kernel runs, for the price of importing JAX."""
+    modules = "pallas_kernels.exchange.plan", "pallas_kernels.fabric.plan"
+    program = "\n".join(
+        [
+            "import sys",
+            *(f"import {name}" for name in modules),
+            "found = [m for m in sys.modules if 'mosaic.gpu' in m or 'l.pallas' in m]",
+            "assert not found, found",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
