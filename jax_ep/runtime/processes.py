@@ -113,22 +113,12 @@ class Meeting:
         self._listener = self._cleanup.enter_context(
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         )
+        self._paths: dict[int, str] = {}
+        self._gone: dict[int, Refused] = {}
         self._to: dict[int, socket.socket] = {}
         self._from: dict[int, socket.socket] = {}
 
     def __enter__(self) -> Meeting:
-        folder = tempfile.mkdtemp(prefix=_FOLDER)  # for this user alone
-        if len(folder) > _MAX_PATH - len(_SOCKET) - 1:
-            os.rmdir(folder)
-            folder = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
-        self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-        self.path = os.path.join(folder, _SOCKET)
-        try:
-            self._listener.bind(self.path)
-            self._listener.listen(_MAX_DESCRIPTORS)
-        except OSError as error:
-            self._cleanup.close()
-            raise Refused(f"process {self._process} cannot open a socket: {error}") from error
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -136,7 +126,7 @@ class Meeting:
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
         """Publishes this process's card and its socket; waits for those of the others."""
-        card = card | {"socket": self.path}
+        card = card | {"socket": self._listen()}
         try:
             self._store.key_value_set(_KEY.format(process=self._process), json.dumps(card))
         except Exception as error:
@@ -172,17 +162,16 @@ class Meeting:
         Raises:
           Refused: some process failed, ended, or took too long.
         """
-        paths = {process: card["socket"] for process, card in cards.items()}
-        del paths[self._process]
+        others = sorted(set(cards) - {self._process})
+        self._paths = {process: cards[process]["socket"] for process in others}
         with contextlib.ExitStack() as received:
             try:
-                for process, path in sorted(paths.items()):
-                    self._connect(process, path)
+                self._connect(others)
                 self._tell(message, descriptors)
-                self._accept(paths)
-                messages = {process: self._receive(process, received) for process in sorted(paths)}
+                self._accept(others)
+                messages = {process: self._receive(process, received) for process in others}
             except Refused as reason:
-                self._give_up(reason)
+                self._tell({"failure": str(reason)})
                 raise
             raise_failure({self._process: message} | {p: m for p, (m, _) in messages.items()})
             received.pop_all()
@@ -197,15 +186,32 @@ class Meeting:
                 with contextlib.ExitStack() as received:
                     messages[process], _ = self._receive(process, received)
         except Refused as reason:
-            self._give_up(reason)
+            self._tell({"failure": str(reason)})
             raise
         raise_failure(messages)
         return messages
+
+    def _listen(self) -> str:
+        """Opens the socket that the others connect to; returns its path."""
+        folder = tempfile.mkdtemp(prefix=_FOLDER)  # for this user alone
+        if len(folder) > _MAX_PATH - len(_SOCKET) - 1:
+            os.rmdir(folder)
+            folder = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
+        self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        path = os.path.join(folder, _SOCKET)
+        try:
+            self._listener.bind(path)
+            self._listener.listen(_MAX_DESCRIPTORS)
+        except OSError as error:
+            raise Refused(f"process {self._process} cannot open a socket: {error}") from error
+        return path
 
     def _left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def _ended(self, process: int) -> Refused:
+        """That a process is gone; its socket, which it may have left behind, goes too."""
+        _remove(self._paths[process])
         return Refused(f"process {process} ended, or had given up, while memory was being shared")
 
     def _late(self, process: int) -> Refused:
@@ -214,42 +220,54 @@ class Meeting:
             "(JAX_EP_TIMEOUT_SECONDS)"
         )
 
-    def _connect(self, process: int, path: str) -> None:
-        connection = self._cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        connection.settimeout(self._left())
-        try:
-            connection.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError) as error:
-            _remove(path)
-            raise self._ended(process) from error
-        except OSError as error:
-            raise Refused(f"process {process} cannot be reached at {path}: {error}") from error
-        if (uid := peer_uid(connection)) != os.getuid():
-            raise Refused(f"the socket of process {process} belongs to user {uid}")
-        try:
-            connection.sendall(_LENGTH.pack(self._process))
-        except OSError as error:
-            raise self._ended(process) from error
-        self._to[process] = connection
+    def _connect(self, others: Sequence[int]) -> None:
+        """Connects to each of the others, and notes of which there is no more to be had."""
+        for process in others:
+            connection = self._cleanup.enter_context(
+                socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            )
+            connection.settimeout(self._left())
+            path = self._paths[process]
+            try:
+                connection.connect(path)
+                if (uid := peer_uid(connection)) != os.getuid():
+                    raise Refused(f"the socket of process {process} belongs to user {uid}")
+                connection.sendall(_LENGTH.pack(self._process))
+            except ConnectionError:
+                self._gone[process] = self._ended(process)
+            except FileNotFoundError:
+                self._gone[process] = Refused(
+                    f"process {process} ended, or had given up, before process {self._process} "
+                    f"began, or is in another container: there is no {path}"
+                )
+            except OSError as error:
+                reason = f"process {process} cannot be reached at {path}: {error}"
+                self._gone[process] = Refused(reason)
+            else:
+                self._to[process] = connection
 
-    def _accept(self, paths: Mapping[int, str]) -> None:
-        """Waits until each of the others has connected, and notices it if one ends."""
+    def _accept(self, others: Sequence[int]) -> None:
+        """Waits until each of the others has connected, and notices it if one ends.
+
+        One that gives up connects before it closes what leads to it, and says why.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             for process, connection in self._to.items():
                 selector.register(connection, selectors.EVENT_READ, process)
-            while missing := sorted(set(paths) - set(self._from)):
-                ready = [key for key, _ in selector.select(self._left())]
-                if not ready:
-                    raise self._late(missing[0])
+            while missing := [process for process in others if process not in self._from]:
+                gone = [self._gone[process] for process in missing if process in self._gone]
+                ready = [key for key, _ in selector.select(0 if gone else self._left())]
                 if any(key.fileobj is self._listener for key in ready):
                     self._accept_one(missing)
                     continue
-                for key in ready:  # nothing is ever sent this way, so this is the end
-                    if key.data in missing:
-                        _remove(paths[key.data])
-                        raise self._ended(key.data)
+                if gone:
+                    raise gone[0]
+                if not ready:
+                    raise self._late(missing[0])
+                for key in ready:  # nothing is ever sent this way, so this is its end
                     selector.unregister(key.fileobj)
+                    self._gone[key.data] = self._ended(key.data)
 
     def _accept_one(self, missing: Sequence[int]) -> None:
         """Takes a connection of a missing process of this user; closes any other."""
@@ -267,15 +285,11 @@ class Meeting:
 
     def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode()
-        for process, connection in sorted(self._to.items()):
-            try:
+        for connection in self._to.values():
+            with contextlib.suppress(OSError):  # who is gone is found when it should answer
                 connection.settimeout(self._left())
                 socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
                 connection.sendall(data)
-            except TimeoutError as error:
-                raise self._late(process) from error
-            except OSError as error:
-                raise self._ended(process) from error
 
     def _receive(self, process: int, received: contextlib.ExitStack) -> tuple[Message, list[int]]:
         """The next message of a process; `received` closes its descriptors."""
@@ -298,13 +312,6 @@ class Meeting:
             raise self._late(process) from error
         except (OSError, ValueError) as error:
             raise self._ended(process) from error
-
-    def _give_up(self, reason: Refused) -> None:
-        """Tells whoever still listens."""
-        for connection in self._to.values():
-            with contextlib.suppress(OSError):
-                data = json.dumps({"failure": str(reason)}).encode()
-                connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def peer_uid(connection: socket.socket) -> int:

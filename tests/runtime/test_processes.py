@@ -1,0 +1,190 @@
+"""Symmetric memory between processes: real processes and sockets, memory of a fake driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.domain_processes import Outcome, Process, Processes, sockets
+
+from jax_ep.runtime.symmetric_memory import Domain
+from pallas_kernels.fabric import layout
+
+
+@pytest.fixture(scope="module")
+def run():
+    processes = Processes()
+    yield processes.run
+    processes.close()
+
+
+@pytest.fixture
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("d")
+
+
+def reasons(outcomes: list[Outcome | None], folder: Path) -> list[str]:
+    """Of processes that must all refuse and leave nothing behind; the killed ones not counted."""
+    found = []
+    for outcome in outcomes:
+        if outcome is not None:
+            assert isinstance(outcome.domain, str), outcome.domain
+            assert not outcome.left
+            found.append(outcome.domain)
+    assert not sockets(folder)
+    return found
+
+
+def shared(outcomes: list[Outcome | None], folder: Path) -> Domain:
+    """The domain of processes that must all have the same, and can write to each other."""
+    domains = []
+    for number, outcome in enumerate(outcomes):
+        assert outcome is not None and isinstance(outcome.domain, Domain), outcome
+        assert not outcome.left
+        domain = outcome.domain
+        domains.append(domain)
+        own = [gpu.number for gpu in domain.gpus if gpu.process == number]
+        assert sorted(outcome.received) == own
+        denied = {(one, other) for one, other, _ in domain.no_access}
+        for g, (heap, array) in outcome.received.items():
+            for one in range(domain.num_gpus):
+                if (one, g) not in denied:
+                    assert heap[one] == array[one] == 100 * one + g
+    assert all(domain == domains[0] for domain in domains)
+    assert not sockets(folder)
+    return domains[0]
+
+
+@pytest.mark.parametrize(
+    "visible",
+    [
+        [[0], [1]],
+        [[1], [0]],
+        [[0, 1], [2]],
+        [[3, 1], [0, 2]],
+        [[2], [0], [3], [1]],
+        [[0, 1], [2], [3], [4, 5]],
+    ],
+    ids=str,
+)
+def test_processes_write_to_each_others_heaps_and_arrays(visible, run, folder):
+    domain = shared(run([Process(gpus) for gpus in visible], folder), folder)
+    assert domain.base == layout.BASE and domain.stride == layout.STRIDE
+    physical = [gpu for process in visible for gpu in process]
+    assert [gpu.bus_id for gpu in domain.gpus] == [
+        f"0000:{0x10 + gpu:02x}:00.0" for gpu in sorted(physical)
+    ]
+    for number, gpus in enumerate(visible):
+        for ordinal, gpu in enumerate(gpus):
+            assert domain.numbers[10 * number + ordinal] == gpu
+    assert domain.gpus_of_process == {p: len(gpus) for p, gpus in enumerate(visible)}
+
+
+def test_a_pair_without_peer_access_is_known_to_all(run, folder):
+    members = [Process([0]), Process([1], driver={"no_access": {(1, 2)}}), Process([2])]
+    domain = shared(run(members, folder), folder)
+    assert [pair[:2] for pair in domain.no_access] == [(1, 2)]
+    assert "peer access is not supported" in domain.no_access[0][2]
+
+
+def test_each_host_has_a_domain_of_its_own(run, folder):
+    there = {"processes.host_id": "there"}
+    members = [Process([0]), Process([0], answers=there), Process([1]), Process([1], answers=there)]
+    outcomes = run(members, folder)
+    for here in ([0, 2], [1, 3]):
+        domains = [outcomes[p].domain for p in here]
+        assert domains[0] == domains[1] and list(domains[0].gpus_of_process) == here
+        assert domains[0].numbers == {10 * p: g for g, p in enumerate(here)}
+    assert not sockets(folder)
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (
+            Process([1], participant={"jax_ep_version": "2"}),
+            "process 0 has jax_ep 1, and process 1 jax_ep 2",
+        ),
+        (Process([1], participant={"jax_version": "0.99"}), "process 1 jax 0.99"),
+        (Process([1], answers={"os.getuid": 4711}), "process 1 user 4711"),
+        (Process([0, 1]), "GPU 0000:10:00.0 belongs to process 0 and to process 1"),
+        (Process(range(1, 17)), "a domain has up to 16 GPUs, and this host has 17"),
+        (
+            Process([1], driver={"refuses": "cuDeviceGetUuid_v2"}),
+            "the GPUs of process 1 have no names: cuDeviceGetUuid_v2",
+        ),
+        (
+            Process([1], driver={"refuses": "cuMemCreate"}),
+            "process 1 has no memory to share: cuMemCreate: out of memory",
+        ),
+        (
+            Process([1], driver={"refuses": "cuMemExportToShareableHandle"}),
+            "process 1 has no memory to share: cuMemExportToShareableHandle: out of memory",
+        ),
+        (
+            Process([1], driver={"refuses": "cuMemImportFromShareableHandle"}),
+            "process 1 cannot map the memory of GPU 0, of process 0: cuMemImportFrom",
+        ),
+        (
+            Process([1], driver={"taken": range(layout.BASE, layout.BASE + 1)}),
+            "its addresses from 0x2a0000000000 on are taken",
+        ),
+        (Process([1], pool={"virtual": False}), "GPU 1 is not of the virtual-memory API"),
+        (Process([1], pool={"exportable": False}), "GPU 1 was not made for sharing"),
+        (Process([1], memory_limit=2**30), "GPU 1 may grow, from 1048576 bytes to 1073741824"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_process_that_cannot_share_is_named_in_all(second, reason, run, folder):
+    outcomes = run([Process([0]), second], folder)
+    found = reasons(outcomes, folder)
+    assert len(found) == 2 and found[0] == found[1] and reason in found[0]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "processes.Meeting.introduce",
+        "processes.Meeting.exchange",
+        "processes.Meeting._tell",
+        "processes.Meeting._accept",
+        "processes.Meeting._receive",
+        "symmetric_memory._Sharing.accept",
+    ],
+)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_is_named_in_all(moment, victim, run, folder):
+    members = [Process([g], dies_in=moment if g == victim else "") for g in range(3)]
+    waits = moment == "processes.Meeting.introduce"  # before anybody knows of it
+    timeout_s = 1.0 if waits else 60.0
+    outcomes = run(members, folder, timeout_s)
+    assert outcomes[victim] is None
+    named = reasons(outcomes, folder)
+    assert len(named) == 2 and all(f"process {victim}" in reason for reason in named)
+    seconds = [outcome.seconds for outcome in outcomes if outcome is not None]
+    assert min(seconds) >= timeout_s if waits else max(seconds) < timeout_s / 2
+
+
+def test_a_late_process_and_the_others_refuse(run, folder):
+    outcomes = run([Process([0]), Process([1]), Process([2], late_s=1.0)], folder, 0.4)
+    first, second, late = reasons(outcomes, folder)
+    for reason in (first, second):
+        assert "process 2 has not begun to share memory within 0.4 s" in reason
+    assert "process 0 ended, or had given up" in late
+
+
+def test_a_socket_of_another_user_is_not_written_to(run, folder):
+    outcomes = run([Process([0], answers={"processes.peer_uid": 4711}), Process([1])], folder)
+    assert reasons(outcomes, folder) == [
+        "the socket of process 1 belongs to user 4711",
+        "process 0 ended, or had given up, while memory was being shared",
+    ]
+
+
+def test_no_service_is_a_reason(run, folder):
+    outcomes = run([Process([0], participant={"store": None})], folder)
+    shared(outcomes, folder)  # one process needs none
+    lonely = Process([0], participant={"store": None, "others": [1]})
+    assert reasons(run([lonely], folder), folder) == [
+        "several processes share memory only after jax.distributed.initialize()"
+    ]

@@ -1,0 +1,260 @@
+"""Processes that share memory which a fake driver gives: `Processes` starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import multiprocessing
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from jax_ep.runtime import cuda_driver, processes, symmetric_memory
+from pallas_kernels.fabric import layout
+from support.fake_cuda import FakeCuda, open_descriptors
+
+POOL_BYTES = 2**20
+
+
+class Store:
+    """A key-value service in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder) / "store"
+        self.folder.mkdir(exist_ok=True)
+
+    def key_value_set(self, key: str, value: str) -> None:
+        path = self.folder / key.replace("/", "-")
+        path.with_suffix(".new").write_text(value)
+        path.with_suffix(".new").rename(path)
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        path, deadline = self.folder / key.replace("/", "-"), time.monotonic() + timeout_in_ms / 1e3
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            time.sleep(0.01)
+        return path.read_text()
+
+
+@dataclasses.dataclass
+class Process:
+    """What is special about a process.
+
+    Attributes:
+      gpus: of the host, in the order in which it sees them.
+      driver: options of its `FakeCuda`.
+      pool: options of its pools.
+      memory_limit: that its pools may grow to.
+      participant: values of its `Participant`.
+      answers: what functions return instead, by "module.name" or "module.class.name".
+      dies_in: a function, by such a name: the process is killed when it calls it.
+      late_s: how long it waits before it begins.
+    """
+
+    gpus: Sequence[int]
+    driver: dict[str, Any] = dataclasses.field(default_factory=dict)
+    pool: dict[str, Any] = dataclasses.field(default_factory=dict)
+    memory_limit: int = POOL_BYTES
+    participant: dict[str, Any] = dataclasses.field(default_factory=dict)
+    answers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dies_in: str = ""
+    late_s: float = 0.0
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a process.
+
+    Attributes:
+      domain: its domain, or the reason.
+      seconds: that the set-up took it.
+      received: the words that each process wrote into its heaps, and into its arrays.
+      left: what the set-up has left behind that it should not have.
+    """
+
+    domain: symmetric_memory.Domain | str
+    seconds: float
+    received: dict[int, tuple[list[int], list[int]]]
+    left: list[str]
+
+
+class Processes:
+    """Starts processes, quickly: a process that has imported everything forks into them."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", f"import {__name__} as it; it.serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+
+    def close(self) -> None:
+        self._server.communicate(timeout=60)
+
+    def run(
+        self, members: Sequence[Process], folder: Path, timeout_s: float = 20.0
+    ) -> list[Outcome | None]:
+        """Runs the set-up in processes, one for each member; None: it was killed."""
+        pickle.dump((list(members), str(folder), timeout_s), self._server.stdin)
+        self._server.stdin.flush()
+        outcomes: list[Outcome | None] = pickle.load(self._server.stdout)
+        return outcomes
+
+
+def serve() -> None:
+    """Does what `Processes` asks for on the standard input, until that ends."""
+    requests, replies = sys.stdin.buffer, sys.stdout.buffer
+    while requests.peek(1):
+        pickle.dump(_run_all(*pickle.load(requests)), replies)
+        replies.flush()
+
+
+def _run_all(members: list[Process], folder: str, timeout_s: float) -> list[Outcome | None]:
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in members]
+    started = []
+    for number, (_, there) in enumerate(pipes):
+        started.append(
+            context.Process(target=_run, args=(number, members, folder, timeout_s, there))
+        )
+        started[-1].start()
+    outcomes: list[Outcome | None] = []
+    for (here, there), process in zip(pipes, started, strict=True):
+        there.close()
+        process.join(4 * timeout_s)
+        assert process.exitcode is not None, "a process hangs"
+        outcomes.append(here.recv() if here.poll() and process.exitcode == 0 else None)
+        here.close()
+    return outcomes
+
+
+def sockets(folder: Path) -> list[str]:
+    """What there is of the set-up's own in a folder for temporary files."""
+    return glob.glob(f"{folder}/jax_ep-*")
+
+
+def _run(number: int, members: list[Process], folder: str, timeout_s: float, end: Any) -> None:
+    tempfile.tempdir = folder
+    me, store = members[number], Store(folder)
+    library = FakeCuda(list(me.gpus), **me.driver)
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(cuda_driver, "_libcuda", lambda: library))
+        if me.dies_in:
+            _patch(patches, me.dies_in, lambda *_, **__: os.kill(os.getpid(), 9))
+        for name, value in me.answers.items():
+            _patch(patches, name, lambda *_, value=value: value)
+        time.sleep(me.late_s)
+        end.send(_set_up(number, members, store, library, timeout_s))
+
+
+def _set_up(
+    number: int, members: list[Process], store: Store, library: FakeCuda, timeout_s: float
+) -> Outcome:
+    me = members[number]
+    devices = [
+        types.SimpleNamespace(
+            id=10 * number + ordinal,
+            local_hardware_id=ordinal,
+            memory_stats=lambda: {"bytes_limit": me.memory_limit},
+        )
+        for ordinal in range(len(me.gpus))
+    ]
+    arrays = {
+        device.id: library.pool(device.local_hardware_id, POOL_BYTES, **me.pool)
+        for device in devices
+    }
+    values = {
+        "process": number,
+        "devices": devices,
+        "others": [other for other in range(len(members)) if other != number],
+        "store": store,
+        "timeout_s": timeout_s,
+        "array_address": lambda device: arrays[device.id],
+        "jax_ep_version": "1",
+    }
+    participant = symmetric_memory.Participant(**values | me.participant)
+    before, begin = open_descriptors(), time.monotonic()
+    domain = symmetric_memory.set_up(participant)
+    seconds = time.monotonic() - begin
+    left = [f"{kind}: {n}" for kind, n in (open_descriptors() - before).items()]
+    left = [what for what in left if not what.startswith("/memfd") or isinstance(domain, str)]
+    if threading.active_count() > 1:
+        left.append("threads")
+    if library.memories:
+        left.append("handles")
+    if isinstance(domain, str):
+        if len(library.mappings) != len(arrays) or library.reserved:
+            left.append("mappings")
+        return Outcome(domain, seconds, {}, left)
+    return Outcome(domain, seconds, _write_to_all(domain, number, arrays, store), left)
+
+
+def _write_to_all(
+    domain: symmetric_memory.Domain, number: int, arrays: dict[int, int], store: Store
+) -> dict[int, tuple[list[int], list[int]]]:
+    """Each GPU writes into each one's heap and array, by what the header says; returns what came.
+
+    By device of this process: what is in its heap and in its array, by the writer's number.
+    """
+    addresses = " ".join(f"{device}:{address}" for device, address in arrays.items())
+    store.key_value_set(f"arrays/{number}", addresses)
+    of_device = {}
+    for process in domain.gpus_of_process:
+        for pair in store.blocking_key_value_get(f"arrays/{process}", 10_000).split():
+            of_device[int(pair.split(":")[0])] = int(pair.split(":")[1])
+    denied = {(one, other) for one, other, _ in domain.no_access}
+    own = [gpu for gpu in domain.gpus if gpu.process == number]
+    for ordinal, gpu in _by_ordinal(own):
+        heap = domain.base + gpu.number * domain.stride
+        for peer in domain.gpus:
+            if (gpu.number, peer.number) in denied:
+                continue
+            place, word = 8 * gpu.number, struct.pack("<Q", 100 * gpu.number + peer.number)
+            there = domain.base + peer.number * domain.stride + layout.HEADER_BYTES
+            cuda_driver.write(ordinal, there + place, word)
+            (delta,) = struct.unpack(
+                "<Q", cuda_driver.read(ordinal, heap + 8 * (layout.DELTA + peer.number), 8)
+            )
+            there = (of_device[peer.device_id] + delta) % 2**64
+            cuda_driver.write(ordinal, there + place, word)
+    store.key_value_set(f"written/{number}", "")
+    for process in domain.gpus_of_process:
+        store.blocking_key_value_get(f"written/{process}", 10_000)
+    received = {}
+    for ordinal, gpu in _by_ordinal(own):
+        places = (
+            domain.base + gpu.number * domain.stride + layout.HEADER_BYTES,
+            arrays[gpu.device_id],
+        )
+        heap, array = (cuda_driver.read(ordinal, place, 8 * domain.num_gpus) for place in places)
+        words = f"<{domain.num_gpus}Q"
+        received[gpu.number] = list(struct.unpack(words, heap)), list(struct.unpack(words, array))
+    return received
+
+
+def _by_ordinal(gpus: list[symmetric_memory.Gpu]) -> list[tuple[int, symmetric_memory.Gpu]]:
+    return [(gpu.device_id % 10, gpu) for gpu in gpus]
+
+
+def _patch(patches: contextlib.ExitStack, name: str, value: Any) -> None:
+    owner: Any = {"processes": processes, "symmetric_memory": symmetric_memory, "os": os}[
+        name.split(".")[0]
+    ]
+    *path, attribute = name.split(".")[1:]
+    for part in path:
+        owner = getattr(owner, part)
+    patches.enter_context(mock.patch.object(owner, attribute, value))
