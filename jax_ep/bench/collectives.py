@@ -36,15 +36,17 @@ from jax_ep.bench.timing import Loop
 from jax_ep.cli import command_flags
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
-from jax_ep.collectives import primitives
+from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
+from jax_ep.collectives.algorithms import ALGORITHMS
+from jax_ep.collectives.selection import Refusals
 from pallas_kernels.fabric.tiles import Plan
 
-OPERATIONS = tuple(primitives.ALGORITHMS)
+OPERATIONS = tuple(ALGORITHMS)
 # "fused" is one of two that are measured, and multicast is not for measuring unasked.
 MEASURED = {
     op: tuple(name for name in names if name not in ("fused", "multimem"))
-    for op, names in primitives.ALGORITHMS.items()
+    for op, names in ALGORITHMS.items()
 }
 LAX_NAMES = {
     "all_reduce": "lax.psum",
@@ -213,8 +215,8 @@ class _InPlaceLoop(Loop):
             total = jax.lax.psum(total, AXIS)
             out = []
             if others:
-                residual = primitives.add(total, others[0])
-                out = [primitives.rms_norm(residual, others[1], 1e-6, total.dtype), residual]
+                residual = xla.add_residual(total, others[0])
+                out = [xla.rms_norm(residual, others[1], 1e-6, total.dtype), residual]
             total, *out = jax.lax.optimization_barrier((total, *out))
             return total, after(link, [total, *out])
 
@@ -411,7 +413,7 @@ def _measure(
             "bytes": case.num_bytes,
             "column": column.name,
             "checked": _CHECK.value,
-            "auto": primitives.choose(case.op, None, case.x, case.ranks, _no_kernels(on_gpu)),
+            "auto": selection.choose(case.op, None, case.x, case.ranks, _no_kernels(on_gpu)),
         }
         records.append(record)
         if time.monotonic() - started > _SECONDS.value:
@@ -436,10 +438,10 @@ def _columns(case: Case, on_gpu: bool) -> list[Column]:
         serving = [
             name
             for name in MEASURED[op]
-            if not primitives.unavailable_reason(op, name, case.x, case.ranks, _no_kernels(on_gpu))
+            if not selection.unavailable_reason(op, name, case.x, case.ranks, _no_kernels(on_gpu))
         ]
     else:
-        serving = [name for name in names if name in primitives.ALGORITHMS[op]]
+        serving = [name for name in names if name in ALGORITHMS[op]]
     columns = [Column(name) for name in serving if case.ranks > 1 or name == "xla"]
     plans = [_plan(text) for text in _PLANS.value or []]
     kernels = [column for column in columns if column.algorithm not in ("xla", "multimem")]
@@ -448,8 +450,8 @@ def _columns(case: Case, on_gpu: bool) -> list[Column]:
     return columns
 
 
-def _no_kernels(on_gpu: bool) -> str | None:
-    return None if on_gpu else "the devices here are no GPUs"
+def _no_kernels(on_gpu: bool) -> Refusals:
+    return Refusals(None if on_gpu else "the devices here are no GPUs")
 
 
 def _plan(text: str) -> Plan:
@@ -458,7 +460,7 @@ def _plan(text: str) -> Plan:
 
 
 def _check_flags(ranks: Sequence[int], rows: Sequence[int]) -> None:
-    known = {name for names in primitives.ALGORITHMS.values() for name in names}
+    known = {name for names in ALGORITHMS.values() for name in names}
     measuring.check_names("ops", _OPS.value, OPERATIONS)
     measuring.check_names("algorithms", _ALGORITHMS.value or [], sorted(known))
     for text in _PLANS.value or []:

@@ -1,1 +1,11 @@
-"""all_reduce, all_gather, reduce_scatter and all_to_all between the ranks of a mesh axis."""
+"""Collectives between the ranks of a mesh axis that choose their algorithm; start at `api`."""
+
+from jax_ep.collectives.api import (
+    all_gather,
+    all_reduce,
+    all_reduce_rms_norm,
+    all_to_all,
+    reduce_scatter,
+)
+
+__all__ = ["all_gather", "all_reduce", "all_reduce_rms_norm", "all_to_all", "reduce_scatter"]

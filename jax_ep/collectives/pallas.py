@@ -1,7 +1,7 @@
-"""The collectives on the Pallas kernels: how payloads are padded and kernels are spread.
+"""The collectives as Pallas kernels: how payloads are padded and spread over thread blocks.
 
-What is here is policy; the kernels themselves are in `pallas_kernels`. The functions run inside
-`shard_map` over `axis_name`, on two ranks or more.
+The kernels are in `pallas_kernels.collectives`; this module holds the policy. Importing it loads
+Mosaic. Its collectives run inside `shard_map`, on two ranks or more.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.collectives import xla
+from jax_ep.collectives.algorithms import FUSED, is_low_latency
 from jax_ep.exchange import pallas as pallas_exchange
 from jax_ep.runtime import symmetric_memory
 from jax_ep.runtime.jax_compat import match_varying, place
@@ -24,9 +26,9 @@ from pallas_kernels.collectives import all_gather as all_gather_kernel
 from pallas_kernels.collectives import all_reduce as all_reduce_kernel
 from pallas_kernels.collectives import all_reduce_rms_norm as all_reduce_rms_norm_kernel
 from pallas_kernels.collectives import all_to_all as all_to_all_kernel
-from pallas_kernels.collectives import low_latency as ll_collectives
+from pallas_kernels.collectives import low_latency as low_latency_kernels
 from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
-from pallas_kernels.fabric import low_latency as ll
+from pallas_kernels.fabric import low_latency
 from pallas_kernels.fabric.fabric import Mesh
 from pallas_kernels.fabric.plan import align_up, vector_length
 from pallas_kernels.fabric.tiles import Plan, tile_length
@@ -50,7 +52,7 @@ _BYTES_OF_A_TRIP = 2**19
 
 @contextlib.contextmanager
 def forced_plan(plan: Plan | None) -> Iterator[None]:
-    """For benchmarks and tests: what is lowered within takes this plan instead of its own."""
+    """Makes programs that are lowered within use this plan; for benchmarks and tests."""
     token = _forced_plan.set(plan)
     try:
         yield
@@ -58,17 +60,18 @@ def forced_plan(plan: Plan | None) -> Iterator[None]:
         _forced_plan.reset(token)
 
 
-def is_ll(algorithm: str) -> bool:
-    """Whether it communicates by LL."""
-    return algorithm.endswith("ll")
-
-
 def payload_unavailable_reason(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> str | None:
-    """Why the kernel cannot serve such an x, or None if it can."""
+    """Returns why the kernel of an algorithm does not support x, or None if it does.
+
+    Args:
+      op, algorithm: as in `jax_ep.collectives.algorithms.ALGORITHMS`.
+      shape, dtype: those of a rank's x.
+      num_ranks: N.
+    """
     sums = op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm")
-    if (sums or is_ll(algorithm)) and dtype not in _DTYPES:
+    if (sums or is_low_latency(algorithm)) and dtype not in _DTYPES:
         names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
         return f"x is {jnp.dtype(dtype).name}, not one of {names}"
     if 0 in shape:
@@ -77,164 +80,207 @@ def payload_unavailable_reason(
         return f"x has {math.prod(shape)} elements, and the kernels count in 32 bits"
     if op == "all_reduce_rms_norm" and shape[-1] > _MAX_HIDDEN:
         return f"a row of {shape[-1]} elements is longer than {_MAX_HIDDEN}"
-    if is_ll(algorithm):
-        workers, slots = _ll_needs(op, algorithm, shape, dtype, num_ranks)
-        if workers > ll.MAX_WORKERS or slots > ll.MAX_SLOTS:
+    if is_low_latency(algorithm):
+        workers, slots = _workers_and_slots(op, algorithm, shape, dtype, num_ranks)
+        if workers > low_latency.MAX_WORKERS or slots > low_latency.MAX_SLOTS:
             return (
-                f"x, {shape} {jnp.dtype(dtype).name}, is more than LL has room for: {workers} "
-                f"workers with {slots} slots, where it has {ll.MAX_WORKERS} with {ll.MAX_SLOTS}"
+                f"x, {shape} {jnp.dtype(dtype).name}, is more than the low-latency protocol has "
+                f"room for: {workers} workers with {slots} slots, where it has "
+                f"{low_latency.MAX_WORKERS} with {low_latency.MAX_SLOTS}"
             )
     return None
 
 
+def _workers_and_slots(
+    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
+) -> tuple[int, int]:
+    """Returns the workers of a low-latency call, and the slots of each.
+
+    A worker is a warpgroup. It needs a slot for every tile that it receives from a peer.
+    """
+    trips = 2 if "two_shot" in algorithm else 1
+    if op == "all_reduce_rms_norm":
+        grid = _RowGrid.of(algorithm, math.prod(shape[:-1]), shape[-1], dtype, num_ranks)
+        tiles_of_row = -(-_num_tiles(shape[-1], dtype) // grid.num_warpgroups)
+        rows = 1 if trips == 2 else grid.rows_per_block
+        return grid.num_blocks * grid.num_warpgroups, trips * rows * tiles_of_row
+    sends_all_of_x = algorithm == "one_shot_ll" or op == "all_gather"
+    num_elements = math.prod(shape) if sends_all_of_x else -(-math.prod(shape) // num_ranks)
+    num_tiles = _num_tiles(num_elements, dtype)
+    tiles_of_worker = -(-num_tiles // low_latency.MAX_WORKERS)
+    return min(num_tiles, low_latency.MAX_WORKERS), trips * tiles_of_worker
+
+
 @dataclasses.dataclass(frozen=True)
-class Transport:
-    """Which kernels, between which ranks.
+class PallasCollectives:
+    """The collectives as kernels; see `jax_ep.collectives.primitives.Collectives`.
 
     Attributes:
-      algorithm: any but "xla", "unfused" and "multimem".
-      axis_name: of the ranks.
-      devices: the GPU at each place of the mesh; of matter to LL alone.
+      algorithm: one of the operation that is called, other than "xla".
+      axis_name: the mesh axes of the ranks.
+      devices: which GPU of this process is at each place of the mesh. Only the low-latency
+        protocol uses it.
     """
 
     algorithm: str
     axis_name: AxisName
     devices: tuple[int, ...] = ()
 
+    def all_reduce(self, x: jax.Array) -> jax.Array:
+        if self.algorithm == "multimem":
+            return _multimem_all_reduce(x, self.axis_name)
+        if self.algorithm.startswith("one_shot"):
+            flat = _pad(x.reshape(-1))
+            out = self._run(
+                all_reduce_kernel.one_shot, low_latency_kernels.one_shot, flat, flat.size
+            )
+        else:
+            num_ranks = self._fabric.num_ranks
+            shard = _padded_size(-(-x.size // num_ranks), x.dtype)
+            padding = shard * num_ranks - x.size
+            shards = jnp.pad(x.reshape(-1), (0, padding)) if padding else x
+            shards = shards.reshape(num_ranks, shard)
+            out = self._run(all_reduce_kernel.two_shot, low_latency_kernels.two_shot, shards, shard)
+        return out.reshape(-1)[: x.size].reshape(x.shape)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        flat = _pad(self._bits(x).reshape(-1))
+        kernels = all_gather_kernel.all_gather, low_latency_kernels.all_gather
+        out = self._run(*kernels, flat, flat.size)
+        out = out[:, : x.size].reshape(-1, *x.shape[1:])
+        return lax.bitcast_convert_type(out, x.dtype)
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        shards = x.reshape(self._fabric.num_ranks, -1)
+        padded = _pad(shards)
+        kernels = reduce_scatter_kernel.reduce_scatter, low_latency_kernels.reduce_scatter
+        out = self._run(*kernels, padded, padded.shape[1])
+        return out[: shards.shape[1]].reshape(-1, *x.shape[1:])
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        shards = self._bits(x).reshape(self._fabric.num_ranks, -1)
+        padded = _pad(shards)
+        kernels = all_to_all_kernel.all_to_all, low_latency_kernels.all_to_all
+        out = self._run(*kernels, padded, padded.size)
+        return lax.bitcast_convert_type(out[:, : shards.shape[1]].reshape(x.shape), x.dtype)
+
+    def all_reduce_rms_norm(
+        self, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        if self.algorithm not in FUSED:
+            return xla.unfused(self.all_reduce, x, residual, scale, eps=eps)
+        fabric, hidden, algorithm = self._fabric, x.shape[-1], self.algorithm
+        if algorithm == "fused":
+            algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
+        rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
+        num_rows, padded = rows.shape
+        grid = _RowGrid.of(algorithm, num_rows, padded, x.dtype, fabric.num_ranks)
+        plan = _forced_plan.get() or Plan(grid.num_blocks, grid.num_warpgroups)
+        two_shot = algorithm.startswith("fused_two_shot")
+        sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
+        if is_low_latency(algorithm):
+            operands = match_varying((place(), rows, old, weights[0]), self.axis_name)
+            results = all_reduce_rms_norm_kernel.all_reduce_rms_norm_ll(
+                *operands, channels=self._channels(), **sizes
+            )
+        else:
+            results = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
+                rows, old, weights[0], fabric=fabric, **sizes
+            )
+        normalized, new_residual = (out[:, :hidden].reshape(x.shape) for out in results)
+        return normalized, new_residual
+
     @property
-    def fabric(self) -> Mesh:
+    def _fabric(self) -> Mesh:
         return pallas_exchange.mesh_fabric(self.axis_name)
 
-    def channels(self) -> ll.Channels:
+    def _channels(self) -> low_latency.Channels:
         regions = symmetric_memory.here() if jax.default_backend() == "gpu" else None
         assert not isinstance(regions, str), regions
-        return ll.Channels(
-            self.fabric.axes(),
+        return low_latency.Channels(
+            self._fabric.axes(),
             self.devices,
             regions or symmetric_memory.elsewhere(len(self.devices)),
-            self.fabric.timeout_s,
+            self._fabric.timeout_s,
         )
 
-    def run(self, kernel: Kernel, by_ll: Kernel, x: jax.Array, size: int) -> jax.Array:
-        """One of two kernels on x [..., S].
+    def _run(
+        self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
+    ) -> jax.Array:
+        """Runs the kernel of the algorithm's protocol on x [..., S].
 
-        `size`: the elements that each rank's blocks go over; by LL they are S.
+        `num_elements`: how many the blocks of a rank process. With the low-latency protocol it is
+        S instead.
         """
-        if not is_ll(self.algorithm):
-            return kernel(x, fabric=self.fabric, plan=_plan(size, x.dtype))
+        if not is_low_latency(self.algorithm):
+            return kernel(x, fabric=self._fabric, plan=_plan(num_elements, x.dtype))
         here, x = match_varying((place(), x), self.axis_name)
-        plan = _plan(x.shape[-1], x.dtype, by_ll=True)
-        return by_ll(here, x, channels=self.channels(), plan=plan)
+        plan = _plan(x.shape[-1], x.dtype, for_low_latency=True)
+        return low_latency_kernel(here, x, channels=self._channels(), plan=plan)
+
+    def _bits(self, x: jax.Array) -> jax.Array:
+        """Returns x as the kernels that only move it take it: unsigned integers of any dtype.
+
+        The low-latency kernels take x as it is.
+        """
+        if is_low_latency(self.algorithm):
+            return x
+        return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
-def _ll_needs(
-    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
-) -> tuple[int, int]:
-    """The workers of a call, and the slots of each: of tiles that it receives from a peer."""
-    shots = 2 if "two_shot" in algorithm else 1
-    if op == "all_reduce_rms_norm":
-        num_rows, num_warpgroups = math.prod(shape[:-1]), _warpgroups_of_row(shape[-1], dtype)
-        rows = _ll_rows_per_block(num_rows, num_warpgroups, shots == 2, num_ranks)
-        tiles_of_row = -(-_num_tiles(shape[-1], dtype) // num_warpgroups)
-        tiles = tiles_of_row * (1 if shots == 2 else rows)
-        return -(-num_rows // rows) * num_warpgroups, shots * tiles
-    whole = algorithm == "one_shot_ll" or op == "all_gather"
-    num_tiles = _num_tiles(-(-math.prod(shape) // (1 if whole else num_ranks)), dtype)
-    return min(num_tiles, ll.MAX_WORKERS), shots * -(-num_tiles // ll.MAX_WORKERS)
+@dataclasses.dataclass(frozen=True)
+class _RowGrid:
+    """How all_reduce_rms_norm spreads its rows over thread blocks."""
+
+    rows_per_block: int
+    num_blocks: int
+    num_warpgroups: int
+
+    @classmethod
+    def of(cls, algorithm: str, num_rows: int, hidden: int, dtype: Any, num_ranks: int) -> _RowGrid:
+        num_warpgroups = min(_num_tiles(hidden, dtype), _MAX_WARPGROUPS)
+        if not is_low_latency(algorithm):
+            rows = -(-num_rows // _MAX_ROW_BLOCKS)
+        elif "two_shot" in algorithm:
+            rows = num_ranks
+        else:
+            rows = -(-num_rows // (low_latency.MAX_WORKERS // num_warpgroups))
+        return cls(rows, -(-num_rows // rows), num_warpgroups)
 
 
-def all_reduce(x: jax.Array, transport: Transport) -> jax.Array:
-    """Sums any shape over ranks."""
-    if transport.algorithm.startswith("one_shot"):
-        flat = _pad(x.reshape(-1))
-        out = transport.run(all_reduce_kernel.one_shot, ll_collectives.one_shot, flat, flat.size)
-    else:
-        num_ranks = transport.fabric.num_ranks
-        shard = _padded_size(-(-x.size // num_ranks), x.dtype)
-        padding = shard * num_ranks - x.size
-        shards = jnp.pad(x.reshape(-1), (0, padding)) if padding else x
-        shards = shards.reshape(num_ranks, shard)
-        out = transport.run(all_reduce_kernel.two_shot, ll_collectives.two_shot, shards, shard)
-    return out.reshape(-1)[: x.size].reshape(x.shape)
+def _multimem_all_reduce(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sums by JAX's own kernels: the NVLink switch sums float32 shards and broadcasts them."""
+    from jax.experimental.pallas.ops.gpu import all_gather_mgpu, reduce_scatter_mgpu
 
-
-def all_gather(x: jax.Array, transport: Transport) -> jax.Array:
-    """[n, ...] -> [N * n, ...]."""
-    flat = _pad(_to_move(x, transport).reshape(-1))
-    out = transport.run(all_gather_kernel.all_gather, ll_collectives.all_gather, flat, flat.size)
-    out = out[:, : x.size].reshape(-1, *x.shape[1:])
-    return lax.bitcast_convert_type(out, x.dtype)
-
-
-def reduce_scatter(x: jax.Array, transport: Transport) -> jax.Array:
-    """[N * n, ...] -> [n, ...]."""
-    shards = x.reshape(transport.fabric.num_ranks, -1)
-    padded = _pad(shards)
-    kernels = reduce_scatter_kernel.reduce_scatter, ll_collectives.reduce_scatter
-    out = transport.run(*kernels, padded, padded.shape[1])
-    return out[: shards.shape[1]].reshape(-1, *x.shape[1:])
-
-
-def all_to_all(x: jax.Array, transport: Transport) -> jax.Array:
-    """[N * n, ...] by destination -> [N * n, ...] by source."""
-    shards = _to_move(x, transport).reshape(transport.fabric.num_ranks, -1)
-    padded = _pad(shards)
-    kernels = all_to_all_kernel.all_to_all, ll_collectives.all_to_all
-    out = transport.run(*kernels, padded, padded.size)
-    return lax.bitcast_convert_type(out[:, : shards.shape[1]].reshape(x.shape), x.dtype)
-
-
-def all_reduce_rms_norm(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array,
-    transport: Transport,
-    *,
-    eps: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Sums [..., H] over ranks, adds the residual and normalizes; see `collectives`."""
-    fabric, hidden, algorithm = transport.fabric, x.shape[-1], transport.algorithm
-    if algorithm == "fused":
-        algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
-    rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
-    num_rows, padded = rows.shape
-    num_warpgroups = _warpgroups_of_row(padded, x.dtype)
-    two_shot = algorithm.startswith("fused_two_shot")
-    if is_ll(algorithm):
-        rows_per_block = _ll_rows_per_block(num_rows, num_warpgroups, two_shot, fabric.num_ranks)
-    else:
-        rows_per_block = -(-num_rows // _MAX_ROW_BLOCKS)
-    plan = _forced_plan.get() or Plan(-(-num_rows // rows_per_block), num_warpgroups)
-    sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
-    if is_ll(algorithm):
-        operands = match_varying((place(), rows, old, weights[0]), transport.axis_name)
-        normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm_ll(
-            *operands, channels=transport.channels(), **sizes
-        )
-    else:
-        normalized, new_residual = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
-            rows, old, weights[0], fabric=fabric, **sizes
-        )
-    normalized, new_residual = (out[:, :hidden] for out in (normalized, new_residual))
-    return normalized.reshape(x.shape), new_residual.reshape(x.shape)
+    num_ranks, num_blocks = lax.axis_size(axis_name), 32
+    multiple = num_ranks * 128 * 8
+    flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
+    shard = reduce_scatter_mgpu.reduce_scatter(
+        flat.astype(jnp.float32), axis_name=axis_name, num_blocks=num_blocks
+    )
+    out = all_gather_mgpu.all_gather(
+        shard.astype(x.dtype), axis_name=axis_name, num_blocks=num_blocks
+    )
+    return out[: x.size].reshape(x.shape)
 
 
 def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
-    """Two shots are worth their second trip once one shot's reads take longer."""
+    """Picks two shots where one shot's longer reads take more time than a second trip."""
     saved = (num_ranks - 1) * (1 - 2 / num_ranks) * num_bytes
     return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
 
 
-def _plan(num_elements: int, dtype: Any, *, by_ll: bool = False) -> Plan:
-    """For so many elements that each rank's blocks have to go over; every block gets as many.
+def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> Plan:
+    """Returns how the elements of a rank are spread over blocks, each with as many tiles.
 
-    By LL a warpgroup takes one tile at a time, and there are no more workers than it has slots for.
+    With the low-latency protocol a warpgroup takes one tile at a time, and there are no more
+    warpgroups than the protocol has slots for.
     """
     if forced := _forced_plan.get():
         return forced
-    max_blocks = ll.MAX_WORKERS // _MAX_WARPGROUPS if by_ll else _MAX_BLOCKS
+    max_blocks = low_latency.MAX_WORKERS // _MAX_WARPGROUPS if for_low_latency else _MAX_BLOCKS
     num_tiles, num_vectors = _num_tiles(num_elements, dtype), 1
-    if num_tiles > _MANY_ROUNDS * max_blocks * _MAX_WARPGROUPS and not by_ll:
+    if num_tiles > _MANY_ROUNDS * max_blocks * _MAX_WARPGROUPS and not for_low_latency:
         num_tiles, num_vectors = -(-num_tiles // 2), 2
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
     rounds = -(-num_tiles // (max_blocks * num_warpgroups))
@@ -245,29 +291,14 @@ def _num_tiles(num_elements: int, dtype: Any) -> int:
     return -(-num_elements // tile_length(dtype))
 
 
-def _warpgroups_of_row(hidden: int, dtype: Any) -> int:
-    return min(_num_tiles(hidden, dtype), _MAX_WARPGROUPS)
-
-
-def _ll_rows_per_block(num_rows: int, num_warpgroups: int, two_shot: bool, num_ranks: int) -> int:
-    return num_ranks if two_shot else -(-num_rows // (ll.MAX_WORKERS // num_warpgroups))
-
-
 def _padded_size(size: int, dtype: Any) -> int:
-    """Whole vectors, and at least one tile."""
+    """Rounds up to whole vectors and to at least one tile."""
     forced = _forced_plan.get()
     num_vectors = forced.num_vectors if forced else 1
     return max(align_up(size, vector_length(dtype)), tile_length(dtype, num_vectors))
 
 
 def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:
-    """Pads the last axis with zeros, as needed for elements of `dtype` (default: x's)."""
+    """Pads the last axis with zeros to the size that elements of `dtype` (default: x's) need."""
     padding = _padded_size(x.shape[-1], dtype or x.dtype) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x
-
-
-def _to_move(x: jax.Array, transport: Transport) -> jax.Array:
-    """x as unsigned integers: what is only moved is not converted, whatever its dtype."""
-    if is_ll(transport.algorithm):
-        return x
-    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")

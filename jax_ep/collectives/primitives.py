@@ -1,4 +1,4 @@
-"""The JAX primitives of the collectives: shapes, varying-axes types, and which algorithm serves.
+"""The JAX primitives of the collectives: shapes, varying axes, transposes and lowering.
 
 Five primitives, all without effects, all called inside `shard_map` over `axis_name`, N ranks:
 
@@ -8,208 +8,155 @@ Five primitives, all without effects, all called inside `shard_map` over `axis_n
   ep_all_to_all           x [N * n, ...]                        -> [N * n, ...]
   ep_all_reduce_rms_norm  x [..., H], residual [..., H], scale  -> normalized, new_residual
 
-The first four are linear and know their transposes. Each primitive lowers to the Pallas kernels
-where they serve and, if no algorithm is named, where the table says that they are faster; and to
-XLA's collectives everywhere else.
+The first four are linear and have transposes. Each primitive lowers to the algorithm that
+`jax_ep.collectives.selection.choose` names.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_ep.collectives import pallas as pallas_collectives
-from jax_ep.collectives import table
-from jax_ep.collectives.pallas import Transport
-from jax_ep.runtime import availability, jax_compat, multicast, symmetric_memory
+from jax_ep.collectives import selection
+from jax_ep.collectives.algorithms import Algorithm
+from jax_ep.collectives.selection import Refusals
+from jax_ep.collectives.xla import AxisName, XlaCollectives
+from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varying, varying_axes
 
-AxisName = tuple[str, ...]
-Algorithm = str | None
 
-FUSED = (
-    "fused",
-    "fused_one_shot_ll",
-    "fused_two_shot_ll",
-    "fused_one_shot",
-    "fused_two_shot",
-)
-# "xla" and None are served everywhere, "multimem" by JAX's own kernels, the others by ours.
-ALGORITHMS: dict[str, tuple[str, ...]] = {
-    "all_reduce": ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla", "multimem"),
-    "all_gather": ("ll", "direct", "xla"),
-    "reduce_scatter": ("ll", "direct", "xla"),
-    "all_to_all": ("ll", "direct", "xla"),
-    "all_reduce_rms_norm": (*FUSED, "unfused", "xla"),
-}
+class Collectives(Protocol):
+    """The collectives of one algorithm between the ranks of some mesh axes.
 
-
-def xla(op: str, x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The collective as XLA offers it."""
-    if op == "all_reduce":
-        return lax.psum(x, axis_name)
-    if op == "all_gather":
-        return lax.all_gather(x, axis_name, axis=0, tiled=True)
-    if op == "reduce_scatter":
-        return lax.psum_scatter(x, axis_name, scatter_dimension=0, tiled=True)
-    return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
-    """Normalizes the last axis by its root mean square, in float32, and scales it."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    x = x.astype(wide)
-    factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return (x * factor * scale.astype(wide)).astype(dtype)
-
-
-def add(total: jax.Array, residual: jax.Array) -> jax.Array:
-    """The sum in float32, in residual's dtype."""
-    wide = jnp.promote_types(residual.dtype, jnp.float32)
-    return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
-
-
-def unavailable_reason(
-    op: str, algorithm: str, x: Any, num_ranks: int, here: str | None
-) -> str | None:
-    """Why the algorithm cannot serve x, or None if it can; "xla" and "unfused" always can.
-
-    `here`: why no kernel can serve, if that is known.
-    """
-    if algorithm in ("xla", "unfused"):
-        return None
-    if here is not None:
-        return here
-    if reason := pallas_collectives.payload_unavailable_reason(
-        op, algorithm, x.shape, x.dtype, num_ranks
-    ):
-        return reason
-    if reason := availability.tracing_unavailable_reason():
-        return reason
-    if jax.default_backend() != "gpu":  # this lowers for a machine that is not here
-        return None
-    if algorithm == "multimem":
-        return multicast.unavailable_reason()
-    if reason := availability.unavailable_reason():
-        return reason
-    if pallas_collectives.is_ll(algorithm):
-        regions = symmetric_memory.here()
-        return regions if isinstance(regions, str) else None
-    return None
-
-
-def choose(
-    op: str,
-    algorithm: Algorithm,
-    x: Any,
-    num_ranks: int,
-    here: str | None,
-    ll: str | None = None,
-) -> str:
-    """The algorithm that serves x; ValueError, with the reason, if it was named and cannot.
-
-    `ll`: why none by LL can serve, if that is known.
+    Each method runs inside `shard_map` and has the shapes of the primitive of its name.
     """
 
-    def reason(name: str) -> str | None:
-        of_ll = ll if pallas_collectives.is_ll(name) else None
-        return of_ll or unavailable_reason(op, name, x, num_ranks, here)
+    def all_reduce(self, x: jax.Array) -> jax.Array: ...
 
-    if algorithm is not None:
-        if why := reason(algorithm):
-            raise ValueError(f'{op}: algorithm="{algorithm}" cannot serve here: {why}.')
-        return algorithm
-    if jax.default_backend() != "gpu":
-        return "xla"  # what is fast on a machine that is not here was not measured
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    num_bytes = x.size * x.dtype.itemsize * (num_ranks if op == "all_gather" else 1)
-    return table.lookup(
-        op, num_ranks, num_bytes, capability, serves=lambda name: reason(name) is None
-    )
+    def all_gather(self, x: jax.Array) -> jax.Array: ...
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array: ...
+
+    def all_to_all(self, x: jax.Array) -> jax.Array: ...
+
+    def all_reduce_rms_norm(
+        self, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]: ...
 
 
-def _ll_unavailable_reason(program: Program) -> str | None:
-    """Why nothing by LL can serve in the program that is being lowered, if that is seen from it."""
-    if program.for_export:
-        return "its program holds addresses of this process, and is to be exported"
-    mesh = program.mesh
-    if jax.default_backend() == "gpu" and mesh is not None and _is_here(mesh):
-        if reason := jax_compat.devices_unavailable_reason():
-            return reason
-        if isinstance(mesh, jax.sharding.AbstractMesh):
-            return (
-                "it needs to know the order of the GPUs, and shard_map was given an abstract mesh"
-            )
-    return None
+class LinearCollective(NamedTuple):
+    """One of the four linear collectives.
+
+    Attributes:
+      name: as in `jax_ep.collectives.algorithms.ALGORITHMS`.
+      run: calls the method of that name.
+      primitive: binds x, with the parameters axis_name, num_ranks and algorithm.
+    """
+
+    name: str
+    run: Callable[[Collectives, jax.Array], jax.Array]
+    primitive: Primitive
 
 
-def _is_here(mesh: Any) -> bool:
-    """Whether a mesh may be of the devices of this machine: a larger one is for another."""
-    return mesh.size <= jax.device_count()
+def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Primitive:
+    """Returns the primitive that computes `run(collectives, *operands)` for the chosen algorithm.
+
+    `rules`: of `jax_compat.define_primitive`.
+    """
+
+    def lower(
+        program: Program,
+        *operands: Any,
+        axis_name: AxisName,
+        algorithm: Algorithm,
+        num_ranks: int,
+        **params: Any,
+    ) -> Any:
+        x, refusals = program.operand_types[0], Refusals.of_program(program, axis_name)
+        chosen = selection.choose(op, algorithm, x, num_ranks, refusals)
+        if chosen == "unfused":
+            chosen = selection.choose("all_reduce", None, x, num_ranks, refusals)
+        function = functools.partial(run, _collectives(chosen, axis_name, program.devices))
+        return program.lower_by_position(function, *operands, **params)
+
+    def inline(
+        x: jax.Array,
+        *operands: jax.Array,
+        axis_name: AxisName,
+        algorithm: Algorithm,
+        num_ranks: int,
+        **params: Any,
+    ) -> list[jax.Array]:
+        refusals = Refusals(availability.jax_unavailable_reason())
+        selection.choose(op, algorithm, x, num_ranks, refusals)  # raises if a kernel was named
+        return run(XlaCollectives(axis_name), x, *operands, **params)
+
+    return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)
+
+
+def _collectives(algorithm: str, axis_name: AxisName, devices: tuple[int, ...]) -> Collectives:
+    if algorithm == "xla":
+        return XlaCollectives(axis_name)
+    # Imported here because it loads Mosaic, which only programs for GPUs need.
+    from jax_ep.collectives.pallas import PallasCollectives
+
+    return PallasCollectives(algorithm, axis_name, devices)
 
 
 def lowered_for_devices(x: jax.Array) -> jax.Array:
-    """x, in a program that is lowered anew for other GPUs of this machine.
+    """Returns x; makes JAX lower the program again for other GPUs of this machine.
 
-    LL knows the GPUs by number when a program is lowered.
+    Programs with the low-latency protocol address GPUs by number.
     """
-    if jax.default_backend() == "gpu" and _is_here(jax.sharding.get_abstract_mesh()):
+    if selection.is_of_this_machine(jax.sharding.get_abstract_mesh()):
         return jax_compat.lowered_anew_for_other_devices(x)
     return x
 
 
-# What each primitive computes.
+def _linear(
+    name: str,
+    run: Callable[[Collectives, jax.Array], jax.Array],
+    result: Callable[[Any, int, AxisName], Any],
+    transpose: Callable[..., jax.Array],
+) -> LinearCollective:
+    """Returns a linear collective with its primitive.
 
+    Args:
+      name: of the collective.
+      run: calls its method.
+      result: maps x's type, N and the axes to the result's type.
+      transpose: maps a cotangent, x's type and the primitive's parameters to x's cotangent.
+    """
 
-def _run(transport: Transport, op: str, x: jax.Array) -> list[jax.Array]:
-    if transport.algorithm == "xla":
-        return [xla(op, x, transport.axis_name)]
-    if transport.algorithm == "multimem":
-        return [_multimem(x, transport.axis_name)]
-    return [getattr(pallas_collectives, op)(x, transport)]
+    def abstract_eval(x, *, axis_name, algorithm, num_ranks):
+        return [result(x, num_ranks, axis_name)]
 
+    def transpose_rule(cotangents, x, **params):
+        return [transpose(cotangents[0], x.aval, **params)]
 
-def _run_rms_norm(
-    transport: Transport,
-    op: str,
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array,
-    *,
-    eps: float,
-) -> list[jax.Array]:
-    if transport.algorithm in FUSED:
-        return list(getattr(pallas_collectives, op)(x, residual, scale, transport, eps=eps))
-    (total,) = _run(transport, "all_reduce", x)
-    new_residual = add(total, residual)
-    return [rms_norm(new_residual, scale, eps, x.dtype), new_residual]
+    def batch(operands, axes, **params):
+        # The collective is along the leading axis, so the batch axis goes last.
+        (x,), (axis,) = operands, axes
+        return primitive.bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
 
-
-def _multimem(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """JAX's own kernels: the switch sums float32 shards, and broadcasts them rounded."""
-    from jax.experimental.pallas.ops.gpu import all_gather_mgpu, reduce_scatter_mgpu
-
-    num_ranks, num_blocks = lax.axis_size(axis_name), 32
-    multiple = num_ranks * 128 * 8
-    flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
-    shard = reduce_scatter_mgpu.reduce_scatter(
-        flat.astype(jnp.float32), axis_name=axis_name, num_blocks=num_blocks
+    primitive = _primitive(
+        name,
+        lambda collectives, x: [run(collectives, x)],
+        abstract_eval=abstract_eval,
+        transpose=transpose_rule,
+        batch=batch,
     )
-    out = all_gather_mgpu.all_gather(
-        shard.astype(x.dtype), axis_name=axis_name, num_blocks=num_blocks
-    )
-    return out[: x.size].reshape(x.shape)
+    return LinearCollective(name, run, primitive)
 
 
-# What each primitive returns: shape and the axes it varies over, from those of x.
+# Types of the results.
 
 
-def _like_x(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+def _same(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
     return result_type(x, x.shape)
 
 
@@ -225,75 +172,56 @@ def _scattered(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
     return result_type(x, (x.shape[0] // num_ranks, *x.shape[1:]))
 
 
-def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Primitive:
-    def lower(program: Program, x, *operands, axis_name, algorithm, num_ranks, **params):
-        here = availability.program_unavailable_reason(program, axis_name)
-        aval, ll = program.operand_types[0], _ll_unavailable_reason(program)
-        serving = choose(op, algorithm, aval, num_ranks, here, ll)
-        if serving == "unfused":
-            serving = choose("all_reduce", None, aval, num_ranks, here, ll)
-        transport = Transport(serving, axis_name, program.devices)
-        function = functools.partial(run, transport, op)
-        return program.lower_by_position(function, x, *operands, **params)
-
-    def inline(x, *operands, axis_name, algorithm, num_ranks, **params):
-        here = availability.jax_unavailable_reason()
-        choose(op, algorithm, x, num_ranks, here)  # raises if it was named
-        return run(Transport("xla", axis_name), op, x, *operands, **params)
-
-    return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)
-
-
-def _linear_primitive(
-    op: str, result: Callable[..., Any], transpose: Callable[..., jax.Array]
-) -> Primitive:
-    def abstract_eval(x, *, axis_name, algorithm, num_ranks):
-        return [result(x, num_ranks, axis_name)]
-
-    def transpose_rule(cotangents, x, **params):
-        return [transpose(cotangents[0], x.aval, **params)]
-
-    def batch(operands, axes, **params):
-        # The leading axis is the one that is gathered and scattered: a batch goes last.
-        (x,), (axis,) = operands, axes
-        return primitive.bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
-
-    primitive = _primitive(
-        op, _run, abstract_eval=abstract_eval, transpose=transpose_rule, batch=batch
-    )
-    return primitive
+# Transposes.
 
 
 def _transpose_all_reduce(g, x, *, axis_name, **params):
-    """lax.psum's: where types vary, one cotangent serves all ranks; else each rank has its own."""
+    """Transposes as lax.psum does.
+
+    Where varying axes are tracked, the ranks share one cotangent. Otherwise each has its own, and
+    they are summed.
+    """
     if varying := varying_axes(x):
         return to_varying(g, varying - varying_axes(g))
-    return ep_all_reduce_p.bind(g, axis_name=axis_name, **params)[0]
+    return ALL_REDUCE.primitive.bind(g, axis_name=axis_name, **params)[0]
 
 
-def _transpose_to(name: str) -> Callable[..., jax.Array]:
-    def transpose(g, x, **params):
-        del x
-        return globals()[name].bind(g, **params)[0]
-
-    return transpose
+def _transpose_all_gather(g, x, **params):
+    return REDUCE_SCATTER.primitive.bind(g, **params)[0]
 
 
-ep_all_reduce_p = _linear_primitive("all_reduce", _reduced, _transpose_all_reduce)
-ep_all_gather_p = _linear_primitive("all_gather", _gathered, _transpose_to("ep_reduce_scatter_p"))
-ep_reduce_scatter_p = _linear_primitive(
-    "reduce_scatter", _scattered, _transpose_to("ep_all_gather_p")
+def _transpose_reduce_scatter(g, x, **params):
+    return ALL_GATHER.primitive.bind(g, **params)[0]
+
+
+def _transpose_all_to_all(g, x, **params):
+    return ALL_TO_ALL.primitive.bind(g, **params)[0]
+
+
+ALL_REDUCE = _linear(
+    "all_reduce", lambda collectives, x: collectives.all_reduce(x), _reduced, _transpose_all_reduce
 )
-ep_all_to_all_p = _linear_primitive("all_to_all", _like_x, _transpose_to("ep_all_to_all_p"))
-PRIMITIVES = {
-    "all_reduce": ep_all_reduce_p,
-    "all_gather": ep_all_gather_p,
-    "reduce_scatter": ep_reduce_scatter_p,
-    "all_to_all": ep_all_to_all_p,
-}
+ALL_GATHER = _linear(
+    "all_gather", lambda collectives, x: collectives.all_gather(x), _gathered, _transpose_all_gather
+)
+REDUCE_SCATTER = _linear(
+    "reduce_scatter",
+    lambda collectives, x: collectives.reduce_scatter(x),
+    _scattered,
+    _transpose_reduce_scatter,
+)
+ALL_TO_ALL = _linear(
+    "all_to_all", lambda collectives, x: collectives.all_to_all(x), _same, _transpose_all_to_all
+)
 
 
-def _rms_norm_types(x, residual, scale, **_):
+def _run_rms_norm(
+    collectives: Collectives, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
+) -> list[jax.Array]:
+    return list(collectives.all_reduce_rms_norm(x, residual, scale, eps=eps))
+
+
+def _rms_norm_types(x: Any, residual: Any, scale: Any, **_: Any) -> list[Any]:
     return [result_type(x, x.shape, varying=varying_axes(residual)), residual]
 
 

@@ -1,8 +1,8 @@
-"""Which algorithm of a collective is the fastest: a table of what was measured.
+"""The table of measured times that tells which algorithm of a collective is the fastest.
 
 `python -m jax_ep bench collectives --write_table FILE` writes entries into a table of this form,
-a JSON object. The one that is shipped is `table.json`, next to this module; a program takes another
-one from the file that the environment's JAX_EP_COLLECTIVES_TABLE names:
+a JSON object. `table.json`, next to this module, is used unless the environment variable
+JAX_EP_COLLECTIVES_TABLE names another file:
 
     {"9.0":                                  compute capability: a GPU generation
       {"all_reduce":                         operation
@@ -10,7 +10,8 @@ one from the file that the environment's JAX_EP_COLLECTIVES_TABLE names:
           {"choices": [[65536, "one_shot"],  up to 65536 bytes
                        [2097152, "two_shot"],
                        [null, "xla"]],       beyond
-           "machine": ..., "date": ..., "jax": ..., "us": {...}}}}}   where it comes from
+           "us": {"65536": {"one_shot": 9.5, "xla": 20.1}},     microseconds by bytes; optional
+           "machine": ..., "date": ..., "jax": ...}}}}          where it comes from; optional
 
 Bytes are those of the whole array: x of all_reduce, reduce_scatter, all_to_all and
 all_reduce_rms_norm, and the result of all_gather.
@@ -24,23 +25,104 @@ import json
 import math
 import os
 import pathlib
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax_ep.collectives.algorithms import ALGORITHMS
+
 FILE_NAME = "table.json"
+VARIABLE = "JAX_EP_COLLECTIVES_TABLE"
 Choices = list[tuple[int | None, str]]
 
-_CLEARLY_FASTER = 0.97  # of lax's own time: above that the difference may be the measurement's
+
+_CLEARLY_FASTER = 0.97  # of XLA's time: above that the difference may be the measurement's
+
+
+def current() -> dict[str, Any]:
+    """Returns the table of the file that JAX_EP_COLLECTIVES_TABLE names, or the shipped one.
+
+    Raises:
+      ValueError: the file that JAX_EP_COLLECTIVES_TABLE names cannot be read or is no such table.
+    """
+    path = os.environ.get(VARIABLE)
+    return _read(path) if path else _shipped()
 
 
 @functools.cache
-def current() -> dict[str, Any]:
-    """The table of the file that JAX_EP_COLLECTIVES_TABLE names, or the shipped one."""
-    path = os.environ.get("JAX_EP_COLLECTIVES_TABLE")
-    file = (
-        pathlib.Path(path) if path else importlib.resources.files("jax_ep.collectives") / FILE_NAME
-    )
+def _shipped() -> dict[str, Any]:
+    file = importlib.resources.files("jax_ep.collectives") / FILE_NAME
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _read(path: str) -> dict[str, Any]:
+    try:
+        table = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        _check(table)
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except ValueError as error:  # from here, json or the encoding
+        problem = f"holds no table of collectives: {error}"
+    else:
+        return table
+    raise ValueError(
+        f"{VARIABLE}={path!r} {problem}. Name a file that `python -m jax_ep bench collectives "
+        "--write_table FILE` wrote, or unset the variable."
+    )
+
+
+def _check(table: Any) -> None:
+    """Raises ValueError unless it is a table; the message names the place in it."""
+    for capability, operations in _items(table, "the file"):
+        for op, by_ranks in _items(operations, capability):
+            if op not in ALGORITHMS:
+                raise ValueError(f"{capability}: {op!r} is not one of {tuple(ALGORITHMS)}")
+            for ranks, entry in _items(by_ranks, f"{capability}: {op}"):
+                where = f"{capability}: {op}: {ranks}"
+                if not ranks.isdecimal() or int(ranks) < 1:
+                    raise ValueError(f"{where!r} ends in no number of ranks")
+                fields = dict(_items(entry, where))
+                _check_choices(fields.get("choices"), op, where)
+                for size, times in _items(fields.get("us", {}), f"{where}: us"):
+                    if not size.isdecimal():
+                        raise ValueError(f"{where}: us: {size!r} is no number of bytes")
+                    for name, us in _items(times, f"{where}: us: {size}"):
+                        _check_algorithm(name, op, where)
+                        if not isinstance(us, (int, float)) or not us > 0:
+                            raise ValueError(f"{where}: us: {size}: {name}: {us!r} is no time")
+
+
+def _items(value: Any, where: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object, but is {reprlib.repr(value)}")
+    return list(value.items())
+
+
+def _check_choices(choices: Any, op: str, where: str) -> None:
+    if not isinstance(choices, list) or not choices:
+        raise ValueError(
+            f"{where}: choices must be a list of [bytes or null, algorithm], but is "
+            f"{reprlib.repr(choices)}"
+        )
+    for choice in choices:
+        if (
+            not isinstance(choice, list)
+            or len(choice) != 2
+            or not (choice[0] is None or type(choice[0]) is int)
+        ):
+            raise ValueError(
+                f"{where}: a choice must be [bytes or null, algorithm], but is "
+                f"{reprlib.repr(choice)}"
+            )
+        _check_algorithm(choice[1], op, where)
+
+
+def _check_algorithm(name: Any, op: str, where: str) -> None:
+    if name not in ALGORITHMS[op]:
+        raise ValueError(
+            f"{where}: unknown algorithm {name!r}; {op} has {', '.join(ALGORITHMS[op])}"
+        )
 
 
 def lookup(
@@ -49,13 +131,20 @@ def lookup(
     num_bytes: int,
     compute_capability: str | None,
     table: Mapping[str, Any] | None = None,
-    serves: Callable[[str], bool] = lambda algorithm: True,
+    can_run: Callable[[str], bool] = lambda algorithm: True,
 ) -> str:
-    """The fastest algorithm that serves; "xla" where nothing was measured on such a GPU.
+    """Returns the fastest algorithm that can run; "xla" where nothing was measured on such a GPU.
 
-    A number of ranks that was not measured is taken for the next larger one that was, and for the
-    largest one if there is none. Where the fastest one does not serve, the measured times tell
-    which of the others is the fastest.
+    For a number of ranks that was not measured it takes the next larger one that was, or the
+    largest. Where the fastest algorithm cannot run, it ranks the others by their measured times.
+
+    Args:
+      op: the operation.
+      num_ranks: N.
+      num_bytes: of the whole array.
+      compute_capability: of the GPUs, as "9.0"; None for other devices.
+      table: as `current` returns it, which is the default.
+      can_run: tells whether an algorithm can run.
     """
     table = current() if table is None else table
     measured = table.get(compute_capability or "", {}).get(op, {})
@@ -65,10 +154,10 @@ def lookup(
     nearest = next((count for count in counts if count >= num_ranks), counts[-1])
     entry = measured[str(nearest)]
     best = _of_size(entry["choices"], num_bytes)
-    if serves(best):
+    if can_run(best):
         return best
     times = {
-        int(size): {name: us for name, us in at_size.items() if name == "xla" or serves(name)}
+        int(size): {name: us for name, us in at_size.items() if name == "xla" or can_run(name)}
         for size, at_size in entry.get("us", {}).items()
         if "xla" in at_size
     }
@@ -80,17 +169,17 @@ def _of_size(ranges: Choices, num_bytes: int) -> str:
 
 
 def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choices:
-    """The ranges of bytes in which each algorithm is the fastest.
+    """Returns the ranges of bytes in which each algorithm is the fastest.
 
     Args:
       sizes: bytes, increasing.
-      times: for each size, every algorithm's time; "xla" is one of them.
+      times: for each size, the microseconds of every algorithm; "xla" is one of them.
 
     Returns:
-      (limit, algorithm): up to so many bytes this one; the last limit is None. Between two sizes
-      with different winners the limit is where their times, straight lines between the two sizes
-      on logarithmic scales, cross. All of this with 97 % of lax's own time, so that nothing is
-      chosen that is not clearly faster.
+      Pairs (limit, algorithm): the algorithm is the fastest up to that many bytes; the last limit
+      is None. Between two sizes with different winners the limit is where their times cross, each
+      interpolated linearly on logarithmic scales. XLA's times count as 97 % of what was measured,
+      so an algorithm is chosen only where it is clearly faster.
     """
     winners = [fastest(at_size) for at_size in times]
     times = [_with_bonus(at_size) for at_size in times]
@@ -102,7 +191,7 @@ def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choic
 
 
 def fastest(times: Mapping[str, float]) -> str:
-    """The algorithm with the least time; "xla" unless another one is clearly faster."""
+    """Returns the algorithm with the least time; "xla" unless another is clearly faster."""
     times = _with_bonus(times)
     return min(times, key=lambda name: (times[name], name != "xla"))
 
@@ -114,7 +203,7 @@ def _with_bonus(times: Mapping[str, float]) -> dict[str, float]:
 def _crossing(
     sizes: Sequence[int], times: Sequence[Mapping[str, float]], i: int, first: str, second: str
 ) -> int:
-    """Bytes between sizes i and i + 1 from where on `second` is faster than `first`."""
+    """Returns the bytes between sizes i and i + 1 above which `second` beats `first`."""
     try:
         here, there = (math.log(times[j][second]) - math.log(times[j][first]) for j in (i, i + 1))
     except KeyError:  # one of the two was not measured at both sizes

@@ -20,8 +20,8 @@ import jax_ep.cli
 from jax_ep.bench import collectives as bench_collectives
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import table as collectives_table
+from jax_ep.collectives.algorithms import ALGORITHMS
 from jax_ep.collectives.api import all_reduce_rms_norm
-from jax_ep.collectives.primitives import ALGORITHMS
 from jax_ep.runtime import availability, multicast
 
 AXIS = "expert"
@@ -376,7 +376,7 @@ def test_an_algorithm_that_cannot_serve_says_why(op, algorithm):
     apply = function(op, algorithm)
     if op == "all_reduce_rms_norm":
         apply = lambda x: all_reduce_rms_norm(x, x, x[0], AXIS, algorithm=algorithm)[0]  # noqa: E731
-    needs = rf'{op}: algorithm="{algorithm}" cannot serve here: it needs NVIDIA GPUs'
+    needs = rf'{op}: algorithm="{algorithm}" cannot run here: it needs NVIDIA GPUs'
     with pytest.raises(ValueError, match=needs):
         run(apply, 2, normal((2, 4, 8)))
 

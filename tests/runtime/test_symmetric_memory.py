@@ -18,9 +18,10 @@ from support.fake_cuda import FakeCuda, open_descriptors
 from support.meshes import cuda_mesh, expert_mesh
 
 from jax_ep.collectives import api as collectives
-from jax_ep.collectives import primitives
+from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.pallas import payload_unavailable_reason
+from jax_ep.collectives.selection import Refusals
 from jax_ep.runtime import availability, cuda_driver, jax_compat, symmetric_memory
 from pallas_kernels.fabric import layout
 from pallas_kernels.fabric import low_latency as ll
@@ -64,7 +65,7 @@ def collective(op: str, algorithm: str | None) -> Any:
 @pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels serve here")
 @pytest.mark.parametrize(("op", "algorithm"), BY_LL)
 def test_a_mesh_of_cpus_is_refused(op, algorithm):
-    message = rf'{op}: algorithm="{algorithm}" cannot serve here: it needs NVIDIA GPUs'
+    message = rf'{op}: algorithm="{algorithm}" cannot run here: it needs NVIDIA GPUs'
     with pytest.raises(ValueError, match=message):
         mapped(collective(op, algorithm), expert_mesh(2)).trace(jnp.zeros((8, 512)))
 
@@ -89,14 +90,18 @@ def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
     step = num_ranks * 8
     assert payload_unavailable_reason(op, algorithm, (per_rank,), dtype, num_ranks) is None
     reason = payload_unavailable_reason(op, algorithm, (per_rank + step,), dtype, num_ranks)
-    assert f"x, ({per_rank + step},) {dtype.name}, is more than LL has room for" in reason
+    assert (
+        f"x, ({per_rank + step},) {dtype.name}, is more than the low-latency protocol has room for"
+        in reason
+    )
 
     if dtype.itemsize == 2:
         for of_rank in (per_rank, per_rank - num_ranks):
             text = lower(collective(op, algorithm), (num_ranks * of_rank,), dtype, num_ranks)
             assert "@mosaic_gpu" in text
         with pytest.raises(
-            ValueError, match=f'{op}: algorithm="{algorithm}".*more than LL has room for'
+            ValueError,
+            match=f'{op}: algorithm="{algorithm}".*more than the low-latency protocol has room for',
         ):
             lower(collective(op, algorithm), (num_ranks * (per_rank + step),), dtype, num_ranks)
 
@@ -130,11 +135,11 @@ def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
     """An abstract mesh has no order of devices, and arrays may be on them in any."""
     found = []
 
-    def note(op, algorithm, x, num_ranks, here, ll=None):
-        found.append(ll)
+    def note(op, algorithm, x, num_ranks, refusals):
+        found.append(refusals.low_latency)
         return "xla"
 
-    monkeypatch.setattr(primitives, "choose", note)
+    monkeypatch.setattr(selection, "choose", note)
     monkeypatch.setattr(availability, "program_unavailable_reason", lambda *_: None)
     mesh = Mesh(np.asarray(jax.devices()[::order]), (AXIS,))
     x = jax.device_put(jnp.zeros((mesh.size * 8, 4)), NamedSharding(mesh, P(AXIS)))
@@ -175,8 +180,7 @@ class Chosen:
 
     def __call__(self, algorithm: str | None = None, size: int = 1024, **options: Any) -> str:
         x = jax.ShapeDtypeStruct((size,), options.pop("dtype", jnp.bfloat16))
-        here = options.pop("here", None)
-        return primitives.choose("all_gather", algorithm, x, 2, here, **options)
+        return selection.choose("all_gather", algorithm, x, 2, Refusals(**options))
 
 
 @pytest.fixture
@@ -193,25 +197,25 @@ def test_the_table_may_say_ll(chosen):
 def test_without_ll_the_next_best_serves(chosen):
     assert chosen(size=2 * MIB) == "ll" and chosen(size=2 * MIB + 8) == "direct"
     assert chosen(dtype=jnp.float8_e4m3fn) == "direct"
-    assert chosen(here="these are CPUs") == "xla"
+    assert chosen(kernels="these are CPUs") == "xla"
     chosen.regions("the driver gives none")
     assert chosen() == "direct"
-    with pytest.raises(ValueError, match='algorithm="ll" cannot serve here: the driver gives none'):
+    with pytest.raises(ValueError, match='algorithm="ll" cannot run here: the driver gives none'):
         chosen("ll")
 
 
 def test_programs_that_ll_cannot_serve_have_the_other_kernels(chosen):
     reason = "it is to be exported"
-    assert chosen(ll=reason) == chosen("direct", ll=reason) == "direct"
-    with pytest.raises(ValueError, match=f'"ll" cannot serve here: {reason}'):
-        chosen("ll", ll=reason)
+    assert chosen(low_latency=reason) == chosen("direct", low_latency=reason) == "direct"
+    with pytest.raises(ValueError, match=f'"ll" cannot run here: {reason}'):
+        chosen("ll", low_latency=reason)
     chosen.table("xla")
-    assert chosen(ll=reason) == chosen() == "xla"
+    assert chosen(low_latency=reason) == chosen() == "xla"
 
 
 def test_memory_is_taken_by_programs_that_use_ll_only(chosen):
     """Every GPU gives some for as long as the process lives."""
-    chosen("direct"), chosen("xla"), chosen(ll="it is to be exported")
+    chosen("direct"), chosen("xla"), chosen(low_latency="it is to be exported")
     chosen.table("direct")
     chosen()
     assert chosen.asked == 0

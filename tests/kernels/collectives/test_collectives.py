@@ -31,7 +31,7 @@ from support.simulator import simulate, simulated, simulated_ranks
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
-from jax_ep.collectives.primitives import FUSED
+from jax_ep.collectives.algorithms import FUSED
 from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.tiles import Plan, Tiles, tile_length

@@ -40,6 +40,7 @@ from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
+from jax_ep.collectives.pallas import PallasCollectives
 from jax_ep.runtime import jax_compat, symmetric_memory
 from pallas_kernels.collectives import low_latency as ll_collectives
 from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm_ll
@@ -541,7 +542,9 @@ def lower_norm(num_ranks: int, rows: int, hidden: int, algorithm: str) -> str:
 def test_rows_that_a_fused_norm_has_room_for(num_ranks, hidden, algorithm, most_rows):
     if most_rows:
         assert "@mosaic_gpu" in lower_norm(num_ranks, most_rows, hidden, algorithm)
-    with pytest.raises(ValueError, match=f'"{algorithm}".*is more than LL has room for'):
+    with pytest.raises(
+        ValueError, match=f'"{algorithm}".*is more than the low-latency protocol has room for'
+    ):
         lower_norm(num_ranks, most_rows + 1, hidden, algorithm)
 
 
@@ -574,8 +577,7 @@ def test_channels_of_a_program(noted_calls):
     for axis_name, axes in (("a", ((2, 2),)), ("b", ((1, 2),)), ("ba", ((1, 2), (2, 2)))):
 
         def trace(x, axis_name=axis_name):
-            way = pallas_collectives.Transport("ll", tuple(axis_name), order)
-            return pallas_collectives.all_gather(x, way)
+            return PallasCollectives("ll", tuple(axis_name), order).all_gather(x)
 
         mesh = cuda_mesh((2, 2), ("a", "b"))
         mapped = jax.shard_map(trace, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
@@ -629,7 +631,9 @@ def test_a_plan_can_be_forced(noted_calls):
 
 def test_plans_give_workers_as_many_tiles_as_ll_holds():
     for num_tiles in (1, 5, 64, 127, 129, 200, 257, 511, 512, 513, 1000, 1024, 1025, 2047, 2048):
-        plan = pallas_collectives._plan(num_tiles * tile_length("float16"), "float16", by_ll=True)
+        plan = pallas_collectives._plan(
+            num_tiles * tile_length("float16"), "float16", for_low_latency=True
+        )
         workers = plan.num_blocks * plan.num_warpgroups
         rounds = -(-num_tiles // workers)
         assert workers <= ll.MAX_WORKERS and rounds <= ll.MAX_SLOTS and plan.num_vectors == 1
@@ -952,7 +956,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from support.kernels import needs_kernels
 from support.meshes import expert_mesh
-from test_low_latency import AXIS, Plan, channels_here, ll_collectives, primitives
+from test_low_latency import AXIS, Plan, channels_here, jax_compat, ll_collectives
 
 LATE_RANK, DELAY_NS = 1, 2_000_000_000
 mesh = expert_mesh(2)

@@ -1,0 +1,26 @@
+"""The names of the collectives and of their algorithms; `jax_ep.collectives.api` describes them."""
+
+from __future__ import annotations
+
+Algorithm = str | None  # None: the fastest that can run
+
+# Algorithms of all_reduce_rms_norm in which one kernel sums and normalizes.
+FUSED = (
+    "fused",
+    "fused_one_shot_ll",
+    "fused_two_shot_ll",
+    "fused_one_shot",
+    "fused_two_shot",
+)
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "all_reduce": ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla", "multimem"),
+    "all_gather": ("ll", "direct", "xla"),
+    "reduce_scatter": ("ll", "direct", "xla"),
+    "all_to_all": ("ll", "direct", "xla"),
+    "all_reduce_rms_norm": (*FUSED, "unfused", "xla"),
+}
+
+
+def is_low_latency(algorithm: str) -> bool:
+    """Returns whether the algorithm uses the low-latency protocol."""
+    return algorithm.endswith("ll")

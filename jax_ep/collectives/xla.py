@@ -1,0 +1,96 @@
+"""The collectives as functions of `jax.lax`; they run on any platform."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+AxisName = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaCollectives:
+    """The collectives of `jax.lax`; see `jax_ep.collectives.primitives.Collectives`.
+
+    Attributes:
+      axis_name: the mesh axes of the ranks.
+    """
+
+    axis_name: AxisName
+
+    def all_reduce(self, x: jax.Array) -> jax.Array:
+        return lax.psum(x, self.axis_name)
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, self.axis_name, axis=0, tiled=True)
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
+
+    def all_reduce_rms_norm(
+        self, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        return unfused(self.all_reduce, x, residual, scale, eps=eps)
+
+
+def unfused(
+    all_reduce: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    eps: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes all_reduce_rms_norm as three steps: all_reduce, residual sum and norm.
+
+    Args:
+      all_reduce: sums an array over the ranks.
+      x: [..., H] floating, this rank's part of the sum.
+      residual: [..., H] floating.
+      scale: [H] floating.
+      eps: added to the mean square.
+
+    Returns:
+      normalized (x's dtype) and new_residual (residual's dtype), both [..., H].
+    """
+    new_residual = add_residual(all_reduce(x), residual)
+    return rms_norm(new_residual, scale, eps, x.dtype), new_residual
+
+
+def add_residual(total: jax.Array, residual: jax.Array) -> jax.Array:
+    """Adds two arrays of one shape in float32 or wider and rounds to the dtype of `residual`."""
+    wide = _wide(residual.dtype)
+    return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Array:
+    """Divides rows by their root mean square and multiplies them by a scale.
+
+    Args:
+      x: [..., H] floating. The arithmetic is in float32, or in x's dtype if that is wider.
+      scale: [H] floating.
+      eps: added to the mean square.
+      dtype: of the result.
+
+    Returns:
+      [..., H] in `dtype`.
+    """
+    wide = _wide(x.dtype)
+    x = x.astype(wide)
+    factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    # Broadcast explicitly: jax_numpy_rank_promotion="raise" forbids to leave it to jnp.
+    scale = lax.broadcast_in_dim(scale.astype(wide), x.shape, (x.ndim - 1,))
+    return (x * factor * scale).astype(dtype)
+
+
+def _wide(dtype: Any) -> Any:
+    """Returns float32, or `dtype` if it is wider; valid under strict dtype promotion."""
+    return dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
