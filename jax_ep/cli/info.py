@@ -13,7 +13,7 @@ from absl import flags
 
 import jax_ep
 from jax_ep.cli import command_flags
-from jax_ep.runtime import availability, cuda_driver
+from jax_ep.runtime import availability, cuda_driver, symmetric_memory
 
 FLAGS = command_flags()
 _JSON = flags.DEFINE_boolean(
@@ -62,6 +62,7 @@ def collect() -> dict[str, Any]:
             for device in devices
         ],
         "peer_access": _peer_access(devices),
+        "symmetric_memory": symmetric_memory.describe(),
         "pallas_unavailable": availability.unavailable_reason(devices),
     }
 
@@ -75,6 +76,8 @@ def render(facts: dict[str, Any]) -> str:
     lines += ["", f"{'devices':<15}{listed} on {facts['backend']}"]
     lines.append(f"{'processes':<15}{facts['processes']}")
     lines.append(f"{'peer access':<15}{_render_peers(facts)}")
+    for i, line in enumerate(facts["symmetric_memory"]):
+        lines.append(f"{'' if i else 'shared memory':<15}{line}")
 
     reason = facts["pallas_unavailable"]
     lines += ["", f"{'xla':<15}serves here"]

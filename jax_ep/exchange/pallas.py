@@ -15,6 +15,7 @@ from jax import lax
 from jax_ep.exchange import routes
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.runtime import processes
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
@@ -28,7 +29,6 @@ from pallas_kernels.fabric.plan import Plan
 AxisName = tuple[str, ...]
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-_TIMEOUT_SECONDS = 100.0  # of a wait for a peer; JAX_EP_TIMEOUT_SECONDS overrides it
 
 
 def unavailable_reason(
@@ -275,8 +275,8 @@ def _combine_plan(y: jax.Array, rows: jax.Array, wire_dtype: jnp.dtype | None) -
 
 def mesh_fabric(axis_name: AxisName) -> Mesh:
     """The ranks of the enclosing `shard_map`, as the kernels see them."""
-    timeout_s = _positive("JAX_EP_TIMEOUT_SECONDS", _TIMEOUT_SECONDS, float)
-    return Mesh(axis_name, tuple(lax.axis_size(name) for name in axis_name), timeout_s)
+    sizes = tuple(lax.axis_size(name) for name in axis_name)
+    return Mesh(axis_name, sizes, processes.timeout_seconds())
 
 
 def forced_num_blocks() -> int | None:

@@ -343,3 +343,12 @@ def platform_of_traced_mesh() -> str | None:
     """The platform of the devices of the mesh that is being traced for; None: JAX doesn't say."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "platform", None)
+
+
+def distributed_client() -> Any:
+    """The client of the key-value service of `jax.distributed`.
+
+    None before `jax.distributed.initialize`, and where this JAX keeps it elsewhere: then processes
+    share no memory, and are told that they need the one or the other.
+    """
+    return getattr(_find("jax._src.distributed.global_state"), "client", None)

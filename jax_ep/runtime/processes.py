@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jax._src import distributed
+from jax_ep.runtime import jax_compat
 
 _KEY = "jax_ep/symmetric_memory/{process}"
 _FOLDER = "jax_ep-"
@@ -47,7 +47,11 @@ class Store(Protocol):
 
 
 def timeout_seconds() -> float:
-    """JAX_EP_TIMEOUT_SECONDS, or its default."""
+    """How long anything waits for a peer: JAX_EP_TIMEOUT_SECONDS, by default 100.
+
+    Raises:
+      ValueError: it is not a positive number.
+    """
     text = os.environ.get("JAX_EP_TIMEOUT_SECONDS", "100")
     try:
         seconds = float(text)
@@ -60,7 +64,7 @@ def timeout_seconds() -> float:
 
 def store() -> Store | None:
     """The service of `jax.distributed.initialize`; None where it was not called."""
-    client: Store | None = distributed.global_state.client
+    client: Store | None = jax_compat.distributed_client()
     return client
 
 

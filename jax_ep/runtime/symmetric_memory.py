@@ -250,7 +250,10 @@ def set_up(me: Participant) -> Domain | str:
         if not me.others:
             meeting = processes.Alone(me.process)
         elif me.store is None:
-            raise Refused("several processes share memory only after jax.distributed.initialize()")
+            raise Refused(
+                "several processes share memory only after jax.distributed.initialize(), in a JAX "
+                f"that has jax._src.distributed.global_state.client; this is {jax.__version__}"
+            )
         else:
             meeting = processes.Meeting(me.store, me.process, me.timeout_s)
         with contextlib.ExitStack() as undo, meeting:

@@ -63,12 +63,23 @@ def test_info_says_which_implementation_serves(capsys):
     assert len(facts["devices"]) == len(jax.devices())
 
 
+def test_info_shows_the_memory_that_gpus_share():
+    facts = info.collect()
+    assert "\nshared memory  none: symmetric memory needs NVIDIA GPUs\n" in info.render(
+        {**facts, "symmetric_memory": ["none: symmetric memory needs NVIDIA GPUs"]}
+    )
+    two = ["16 bytes on each of 2 GPUs", "GPU 0: device 0"]
+    text = info.render({**facts, "symmetric_memory": two})
+    assert f"\nshared memory  {two[0]}\n{15 * ' '}{two[1]}\n" in text
+
+
 def test_info_names_the_pairs_without_peer_access():
     facts = {
         "versions": {"jax": "1"},
         "backend": "gpu",
         "processes": 1,
         "devices": [{"kind": "GPU", "compute_capability": "9.0"}] * 2,
+        "symmetric_memory": [],
         "pallas_unavailable": None,
     }
     assert "between all GPUs" in info.render({**facts, "peer_access": [[True, True]] * 2})

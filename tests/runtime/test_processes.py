@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
 import pytest
 from support.domain_processes import Outcome, Process, Processes, sockets
 
@@ -186,5 +192,42 @@ def test_no_service_is_a_reason(run, folder):
     shared(outcomes, folder)  # one process needs none
     lonely = Process([0], participant={"store": None, "others": [1]})
     assert reasons(run([lonely], folder), folder) == [
-        "several processes share memory only after jax.distributed.initialize()"
+        "several processes share memory only after jax.distributed.initialize(), in a JAX that has "
+        f"jax._src.distributed.global_state.client; this is {jax.__version__}"
     ]
+
+
+DISTRIBUTED = """
+import pickle, sys, tempfile
+import jax
+from support.domain_processes import Process, set_up
+from support.fake_cuda import FakeCuda
+from jax_ep.runtime import cuda_driver, processes
+
+number, address, tempfile.tempdir = int(sys.argv[1]), *sys.argv[2:]
+assert processes.store() is None
+jax.distributed.initialize(address, num_processes=2, process_id=number)
+members = [Process([1, 2]), Process([0])]
+library = FakeCuda(members[number].gpus)
+cuda_driver._libcuda = lambda: library
+outcome = set_up(number, members, processes.store(), library, 60)
+outcome.left.clear()  # what is of jax.distributed
+pickle.dump(outcome, sys.stdout.buffer)
+"""
+
+
+def test_processes_meet_through_jax_distributed(folder):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", DISTRIBUTED, str(number), address, str(folder)],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        for number in range(2)
+    ]
+    outcomes = [pickle.loads(process.communicate(timeout=120)[0]) for process in started]
+    domain = shared(outcomes, folder)
+    assert domain.numbers == {10: 0, 0: 1, 1: 2}

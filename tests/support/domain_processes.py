@@ -158,12 +158,13 @@ def _run(number: int, members: list[Process], folder: str, timeout_s: float, end
         for name, value in me.answers.items():
             _patch(patches, name, lambda *_, value=value: value)
         time.sleep(me.late_s)
-        end.send(_set_up(number, members, store, library, timeout_s))
+        end.send(set_up(number, members, store, library, timeout_s))
 
 
-def _set_up(
-    number: int, members: list[Process], store: Store, library: FakeCuda, timeout_s: float
+def set_up(
+    number: int, members: list[Process], store: Any, library: FakeCuda, timeout_s: float
 ) -> Outcome:
+    """The set-up of a process, and if it ends well, what the GPUs write to each other."""
     me = members[number]
     devices = [
         types.SimpleNamespace(
@@ -204,7 +205,7 @@ def _set_up(
 
 
 def _write_to_all(
-    domain: symmetric_memory.Domain, number: int, arrays: dict[int, int], store: Store
+    domain: symmetric_memory.Domain, number: int, arrays: dict[int, int], store: Any
 ) -> dict[int, tuple[list[int], list[int]]]:
     """Each GPU writes into each one's heap and array, by what the header says; returns what came.
 
