@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from support import meshes
+from support.selection import quick
 
 import jax_ep.cli
 from jax_ep import reference
@@ -33,9 +34,9 @@ def run_step(part, num_ranks: int):
     return jax.device_get((loop.state, loop.outputs()))
 
 
-@pytest.mark.parametrize("name", operations.OPERATIONS)
+@pytest.mark.parametrize("name", quick(operations.OPERATIONS, "dispatch", "combine"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_an_operation_agrees_with_the_reference_and_only_then(name, num_ranks, implementation):
     work = make_work(num_ranks, expert_alignment=4)
     operation = operations.make_operation(name, work, implementation, seed=1)
@@ -49,16 +50,20 @@ def test_an_operation_agrees_with_the_reference_and_only_then(name, num_ranks, i
         operation.check(state, jax.tree.unflatten(structure, spoiled))
 
 
-@pytest.mark.parametrize("name", operations.OPERATIONS)
+@pytest.mark.parametrize("name", quick(operations.OPERATIONS, "dispatch"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("layout", "wire_dtype", "output"),
-    [
-        ("rank", None, "dequantized"),
+    quick(
+        [
+            ("rank", None, "dequantized"),
+            ("rank", "float8_e4m3fn", "quantized"),
+            ("expert", "float8_e4m3fn", "dequantized"),
+            ("expert", "float8_e4m3fn", "quantized"),
+        ],
         ("rank", "float8_e4m3fn", "quantized"),
         ("expert", "float8_e4m3fn", "dequantized"),
-        ("expert", "float8_e4m3fn", "quantized"),
-    ],
+    ),
 )
 def test_so_does_it_in_another_layout_and_wire_dtype(
     name, implementation, layout, wire_dtype, output
@@ -79,7 +84,7 @@ def test_so_does_it_in_another_layout_and_wire_dtype(
 
 
 @pytest.mark.parametrize("name", baselines.BASELINES)
-@pytest.mark.parametrize("direction", ["out", "back"])
+@pytest.mark.parametrize("direction", quick(["out", "back"], "out"))
 def test_a_baseline_moves_the_rows_it_says(name, direction):
     if baselines.unavailable_reason(name, jax.default_backend()):
         pytest.skip(f"{name} cannot run here")
@@ -220,20 +225,25 @@ def test_a_table_says_rows_checks_and_kernels():
 ARGS = ("--tokens=4", "--num_experts=8", "--top_k=2", "--hidden=16", "--repeats=1")
 
 
-def test_bench_measures_every_case_and_writes_them(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "ops",
+    quick([["dispatch"], [*operations.OPERATIONS]], ["dispatch"]),
+    ids=["dispatch", "all"],
+)
+def test_bench_measures_every_case_and_writes_them(ops, tmp_path, capsys):
     ranks = min(2, len(jax.devices()))
     files = tmp_path / "out.json", tmp_path / "out.png"
     status = jax_ep.cli.main([
         "jax_ep", "bench", *ARGS, "--check", "--implementations=xla", "--baselines=all_to_all",
         f"--ranks={ranks}", "--dtypes=bfloat16", f"--json={files[0]}", f"--plot={files[1]}",
-        "--iterations=10",
+        "--iterations=10", f"--ops={','.join(ops)}",
     ])  # fmt: skip
     out = capsys.readouterr().out
     assert status == 0, out
     rows = json.loads(files[0].read_text())["rows"]
     assert [(row["op"], row["implementation"]) for row in rows] == [
         (op, implementation)
-        for op in operations.OPERATIONS
+        for op in ops
         if op not in operations.OF_RANK_LAYOUT
         for implementation in ("xla", "all_to_all")
         if implementation == "xla" or op in operations.DIRECTIONS
@@ -243,6 +253,7 @@ def test_bench_measures_every_case_and_writes_them(tmp_path, capsys):
     assert len(out.strip().splitlines()) >= 2 + len(rows)
 
 
+@pytest.mark.slow
 def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
     file = tmp_path / "out.json"
     status = jax_ep.cli.main([
@@ -275,6 +286,7 @@ def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_gradient_travels_in_the_wire_dtype():
     work = make_work(2, hidden=128, wire_dtype=jnp.dtype("float8_e4m3fn"))
     for name in ("dispatch_grad", "combine_grad"):

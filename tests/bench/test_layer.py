@@ -68,6 +68,7 @@ def own_outputs():
     return outputs["jax_ep"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "capacity_factor"), [(4, 1.125)])
 def test_all_contenders_are_one_layer(num_ranks, capacity_factor, ragged_anywhere):
     outputs, load = run_layers(num_ranks, capacity_factor, CONTENDERS)
@@ -107,6 +108,7 @@ def bench(*args: str) -> int:
     return jax_ep.cli.main(["jax_ep", "bench", "layer", *small, *loop, f"--ranks={ranks}", *args])
 
 
+@pytest.mark.slow
 def test_bench_layer_measures_every_case_and_writes_them(tmp_path, capsys):
     files = tmp_path / "out.json", tmp_path / "out.png"
     status = bench(
@@ -142,6 +144,7 @@ def test_bench_layer_measures_every_case_and_writes_them(tmp_path, capsys):
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, capsys):
     def with_a_row_too_large(topk_idx, config, capacity):
         way = layer_baselines.gather_and_scatter(topk_idx, config, capacity)
@@ -160,6 +163,7 @@ def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, 
     assert bench(*args) == 0  # unasked, it does not look
 
 
+@pytest.mark.slow
 def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
     path = tmp_path / "out.json"
     args = ("--shapes=mixtral", "--hidden=128", f"--contenders={PLAIN[0]},jax_ep", "--check")
@@ -174,6 +178,7 @@ def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
     assert bench(*args, "--wire_dtype=float8_e4m3fn") == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
     measure = bench_layer.measure
 

@@ -7,6 +7,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
+from support.selection import quick
 
 import jax_ep.cli
 from jax_ep.bench import matmul as bench_matmul
@@ -29,6 +30,7 @@ def bench(*args: str) -> int:
     return jax_ep.cli.main(["jax_ep", "bench", "matmul", *loop, *args])
 
 
+@pytest.mark.slow
 def test_it_measures_every_operation_and_writes_them(tmp_path, capsys):
     files = tmp_path / "out.json", tmp_path / "out.png"
     status = bench("--check", f"--json={files[0]}", f"--plot={files[1]}")
@@ -61,7 +63,7 @@ def test_one_candidate_and_operation_can_be_asked_for(capsys):
     assert [line[:3] for line in lines] == [["tiny", "drhs", "dense"], ["tiny", "drhs", "xla"]]
 
 
-@pytest.mark.parametrize("op", ["product", "drhs"])
+@pytest.mark.parametrize("op", quick(["product", "drhs"], "product"))
 def test_check_sees_a_wrong_group(op, monkeypatch, capsys):
     right = getattr(xla, op)
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.contract import AXIS
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
+from support.selection import quick
 
 import jax_ep
 import jax_ep.cli
@@ -161,7 +162,7 @@ CASES = [  # and what XLA holds of what is counted: it names a few vectors more,
 
 
 @on_cpus
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", quick(SHAPES, SHAPES[1], unpack=False), ids=str)
 @pytest.mark.parametrize(("name", "layout", "dtype", "least", "most"), CASES)
 def test_the_portable_exchange_holds_what_xla_says(name, layout, dtype, least, most, shape):
     model, way = model_of(shape), dict(layout=layout, wire_dtype=None)
@@ -216,7 +217,7 @@ def peak_with_float8(name: str, layout: str, model: dict[str, int], counted: dic
 
 
 @on_cpus
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", quick(SHAPES, SHAPES[1], unpack=False), ids=str)
 @pytest.mark.parametrize("layout", memory.LAYOUTS)
 @pytest.mark.parametrize("name", [name for name in memory.OPERATIONS if name not in memory.LOCAL])
 def test_with_float8_xla_holds_what_is_needed_at_once(name, layout, shape):
@@ -279,9 +280,10 @@ def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
     ],
 )
 @pytest.mark.parametrize(
-    ("hidden", "dtype"), [(7168, "bfloat16"), (384, "bfloat16"), (200, "float32")]
+    ("hidden", "dtype"),
+    quick([(7168, "bfloat16"), (384, "bfloat16"), (200, "float32")], (384, "bfloat16")),
 )
-@pytest.mark.parametrize("num_tokens", [128, 4096])
+@pytest.mark.parametrize("num_tokens", quick([128, 4096], 128))
 def test_the_kernels_hold_what_their_calls_are_lowered_with(
     name, layout, wire_dtype, output, num_tokens, hidden, dtype
 ):
