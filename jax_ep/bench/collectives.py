@@ -22,25 +22,26 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep.bench import measuring, report
 from jax_ep.bench.baselines import AXIS
+from jax_ep.bench.flags import DTYPES, BenchFlags
 from jax_ep.bench.timing import Loop
-from jax_ep.cli import command_flags
+from jax_ep.cli.flags import Error
 from jax_ep.collectives import api as collectives
-from jax_ep.collectives import pallas as pallas_collectives
 from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.algorithms import ALGORITHMS
 from jax_ep.collectives.selection import Refusals
-from pallas_kernels.fabric.tiles import Plan
+
+if TYPE_CHECKING:
+    from pallas_kernels.fabric.tiles import Plan
 
 OPERATIONS = tuple(ALGORITHMS)
 # "fused" is one of two that are measured, and multicast is not for measuring unasked.
@@ -55,58 +56,32 @@ LAX_NAMES = {
     "all_to_all": "lax.all_to_all",
     "all_reduce_rms_norm": "lax.psum + norm",
 }
-_GPU_ROWS = [str(rows) for rows in (8, 32, 64, 128, 256, 512, 1024, 2048, 4096)]
+_GPU_ROWS = [8, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+_CPU_ROWS = [32, 128]
+_ALGORITHM_NAMES = sorted({name for names in ALGORITHMS.values() for name in names})
 
-FLAGS = command_flags()
-_here: dict[str, Any] = {"flag_values": FLAGS}
-_OPS = flags.DEFINE_list("ops", list(OPERATIONS), "Operations to measure.", **_here)
-_RANKS = flags.DEFINE_list(
-    "ranks", None, "Rank counts. Default: those of 2, 4 and 8 that there are devices for.", **_here
-)
-_ROWS = flags.DEFINE_list(
+FLAGS = BenchFlags()
+_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "Operations to measure.")
+_RANKS = FLAGS.ranks("those of 2, 4 and 8 that there are devices for")
+_ROWS = FLAGS.integers(
     "rows",
     None,
     "Rows of the whole array. Default: 8 and powers of two, 32 to 4096, on GPUs; 32, 128 on CPUs.",
-    **_here,
 )
-_HIDDEN = flags.DEFINE_integer(
-    "hidden", None, "Columns. Default: 8192 on GPUs and 256 on CPUs.", lower_bound=1, **_here
-)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of the elements.", **_here
-)
-_ALGORITHMS = flags.DEFINE_list(
-    "algorithms",
-    None,
-    "Default: all that serve here.",
-    **_here,
-)
-_PLANS = flags.DEFINE_list(
+_HIDDEN = FLAGS.integer("hidden", None, "Columns. Default: 8192 on GPUs and 256 on CPUs.")
+_DTYPE = FLAGS.choice("dtype", "bfloat16", DTYPES, "Of the elements.")
+_ALGORITHMS = FLAGS.choices("algorithms", None, _ALGORITHM_NAMES, "Default: all that run here.")
+_PLANS = FLAGS.strings(
     "plans",
-    None,
     "Time the kernels with these plans too: BLOCKSxWARPGROUPSxVECTORS, such as 64x4x1.",
-    **_here,
 )
-_CHECK = flags.DEFINE_boolean("check", False, "Compare with float64 before timing.", **_here)
-_ITERATIONS = flags.DEFINE_integer(
-    "iterations", 50, "Dependent calls in one compiled loop.", lower_bound=10, **_here
+_CHECK = FLAGS.boolean("check", "Compare with float64 before timing.")
+_TIMING = FLAGS.timing(50, 7, least_iterations=10)
+_SECONDS = FLAGS.seconds(1200.0)
+_WRITE_TABLE = FLAGS.output(
+    "write_table", "Write the lookup table, merged into the one in this file."
 )
-_REPEATS = flags.DEFINE_integer("repeats", 7, "Times each loop is run.", lower_bound=1, **_here)
-_SECONDS = flags.DEFINE_float("seconds", 1200.0, "Start nothing more after this long.", **_here)
-_TIMER = flags.DEFINE_enum(
-    "device_timer",
-    "auto",
-    list(measuring.TIMERS),
-    "As in `bench`.",
-    **_here,
-)
-_WRITE_TABLE = flags.DEFINE_string(
-    "write_table", None, "Write the lookup table, merged into the one in this file.", **_here
-)
-_BY_KERNEL = flags.DEFINE_boolean(
-    "by_kernel", False, "Print device times by kernel below each table.", **_here
-)
-_JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
+_JSON = FLAGS.json()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +132,9 @@ class Case:
         kind: type[Loop] = Loop
         if algorithm == "xla" and self.op in ("all_reduce", "all_reduce_rms_norm"):
             kind = _InPlaceLoop
-        return kind(lambda *args: args, self.step(algorithm), operands, mesh, _ITERATIONS.value)
+        return kind(
+            lambda *args: args, self.step(algorithm), operands, mesh, _TIMING.iterations.value
+        )
 
     def expected(self, state: Sequence[np.ndarray]) -> list[np.ndarray]:
         """float64 results, ranks stacked, of operands with ranks stacked."""
@@ -242,15 +219,14 @@ class Column:
 def run() -> int:
     started = time.monotonic()
     multicast = os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    measuring.check_outputs(json=_JSON.value, write_table=_WRITE_TABLE.value)
+    FLAGS.check_outputs()
     if _WRITE_TABLE.value:
         read_table(_WRITE_TABLE.value)
-    wanted = measuring.integers("ranks", _RANKS.value or [])
-    measuring.offer_cpu_devices(max(wanted, default=8))
-    devices = jax.devices()
-    ranks = wanted or [count for count in (2, 4, 8) if count <= len(devices)] or [1]
+    devices = measuring.find_devices(max(_RANKS.value or [8]))
+    ranks = _RANKS.value or [count for count in (2, 4, 8) if count <= len(devices)] or [1]
+    measuring.check_ranks(ranks, len(devices))
     on_gpu = devices[0].platform == "gpu"
-    rows = measuring.integers("rows", _ROWS.value or (_GPU_ROWS if on_gpu else ["32", "128"]))
+    rows = _ROWS.value or (_GPU_ROWS if on_gpu else _CPU_ROWS)
     _check_flags(ranks, rows)
     hidden = _HIDDEN.value or (8192 if on_gpu else 256)
     kind = measuring.devices_in_words(devices)
@@ -269,7 +245,7 @@ def run() -> int:
                 if text := table(found, clock):
                     print(f"\n{op}, {num_ranks} ranks: {clock} time of one call, us\n{text}")
             extra = report.notes(found, _name)
-            extra += report.kernels(found, _name) if _BY_KERNEL.value else []
+            extra += report.kernels(found, _name) if _TIMING.by_kernel.value else []
             if extra:
                 print("\n".join(extra))
             sys.stdout.flush()
@@ -319,11 +295,9 @@ def read_table(path: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except ValueError as error:
-        raise flags.Error(
-            f"--write_table: {path!r} holds no table to merge into: {error}"
-        ) from error
+        raise Error(f"--write_table: {path!r} holds no table to merge into: {error}") from error
     if not isinstance(found, dict):
-        raise flags.Error(f"--write_table: {path!r} holds no table to merge into")
+        raise Error(f"--write_table: {path!r} holds no table to merge into")
     return found
 
 
@@ -385,7 +359,11 @@ def _measure(
         if time.monotonic() - started > _SECONDS.value:
             return TimeoutError(f"not started within {_SECONDS.value:g} s")
         try:
-            with pallas_collectives.forced_plan(column.plan):
+            if column.plan is None:
+                return case.loop(column.algorithm, operands, mesh)
+            from jax_ep.collectives.pallas import forced_plan  # not on a machine without GPUs
+
+            with forced_plan(column.plan):
                 return case.loop(column.algorithm, operands, mesh)
         except Exception as error:  # what cannot be compiled is a result too
             return error
@@ -413,7 +391,6 @@ def _measure(
             "bytes": case.num_bytes,
             "column": column.name,
             "checked": _CHECK.value,
-            "auto": selection.choose(case.op, None, case.x, case.ranks, _no_kernels(on_gpu)),
         }
         records.append(record)
         if time.monotonic() - started > _SECONDS.value:
@@ -424,7 +401,9 @@ def _measure(
             measuring.progress(f"{case.op}, {case.ranks} ranks, {case.rows} rows, {column.name}")
             if _CHECK.value:
                 case.check(loop, column.algorithm)
-            record |= measuring.times(loop, _REPEATS.value, _TIMER.value)
+            here = _no_kernels(on_gpu)
+            record["auto"] = selection.choose(case.op, None, case.x, case.ranks, here)
+            record |= measuring.times(loop, _TIMING.repeats.value, _TIMING.timer.value)
         except Exception as error:  # one that fails must not cost the others their results
             record["error"] = measuring.first_line(error)
             record["out_of_time"] = isinstance(error, TimeoutError)
@@ -443,7 +422,7 @@ def _columns(case: Case, on_gpu: bool) -> list[Column]:
     else:
         serving = [name for name in names if name in ALGORITHMS[op]]
     columns = [Column(name) for name in serving if case.ranks > 1 or name == "xla"]
-    plans = [_plan(text) for text in _PLANS.value or []]
+    plans = [_plan(text) for text in _PLANS.value]
     kernels = [column for column in columns if column.algorithm not in ("xla", "multimem")]
     for plan in plans:
         columns += [Column(kernel.algorithm, plan) for kernel in kernels]
@@ -455,20 +434,18 @@ def _no_kernels(on_gpu: bool) -> Refusals:
 
 
 def _plan(text: str) -> Plan:
+    from pallas_kernels.fabric.tiles import Plan  # not on a machine without GPUs
+
     num_blocks, num_warpgroups, num_vectors = map(int, text.split("x"))
     return Plan(num_blocks, num_warpgroups, num_vectors)
 
 
 def _check_flags(ranks: Sequence[int], rows: Sequence[int]) -> None:
-    known = {name for names in ALGORITHMS.values() for name in names}
-    measuring.check_names("ops", _OPS.value, OPERATIONS)
-    measuring.check_names("algorithms", _ALGORITHMS.value or [], sorted(known))
-    for text in _PLANS.value or []:
+    for text in _PLANS.value:
         sizes = text.split("x")
         if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-            raise flags.Error(f"--plans: {text!r} is not like 64x4x1")
-    measuring.check_ranks(ranks)
+            raise Error(f"--plans: {text!r} is not like 64x4x1")
     for num_ranks in ranks:
         for count in rows:
             if count % num_ranks:
-                raise flags.Error(f"--rows: {count} is not a multiple of {num_ranks} ranks")
+                raise Error(f"--rows: {count} is not a multiple of {num_ranks} ranks")

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh
 
 from jax_ep.bench import measuring, report
 from jax_ep.bench.baselines import AXIS, BASELINES, Case, unavailable_reason
+from jax_ep.bench.flags import DTYPES, BenchFlags
 from jax_ep.bench.operations import (
     DIRECTIONS,
     OF_RANK_LAYOUT,
@@ -34,93 +34,60 @@ from jax_ep.bench.operations import (
     uniform_routing,
 )
 from jax_ep.bench.timing import Loop, peer_copy_bandwidth
-from jax_ep.cli import command_flags
+from jax_ep.cli.flags import Error
 from jax_ep.exchange import quantization
+from jax_ep.exchange.memory import LAYOUTS
+from jax_ep.exchange.primitives import IMPLEMENTATIONS
 from jax_ep.runtime import availability
 
 WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in quantization.DTYPES)
 
-FLAGS = command_flags()
-_here: dict[str, Any] = {"flag_values": FLAGS}
-_OPS = flags.DEFINE_list("ops", list(OPERATIONS), "Operations to measure.", **_here)
-_TOKENS = flags.DEFINE_list(
-    "tokens", None, "Tokens per rank. Default: 128,4096 on GPUs and 32,128 on CPUs.", **_here
+FLAGS = BenchFlags()
+_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "Operations to measure.")
+_TOKENS = FLAGS.tokens("128,4096", "32,128")
+_RANKS = FLAGS.ranks()
+_DTYPES = FLAGS.choices("dtypes", ["bfloat16"], DTYPES, "Of the rows.")
+_HIDDEN = FLAGS.integer("hidden", None, "H. Default: 7168 on GPUs and 256 on CPUs.")
+_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E.")
+_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts per token.")
+_CAPACITY_FACTOR = FLAGS.capacity_factor()
+_ALIGNMENT = FLAGS.integer("expert_alignment", 1, "Each expert's block starts at a multiple.")
+_IMPLEMENTATIONS = FLAGS.choices(
+    "implementations", None, IMPLEMENTATIONS, "Default: all that run here."
 )
-_RANKS = flags.DEFINE_list("ranks", None, "Rank counts. Default: all devices.", **_here)
-_DTYPES = flags.DEFINE_list("dtypes", ["bfloat16"], "Of the rows.", **_here)
-_HIDDEN = flags.DEFINE_integer(
-    "hidden", None, "H. Default: 7168 on GPUs and 256 on CPUs.", lower_bound=1, **_here
-)
-_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 256, "E.", lower_bound=1, **_here)
-_TOP_K = flags.DEFINE_integer("top_k", 8, "K, distinct experts per token.", lower_bound=1, **_here)
-_CAPACITY_FACTOR = flags.DEFINE_float(
-    "capacity_factor",
-    1.125,
-    "Rows of a receive buffer over the T * K that a rank gets on average; raised where the run's "
-    "routing needs more. 0: room for any routing.",
-    lower_bound=0.0,
-    **_here,
-)
-_ALIGNMENT = flags.DEFINE_integer(
-    "expert_alignment", 1, "Each expert's block starts at a multiple.", lower_bound=1, **_here
-)
-_IMPLEMENTATIONS = flags.DEFINE_list(
-    "implementations", None, "Default: all that serve here (pallas, xla).", **_here
-)
-_BASELINES = flags.DEFINE_list(
-    "baselines", None, f"Default: all that run here ({', '.join(BASELINES)}).", **_here
-)
-_LAYOUTS = flags.DEFINE_list("layouts", ["expert"], "Of what is received: expert, rank.", **_here)
-_WIRE_DTYPES = flags.DEFINE_list(
+_BASELINES = FLAGS.choices("baselines", None, BASELINES, "Default: all that run here.")
+_LAYOUTS = FLAGS.choices("layouts", ["expert"], LAYOUTS, "Of what is received.")
+_WIRE_DTYPES = FLAGS.choices(
     "wire_dtypes",
     ["none"],
-    f"Of what crosses in the operation itself: none (as it is), {', '.join(WIRE_DTYPES)}. Rows of "
-    "a dispatch, sums of a combine, cotangents of a gradient (its grad_wire_dtype); a round_trip "
-    "quantizes its dispatch alone. group, which sends nothing, takes the rows of "
-    "--output=quantized by it.",
-    **_here,
+    ["none", *WIRE_DTYPES],
+    "Of what crosses in the operation itself; none: as it is. Rows of a dispatch, sums of a "
+    "combine, cotangents of a gradient (its grad_wire_dtype); a round_trip quantizes its dispatch "
+    "alone. group, which sends nothing, takes the rows of --output=quantized by it.",
 )
-_OUTPUT = flags.DEFINE_enum(
+_OUTPUT = FLAGS.choice(
     "output",
     "dequantized",
     ["dequantized", "quantized"],
     "What a dispatch with a wire dtype hands out.",
-    **_here,
 )
-_CHECK = flags.DEFINE_boolean(
-    "check", False, "Compare every element with jax_ep.reference before timing.", **_here
-)
-_ITERATIONS = flags.DEFINE_integer(
-    "iterations", 20, "Dependent calls in one compiled loop.", lower_bound=10, **_here
-)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Times each loop is run.", lower_bound=1, **_here)
-_TIMER = flags.DEFINE_enum(
-    "device_timer",
-    "auto",
-    list(measuring.TIMERS),
-    "CUPTI through jax.profiler's trace (by rank; kernels, copies and memsets) or through JAX's "
-    "Mosaic GPU profiler (kernels, ranks mixed). auto: the first that works.",
-    **_here,
-)
-_BY_KERNEL = flags.DEFINE_boolean(
-    "by_kernel", False, "Print device times by kernel below the table.", **_here
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of routing and rows.", **_here)
-_JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
-_PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_here)
+_CHECK = FLAGS.boolean("check", "Compare every element with jax_ep.reference before timing.")
+_TIMING = FLAGS.timing(20, 5, least_iterations=10)
+_SEED = FLAGS.integer("seed", 0, "Of routing and rows.", least=0)
+_JSON = FLAGS.json()
+_PLOT = FLAGS.plot()
 
 
 def run() -> int:
-    measuring.check_outputs(json=_JSON.value, plot=_PLOT.value)
-    wanted_ranks = measuring.integers("ranks", _RANKS.value or [])
-    measuring.offer_cpu_devices(max(wanted_ranks, default=8))
-    devices = jax.devices()
-    ranks = wanted_ranks or [len(devices)]
+    FLAGS.check_outputs()
+    devices = measuring.find_devices(max(_RANKS.value or [8]))
+    ranks = _RANKS.value or [len(devices)]
+    measuring.check_ranks(ranks, len(devices))
     platform = devices[0].platform
     _check_flags(ranks, platform)
     cases = list(_cases(ranks, platform))
     if not cases:
-        raise flags.Error("nothing to measure: see --wire_dtypes, which not every operation takes")
+        raise Error("nothing to measure: see --wire_dtypes, which not every operation takes")
 
     bandwidth = peer_copy_bandwidth(devices) if max(ranks) > 1 else None
     rows: list[report.Row] = []
@@ -139,9 +106,9 @@ def run() -> int:
     print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}{link}")
     print(
         f"H={rows[0]['hidden']} E={_NUM_EXPERTS.value} K={_TOP_K.value}, "
-        f"{_ITERATIONS.value} calls a loop, {_REPEATS.value} loops\n"
+        f"{_TIMING.iterations.value} calls a loop, {_TIMING.repeats.value} loops\n"
     )
-    print(report.table(rows, by_kernel=_BY_KERNEL.value))
+    print(report.table(rows, by_kernel=_TIMING.by_kernel.value))
     if _JSON.value:
         gb_per_s = None if bandwidth is None else bandwidth / 1e9
         measuring.write_json(_JSON.value, rows, peer_copy_gb_per_s=gb_per_s)
@@ -243,9 +210,7 @@ def make_work(case: dict[str, Any]) -> Work:
 
 def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
     on_gpu = platform == "gpu"
-    tokens = measuring.integers(
-        "tokens", _TOKENS.value or (["128", "4096"] if on_gpu else ["32", "128"])
-    )
+    tokens = _TOKENS.value or ([128, 4096] if on_gpu else [32, 128])
     implementations = _IMPLEMENTATIONS.value
     if implementations is None:
         devices = jax.devices()[: max(ranks)]
@@ -269,9 +234,9 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
                             "top_k": _TOP_K.value,
                             "capacity_factor": _CAPACITY_FACTOR.value,
                             "expert_alignment": _ALIGNMENT.value,
-                            "iterations": _ITERATIONS.value,
-                            "repeats": _REPEATS.value,
-                            "device_timer": _TIMER.value,
+                            "iterations": _TIMING.iterations.value,
+                            "repeats": _TIMING.repeats.value,
+                            "device_timer": _TIMING.timer.value,
                             "check": _CHECK.value,
                             "seed": _SEED.value,
                         }
@@ -301,29 +266,16 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
 
 
 def _check_flags(ranks: list[int], platform: str) -> None:
-    known = {
-        "ops": (_OPS.value, OPERATIONS),
-        "implementations": (_IMPLEMENTATIONS.value or [], ("pallas", "xla")),
-        "baselines": (_BASELINES.value or [], BASELINES),
-        "dtypes": (_DTYPES.value, ("bfloat16", "float16", "float32")),
-        "layouts": (_LAYOUTS.value, ("expert", "rank")),
-        "wire_dtypes": (_WIRE_DTYPES.value, ("none", *WIRE_DTYPES)),
-    }
-    for flag, (values, allowed) in known.items():
-        measuring.check_names(flag, values, allowed)
     if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
-        raise flags.Error(
-            f"--output: quantized rows need a wire dtype, --wire_dtypes={WIRE_DTYPES[0]}"
-        )
+        raise Error(f"--output: quantized rows need a wire dtype, --wire_dtypes={WIRE_DTYPES[0]}")
     for name in _BASELINES.value or []:
         if reason := unavailable_reason(name, platform):
-            raise flags.Error(f"--baselines: {name} cannot run here: {reason}")
-    measuring.check_ranks(ranks)
+            raise Error(f"--baselines: {name} cannot run here: {reason}")
     for num_ranks in ranks:
         if _NUM_EXPERTS.value % num_ranks:
-            raise flags.Error(f"--num_experts: {_NUM_EXPERTS.value} over {num_ranks} ranks")
+            raise Error(f"--num_experts: {_NUM_EXPERTS.value} over {num_ranks} ranks")
     if _TOP_K.value > _NUM_EXPERTS.value:
-        raise flags.Error(f"--top_k: {_TOP_K.value} distinct of {_NUM_EXPERTS.value} experts")
+        raise Error(f"--top_k: {_TOP_K.value} distinct of {_NUM_EXPERTS.value} experts")
 
 
 def _check_baseline(baseline, state, outputs, plain: Case) -> None:

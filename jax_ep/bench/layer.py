@@ -25,22 +25,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep.bench import measuring, report
 from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
+from jax_ep.bench.flags import BenchFlags
 from jax_ep.bench.layer_baselines import (
     CONTENDERS,
     RAGGED_DOT,
+    SLOW,
     make_layer,
     route,
     unavailable_reason,
 )
 from jax_ep.bench.operations import rows_needed
 from jax_ep.bench.timing import Loop
-from jax_ep.cli import command_flags
+from jax_ep.cli.flags import Error
 from jax_ep.exchange import quantization
 from jax_ep.moe.layer import MoEConfig, MoEParams
 from jax_ep.moe.routing import Score
@@ -76,79 +77,51 @@ SMALL_SHAPES = {  # for CPUs
     "mixtral": Shape(128, 256, 8, 2),
 }
 
-FLAGS = command_flags()
-_here: dict[str, Any] = {"flag_values": FLAGS}
-_SHAPES = flags.DEFINE_list(
-    "shapes", list(SHAPES), "Models; on CPUs, small layers of the same kind.", **_here
-)
-_DIRECTIONS = flags.DEFINE_list("directions", list(DIRECTIONS), "What to time.", **_here)
-_TOKENS = flags.DEFINE_list(
-    "tokens", None, "Tokens per rank. Default: 4096 on GPUs and 64 on CPUs.", **_here
-)
-_RANKS = flags.DEFINE_list("ranks", None, "Rank counts. Default: all devices.", **_here)
-_HIDDEN = flags.DEFINE_integer("hidden", None, "H, for every shape.", lower_bound=1, **_here)
-_MLP_DIM = flags.DEFINE_integer("mlp_dim", None, "F, for every shape.", lower_bound=1, **_here)
-_NUM_EXPERTS = flags.DEFINE_integer(
+FLAGS = BenchFlags()
+_SHAPES = FLAGS.choices("shapes", SHAPES, SHAPES, "Models; on CPUs, small layers of the same kind.")
+_DIRECTIONS = FLAGS.choices("directions", DIRECTIONS, DIRECTIONS, "What to time.")
+_TOKENS = FLAGS.tokens("4096", "64")
+_RANKS = FLAGS.ranks()
+_HIDDEN = FLAGS.integer("hidden", None, "H, for every shape.")
+_MLP_DIM = FLAGS.integer("mlp_dim", None, "F, for every shape.")
+_NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
     "E, for every shape. A single rank with E / 8 does the matmuls of one rank of 8.",
-    lower_bound=1,
-    **_here,
 )
-_TOP_K = flags.DEFINE_integer("top_k", None, "K, for every shape.", lower_bound=1, **_here)
-_CONTENDERS = flags.DEFINE_list(
+_TOP_K = FLAGS.integer("top_k", None, "K, for every shape.")
+_CONTENDERS = FLAGS.choices(
     "contenders",
     None,
-    f"Of {', '.join(CONTENDERS)}. Default: all that run here, but for the last but one, which is "
-    "slow.",
-    **_here,
+    CONTENDERS,
+    f"Layers to measure. Default: all that run here but {SLOW}, which is slow.",
 )
-_CAPACITY_FACTOR = flags.DEFINE_float(
-    "capacity_factor",
-    1.125,
-    "Rows of a receive buffer over the T * K that a rank gets on average; raised where the run's "
-    "routing needs more. 0: room for any routing.",
-    lower_bound=0.0,
-    **_here,
-)
-_WIRE_DTYPE = flags.DEFINE_enum(
+_CAPACITY_FACTOR = FLAGS.capacity_factor()
+_WIRE_DTYPE = FLAGS.choice(
     "wire_dtype",
     "none",
     ["none", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES)],
     "In which jax_ep sends tokens to the experts; none: as they are, which is how the other layers "
     "send them in any case.",
-    **_here,
 )
-_CHECK = flags.DEFINE_boolean(
-    "check", False, "Compare outputs and gradients of all layers before timing.", **_here
-)
-_ITERATIONS = flags.DEFINE_integer(
-    "iterations", 5, "Dependent calls in one loop; 2 of ragged_dot.", lower_bound=2, **_here
-)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Times each loop is run.", lower_bound=1, **_here)
-_SECONDS = flags.DEFINE_float("seconds", 600.0, "Start nothing more after this long.", **_here)
-_TIMER = flags.DEFINE_enum(
-    "device_timer", "auto", list(measuring.TIMERS), "As of `bench`.", **_here
-)
-_BY_KERNEL = flags.DEFINE_boolean(
-    "by_kernel", False, "Print device times by kernel below the table.", **_here
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of parameters and tokens.", **_here)
-_JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
-_PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_here)
+_CHECK = FLAGS.boolean("check", "Compare outputs and gradients of all layers before timing.")
+_TIMING = FLAGS.timing(5, 5, least_iterations=2)  # 2 and 3 of ragged_dot
+_SECONDS = FLAGS.seconds(600.0)
+_SEED = FLAGS.integer("seed", 0, "Of parameters and tokens.", least=0)
+_JSON = FLAGS.json()
+_PLOT = FLAGS.plot()
 
 
 def run() -> int:
-    measuring.check_outputs(json=_JSON.value, plot=_PLOT.value)
+    FLAGS.check_outputs()
     deadline = time.monotonic() + _SECONDS.value
-    wanted_ranks = measuring.integers("ranks", _RANKS.value or [])
-    measuring.offer_cpu_devices(max(wanted_ranks, default=8))
-    devices = jax.devices()
+    devices = measuring.find_devices(max(_RANKS.value or [8]))
     platform = devices[0].platform
     shapes = _shapes(platform)
     contenders = _contenders(platform)
-    tokens = measuring.integers("tokens", _TOKENS.value or ["4096" if platform == "gpu" else "64"])
-    ranks = wanted_ranks or [len(devices)]
+    tokens = _TOKENS.value or [4096 if platform == "gpu" else 64]
+    ranks = _RANKS.value or [len(devices)]
+    measuring.check_ranks(ranks, len(devices))
     _check_flags(ranks, shapes)
 
     rows: list[report.Row] = []
@@ -163,7 +136,7 @@ def run() -> int:
     print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16")
     for name, shape in shapes.items():
         print(f"{name}: H={shape.hidden} F={shape.mlp_dim} E={shape.num_experts} K={shape.top_k}")
-    print(f"\n{table(rows, by_kernel=_BY_KERNEL.value)}")
+    print(f"\n{table(rows, by_kernel=_TIMING.by_kernel.value)}")
     if _JSON.value:
         measuring.write_json(_JSON.value, rows)
     if _PLOT.value:
@@ -202,10 +175,10 @@ def measure_shape(
     def build(case: dict[str, Any]) -> Loop:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not started within {_SECONDS.value:g} s")
-        iterations = 2 if case["contender"] == RAGGED_DOT else _ITERATIONS.value
+        iterations = 2 if case["contender"] == RAGGED_DOT else _TIMING.iterations.value
         wire_dtype = None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"])
         own = dataclasses.replace(config, wire_dtype=wire_dtype)
-        step = make_step(case["contender"], case["direction"], own)
+        step = make_step(case["contender"], case["direction"], own, load["capacity"])
         return Loop(None, step, state, mesh, iterations)
 
     rows: list[report.Row] = []
@@ -247,8 +220,8 @@ def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
         "iterations": loop.iterations,
         **measuring.times(
             loop,
-            min(_REPEATS.value, 3) if slow else _REPEATS.value,
-            _TIMER.value,
+            min(_TIMING.repeats.value, 3) if slow else _TIMING.repeats.value,
+            _TIMING.timer.value,
             device_repeats=1 if slow else 2,
             spaced=False,
         ),
@@ -327,18 +300,19 @@ def make_config(
     topk_idx = np.asarray(jax.jit(routed)(state))
     needed = rows_needed(topk_idx, mesh.size, shape.num_experts, 1)
     average = topk_idx.size // mesh.size
-    load = {"rows": average, "rows_needed": needed, "capacity": None}
-    if capacity_factor:
-        rows = max(math.ceil(capacity_factor * average), needed)
-        rows = -(-rows // 128) * 128
-        config = dataclasses.replace(config, capacity_factor=rows / average)
-        load["capacity"] = rows
-    return config, load
+    # A token's choices are distinct: no more of them than a rank has experts land there.
+    most = len(topk_idx) * min(shape.top_k, shape.num_experts // mesh.size)
+    if not capacity_factor:
+        return config, {"rows": average, "rows_needed": needed, "capacity": most}
+    rows = max(math.ceil(capacity_factor * average), needed)
+    rows = -(-rows // 128) * 128
+    config = dataclasses.replace(config, capacity_factor=rows / average)
+    return config, {"rows": average, "rows_needed": needed, "capacity": min(rows, most)}
 
 
-def make_step(contender: str, direction: str, config: MoEConfig) -> Any:
+def make_step(contender: str, direction: str, config: MoEConfig, capacity: int) -> Any:
     """What a `Loop` repeats: from the state, the outputs that `OUTPUTS` names (or the first)."""
-    layer = make_layer(contender, config)
+    layer = make_layer(contender, config, capacity)
 
     def forward(state):
         params, x, _ = state
@@ -446,7 +420,6 @@ def _cells(row: report.Row) -> list[str]:
 
 
 def _shapes(platform: str) -> dict[str, Shape]:
-    measuring.check_names("shapes", _SHAPES.value, SHAPES)
     own = {
         "hidden": _HIDDEN.value,
         "mlp_dim": _MLP_DIM.value,
@@ -461,28 +434,25 @@ def _shapes(platform: str) -> dict[str, Shape]:
 def _contenders(platform: str) -> list[str]:
     chosen = _CONTENDERS.value
     if chosen is None:
-        usual = [name for name in CONTENDERS if name != "ragged_all_to_all+grouped_matmul"]
+        usual = [name for name in CONTENDERS if name != SLOW]
         return [name for name in usual if unavailable_reason(name, platform) is None]
-    measuring.check_names("contenders", chosen, CONTENDERS)
     for name in chosen:
         if reason := unavailable_reason(name, platform):
-            raise flags.Error(f"--contenders: {name} cannot run here: {reason}")
+            raise Error(f"--contenders: {name} cannot run here: {reason}")
     return chosen
 
 
 def _check_flags(ranks: list[int], shapes: dict[str, Shape]) -> None:
-    measuring.check_names("directions", _DIRECTIONS.value, DIRECTIONS)
-    measuring.check_ranks(ranks)
     for num_ranks in ranks:
         for name, shape in shapes.items():
             if shape.num_experts % num_ranks:
-                raise flags.Error(f"--ranks: {shape.num_experts} experts over {num_ranks} ranks")
+                raise Error(f"--ranks: {shape.num_experts} experts over {num_ranks} ranks")
             if _WIRE_DTYPE.value != "none" and shape.hidden % quantization.BLOCK:
-                raise flags.Error(
+                raise Error(
                     f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
                     f"of {quantization.BLOCK}"
                 )
             if shape.top_k > shape.num_experts:
-                raise flags.Error(
+                raise Error(
                     f"--top_k: {shape.top_k} distinct of {name}'s {shape.num_experts} experts"
                 )

@@ -57,8 +57,8 @@ class Contender:
     plain_exchange: bool = False
 
 
-def make_layer(name: str, config: MoEConfig) -> Layer:
-    """`name`: one of CONTENDERS."""
+def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
+    """Makes one of CONTENDERS; its receive buffer has `capacity` rows, as `config` says too."""
     contender = CONTENDERS[name]
     exchange = contender.exchange
     if exchange is None:
@@ -69,8 +69,6 @@ def make_layer(name: str, config: MoEConfig) -> Layer:
 
     def layer(params, x):
         routed = route(params, x, config)
-        # The buffer is as large as that of `moe_layer`.
-        capacity = moe._capacity(config, x.shape[0], lax.axis_size(AXIS))
         way = exchange(routed.topk_idx, config, capacity)
         y = experts(way.send(x), params.wi_0, params.wi_1, params.wo, way.group_sizes)
         return way.bring_back(y, routed.topk_weights)
@@ -250,4 +248,5 @@ CONTENDERS = {
     "ragged_all_to_all+grouped_matmul": Contender(ragged, plain_exchange=True),
     "ragged_all_to_all+ragged_dot": Contender(ragged, ragged_dot=True),
 }
+SLOW = "ragged_all_to_all+grouped_matmul"
 RAGGED_DOT = "ragged_all_to_all+ragged_dot"

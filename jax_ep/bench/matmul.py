@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh
 
 from jax_ep.bench import measuring, report
+from jax_ep.bench.flags import BenchFlags
 from jax_ep.bench.matmul_checks import LIMITS, check, check_some_groups
 from jax_ep.bench.matmul_contenders import TOKAMAX, available, other_blocks
 from jax_ep.bench.matmul_operations import (
@@ -38,58 +38,44 @@ from jax_ep.bench.matmul_operations import (
     random_operands,
 )
 from jax_ep.bench.timing import Loop, WallTime
-from jax_ep.cli import command_flags
+from jax_ep.cli.flags import Error
 from jax_ep.matmul.backend import Backend
 
-FLAGS = command_flags()
-_here: dict[str, Any] = {"flag_values": FLAGS}
-_CASE = flags.DEFINE_string(
+FLAGS = BenchFlags()
+_CASE = FLAGS.string(
     "case",
     "",
     f"Only cases with this in their name: {'; '.join(case.name for case in CASES)}; on CPUs, "
     f"{'; '.join(case.name for case in SMALL_CASES)}.",
-    **_here,
 )
-_OPS = flags.DEFINE_list("ops", list(OPERATIONS), "Operations to measure.", **_here)
-_CANDIDATE = flags.DEFINE_string(
-    "candidate", "", "Only candidates with this in their name, beside the dense matmul.", **_here
+_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "Operations to measure.")
+_CANDIDATE = FLAGS.string(
+    "candidate", "", "Only candidates with this in their name, and the dense matmul."
 )
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", list(LIMITS), "Of the operands.", **_here)
-_SWEEP = flags.DEFINE_boolean(
-    "sweep", False, "Try pallas and mosaic with other block sizes too.", **_here
-)
-_CHECK = flags.DEFINE_boolean("check", False, "Compare results before timing.", **_here)
-_ITERATIONS = flags.DEFINE_integer(
-    "iterations", 5, "Dependent calls in one compiled loop.", lower_bound=1, **_here
-)
-_REPEATS = flags.DEFINE_integer("repeats", 10, "Turns of all loops.", lower_bound=1, **_here)
-_SECONDS = flags.DEFINE_float("seconds", 600.0, "Start nothing more after this long.", **_here)
-_TIMER = flags.DEFINE_enum(
-    "device_timer", "auto", list(measuring.TIMERS), "As of `bench`.", **_here
-)
-_BY_KERNEL = flags.DEFINE_boolean(
-    "by_kernel", False, "Print device times by kernel below the table.", **_here
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the operands that are timed.", **_here)
-_JSON = flags.DEFINE_string("json", None, "Write everything measured to this file.", **_here)
-_PLOT = flags.DEFINE_string("plot", None, "Write a plot to this .png file.", **_here)
+_DTYPE = FLAGS.choice("dtype", "bfloat16", LIMITS, "Of the operands.")
+_SWEEP = FLAGS.boolean("sweep", "Try pallas and mosaic with other block sizes too.")
+_CHECK = FLAGS.boolean("check", "Compare results before timing.")
+_TIMING = FLAGS.timing(5, 10, least_iterations=1)
+_SECONDS = FLAGS.seconds(600.0)
+_SEED = FLAGS.integer("seed", 0, "Of the operands that are timed.", least=0)
+_JSON = FLAGS.json()
+_PLOT = FLAGS.plot()
 
 
 def run() -> int:
-    measuring.check_outputs(json=_JSON.value, plot=_PLOT.value)
+    FLAGS.check_outputs()
     deadline = time.monotonic() + _SECONDS.value
-    device = jax.devices()[0]
-    measuring.check_names("ops", _OPS.value, OPERATIONS)
+    device = measuring.find_devices(1)[0]
     every_case = SMALL_CASES if device.platform == "cpu" else CASES
     cases = [case for case in every_case if _CASE.value in case.name]
     if not cases:
         names = "; ".join(case.name for case in every_case)
-        raise flags.Error(f"--case: {_CASE.value!r} is in the name of none: {names}")
+        raise Error(f"--case: {_CASE.value!r} is in the name of none: {names}")
     dtype = jnp.dtype(_DTYPE.value)
     if not any(candidates(case, op, dtype) for case in cases for op in _OPS.value):
         known = available((cases[0].hidden, cases[0].mlp), dtype)
         names = ", ".join(candidate.name for candidate in known)
-        raise flags.Error(f"--candidate: {_CANDIDATE.value!r} is in the name of none: {names}")
+        raise Error(f"--candidate: {_CANDIDATE.value!r} is in the name of none: {names}")
     print(f"{device.device_kind}, jax {jax.__version__}, {dtype}")
 
     wrong = check(dtype, _CANDIDATE.value, _OPS.value) if _CHECK.value else []
@@ -98,7 +84,7 @@ def run() -> int:
     for case in cases:
         rows += measure_case(case, dtype, mesh, deadline)
     measuring.progress("")
-    print(f"\n{table(rows, by_kernel=_BY_KERNEL.value)}")
+    print(f"\n{table(rows, by_kernel=_TIMING.by_kernel.value)}")
     if wrong:
         print("\nwrong on small operands:", *wrong, sep="\n  ")
     if _JSON.value:
@@ -150,7 +136,7 @@ def measure_operation(
         found.append((backend.name, operation(backend, op)))
     rows: list[report.Row] = [{"candidate": name} for name, _ in found]
     loops = _compile(f"{case.name}, {op}", op, found, rows, state, mesh, deadline)
-    turns = [{i: loop.run() for i, loop in loops.items()} for _ in range(_REPEATS.value)]
+    turns = [{i: loop.run() for i, loop in loops.items()} for _ in range(_TIMING.repeats.value)]
     for i, loop in loops.items():
         dense = rows[i]["candidate"] == "dense"
         flops = case.flops("dlhs" if dense and op == "sum_of_dlhs" else op, case.live)
@@ -159,7 +145,7 @@ def measure_operation(
         wall = WallTime.of([turn[i] for turn in turns])
         rows[i] |= {
             "wall": measuring.wall_record(wall),
-            **measuring.device_times(loop, _TIMER.value, 2, spaced=False),
+            **measuring.device_times(loop, _TIMING.timer.value, 2, spaced=False),
             "flops": flops,
             "tflops": flops / wall.median * 1e-6,
         }
@@ -188,7 +174,7 @@ def _compile(
     def build(function: Function) -> Loop:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not started within {_SECONDS.value:g} s")
-        return Loop(None, function, state, mesh, _ITERATIONS.value)
+        return Loop(None, function, state, mesh, _TIMING.iterations.value)
 
     loops: dict[int, Loop] = {}
     with ThreadPoolExecutor(max_workers=8) as pool:

@@ -1,8 +1,7 @@
-"""What the bench commands share: checks of flags, progress, and a loop's times as a record."""
+"""What the bench commands share: devices, progress, and a loop's times as a record."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -11,71 +10,34 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from absl import flags
 
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
+from jax_ep.cli.flags import Error
 from jax_ep.cli.info import versions
 
-TIMERS = ("auto", *DEVICE_TIMERS, "none")  # what --device_timer takes
 
+def find_devices(cpu_devices: int) -> list[jax.Device]:
+    """All devices, asking for so many virtual ones where there is but a CPU.
 
-def integers(flag: str, values: Sequence[str]) -> list[int]:
-    """The values of a list flag as positive integers."""
-    if not all(value.isdecimal() and int(value) > 0 for value in values):
-        raise flags.Error(f"--{flag}: {','.join(values)!r} is not a list of positive integers")
-    return [int(value) for value in values]
-
-
-def check_names(flag: str, values: Iterable[str], allowed: Iterable[str]) -> None:
-    """Every value of a list flag must be one of `allowed`."""
-    allowed = list(allowed)
-    for value in values:
-        if value not in allowed:
-            raise flags.Error(f"--{flag}: {value!r} is not one of {', '.join(allowed)}")
-
-
-def check_ranks(ranks: Iterable[int]) -> None:
-    for num_ranks in ranks:
-        if num_ranks > len(jax.devices()):
-            raise flags.Error(f"--ranks: {num_ranks} ranks, but {len(jax.devices())} devices")
-
-
-def check_outputs(**paths: str | None) -> None:
-    """Refuses files that could not be written, by flag; before what takes long, not after it."""
-    for flag, path in paths.items():
-        if path is None:
-            continue
-        if flag == "plot":
-            _check_plot(path)
-        existed = os.path.lexists(path)
+    Raises `Error` if JAX finds no backend. XLA_FLAGS or a started backend may have decided the
+    number of CPU devices already.
+    """
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
-            with open(path, "a", encoding="utf-8"):
-                pass
-        except OSError as error:
-            raise flags.Error(f"--{flag}: cannot write {path!r}: {error.strerror}") from error
-        if not existed:
-            os.remove(path)
-
-
-def _check_plot(path: str) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise flags.Error("--plot needs matplotlib: pip install 'jax_ep[examples]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    suffix = os.path.splitext(path)[1].removeprefix(".").lower()
-    if suffix not in kinds:
-        raise flags.Error(f"--plot: {path!r} does not end in one of .{', .'.join(sorted(kinds))}")
-
-
-def offer_cpu_devices(count: int) -> None:
-    """Asks for `count` virtual CPU devices, unless XLA_FLAGS or a started backend has decided."""
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+        except RuntimeError:
+            pass
     try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        pass
+        return jax.devices()
+    except RuntimeError as error:
+        raise Error(f"JAX finds no device: {error}") from error
+
+
+def check_ranks(ranks: Iterable[int], num_devices: int) -> None:
+    """Raises `Error` unless there are devices for each number of ranks."""
+    for num_ranks in ranks:
+        if num_ranks > num_devices:
+            raise Error(f"--ranks: {num_ranks} ranks, but {num_devices} devices")
 
 
 def devices_in_words(devices: Sequence[jax.Device]) -> str:
@@ -98,7 +60,7 @@ def times(
 ) -> dict[str, Any]:
     """Times in microseconds: "wall", and "device", which is None where nothing sees its kernels.
 
-    `timer` is one of TIMERS; `spaced` is as in `Loop.device_time`.
+    `timer` is one of `flags.TIMERS`; `spaced` is as in `Loop.device_time`.
     """
     wall = loop.wall_time(repeats)
     device = device_times(loop, timer, device_repeats, spaced)

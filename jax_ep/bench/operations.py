@@ -56,7 +56,7 @@ class Work:
         """The routes by `jax_ep.reference`."""
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
-        return [received.routes for received in self._reference_dispatch(nothing, topk_idx)]
+        return [received.routes for received in self.reference_dispatch(nothing, topk_idx)]
 
     def wire_row_bytes(self, quantized: bool) -> int:
         """Of a row on its way, quantized or not."""
@@ -71,7 +71,8 @@ class Work:
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         return reference.rank_dispatch(x, topk_idx, num_experts=self.num_experts)
 
-    def _reference_dispatch(self, x, topk_idx):
+    def reference_dispatch(self, x, topk_idx):
+        """What a dispatch of x into the expert layout gives, by `jax_ep.reference`."""
         return reference.dispatch(
             x,
             topk_idx,
@@ -157,7 +158,7 @@ def _check_dispatched(work: Work, state: Any, out: Any) -> None:
         names, wanted = ("local_topk_idx",), work.received(x)
     else:
         names = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
-        wanted = work._reference_dispatch(x, topk_idx)
+        wanted = work.reference_dispatch(x, topk_idx)
     tolerance = 0.0
     tokens = out.tokens
     if work.wire_dtype is not None:  # of values below 1

@@ -107,6 +107,8 @@ def plot(rows: Sequence[Row], path: str) -> None:
             tokens, times = zip(*sorted(points), strict=True)
             axis.plot(tokens, times, marker="o", label=label)
         axis.set(title=operation, xlabel="tokens per rank", xscale="log", yscale="log")
+        label_log_axis(axis.xaxis, sorted({row["tokens"] for row in measured}))
+        label_log_axis(axis.yaxis)
         axis.grid(visible=True, which="both", alpha=0.3)
         if lines:
             axis.legend(fontsize="x-small")
@@ -114,6 +116,20 @@ def plot(rows: Sequence[Row], path: str) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def label_log_axis(axis: Any, ticks: Sequence[float] | None = None) -> None:
+    """Labels a logarithmic axis of a plot in plain numbers: 32 and 4096, not 3 x 10^1.
+
+    `ticks`: where; None: at 1, 2 and 5 of each power of ten.
+    """
+    from matplotlib import ticker
+
+    axis.set_major_locator(
+        ticker.LogLocator(subs=(1, 2, 5)) if ticks is None else ticker.FixedLocator(list(ticks))
+    )
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def bars(

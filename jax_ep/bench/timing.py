@@ -24,10 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, PartitionSpec
-
-from pallas_kernels.fabric import ptx
 
 Kernel = tuple[str, float]  # name, microseconds
 # JAX's profiler, and its Mosaic GPU profiler: cheaper, but not made for several GPUs: its threads
@@ -152,7 +149,7 @@ class Loop:
         failures = []
         for timer in timers:
             try:
-                device = self._timed_by(timer, repeats, spaced)
+                device = self.timed_by(timer, repeats, spaced)
                 return device.without(_of_a_loop(self.mesh, timer)) if spaced else device
             except Exception as error:  # profilers fail in their own ways; say how and go on
                 failures.append(f"{timer}: {type(error).__name__}: {error}")
@@ -162,7 +159,8 @@ class Loop:
     def _spaced(self) -> Any:
         return self._compile(spaced=True)
 
-    def _timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
+    def timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
+        """The device time by one of `DEVICE_TIMERS`, the loop's own share included."""
         compiled = self._spaced if spaced else self.compiled
         jax.block_until_ready(compiled(self.state))
         calls = repeats * self.iterations
@@ -219,7 +217,7 @@ class Loop:
 def _of_a_loop(mesh: Mesh, timer: str) -> float:
     """Microseconds of everything but the wait that a loop of calls of nothing runs for each."""
     loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
-    return loop._timed_by(timer, repeats=2, spaced=True).median
+    return loop.timed_by(timer, repeats=2, spaced=True).median
 
 
 def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
@@ -227,6 +225,10 @@ def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # not on a machine without GPUs
+
+    from pallas_kernels.fabric import ptx
+
     def wait(link_ref, *refs):
         ptx.pause(SPACER_MICROSECONDS * 1000)
         refs[-1][0] = link_ref[0]

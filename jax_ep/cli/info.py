@@ -1,4 +1,4 @@
-"""`python -m jax_ep info`: what a bug report needs, and which implementation serves here."""
+"""`python -m jax_ep info`: what a bug report needs, and which implementation runs here."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from collections import Counter
 from typing import Any
 
 import jax
-from absl import flags
 
 import jax_ep
-from jax_ep.cli import command_flags
+from jax_ep.cli.flags import Flags
 from jax_ep.runtime import availability, cuda_driver, symmetric_memory
 
-FLAGS = command_flags()
-_JSON = flags.DEFINE_boolean(
-    "json", False, "Print one JSON object instead of text.", flag_values=FLAGS
-)
+FLAGS = Flags()
+_JSON = FLAGS.boolean("json", "Print one JSON object instead of text.")
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -27,11 +24,11 @@ CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 def run() -> int:
     facts = collect()
     print(json.dumps(facts, indent=2) if _JSON.value else render(facts))
-    return 0
+    return 0 if facts["backend_error"] is None else 1
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, the packages, the CUDA plugin and the driver; None: not there."""
+    """Looks up versions of Python, packages, CUDA plugin and driver; None: not installed."""
     found: dict[str, str | None] = {
         "jax_ep": jax_ep.__version__,
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
@@ -46,10 +43,17 @@ def versions() -> dict[str, str | None]:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `info` prints, as JSON-serializable values."""
-    devices = jax.devices()
+    """Everything that `info` prints, as JSON-serializable values.
+
+    "backend_error" is why JAX finds no device; then "versions" is all else that there is.
+    """
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return {"versions": versions(), "backend_error": str(error)}
     return {
         "versions": versions(),
+        "backend_error": None,
         "backend": jax.default_backend(),
         "processes": jax.process_count(),
         "devices": [
@@ -70,6 +74,10 @@ def collect() -> dict[str, Any]:
 def render(facts: dict[str, Any]) -> str:
     lines = [f"{name:<15}{value or 'none'}" for name, value in facts["versions"].items()]
 
+    if facts["backend_error"] is not None:
+        lines += ["", f"{'devices':<15}none: {facts['backend_error']}"]
+        return "\n".join(lines)
+
     devices = facts["devices"]
     kinds = Counter(_describe(device) for device in devices)
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
@@ -80,8 +88,8 @@ def render(facts: dict[str, Any]) -> str:
         lines.append(f"{'' if i else 'shared memory':<15}{line}")
 
     reason = facts["pallas_unavailable"]
-    lines += ["", f"{'xla':<15}serves here"]
-    lines.append(f"{'pallas':<15}{'serves here' if reason is None else 'does not: ' + reason}")
+    lines += ["", f"{'xla':<15}runs here"]
+    lines.append(f"{'pallas':<15}{'runs here' if reason is None else 'does not run: ' + reason}")
     lines.append(f"{'default':<15}{'pallas' if reason is None else 'xla'} (implementation=None)")
     return "\n".join(lines)
 

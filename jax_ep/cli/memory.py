@@ -7,37 +7,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from absl import flags
 
-from jax_ep.cli import command_flags
+from jax_ep.cli.flags import Error, Flags
 from jax_ep.exchange import memory, quantization
 from jax_ep.runtime import symmetric_memory
 from pallas_kernels.fabric import low_latency as ll
 
-FLAGS = command_flags()
-_here: dict[str, Any] = {"flag_values": FLAGS}
-_TOKENS = flags.DEFINE_integer("tokens", 128, "T, tokens per rank.", lower_bound=1, **_here)
-_RANKS = flags.DEFINE_integer("ranks", 8, "N.", lower_bound=1, **_here)
-_HIDDEN = flags.DEFINE_integer("hidden", 7168, "H.", lower_bound=1, **_here)
-_NUM_EXPERTS = flags.DEFINE_integer("num_experts", 256, "E.", lower_bound=1, **_here)
-_TOP_K = flags.DEFINE_integer("top_k", 8, "K.", lower_bound=1, **_here)
-_DTYPE = flags.DEFINE_enum(
-    "dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of the rows.", **_here
-)
-_CAPACITY = flags.DEFINE_integer(
-    "capacity", None, "R, rows of a receive buffer. Default: dropless.", lower_bound=1, **_here
-)
-_ALIGNMENT = flags.DEFINE_integer(
-    "expert_alignment", 1, "Each expert's block starts at a multiple.", lower_bound=1, **_here
-)
-_JSON = flags.DEFINE_boolean("json", False, "Print one JSON object instead of text.", **_here)
+FLAGS = Flags()
+_TOKENS = FLAGS.integer("tokens", 128, "T, tokens per rank.")
+_RANKS = FLAGS.integer("ranks", 8, "N.")
+_HIDDEN = FLAGS.integer("hidden", 7168, "H.")
+_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E.")
+_TOP_K = FLAGS.integer("top_k", 8, "K.")
+_DTYPE = FLAGS.choice("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of the rows.")
+_CAPACITY = FLAGS.integer("capacity", None, "R, rows of a receive buffer. Default: dropless.")
+_ALIGNMENT = FLAGS.integer("expert_alignment", 1, "Each expert's block starts at a multiple.")
+_JSON = FLAGS.boolean("json", "Print one JSON object instead of text.")
 
 _MIB = 2**20
 
 
 def run() -> int:
     if _NUM_EXPERTS.value % _RANKS.value:
-        raise flags.Error(f"--num_experts: {_NUM_EXPERTS.value} over {_RANKS.value} ranks")
+        raise Error(f"--num_experts: {_NUM_EXPERTS.value} over {_RANKS.value} ranks")
     facts = collect()
     print(json.dumps(facts, indent=2) if _JSON.value else render(facts))
     return 0

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.matmul.backend import Backend, Pairs, pad_rows
+from jax_ep.runtime import availability
 
 if TYPE_CHECKING:
     from pallas_kernels.matmul.grouped_matmul import Tiles
@@ -28,7 +29,7 @@ def operands_reason(matrix_shape: Sequence[int], dtype: Any) -> str | None:
     if any(dim % 64 for dim in matrix_shape):
         sides = list(matrix_shape)
         return f"it needs both sides of each group's matrix in multiples of 64, not {sides}"
-    return None
+    return availability.jax_unavailable_reason()
 
 
 def platform_reason(platform: str) -> str | None:

@@ -16,7 +16,7 @@ from support.selection import quick
 
 import jax_ep.cli
 from jax_ep import reference
-from jax_ep.bench import baselines, measuring, operations, report, timing
+from jax_ep.bench import baselines, operations, report, timing
 from jax_ep.bench import exchange as bench
 from jax_ep.runtime import availability
 
@@ -301,30 +301,51 @@ def test_a_gradient_travels_in_the_wire_dtype():
 
 def test_a_row_is_named_by_what_gathers_it():
     """float8 rows are gathered by "xla", whatever the exchange is done by."""
-    bench.FLAGS(["bench", "--layouts=rank", "--wire_dtypes=float8_e4m3fn", "--output=quantized"])
+    args = ["--layouts=rank", "--wire_dtypes=float8_e4m3fn", "--output=quantized"]
+    bench.FLAGS.parse("bench", args)
     try:
         for op, expected in (("group", ["xla"]), ("dispatch", ["pallas", "xla"])):
             ways = bench._ways(op, ["pallas", "xla"], [])
             assert [way["implementation"] for way in ways] == expected
     finally:
-        for flag in bench.FLAGS:
-            bench.FLAGS[flag].unparse()
+        bench.FLAGS.parse("bench", [])
 
 
-def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(tmp_path):
-    there, not_there = tmp_path / "there.json", tmp_path / "not_there.json"
-    there.write_text("{}")
-    measuring.check_outputs(json=str(there), write_table=str(not_there), plot=None)
-    assert there.read_text() == "{}" and not not_there.exists()
+def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    drawn = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    rows = [
+        {
+            "op": "dispatch", "tokens": tokens, "ranks": 2, "dtype": "bfloat16",
+            "implementation": "xla", "wall": {"median_us": 3.0 * tokens},
+        }
+        for tokens in (32, 128, 4096)
+    ]  # fmt: skip
+    report.plot(rows, str(tmp_path / "out.png"))
+    (figure,) = drawn
+    figure.canvas.draw()
+    axis = figure.axes[0]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["32", "128", "4096"]
+    assert {"100", "200", "500", "1000"} <= {t.get_text() for t in axis.get_yticklabels()}
+    every = [*axis.get_xticklabels(which="both"), *axis.get_yticklabels(which="both")]
+    assert not any("times" in label.get_text() for label in every)
 
 
 @pytest.mark.parametrize(
     ("arg", "message"),
     [
-        ("--layouts=row", "--layouts: 'row' is not one of expert, rank"),
-        ("--wire_dtypes=int8", "--wire_dtypes: 'int8' is not one of none, float8_e4m3fn"),
-        ("--ops=dance", "--ops: 'dance' is not one of dispatch"),
-        ("--tokens=many", "--tokens: 'many'"),
+        ("--layouts=row", "--layouts=row: 'row' is not one of expert, rank"),
+        ("--wire_dtypes=int8", "--wire_dtypes=int8: 'int8' is not one of none, float8_e4m3fn"),
+        ("--ops=dance", "--ops=dance: 'dance' is not one of dispatch"),
+        ("--tokens=many", "--tokens=many: 'many' is not a positive integer"),
+        ("--tokens=0", "--tokens=0: '0' is not a positive integer"),
+        ("--capacity_factor=inf", "--capacity_factor=inf: 'inf' is not a finite number"),
+        ("--capacity_factor=nan", "--capacity_factor=nan: 'nan' is not a finite number"),
+        ("--capacity_factor=-1", "--capacity_factor=-1: '-1' is not a finite number"),
+        ("--capacity_factor=True", "--capacity_factor=True: 'True' is not a finite number"),
+        ("--dtypes=float4_e2m1fn", "--dtypes=float4_e2m1fn: 'float4_e2m1fn' is not one of"),
         ("--ranks=4096", "--ranks: 4096 ranks"),
         ("--iterations=3", "iterations"),
         ("--output=quantized", "--output: quantized rows need a wire dtype"),

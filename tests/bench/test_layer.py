@@ -50,7 +50,8 @@ def run_layers(num_ranks: int, capacity_factor: float, names):
     mesh = meshes.expert_mesh(num_ranks)
     state = bench_layer.make_state(SHAPE, 20, mesh, seed=3)
     config, load = bench_layer.make_config(SHAPE, state, mesh, capacity_factor)
-    steps = {name: bench_layer.make_step(name, "forward_backward", config) for name in names}
+    rows = load["capacity"]
+    steps = {name: bench_layer.make_step(name, "forward_backward", config, rows) for name in names}
 
     def on_rank(state):
         state = jax.tree.map(lambda leaf: leaf[0], state)
@@ -84,6 +85,12 @@ def test_every_output_has_something_to_compare(own_outputs):
         array = np.asarray(array, np.float32)
         assert np.isfinite(array).all(), what
         assert np.mean(array != 0) > 0.8, what
+
+
+def test_the_buffer_for_any_routing_is_that_of_the_layer():
+    outputs, load = run_layers(min(2, len(jax.devices())), 0, ["jax_ep", PLAIN[0]])
+    assert load["capacity"] == 60 * min(2, len(jax.devices()))
+    bench_layer.agree(PLAIN[0], outputs[PLAIN[0]], "jax_ep", outputs["jax_ep"])
 
 
 @pytest.mark.parametrize("what", bench_layer.OUTPUTS)
@@ -238,10 +245,10 @@ def test_communication_is_known_by_its_kernels():
 @pytest.mark.parametrize(
     ("arg", "message"),
     [
-        ("--shapes=gpt-2", "--shapes: 'gpt-2' is not one of deepseek-v3"),
-        ("--directions=sideways", "--directions: 'sideways' is not one of forward"),
-        ("--contenders=nccl", "--contenders: 'nccl' is not one of jax_ep"),
-        ("--tokens=many", "--tokens: 'many'"),
+        ("--shapes=gpt-2", "--shapes=gpt-2: 'gpt-2' is not one of deepseek-v3"),
+        ("--directions=sideways", "--directions=sideways: 'sideways' is not one of forward"),
+        ("--contenders=nccl", "--contenders=nccl: 'nccl' is not one of jax_ep"),
+        ("--tokens=many", "--tokens=many: 'many'"),
         ("--ranks=4096", "--ranks: 4096 ranks"),
         ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),
         ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),

@@ -101,8 +101,9 @@ def test_what_cannot_start_in_time_is_reported(capsys):
     [
         ("--case=nothing", "--case: 'nothing' is in the name of none: tiny"),
         ("--candidate=cublas", "--candidate: 'cublas' is in the name of none: "),
-        ("--dtype=foo", "dtype=foo"),
-        ("--ops=dance", "--ops: 'dance' is not one of product"),
+        ("--dtype=foo", "--dtype=foo"),
+        ("--seconds=nan", "--seconds=nan: 'nan' is not a finite number"),
+        ("--ops=dance", "--ops=dance: 'dance' is not one of product"),
         ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),
         ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),
         ("--tiny", "tiny"),

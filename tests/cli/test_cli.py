@@ -17,11 +17,11 @@ from jax_ep.cli import info
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_cli(*args: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*args: str, platforms: str = "cpu") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jax_ep", *args],
         cwd=REPOSITORY,
-        env=environment_of_program(JAX_PLATFORMS="cpu"),
+        env=environment_of_program(JAX_PLATFORMS=platforms),
         capture_output=True,
         text=True,
         timeout=300,
@@ -35,6 +35,40 @@ def test_wrong_usage_exits_with_2(args, capsys):
     assert captured.out == ""
     assert "python -m jax_ep" in captured.err
     assert all(arg.lstrip("-") in captured.err for arg in args[-1:])
+
+
+@pytest.mark.parametrize(
+    ("args", "there_is_no", "nearest"),
+    [
+        (["benhc"], "benhc", "bench"),
+        (["benhc", "--tokens=4"], "benhc", "bench"),
+        (["inof"], "inof", "info"),
+        (["bench", "lyaer"], "bench lyaer", "bench layer"),
+        (["benhc", "matmul", "--check"], "benhc matmul", "bench matmul"),
+        (["info", "now"], "info now", "info"),
+    ],
+)
+def test_a_misspelt_command_is_answered_with_the_nearest(args, there_is_no, nearest, capsys):
+    assert jax_ep.cli.main(["jax_ep", *args]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == f"There is no command {there_is_no!r}. Did you mean {nearest!r}?"
+
+
+def test_what_is_like_no_command_has_no_nearest(capsys):
+    assert jax_ep.cli.main(["jax_ep", "xyzzy"]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == "There is no command 'xyzzy'."
+
+
+@pytest.mark.parametrize("command", ["info", "bench", "bench matmul"])
+def test_where_jax_finds_no_backend_a_command_says_so(command):
+    done = run_cli(*command.split(), platforms="no_such_platform")
+    assert "Traceback" not in done.stderr + done.stdout
+    said = done.stdout if command == "info" else done.stderr
+    assert "no_such_platform" in said
+    assert done.returncode == (1 if command == "info" else 2)
+    if command == "info":
+        assert jax.__version__ in done.stdout
+        assert "devices        none: " in done.stdout
 
 
 def test_help_lists_every_command(capsys):
@@ -58,7 +92,7 @@ def test_info_says_which_implementation_serves(capsys):
     text = info.render({**facts, "pallas_unavailable": None})
     assert "default        pallas" in text
     text = info.render({**facts, "pallas_unavailable": "needs NVIDIA GPUs"})
-    assert "does not: needs NVIDIA GPUs" in text
+    assert "does not run: needs NVIDIA GPUs" in text
     assert "default        xla" in text
     assert len(facts["devices"]) == len(jax.devices())
 
@@ -76,6 +110,7 @@ def test_info_shows_the_memory_that_gpus_share():
 def test_info_names_the_pairs_without_peer_access():
     facts = {
         "versions": {"jax": "1"},
+        "backend_error": None,
         "backend": "gpu",
         "processes": 1,
         "devices": [{"kind": "GPU", "compute_capability": "9.0"}] * 2,

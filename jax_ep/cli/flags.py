@@ -1,0 +1,160 @@
+"""The flags of a command: defined, parsed and checked in one way for all commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from absl import flags
+
+Error = flags.Error  # wrong usage: `main` prints it, and the exit status is 2
+Holder = flags.FlagHolder
+
+
+class Flags:
+    """One command's own set of flags, with `--help`; importing a command defines no other flag.
+
+    Each method defines a flag and returns its holder; `.value` is what the caller gave, parsed and
+    checked.
+    """
+
+    def __init__(self) -> None:
+        self.values = flags.FlagValues()
+        flags.DEFINE_boolean(
+            "help", False, "Show this list.", short_name="h", flag_values=self.values
+        )
+        self._outputs: list[flags.FlagHolder] = []
+
+    def integer(self, name: str, default: int | None, help: str, least: int = 1) -> Holder:
+        """An integer of at least `least`."""
+        return flags.DEFINE_integer(name, default, help, lower_bound=least, flag_values=self.values)
+
+    def number(self, name: str, default: float | None, help: str) -> Holder:
+        """A finite number, not negative."""
+        return self._define(_Number(), name, default, help)
+
+    def boolean(self, name: str, help: str) -> Holder:
+        """False unless given."""
+        return flags.DEFINE_boolean(name, False, help, flag_values=self.values)
+
+    def string(self, name: str, default: str | None, help: str) -> Holder:
+        return flags.DEFINE_string(name, default, help, flag_values=self.values)
+
+    def strings(self, name: str, help: str) -> Holder:
+        """A list of any values, empty unless given."""
+        return flags.DEFINE_list(name, [], help, flag_values=self.values)
+
+    def choice(self, name: str, default: str, allowed: Iterable[str], help: str) -> Holder:
+        """One of `allowed`."""
+        return flags.DEFINE_enum(name, default, list(allowed), help, flag_values=self.values)
+
+    def choices(
+        self, name: str, default: Iterable[str] | None, allowed: Iterable[str], help: str
+    ) -> Holder:
+        """A list of values, each one of `allowed`."""
+        return self._define(_Choices(allowed), name, default, help)
+
+    def integers(self, name: str, default: Sequence[int] | None, help: str) -> Holder:
+        """A list of positive integers."""
+        return self._define(_Integers(), name, default, help)
+
+    def output(self, name: str, help: str) -> Holder:
+        """A file to write; `check_outputs` refuses what cannot be written."""
+        holder = self.string(name, None, help)
+        self._outputs.append(holder)
+        return holder
+
+    def check_outputs(self) -> None:
+        """Refuses files that could not be written: before what takes long, not after it."""
+        for holder in self._outputs:
+            if holder.value is not None:
+                _check_output(holder.name, holder.value)
+
+    def parse(self, command: str, argv: Sequence[str]) -> None:
+        """Parses what follows the command's name, from the defaults on.
+
+        Raises `Error` for a flag that there is not, a value that does not fit, and other arguments.
+        """
+        for name in self.values:  # of a call before this one, in the same process
+            self.values[name].unparse()
+        if extra := self.values([command, *argv])[1:]:
+            raise Error(f"unexpected arguments: {' '.join(extra)}")
+
+    def _define(self, parser: Any, name: str, default: Any, help: str) -> Holder:
+        text = default if default is None else parser.serialize(default)
+        return flags.DEFINE(parser, name, text, help, flag_values=self.values, serializer=parser)
+
+
+class _Number(flags.ArgumentParser):
+    syntactic_help = "a finite number, not negative"
+
+    def parse(self, argument: Any) -> float:
+        try:
+            value = float(argument)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{argument!r} is not {self.syntactic_help}")
+        return value
+
+    def serialize(self, value: float) -> str:
+        return f"{value:g}"
+
+
+class _List(flags.ArgumentParser):
+    def parse(self, argument: Any) -> list[Any]:
+        values = [text.strip() for text in argument.split(",")] if argument else []
+        return [self.item(value) for value in values]
+
+    def serialize(self, values: Iterable[Any]) -> str:
+        return ",".join(map(str, values))
+
+    def item(self, value: str) -> Any:
+        raise NotImplementedError
+
+
+class _Integers(_List):
+    syntactic_help = "a comma separated list of positive integers"
+
+    def item(self, value: str) -> int:
+        if not (value.isdecimal() and int(value) > 0):
+            raise ValueError(f"{value!r} is not a positive integer")
+        return int(value)
+
+
+class _Choices(_List):
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self.allowed = list(allowed)
+        self.syntactic_help = f"a comma separated list of: {', '.join(self.allowed)}"
+
+    def item(self, value: str) -> str:
+        if value not in self.allowed:
+            raise ValueError(f"{value!r} is not one of {', '.join(self.allowed)}")
+        return value
+
+
+def _check_output(flag: str, path: str) -> None:
+    if flag == "plot":
+        _check_plot(path)
+    existed = os.path.lexists(path)
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise Error(f"--{flag}: cannot write {path!r}: {error.strerror}") from error
+    if not existed:
+        os.remove(path)
+
+
+def _check_plot(path: str) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise Error("--plot needs matplotlib: pip install 'jax_ep[bench]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    suffix = os.path.splitext(path)[1].removeprefix(".").lower()
+    if suffix not in kinds:
+        raise Error(f"--plot: {path!r} does not end in one of .{', .'.join(sorted(kinds))}")

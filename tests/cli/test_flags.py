@@ -1,0 +1,57 @@
+"""The flags of a command: what they take, and what they say of what they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_ep.cli.flags import Error, Flags
+
+
+@pytest.fixture
+def flags():
+    found = Flags()
+    found.tokens = found.integers("tokens", [1, 2], "Tokens.")
+    found.ops = found.choices("ops", None, ["send", "receive"], "Operations.")
+    found.factor = found.number("factor", 1.125, "A factor.")
+    found.json = found.output("json", "A file.")
+    found.table = found.output("table", "Another.")
+    return found
+
+
+def test_values_are_parsed_and_start_from_the_defaults_each_time(flags):
+    flags.parse("test", ["--tokens=3,4", "--ops=send,receive", "--factor=0"])
+    assert (flags.tokens.value, flags.factor.value) == ([3, 4], 0.0)
+    assert flags.ops.value == ["send", "receive"]
+    flags.parse("test", [])
+    assert (flags.tokens.value, flags.ops.value, flags.factor.value) == ([1, 2], None, 1.125)
+
+
+@pytest.mark.parametrize(
+    ("arg", "message"),
+    [
+        ("--tokens=3,x", "--tokens=3,x: 'x' is not a positive integer"),
+        ("--tokens=-1", "--tokens=-1: '-1' is not a positive integer"),
+        ("--ops=sing", "--ops=sing: 'sing' is not one of send, receive"),
+        ("--factor=inf", "--factor=inf: 'inf' is not a finite number, not negative"),
+        ("--factor=nan", "--factor=nan: 'nan' is not a finite number, not negative"),
+        ("--factor=-1", "--factor=-1: '-1' is not a finite number, not negative"),
+        ("--factor=two", "--factor=two: 'two' is not a finite number, not negative"),
+        ("--sing", "sing"),
+        ("sing", "unexpected arguments: sing"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name_and_value(flags, arg, message):
+    with pytest.raises(Error) as caught:
+        flags.parse("test", [arg])
+    assert message in str(caught.value)
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(flags, tmp_path):
+    there, not_there = tmp_path / "there.json", tmp_path / "not_there.json"
+    there.write_text("{}")
+    flags.parse("test", [f"--json={there}", f"--table={not_there}"])
+    flags.check_outputs()
+    assert there.read_text() == "{}" and not not_there.exists()
+    flags.parse("test", ["--table=/no/folder/out"])
+    with pytest.raises(Error, match="--table: cannot write '/no/folder/out': No such file"):
+        flags.check_outputs()
