@@ -14,13 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
-from pallas_kernels.fabric import ptx
+from pallas_kernels.fabric import mosaic, ptx
+from pallas_kernels.fabric.mosaic import arith, ir, llvm, mgpu, scf, vector
 from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES, vector_length
 
 EMPTY = 0xFFFFFFFF  # as floats NaNs, but not those of arithmetic: seldom anything that is sent
@@ -30,7 +27,7 @@ TILE_BYTES = LANES * VECTOR_BYTES
 _NOTES_BYTES = LANES * 4
 SLOT_BYTES = TILE_BYTES + _NOTES_BYTES
 _WORDS = VECTOR_BYTES // 4
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+_SCALAR = mosaic.SCALAR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Regions:
             empty = [_is(EMPTY, word) for word in words]
             if exact:
                 bits = [
-                    arith.select(is_empty, _i32(1 << i), _i32(0))
+                    arith.select(is_empty, mosaic.i32(1 << i), mosaic.i32(0))
                     for i, is_empty in enumerate(empty)
                 ]
                 llvm.inline_asm(
@@ -81,7 +78,7 @@ class Regions:
                     has_side_effects=True,
                 )
             words = [
-                arith.select(is_empty, _i32(_INSTEAD), word)
+                arith.select(is_empty, mosaic.i32(_INSTEAD), word)
                 for is_empty, word in zip(empty, words, strict=True)
             ]
             _store(self._slot(*where), words)
@@ -147,11 +144,11 @@ class Regions:
                         timeout_s=timeout_s,
                         num_values=1,
                     )
-                    _store_word(pointer, _i32(EMPTY))
-                    bits = [arith.andi(note, _i32(1 << i)) for i in range(_WORDS)]
+                    _store_word(pointer, mosaic.i32(EMPTY))
+                    bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
                     scf.yield_(
                         [
-                            arith.select(_is(0, bit), word, _i32(EMPTY))
+                            arith.select(_is(0, bit), word, mosaic.i32(EMPTY))
                             for bit, word in zip(bits, words, strict=True)
                         ]
                     )
@@ -161,13 +158,13 @@ class Regions:
 
             words = ptx.poll(ask, late, timeout_s=timeout_s, num_values=_WORDS * count)
             for pointer in pointers:
-                _store(pointer, [_i32(EMPTY)] * _WORDS)
+                _store(pointer, [mosaic.i32(EMPTY)] * _WORDS)
             return [
                 _tile(as_sent(j, of_slot) if exact else of_slot, shape, dtype)
                 for j, of_slot in enumerate(by_slot(words))
             ]
 
-        tile = plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=_layout(shape, dtype))
+        tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
         arg_types = (_SCALAR,) * (2 + 2 * count)
         return plgpu.inline_mgpu(arg_types=arg_types, return_type=[tile] * count)(emit)(
             device, rank, *slots, *peers
@@ -201,8 +198,8 @@ class Regions:
         def emit(ctx: Any, device: Any, *scalars: Any) -> None:
             del ctx
             scalars = tuple(scalar.registers.item() for scalar in scalars)
-            mgpu.utils.warpgroup_barrier()
-            first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, ptx.lane(), _i32(0)))
+            mosaic.barrier()
+            first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, mosaic.lane(), mosaic.i32(0)))
             with ir.InsertionPoint(first.then_block):
                 for counter, value in zip(scalars[:count], scalars[count:], strict=True):
                     _store_word(self._counter(device.registers.item(), counter), value)
@@ -212,44 +209,35 @@ class Regions:
         plgpu.inline_mgpu(arg_types=arg_types)(emit)(device, *counters, *values)
 
     def _region(self, device: ir.Value) -> ir.Value:
-        return arith.addi(_times(device, self.stride), _i64(self.base))
+        return arith.addi(_times(device, self.stride), mosaic.i64(self.base))
 
     def _counter(self, device: ir.Value, counter: ir.Value) -> ir.Value:
         return arith.addi(self._region(device), _times(counter, 4))
 
     def _slot(self, device: ir.Value, slot: ir.Value) -> ir.Value:
         """Where this thread's part of a slot is."""
-        start = arith.addi(self._region(device), _i64(4 * self.num_counters))
-        part = _times(ptx.lane(), VECTOR_BYTES)
+        start = arith.addi(self._region(device), mosaic.i64(4 * self.num_counters))
+        part = _times(mosaic.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
 
     def _note(self, device: ir.Value, slot: ir.Value) -> ir.Value:
         """Where this thread's note to a slot is."""
         start = arith.addi(
-            self._region(device), _i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
+            self._region(device), mosaic.i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
         )
-        return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(ptx.lane(), 4)))
+        return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(mosaic.lane(), 4)))
 
 
 def _layout(shape: tuple[int, ...], dtype: Any) -> Any:
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=vector_length(dtype))
-
-
-def _i32(value: int) -> ir.Value:
-    signed = value - 2**32 if value >= 2**31 else value
-    return arith.constant(ir.IntegerType.get_signless(32), signed)
-
-
-def _i64(value: int) -> ir.Value:
-    return arith.constant(ir.IntegerType.get_signless(64), value)
+    return mosaic.strided(shape, vector_length(dtype))
 
 
 def _times(value: ir.Value, size: int) -> ir.Value:
-    return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), _i64(size))
+    return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), mosaic.i64(size))
 
 
 def _is(value: int, word: ir.Value) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, word, _i32(value))
+    return arith.cmpi(arith.CmpIPredicate.eq, word, mosaic.i32(value))
 
 
 def _any(conditions: Sequence[ir.Value]) -> ir.Value:
@@ -285,13 +273,9 @@ def _store(pointer: ir.Value, words: Sequence[ir.Value]) -> None:
 
 
 def _tile(words: Sequence[ir.Value], shape: tuple[int, ...], dtype: Any) -> Any:
-    i32, element = ir.IntegerType.get_signless(32), mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
+    i32, element = ir.IntegerType.get_signless(32), mosaic.element_type(dtype)
     packed = llvm.mlir_undef(ir.VectorType.get((_WORDS,), i32))
     for i, word in enumerate(words):
-        packed = llvm.insertelement(packed, word, _i32(i))
+        packed = llvm.insertelement(packed, word, mosaic.i32(i))
     of_thread = ir.VectorType.get((vector_length(dtype),), element)
-    return mgpu.FragmentedArray(
-        _registers=np.array([vector.bitcast(of_thread, packed)], dtype=object),
-        _layout=mgpu.WGStridedFragLayout(tuple(shape), vector_length(dtype)),
-        _is_signed=None,
-    )
+    return mosaic.array_of([vector.bitcast(of_thread, packed)], shape, vector_length(dtype))

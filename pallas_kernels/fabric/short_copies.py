@@ -9,16 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
 
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import ptx
-from pallas_kernels.fabric.plan import LANES
-
-_BYTES = 16
+from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.mosaic import Value, arith
+from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES
 
 
 def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
@@ -26,31 +22,28 @@ def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
     if fabric.interpret:
         destination[...] = source[...]
         return
-    num_pieces, rest = divmod(source.shape[0] * jnp.dtype(source.dtype).itemsize, _BYTES)
+    num_pieces, rest = divmod(source.shape[0] * jnp.dtype(source.dtype).itemsize, VECTOR_BYTES)
     if rest:
-        raise ValueError(f"a copy must be of whole {_BYTES} bytes, but is of {source.shape}.")
+        raise ValueError(
+            f"a copy must be of whole {VECTOR_BYTES} bytes, but source is {source.dtype} of shape "
+            f"{source.shape}."
+        )
 
-    def emit(ctx: Any, source_ref: ir.Value, destination_ref: ir.Value) -> None:
-        del ctx
-        i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
-        thread = ptx.lane()
-        pointers = [mgpu.utils.memref_ptr(ref) for ref in (destination_ref, source_ref)]
+    def emit(context: Any, source_ref: Value, destination_ref: Value) -> None:
+        del context
+        byte, thread = mosaic.integer_type(8), mosaic.lane()
+        bases = [mosaic.pointer(ref) for ref in (destination_ref, source_ref)]
         for first in range(0, num_pieces, LANES):
-            piece = arith.addi(thread, arith.constant(i32, first))
-            there = arith.cmpi(arith.CmpIPredicate.ult, piece, arith.constant(i32, num_pieces))
-            copying = scf.IfOp(there)
-            with ir.InsertionPoint(copying.then_block):
-                offset = arith.muli(piece, arith.constant(i32, _BYTES))
-                llvm.inline_asm(
-                    None,
-                    [mgpu.utils.getelementptr(pointer, [offset], i8) for pointer in pointers],
-                    f"cp.async.cg.shared.global [$0], [$1], {_BYTES};",
+            piece = arith.addi(thread, mosaic.i32(first))
+            with mosaic.when(mosaic.below(piece, mosaic.i32(num_pieces))):
+                offset = arith.muli(piece, mosaic.i32(VECTOR_BYTES))
+                mosaic.asm(
+                    f"cp.async.cg.shared.global [$0], [$1], {VECTOR_BYTES};",
                     "l,l",
-                    has_side_effects=True,
+                    *(mosaic.element_pointer(base, offset, byte) for base in bases),
                 )
-                scf.yield_([])
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(source, destination)
+    mosaic.inline(emit, [source, destination], [mosaic.REFERENCE] * 2)
 
 
 def commit_group(fabric: fb.Fabric) -> None:
@@ -59,17 +52,14 @@ def commit_group(fabric: fb.Fabric) -> None:
 
 
 def wait(fabric: fb.Fabric, allowed: int) -> None:
-    """Waits for all but the last `allowed` groups; what they brought, bulk copies see too."""
+    """Waits for all but the last `allowed` groups; makes what they brought visible to bulk copies.
+
+    Every thread waits for its own part of a group, and then for all threads of the warpgroup.
+    """
     _all_threads(fabric, f"cp.async.wait_group {allowed};")
     plgpu.commit_smem()
 
 
 def _all_threads(fabric: fb.Fabric, text: str) -> None:
-    if fabric.interpret:
-        return
-
-    def emit(ctx: Any) -> None:
-        del ctx
-        llvm.inline_asm(None, [], text, "", has_side_effects=True)
-
-    plgpu.inline_mgpu()(emit)()
+    if not fabric.interpret:
+        mosaic.inline(lambda context: mosaic.asm(text), [], [])

@@ -13,15 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import ptx
+from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES
 
 _WARP = 32
@@ -33,45 +29,43 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
     """A contiguous 1D part of global memory, `elements` neighbours to a thread."""
     if fabric.interpret:
         return fb.load(fabric, ref, elements)
-    layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=elements)
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
     is_signed = bool(jnp.issubdtype(ref.dtype, jnp.signedinteger)) if is_integer else None
 
-    def emit(ctx: Any, memref: ir.Value) -> Any:
-        del ctx
-        of_thread = ir.VectorType.get((elements,), ir.MemRefType(memref.type).element_type)
+    def emit(context: Any, memref: Value) -> Any:
+        del context
+        of_thread = mosaic.vector_type(elements, mosaic.element_of(memref))
         num_bytes = elements * jnp.dtype(ref.dtype).itemsize
         pointers = _pointers(memref, num_bytes, ref.shape[0] // (LANES * elements))
         alignment = min(VECTOR_BYTES, num_bytes)
-        registers = [llvm.load(of_thread, pointer, alignment=alignment) for pointer in pointers]
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object),
-            _layout=mgpu.WGStridedFragLayout(tuple(ref.shape), elements),
-            _is_signed=is_signed,
-        )
+        loaded = [llvm.load(of_thread, pointer, alignment=alignment) for pointer in pointers]
+        return mosaic.array_of(loaded, ref.shape, elements, is_signed)
 
-    array = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=array)(emit)(ref)
+    array = mosaic.in_registers(ref.shape, ref.dtype, elements)
+    return mosaic.inline(emit, [ref], [mosaic.REFERENCE], array)
 
 
 def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
-    """The same way back, into each of the parts; all are located before the first is written."""
+    """Writes registers to contiguous 1D parts of global memory, `elements` neighbours to a thread.
+
+    All parts are located before the first is written.
+    """
     if fabric.interpret:
         for ref in refs:
             ref[...] = value
         return
-    layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=elements)
 
-    def emit(ctx: Any, array: Any, *memrefs: ir.Value) -> None:
-        del ctx
+    def emit(context: Any, array: Any, *memrefs: Value) -> None:
+        del context
         num_bytes = elements * jnp.dtype(value.dtype).itemsize
-        pointers = [_pointers(memref, num_bytes, array.registers.size) for memref in memrefs]
+        registers = mosaic.registers(array)
+        pointers = [_pointers(memref, num_bytes, len(registers)) for memref in memrefs]
         for of_ref in pointers:
-            for register, pointer in zip(array.registers.flat, of_ref, strict=True):
+            for register, pointer in zip(registers, of_ref, strict=True):
                 llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
 
-    arg_types = (layout, *(plgpu.RefType(),) * len(refs))
-    plgpu.inline_mgpu(arg_types=arg_types)(emit)(value, *refs)
+    layouts = [mosaic.strided(value.shape, elements), *[mosaic.REFERENCE] * len(refs)]
+    mosaic.inline(emit, [value, *refs], layouts)
 
 
 def rotate(
@@ -97,30 +91,26 @@ def _select(
     if fabric.interpret:
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
-    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=elements)
 
-    def emit(ctx: Any, choice: Any, *arrays: Any) -> Any:
-        del ctx
-        i1 = choice.registers.item()
-        half = len(arrays) // 2
+    def emit(context: Any, choice: Any, *arrays: Any) -> Any:
+        del context
+        choice, half = mosaic.scalar(choice), len(arrays) // 2
         return [
-            mgpu.FragmentedArray(
-                _registers=np.array(
-                    [
-                        arith.select(i1, x, y)
-                        for x, y in zip(a.registers.flat, b.registers.flat, strict=True)
-                    ],
-                    dtype=object,
-                ),
-                _layout=b.layout,
-                _is_signed=b.is_signed,
+            mosaic.array_of(
+                [
+                    arith.select(choice, x, y)
+                    for x, y in zip(mosaic.registers(a), mosaic.registers(b), strict=True)
+                ],
+                shape,
+                elements,
+                b.is_signed,
             )
             for a, b in zip(arrays[:half], arrays[half:], strict=True)
         ]
 
-    arrays = [plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)] * len(no)
-    arg_types = (plgpu.Layout.WG_SPLAT(()), *(layout,) * (2 * len(no)))
-    return plgpu.inline_mgpu(arg_types=arg_types, return_type=arrays)(emit)(predicate, *yes, *no)
+    layouts = [mosaic.SCALAR, *[mosaic.strided(shape, elements)] * (2 * len(no))]
+    arrays = [mosaic.in_registers(shape, dtype, elements)] * len(no)
+    return mosaic.inline(emit, [predicate, *yes, *no], layouts, arrays)
 
 
 SUMS_OF_WARPGROUP = _WARPS
@@ -131,30 +121,27 @@ def partial_sums(fabric: fb.Fabric, value: jax.Array, ref: Any, elements: int) -
     if fabric.interpret:
         ref[...] = jnp.sum(value.reshape(_WARPS, -1), axis=1)
         return
-    layout = plgpu.Layout.WG_STRIDED(value.shape, vec_size=elements)
 
-    def emit(ctx: Any, memref: ir.Value, array: Any) -> None:
-        del ctx
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    def emit(context: Any, memref: Value, array: Any) -> None:
+        del context
         parts = [
             vector.extract(register, [], [i])
-            for register in array.registers.flat
+            for register in mosaic.registers(array)
             for i in range(elements)
         ]
         while len(parts) > 1:
             odd = parts[len(parts) // 2 * 2 :]
             parts = [arith.addf(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-        total = mgpu.utils.warp_tree_reduce(parts[0], arith.addf, _WARP)
-        thread = ptx.lane()
-        lane = arith.remui(thread, arith.constant(i32, _WARP))
-        first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, lane, arith.constant(i32, 0)))
-        with ir.InsertionPoint(first.then_block):
-            warp = arith.divui(thread, arith.constant(i32, _WARP))
-            base = mgpu.utils.memref_ptr(memref)
-            llvm.store(total, mgpu.utils.getelementptr(base, [warp], f32))
-            scf.yield_([])
+        total = mosaic.warp_sum(parts[0], _WARP)
+        thread = mosaic.lane()
+        lane_of_warp = arith.remui(thread, mosaic.i32(_WARP))
+        with mosaic.when(mosaic.equal(lane_of_warp, mosaic.i32(0))):
+            warp = arith.divui(thread, mosaic.i32(_WARP))
+            base = mosaic.pointer(memref)
+            llvm.store(total, mosaic.element_pointer(base, warp, mosaic.float_type()))
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(emit)(ref, value)
+    layouts = [mosaic.REFERENCE, mosaic.strided(value.shape, elements)]
+    mosaic.inline(emit, [ref, value], layouts)
 
 
 def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> None:
@@ -166,31 +153,27 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
         ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(_WARPS)])
         return
 
-    def emit(ctx: Any, sums_ref: ir.Value, to: ir.Value) -> None:
-        del ctx
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        thread = ptx.lane()
-        first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, thread, arith.constant(i32, 0)))
-        with ir.InsertionPoint(first.then_block):
-            base = mgpu.utils.memref_ptr(sums_ref)
+    def emit(context: Any, sums_ref: Value, to: Value) -> None:
+        del context
+        f32 = mosaic.float_type()
+        with mosaic.when(mosaic.equal(mosaic.lane(), mosaic.i32(0))):
+            base = mosaic.pointer(sums_ref)
             parts = [
-                llvm.load(f32, mgpu.utils.getelementptr(base, [arith.constant(i32, i)], f32))
+                llvm.load(f32, mosaic.element_pointer(base, mosaic.i32(i), f32))
                 for i in range(_WARPS)
             ]
-            llvm.store(functools.reduce(arith.addf, parts), mgpu.utils.memref_ptr(to))
-            scf.yield_([])
+            llvm.store(functools.reduce(arith.addf, parts), mosaic.pointer(to))
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(sums, ref.at[pl.ds(index, 1)])
+    mosaic.inline(emit, [sums, ref.at[pl.ds(index, 1)]], [mosaic.REFERENCE] * 2)
 
 
-def _pointers(memref: ir.Value, num_bytes: int, count: int) -> list[ir.Value]:
-    """Where this thread's vectors of `num_bytes` are."""
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    thread = ptx.lane()
-    offset = arith.extui(i64, arith.muli(thread, arith.constant(i32, num_bytes)))
-    base = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(memref)), offset)
+def _pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
+    """The addresses of this thread's `count` vectors of `num_bytes`."""
+    thread = mosaic.lane()
+    offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))
+    base = arith.addi(mosaic.address(memref), offset)
     pointer = llvm.PointerType.get(_GLOBAL_MEMORY)
     return [
-        llvm.inttoptr(pointer, arith.addi(base, arith.constant(i64, i * LANES * num_bytes)))
+        llvm.inttoptr(pointer, arith.addi(base, mosaic.i64(i * LANES * num_bytes)))
         for i in range(count)
     ]

@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 
@@ -419,7 +420,7 @@ class _Product(_Kernel):
                 for chunk in range(0, self.tiles.part, _CHUNK):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     values = total[:, chunk : chunk + _CHUNK].astype(out.dtype)
-                    _store_unswizzled(plain, values)
+                    mosaic.store_plain(plain, values)
                     plgpu.commit_smem()
                     cols = pl.ds(left_edge + chunk, _CHUNK)
                     _store_rows(plain, begin, end, out, top, cols)
@@ -431,7 +432,7 @@ class _Product(_Kernel):
     def _zero_tail(self, out: Any, start: jax.Array, computer: jax.Array, zeros: Any) -> None:
         """Writes zeros to the rows from `start` on, the computers of all blocks taking turns."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        _store_unswizzled(zeros, _zeros((_CHUNK, _CHUNK), out.dtype, self.interpreted))
+        mosaic.store_plain(zeros, _zeros((_CHUNK, _CHUNK), out.dtype, self.interpreted))
         plgpu.commit_smem()
         columns = jnp.int32(self.width // _CHUNK)
         first_chunk = lax.div(start, jnp.int32(_CHUNK))
@@ -611,14 +612,6 @@ def _divmod(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _transposed(ref: Any) -> Any:
     return ref.transpose((1, 0))
-
-
-def _store_unswizzled(ref: Any, values: jax.Array) -> None:
-    """Registers to plain rows in shared memory: with bank conflicts, which some JAX refuse."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, values, optimized=False)
-    else:
-        ref[...] = values
 
 
 def _set_registers(count: int, action: Any, interpreted: bool) -> None:

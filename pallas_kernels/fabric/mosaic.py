@@ -1,0 +1,264 @@
+"""The one door to Mosaic's internals: everything private or unstable of JAX that the kernels touch.
+
+Pallas names most of what a kernel does. The rest is emitted as MLIR, for one thread of a
+warpgroup, by functions that `inline` runs while the kernel is lowered: they need MLIR's dialects,
+the registers of Mosaic's arrays, the numbers of threads, and PTX. JAX promises nothing about these.
+
+Where JAX lacks one of them, this module and the kernels can be imported nevertheless;
+`unavailable_reason` names what is missing, and a kernel that needs it raises NotImplementedError
+with that reason when it is lowered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric.plan import LANES
+
+_REQUIRED = (
+    "jax.experimental.mosaic.gpu.FragmentedArray",
+    "jax.experimental.mosaic.gpu.WGStridedFragLayout",
+    "jax.experimental.mosaic.gpu.utils.dtype_to_ir_type",
+    "jax.experimental.mosaic.gpu.utils.getelementptr",
+    "jax.experimental.mosaic.gpu.utils.memref_ptr",
+    "jax.experimental.mosaic.gpu.utils.thread_idx",
+    "jax.experimental.mosaic.gpu.utils.warp_tree_reduce",
+    "jax.experimental.mosaic.gpu.utils.warpgroup_barrier",
+    "jax.experimental.pallas.mosaic_gpu.inline_mgpu",
+    "jaxlib.mlir.dialects.arith.constant",
+    "jaxlib.mlir.dialects.gpu.printf",
+    "jaxlib.mlir.dialects.llvm.inline_asm",
+    "jaxlib.mlir.dialects.scf.IfOp",
+    "jaxlib.mlir.dialects.scf.WhileOp",
+    "jaxlib.mlir.dialects.vector.extract",
+    "jaxlib.mlir.ir.InsertionPoint",
+)
+
+
+def _find(path: str) -> Any:
+    """The object at a dotted path, or None where this JAX lacks it."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+def unavailable_reason() -> str | None:
+    """What of Mosaic this JAX lacks that the kernels need, or None if it has all of it."""
+    missing = [path for path in _REQUIRED if _find(path) is None]
+    return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
+
+
+class _Missing:
+    """Stands for a module that this JAX lacks."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(
+            f"the kernels need {self._path}.{name}, which JAX {jax.__version__} lacks."
+        )
+
+
+def _module(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        return _Missing(path)
+
+
+# For functions that emit MLIR; where JAX lacks one, its first use raises.
+mgpu = _module("jax.experimental.mosaic.gpu")
+ir = _module("jaxlib.mlir.ir")
+arith = _module("jaxlib.mlir.dialects.arith")
+gpu = _module("jaxlib.mlir.dialects.gpu")
+llvm = _module("jaxlib.mlir.dialects.llvm")
+scf = _module("jaxlib.mlir.dialects.scf")
+vector = _module("jaxlib.mlir.dialects.vector")
+
+Value = Any  # an MLIR value
+Array = Any  # a Mosaic array in registers
+
+# How operands and results of `inline` lie in registers.
+REFERENCE = plgpu.RefType()
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def strided(shape: Sequence[int], elements: int) -> Any:
+    """The layout in which neighbouring threads hold neighbouring vectors of so many elements."""
+    return plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=elements)
+
+
+def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
+    """The type of a result of `inline` in the layout `strided`."""
+    return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
+
+
+def inline(
+    emit: Callable[..., Any], operands: Sequence[Any], layouts: Sequence[Any], returns: Any = None
+) -> Any:
+    """Runs `emit(context, *operands)` where the kernel that is being traced is lowered.
+
+    Args:
+      emit: emits MLIR for one thread; a reference comes as a memref, an array in registers as one
+        of Mosaic's. Returns arrays as `returns` has them.
+      operands: references, and arrays in registers.
+      layouts: of each operand: `REFERENCE`, `SCALAR` or one made by `strided`.
+      returns: the type of the result, a list of them, or None.
+    """
+    if returns is None:
+
+        def emit_nothing(context: Any, *values: Any) -> None:
+            emit(context, *values)  # whatever it returns
+
+        return plgpu.inline_mgpu(arg_types=tuple(layouts))(emit_nothing)(*operands)
+    return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=returns)(emit)(*operands)
+
+
+# ------------------------------------------------------------------------- types and constants
+
+
+def integer_type(bits: int) -> Any:
+    return ir.IntegerType.get_signless(bits)
+
+
+def float_type() -> Any:
+    """The type of a float32."""
+    return ir.F32Type.get()
+
+
+def element_type(dtype: Any) -> Any:
+    return mgpu.utils.dtype_to_ir_type(jnp.dtype(dtype))
+
+
+def element_of(memref: Value) -> Any:
+    """The type of a reference's elements."""
+    return ir.MemRefType(memref.type).element_type
+
+
+def vector_type(length: int, element: Any) -> Any:
+    return ir.VectorType.get((length,), element)
+
+
+def vector_length_of(value: Value) -> int:
+    return ir.VectorType(value.type).shape[0]
+
+
+def i32(value: int) -> Value:
+    """A constant of 32 bits, signed or not."""
+    signed = value - 2**32 if value >= 2**31 else value
+    return arith.constant(integer_type(32), signed)
+
+
+def i64(value: int) -> Value:
+    return arith.constant(integer_type(64), value)
+
+
+def f32(value: float) -> Value:
+    return arith.constant(float_type(), ir.FloatAttr.get(float_type(), value))
+
+
+def equal(a: Value, b: Value) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def below(a: Value, b: Value) -> Value:
+    """Whether a < b, unsigned."""
+    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+
+# -------------------------------------------------------------- threads, memory and registers
+
+
+def barrier() -> None:
+    """Emits a barrier of the warpgroup."""
+    mgpu.utils.warpgroup_barrier()
+
+
+def lane() -> Value:
+    """The thread's number in its warpgroup."""
+    return arith.remui(mgpu.utils.thread_idx(), i32(LANES))
+
+
+def pointer(memref: Value) -> Value:
+    """The address of a reference's first element."""
+    return mgpu.utils.memref_ptr(memref)
+
+
+def element_pointer(base: Value, index: Value, element: Any) -> Value:
+    """The address of an element of this type behind a base address."""
+    return mgpu.utils.getelementptr(base, [index], element)
+
+
+def address(memref: Value, bits: int = 64) -> Value:
+    """The address as an integer."""
+    return llvm.ptrtoint(integer_type(bits), pointer(memref))
+
+
+def scalar(array: Array) -> Value:
+    """The register of a scalar."""
+    return array.registers.item()
+
+
+def registers(array: Array) -> list[Value]:
+    """A thread's registers, each a vector of the layout's length."""
+    return list(array.registers.flat)
+
+
+def array_of(
+    values: Sequence[Value], shape: Sequence[int], elements: int, is_signed: bool | None = None
+) -> Array:
+    """An array in the layout `strided` of a thread's registers; `is_signed`: None for floats."""
+    return mgpu.FragmentedArray(
+        _registers=np.array(list(values), dtype=object),
+        _layout=mgpu.WGStridedFragLayout(tuple(shape), elements),
+        _is_signed=is_signed,
+    )
+
+
+def warp_sum(value: Value, threads: int) -> Value:
+    """The float32 sum over the threads of a warp."""
+    return mgpu.utils.warp_tree_reduce(value, arith.addf, threads)
+
+
+def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None) -> Value:
+    """Emits PTX that the compiler neither drops nor moves over another such instruction."""
+    return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
+
+
+@contextlib.contextmanager
+def when(condition: Value) -> Iterator[None]:
+    """What is emitted within runs in the threads whose condition (i1) holds."""
+    branch = scf.IfOp(condition)
+    with ir.InsertionPoint(branch.then_block):
+        yield
+        scf.yield_([])
+
+
+def device_id(context: Any) -> Value:
+    """The number of this device in the mesh of a collective kernel."""
+    return context.device_id()
+
+
+# ---------------------------------------------------------------- what Pallas spells in two ways
+
+
+def store_plain(ref: Any, values: jax.Array) -> None:
+    """Stores registers to unswizzled rows in shared memory, with bank conflicts.
+
+    JAX 0.12 refuses them unless they are asked for; JAX 0.11 has no way to ask.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
