@@ -1,0 +1,232 @@
+"""Every public name on eight ranks, against NumPy: what no selection of tests leaves out.
+
+A check has the public names that it exercises. Those that are functions must have been called, as
+attributes of `jax_ep`, when it ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.contract import AXIS, assert_bitwise_equal, most_ranks, per_rank
+from support.dense_moe import E, F, H, K, dense, make_params, make_x
+from support.meshes import expert_mesh
+
+import jax_ep
+from jax_ep import reference
+
+N, T = most_ranks(8), 4  # ranks, and tokens of each
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((N, T, H)).astype(np.float32)
+LOGITS = RNG.standard_normal((N, T, E)).astype(np.float32)
+WI_0, WI_1 = (RNG.standard_normal((N, E // N, H, F)).astype(np.float32) / 4 for _ in range(2))
+WO = RNG.standard_normal((N, E // N, F, H)).astype(np.float32) / 4
+ROUTED = reference.top_k_routing(LOGITS.reshape(-1, E), K)
+IDX = ROUTED.topk_idx.reshape(N, T, K).astype(np.int32)
+WEIGHTS = ROUTED.topk_weights.reshape(N, T, K).astype(np.float32)
+
+CHECKS: dict[str, tuple[tuple[str, ...], Callable[[], None]]] = {}
+
+
+def exercises(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS[check.__name__] = (names, check)
+        return check
+
+    return register
+
+
+def on_ranks(function: Any, *arrays: np.ndarray) -> Any:
+    """Jitted on all ranks, each with its part of the arrays [N, ...]; results are stacked."""
+    return jax.jit(per_rank(function, N))(*arrays)
+
+
+def close(got: Any, want: Any) -> None:
+    """Exact float32 products are asked for below; sums are of a few dozen terms."""
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=1e-5, atol=1e-5)
+
+
+def layer_in_float64() -> np.ndarray:
+    wide = (a.reshape(-1, *a.shape[2:]).astype(np.float64) for a in (X, IDX, WEIGHTS))
+    tokens, topk_idx, weights = wide
+    experts = (w.reshape(E, *w.shape[2:]).astype(np.float64) for w in (WI_0, WI_1, WO))
+    return reference.moe_layer(tokens, topk_idx.astype(int), weights, *experts).reshape(X.shape)
+
+
+@exercises("dispatch", "dispatch_like", "combine", "Dispatched", "Handle", "reference")
+def exchange() -> None:
+    def there_and_back(x: Any, topk_idx: Any, weights: Any) -> Any:
+        sent = jax_ep.dispatch(x, topk_idx, num_experts=E, axis_name=AXIS)
+        assert isinstance(sent, jax_ep.Dispatched) and isinstance(sent.handle, jax_ep.Handle)
+        again = jax_ep.dispatch_like(-x, sent.handle)
+        out, pull = jax.vjp(lambda y: jax_ep.combine(y, sent.handle, weights), sent.tokens)
+        return sent.tokens, sent.group_sizes, again, out, *pull(x)
+
+    tokens, group_sizes, again, out, grad = on_ranks(there_and_back, X, IDX, WEIGHTS)
+    sent = jax_ep.reference.dispatch(list(X), list(IDX), num_experts=E)
+    routes, rows = [d.routes for d in sent], [d.tokens for d in sent]
+    assert_bitwise_equal(tokens, np.stack(rows))
+    assert_bitwise_equal(group_sizes, np.stack([d.group_sizes for d in sent]))
+    assert_bitwise_equal(again, np.stack(reference.dispatch_like(list(-X), routes)))
+    close(out, np.stack(reference.combine(rows, routes, list(WEIGHTS))))
+    close(grad, np.stack(reference.combine_grad(list(X), rows, routes, list(WEIGHTS))[0]))
+
+
+@exercises("dispatch", "group_by_expert", "sum_by_token", "RankDispatched", "RankHandle")
+def rank_major() -> None:
+    def there_and_back(x: Any, topk_idx: Any, weights: Any, *experts: Any) -> Any:
+        options: dict[str, Any] = dict(layout="rank", topk_weights=weights)
+        received = jax_ep.dispatch(x, topk_idx, num_experts=E, axis_name=AXIS, **options)
+        assert isinstance(received, jax_ep.RankDispatched)
+        assert isinstance(received.handle, jax_ep.RankHandle)
+        grouped = jax_ep.group_by_expert(received)
+        y = jax_ep.expert_mlp(grouped.tokens, *experts, grouped.group_sizes)
+        return jax_ep.combine(jax_ep.sum_by_token(y, grouped, received), received.handle)
+
+    close(on_ranks(there_and_back, X, IDX, WEIGHTS, WI_0, WI_1, WO), layer_in_float64())
+
+
+@exercises("expert_mlp", "grouped_matmul")
+def experts() -> None:
+    def layer(x: Any, topk_idx: Any, weights: Any, wi_0: Any, wi_1: Any, wo: Any) -> Any:
+        sent = jax_ep.dispatch(x, topk_idx, num_experts=E, axis_name=AXIS)
+        y = jax_ep.expert_mlp(sent.tokens, wi_0, wi_1, wo, sent.group_sizes)
+        product = jax_ep.grouped_matmul(sent.tokens, wi_0, sent.group_sizes)
+        return jax_ep.combine(y, sent.handle, weights), jax_ep.combine(product, sent.handle)
+
+    out, products = on_ranks(layer, X, IDX, WEIGHTS, WI_0, WI_1, WO)
+    close(out, layer_in_float64())
+    of_choices = WI_0.reshape(E, H, F).astype(np.float64)[IDX]  # [N, T, K, H, F]
+    close(products, np.einsum("nth,ntkhf->ntf", X, of_choices))
+
+
+@exercises(
+    "top_k_routing", "Routing", "load_balance_loss", "router_z_loss", "update_expert_bias"
+)  # fmt: skip
+def routers() -> None:
+    def route(logits: Any) -> Any:
+        routed = jax_ep.top_k_routing(logits, K)
+        assert isinstance(routed, jax_ep.Routing)
+        balance = jax_ep.load_balance_loss(routed.probs, routed.topk_idx, axis_name=AXIS)
+        z = jax_ep.router_z_loss(logits, axis_name=AXIS)
+        counts = lax.psum(jnp.zeros(E, jnp.int32).at[routed.topk_idx].add(1), AXIS)
+        bias = jax_ep.update_expert_bias(jnp.zeros(E), counts, 0.1)
+        replicated = lax.pcast((balance, z, bias), AXIS, to="varying")
+        return routed.topk_idx, routed.topk_weights, *replicated
+
+    topk_idx, weights, balance, z, bias = on_ranks(route, LOGITS)
+    np.testing.assert_array_equal(topk_idx, IDX)
+    close(weights, WEIGHTS)
+    close(balance, np.full(N, reference.load_balance_loss(ROUTED.probs, ROUTED.topk_idx)))
+    close(z, np.full(N, reference.router_z_loss(LOGITS.reshape(-1, E))))
+    counts = np.bincount(IDX.ravel(), minlength=E)
+    close(bias, np.stack([reference.update_expert_bias(np.zeros(E), counts, 0.1)] * N))
+
+
+@exercises("all_gather", "all_reduce", "all_reduce_rms_norm", "all_to_all", "reduce_scatter")
+def collectives() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((N, 2 * N, H)).astype(np.float32)
+    residual = rng.standard_normal((2 * N, H)).astype(np.float32)
+
+    def everything(x: Any) -> Any:
+        norm = jax_ep.all_reduce_rms_norm(x, jnp.asarray(residual), jnp.ones(H), AXIS)
+        total = jax_ep.all_reduce(x, AXIS)
+        of_each = jax_ep.reduce_scatter(x, AXIS), jax_ep.all_to_all(x, AXIS)
+        return total, *norm, jax_ep.all_gather(x, AXIS), *of_each
+
+    got = jax.jit(per_rank(everything, N, check_vma=False))(x)
+    total = x.astype(np.float64).sum(axis=0)
+    new = total + residual
+    want = (
+        np.stack([total] * N),
+        np.stack([new / np.sqrt((new**2).mean(axis=-1, keepdims=True) + 1e-6)] * N),
+        np.stack([new] * N),
+        np.stack([x.reshape(-1, H)] * N),
+        total.reshape(N, 2, H),
+        x.reshape(N, N, 2, H).swapaxes(0, 1).reshape(x.shape),
+    )
+    for result, expected in zip(got, want, strict=True):
+        close(result, expected)
+
+
+@exercises("moe_layer", "MoEConfig", "MoEMetrics", "MoEParams")
+def layer_as_a_function() -> None:
+    params, x = make_params(), make_x()
+    assert isinstance(params, jax_ep.MoEParams)
+    config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K)
+    with jax.set_mesh(expert_mesh(N)):
+        out, metrics = jax.jit(lambda *args: jax_ep.moe_layer(*args, config))(params, x)
+    want, counts = dense(params, x)
+    assert isinstance(metrics, jax_ep.MoEMetrics)
+    close(out, want)
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
+
+
+@exercises("linen")
+def layer_of_linen() -> None:
+    params, x = make_params(shared=False), make_x()
+    layer = jax_ep.linen.MoE(num_experts=E, num_experts_per_token=K, mlp_dim=F)
+    weights = {name: getattr(params, name) for name in ("wi_0", "wi_1", "wo")}
+    variables = {"params": {"gate": {"kernel": params.gate}, **weights}}
+    with jax.set_mesh(expert_mesh(N)):
+        out, _ = jax.jit(layer.apply)(variables, x)
+    close(out, dense(params, x)[0])
+
+
+@exercises("nnx")
+def layer_of_nnx() -> None:
+    params, x = make_params(shared=False), make_x()
+    sizes = dict(num_experts=E, num_experts_per_token=K)
+    with jax.set_mesh(expert_mesh(N)):
+        layer = jax_ep.nnx.MoE(H, F, **sizes, rngs=flax.nnx.Rngs(0))
+        layer.gate.kernel.set_value(params.gate)
+        for name in ("wi_0", "wi_1", "wo"):
+            getattr(layer, name).set_value(getattr(params, name))
+        out, _ = flax.nnx.jit(lambda layer, x: layer(x))(layer, x)
+    close(out, dense(params, x)[0])
+
+
+@exercises("workspace_bytes")
+def memory() -> None:
+    """The portable exchange gathers every rank's rows."""
+    model = dict(num_tokens=T, hidden=H, num_experts=E, top_k=K, num_ranks=N)
+    held = jax_ep.workspace_bytes("dispatch", "xla", **model, dtype="float32")
+    assert held["gathered tokens"] == N * T * H * 4
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_eight_ranks(name, monkeypatch):
+    names, check = CHECKS[name]
+    functions = [name for name in names if inspect.isfunction(getattr(jax_ep, name))]
+    called = set()
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            called.add(name)
+            return function(*args, **options)
+
+        return call
+
+    for function in functions:
+        monkeypatch.setattr(jax_ep, function, noted(function, getattr(jax_ep, function)))
+    with jax.default_matmul_precision("highest"):
+        check()
+    assert called == set(functions)
+
+
+def test_every_public_name_has_a_check():
+    assert {name for names, _ in CHECKS.values() for name in names} == set(jax_ep.__all__)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there are as many ranks as GPUs")
+def test_there_are_eight_ranks():
+    assert N == 8
