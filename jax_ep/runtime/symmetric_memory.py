@@ -448,14 +448,18 @@ class _Sharing:
             ) from error
         try:
             start, num_bytes = cuda_driver.address_range(ordinal, address)
-            self._allow(g, start, num_bytes)
+            lacking = {
+                one for one, own in self.local.items() if not cuda_driver.has_access(address, own)
+            }
+            self._allow(g, start, num_bytes, lacking)
             if self._alone:
                 return start, num_bytes
-            limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-            if num_bytes < limit:
+            limit = (device.memory_stats() or {}).get("bytes_limit")
+            if limit is None or num_bytes < limit:
                 raise Refused(
-                    f"the memory pool of GPU {g} may grow, from {num_bytes} bytes to {limit}, and "
-                    "other processes map it once (XLA_PYTHON_CLIENT_PREALLOCATE=false?)"
+                    f"the memory pool of GPU {g} may grow, from {num_bytes} bytes to "
+                    f"{limit or 'any size'}, and other processes map it once "
+                    "(XLA_PYTHON_CLIENT_PREALLOCATE=false, or XLA_PYTHON_CLIENT_ALLOCATOR?)"
                 )
             if not cuda_driver.is_exportable(handle):
                 raise Refused(f"the memory pool of GPU {g} was not made for sharing")
@@ -494,13 +498,13 @@ class _Sharing:
         """Maps memory of GPU g, for every GPU of this process that can address it."""
         cuda_driver.map_at(address, num_bytes, handle)
         self._undo.callback(cuda_driver.unmap, address, num_bytes)
-        self._allow(g, address, num_bytes)
+        self._allow(g, address, num_bytes, self.local)
 
-    def _allow(self, g: int, address: int, num_bytes: int) -> None:
-        for one, ordinal in self.local.items():
+    def _allow(self, g: int, address: int, num_bytes: int, numbers: Iterable[int]) -> None:
+        """Lets GPUs of this process use mapped memory of GPU g, and notes which cannot."""
+        for one in numbers:
             try:
-                if not cuda_driver.has_access(address, ordinal):
-                    cuda_driver.allow_access(address, num_bytes, [ordinal])
+                cuda_driver.allow_access(address, num_bytes, [self.local[one]])
             except cuda_driver.Error as error:
                 if one == g:
                     raise

@@ -137,6 +137,7 @@ def test_each_host_has_a_domain_of_its_own(run, folder):
         ),
         (Process([1], pool={"virtual": False}), "GPU 1 is not of the virtual-memory API"),
         (Process([1], pool={"exportable": False}), "GPU 1 was not made for sharing"),
+        (Process([1], memory_limit=None), "GPU 1 may grow, from 1048576 bytes to any size"),
         (Process([1], memory_limit=2**30), "GPU 1 may grow, from 1048576 bytes to 1073741824"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -181,10 +182,9 @@ def test_a_late_process_and_the_others_refuse(run, folder):
 
 def test_a_socket_of_another_user_is_not_written_to(run, folder):
     outcomes = run([Process([0], answers={"processes.peer_uid": 4711}), Process([1])], folder)
-    assert reasons(outcomes, folder) == [
-        "the socket of process 1 belongs to user 4711",
-        "process 0 ended, or had given up, while memory was being shared",
-    ]
+    first, second = reasons(outcomes, folder)
+    assert first == "the socket of process 1 belongs to user 4711"
+    assert second.startswith("process 0 ended, or had given up")
 
 
 def test_no_service_is_a_reason(run, folder):

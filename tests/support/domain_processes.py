@@ -56,7 +56,7 @@ class Process:
       gpus: of the host, in the order in which it sees them.
       driver: options of its `FakeCuda`.
       pool: options of its pools.
-      memory_limit: that its pools may grow to.
+      memory_limit: that its pools may grow to; None: JAX won't say.
       participant: values of its `Participant`.
       answers: what functions return instead, by "module.name" or "module.class.name".
       dies_in: a function, by such a name: the process is killed when it calls it.
@@ -66,7 +66,7 @@ class Process:
     gpus: Sequence[int]
     driver: dict[str, Any] = dataclasses.field(default_factory=dict)
     pool: dict[str, Any] = dataclasses.field(default_factory=dict)
-    memory_limit: int = POOL_BYTES
+    memory_limit: int | None = POOL_BYTES
     participant: dict[str, Any] = dataclasses.field(default_factory=dict)
     answers: dict[str, Any] = dataclasses.field(default_factory=dict)
     dies_in: str = ""
@@ -170,7 +170,7 @@ def set_up(
         types.SimpleNamespace(
             id=10 * number + ordinal,
             local_hardware_id=ordinal,
-            memory_stats=lambda: {"bytes_limit": me.memory_limit},
+            memory_stats=lambda: me.memory_limit and {"bytes_limit": me.memory_limit},
         )
         for ordinal in range(len(me.gpus))
     ]
