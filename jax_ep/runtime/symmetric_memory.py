@@ -220,7 +220,7 @@ def _domain() -> Domain | str:
             "program overlap"
         )
     devices = jax.local_devices()
-    if any(device.platform != "gpu" for device in devices):
+    if not devices or any(device.platform != "gpu" for device in devices):
         return "symmetric memory needs NVIDIA GPUs"
     others = {
         device.process_index

@@ -7,21 +7,23 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
 import pytest
-from support.domain_processes import Outcome, Process, Processes, sockets
+from support.domain_processes import Outcome, Process, Processes, Store, sockets
 
+from jax_ep.runtime import processes
 from jax_ep.runtime.symmetric_memory import Domain
 from pallas_kernels.fabric import layout
 
 
 @pytest.fixture(scope="module")
 def run():
-    processes = Processes()
-    yield processes.run
-    processes.close()
+    started = Processes()
+    yield started.run
+    started.close()
 
 
 @pytest.fixture
@@ -185,6 +187,28 @@ def test_a_socket_of_another_user_is_not_written_to(run, folder):
     first, second = reasons(outcomes, folder)
     assert first == "the socket of process 1 belongs to user 4711"
     assert second.startswith("process 0 ended, or had given up")
+
+
+@pytest.mark.parametrize(
+    ("number", "uid", "taken"), [(1, 0, True), (1, 4711, False), (2, 0, False), (None, 0, False)]
+)
+def test_strangers_are_not_taken_for_processes(number, uid, taken, folder, monkeypatch):
+    """Another user, a process that is not awaited, and one that says nothing."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(processes, "peer_uid", lambda _: os.getuid() + uid)
+    with (
+        processes.Meeting(Store(str(folder)), 0, 20.0) as meeting,
+        socket.socket(socket.AF_UNIX) as caller,
+    ):
+        path = meeting.introduce({}, [])[0]["socket"]
+        assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
+        caller.connect(path)
+        if number is not None:
+            caller.sendall(number.to_bytes(4, "little"))
+        caller.shutdown(socket.SHUT_WR)
+        meeting._accept_one([1])
+        assert list(meeting._from) == [1] * taken
+    assert not sockets(folder)
 
 
 def test_no_service_is_a_reason(run, folder):
