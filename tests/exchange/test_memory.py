@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 
 import jax
@@ -15,7 +14,6 @@ from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from support.selection import quick
 
 import jax_ep
-import jax_ep.cli
 from jax_ep.exchange import memory
 from jax_ep.exchange.routes import RankRoutes, Routes, dropless_capacity
 from jax_ep.runtime import availability
@@ -435,45 +433,3 @@ def test_alignment_makes_a_dropless_buffer_larger():
     assert held(16) - held(1) == 4 * (
         dropless_capacity(8, 128, 8, 32, 16) - dropless_capacity(8, 128, 8, 32, 1)
     )
-
-
-def test_the_command_prints_every_figure(capsys):
-    assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
-    text = capsys.readouterr().out
-    assert "1820" in text and "receive buffer" in text and "gathered tokens" in text
-    assert re.search(r"region of LL +80\.02\n", text)
-    for other in memory.OTHER_LIBRARIES:
-        assert other.formula in text and other.source in text
-    for implementation in memory.IMPLEMENTATIONS:
-        for layout in memory.LAYOUTS:
-            assert f'implementation="{implementation}", layout="{layout}"' in text
-    assert all(f"\n  {name}" in text for name in memory.OPERATIONS)
-    assert jax_ep.cli.main(["jax_ep", "memory", "--json", "--tokens=64", "--dtype=float32"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["model"]["num_tokens"] == 64
-    for use in facts["here"]:
-        buffers = use.pop("buffers")
-        assert buffers == memory.workspace_bytes(**use, **facts["rows"], **facts["model"])
-    ways = {(use["operation"], use["implementation"], use["layout"]) for use in facts["here"]}
-    assert len(ways) == 2 * (5 + 7)
-
-
-@pytest.mark.parametrize(
-    ("arg", "reason"),
-    [
-        ("--top_k=300", "300 choices"),
-        ("--hidden=70000", "a row of 70016 bfloat16 is too long for shared memory"),
-        ("--num_experts=4096", "4096 experts"),
-    ],
-)
-def test_the_command_says_why_the_kernels_cannot_serve(arg, reason, capsys):
-    assert jax_ep.cli.main(["jax_ep", "memory", arg]) == 0
-    text = capsys.readouterr().out
-    of_pallas, _, of_xla, _ = text.split('\nimplementation="')[1:]
-    assert reason in of_pallas and "cannot serve" in of_pallas
-    assert of_xla.startswith("xla") and "cannot serve" not in of_xla
-
-
-def test_the_command_refuses_wrong_flags(capsys):
-    assert jax_ep.cli.main(["jax_ep", "memory", "--ranks=7"]) == 2
-    assert "--num_experts: 256 over 7 ranks" in capsys.readouterr().err

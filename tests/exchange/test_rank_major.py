@@ -24,7 +24,6 @@ from support.contract import (
     small_integers,
     small_weights,
 )
-from support.selection import quick
 
 import jax_ep
 from jax_ep import reference
@@ -125,67 +124,6 @@ def test_everything_equals_the_reference(case, implementation):
             list(g_out), list(topk_idx), num_experts=case.num_experts
         )
         assert_equal(grad_y[0], np.stack([r.tokens for r in sent_back]), message)
-
-
-def layouts(case: Case, implementation: str, alignment: int) -> Any:
-    """A program: dispatch, a stand-in for experts, combine; in both layouts, with gradients."""
-
-    def experts(tokens: Any) -> Any:
-        return (tokens * tokens + 1).astype(tokens.dtype)
-
-    def by_expert(x: Any, weights: Any, topk_idx: Any) -> Any:
-        sent = case.dispatch(x, topk_idx, implementation, expert_alignment=alignment)
-        y = experts(sent.tokens)
-        return jax_ep.combine(y, sent.handle, weights, implementation=implementation), sent.tokens
-
-    def by_rank(x: Any, weights: Any, topk_idx: Any) -> Any:
-        received = jax_ep.dispatch(
-            x,
-            topk_idx,
-            num_experts=case.num_experts,
-            axis_name=AXIS,
-            layout="rank",
-            topk_weights=weights,
-            implementation=implementation,
-        )
-        grouped = jax_ep.group_by_expert(received, expert_alignment=alignment)
-        y = experts(grouped.tokens)
-        sums = jax_ep.sum_by_token(y, grouped, received)
-        out = jax_ep.combine(sums, received.handle, implementation=implementation)
-        return out, grouped.tokens
-
-    def both(x: Any, weights: Any, topk_idx: Any, g: Any) -> Any:
-        results = []
-        for function in (by_expert, by_rank):
-            out, pull, tokens = jax.vjp(
-                lambda x, w, f=function: f(x, w, topk_idx), x, weights, has_aux=True
-            )
-            results.append((out, tokens, pull(g)))
-        return results
-
-    return jax.jit(per_rank(both, case.num_ranks))
-
-
-@pytest.mark.parametrize("kind", quick(["uniform", "masked", "repeated", "one_rank"], "masked"))
-@pytest.mark.parametrize(
-    "case", quick([CASES[1], CASES[2], CASES[6], CASES[7]], CASES[2], CASES[7]), ids=str
-)
-def test_both_layouts_agree_bit_for_bit(case, kind, implementation):
-    assert case.dtype == "bfloat16"
-    rng = np.random.default_rng(1)
-    shapes = sizes(case)
-    x, g = (rng.normal(size=shapes["x"]).astype(case.dtype) for _ in range(2))
-    weights = rng.random(shapes["choices"], np.float32)
-    topk_idx = routing(kind, case, rng)
-    run = layouts(case, implementation, 4)
-    by_expert, by_rank = run(x, weights, topk_idx, g)
-    assert_bitwise_equal(by_rank[0], by_expert[0], "out")
-    assert_bitwise_equal(by_rank[1], by_expert[1], "tokens")
-    assert_bitwise_equal(by_rank[2][0], by_expert[2][0], "dx")
-    # A float32 sum over H, which XLA may take in another order in another program.
-    np.testing.assert_allclose(by_rank[2][1], by_expert[2][1], rtol=1e-5, atol=1e-5)
-    again = run(x, weights, topk_idx, g)
-    jax.tree.map(assert_bitwise_equal, again, [by_expert, by_rank])
 
 
 def test_an_id_outside_the_experts_is_none(implementation):
@@ -390,21 +328,3 @@ def test_a_handle_of_other_ranks_is_refused():
 def _raises(call: Any, message: str, num_ranks: int = 1) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         jax.make_jaxpr(per_rank(call, num_ranks))(np.zeros((num_ranks, 1), np.float32))
-
-
-def test_grouping_refuses_what_is_not_of_the_rank_layout():
-    def on_rank(_: Any) -> Any:
-        x, topk_idx = jnp.ones((4, 8)), jnp.zeros((4, 2), jnp.int32)
-        options: dict[str, Any] = dict(num_experts=2, axis_name="expert")
-        expert = jax_ep.dispatch(x, topk_idx, **options)
-        received = jax_ep.dispatch(x, topk_idx, layout="rank", **options)
-        grouped = jax_ep.group_by_expert(received)
-        with pytest.raises(TypeError, match='received must be of a dispatch.layout="rank".'):
-            jax_ep.group_by_expert(expert)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="received must be"):
-            jax_ep.sum_by_token(grouped.tokens, grouped, expert)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="grouped must be what group_by_expert makes"):
-            jax_ep.sum_by_token(expert.tokens, expert, received)
-        return x
-
-    jax.make_jaxpr(per_rank(on_rank, 1))(np.zeros((1, 1), np.float32))

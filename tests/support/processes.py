@@ -61,3 +61,15 @@ def output_of_a_failure(program: str, beside: str, **environment: str) -> str:
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
     return output
+
+
+def run_jax_ep(*args: str, platforms: str = "cpu") -> subprocess.CompletedProcess[str]:
+    """`python -m jax_ep` with these arguments, on JAX's `platforms`."""
+    return subprocess.run(
+        [sys.executable, "-m", "jax_ep", *args],
+        cwd=_TESTS.parent,
+        env=environment_of_program(JAX_PLATFORMS=platforms),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )

@@ -1,0 +1,56 @@
+"""`python -m jax_ep info`, as a program and for machines that are not this one."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+from support.processes import run_jax_ep
+
+from jax_ep.cli import info
+
+
+def test_info_as_a_program():
+    done = run_jax_ep("info", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["versions"]["jax"] == jax.__version__
+    assert facts["backend"] == "cpu"
+    assert len(facts["devices"]) >= 1
+    assert facts["pallas_unavailable"]  # no CPU is served by the GPU kernels
+
+
+def test_info_says_which_implementation_serves(capsys):
+    facts = info.collect()
+    text = info.render({**facts, "pallas_unavailable": None})
+    assert "default        pallas" in text
+    text = info.render({**facts, "pallas_unavailable": "needs NVIDIA GPUs"})
+    assert "does not run: needs NVIDIA GPUs" in text
+    assert "default        xla" in text
+    assert len(facts["devices"]) == len(jax.devices())
+
+
+def test_info_shows_the_memory_that_gpus_share():
+    facts = info.collect()
+    assert "\nshared memory  none: symmetric memory needs NVIDIA GPUs\n" in info.render(
+        {**facts, "symmetric_memory": ["none: symmetric memory needs NVIDIA GPUs"]}
+    )
+    two = ["16 bytes on each of 2 GPUs", "GPU 0: device 0"]
+    text = info.render({**facts, "symmetric_memory": two})
+    assert f"\nshared memory  {two[0]}\n{15 * ' '}{two[1]}\n" in text
+
+
+def test_info_names_the_pairs_without_peer_access():
+    facts = {
+        "versions": {"jax": "1"},
+        "backend_error": None,
+        "backend": "gpu",
+        "processes": 1,
+        "devices": [{"kind": "GPU", "compute_capability": "9.0"}] * 2,
+        "symmetric_memory": [],
+        "pallas_unavailable": None,
+    }
+    assert "between all GPUs" in info.render({**facts, "peer_access": [[True, True]] * 2})
+    one_way = [[True, False], [True, True]]
+    assert "missing between GPUs 0->1\n" in info.render({**facts, "peer_access": one_way})
+    assert "unknown" in info.render({**facts, "peer_access": None})

@@ -1,0 +1,53 @@
+"""`python -m jax_ep memory`: every figure, and why the kernels cannot run."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import jax_ep.cli
+from jax_ep.exchange import memory
+
+
+def test_the_command_prints_every_figure(capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
+    text = capsys.readouterr().out
+    assert "1820" in text and "receive buffer" in text and "gathered tokens" in text
+    assert re.search(r"region of LL +80\.02\n", text)
+    for other in memory.OTHER_LIBRARIES:
+        assert other.formula in text and other.source in text
+    for implementation in memory.IMPLEMENTATIONS:
+        for layout in memory.LAYOUTS:
+            assert f'implementation="{implementation}", layout="{layout}"' in text
+    assert all(f"\n  {name}" in text for name in memory.OPERATIONS)
+    assert jax_ep.cli.main(["jax_ep", "memory", "--json", "--tokens=64", "--dtype=float32"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"]["num_tokens"] == 64
+    for use in facts["here"]:
+        buffers = use.pop("buffers")
+        assert buffers == memory.workspace_bytes(**use, **facts["rows"], **facts["model"])
+    ways = {(use["operation"], use["implementation"], use["layout"]) for use in facts["here"]}
+    assert len(ways) == 2 * (5 + 7)
+
+
+@pytest.mark.parametrize(
+    ("arg", "reason"),
+    [
+        ("--top_k=300", "300 choices"),
+        ("--hidden=70000", "a row of 70016 bfloat16 is too long for shared memory"),
+        ("--num_experts=4096", "4096 experts"),
+    ],
+)
+def test_the_command_says_why_the_kernels_cannot_serve(arg, reason, capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory", arg]) == 0
+    text = capsys.readouterr().out
+    of_pallas, _, of_xla, _ = text.split('\nimplementation="')[1:]
+    assert reason in of_pallas and "cannot serve" in of_pallas
+    assert of_xla.startswith("xla") and "cannot serve" not in of_xla
+
+
+def test_the_command_refuses_wrong_flags(capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory", "--ranks=7"]) == 2
+    assert "--num_experts: 256 over 7 ranks" in capsys.readouterr().err

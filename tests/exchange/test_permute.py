@@ -1,0 +1,113 @@
+"""Rows of the rank-major layout, permuted by expert and back, against the expert-major layout."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.contract import (
+    AXIS,
+    Case,
+    assert_bitwise_equal,
+    implementations,
+    per_rank,
+    routing,
+)
+from support.selection import quick
+
+import jax_ep
+
+CASES = [
+    # num_ranks, num_tokens, hidden, top_k, num_experts, dtype
+    Case(1, 1, 33, 3, 2, "bfloat16"),
+    Case(2, 5, 16, 2, 8, "bfloat16"),
+    Case(4, 11, 8, 3, 12, "bfloat16"),
+    Case(8, 7, 24, 3, 8, "bfloat16"),
+]
+
+
+@pytest.fixture(params=implementations())
+def implementation(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@functools.cache
+def layouts(case: Case, implementation: str, alignment: int) -> Any:
+    """A program: dispatch, a stand-in for experts, combine; in both layouts, with gradients."""
+
+    def experts(tokens: Any) -> Any:
+        return (tokens * tokens + 1).astype(tokens.dtype)
+
+    def by_expert(x: Any, weights: Any, topk_idx: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation, expert_alignment=alignment)
+        y = experts(sent.tokens)
+        return jax_ep.combine(y, sent.handle, weights, implementation=implementation), sent.tokens
+
+    def by_rank(x: Any, weights: Any, topk_idx: Any) -> Any:
+        received = jax_ep.dispatch(
+            x,
+            topk_idx,
+            num_experts=case.num_experts,
+            axis_name=AXIS,
+            layout="rank",
+            topk_weights=weights,
+            implementation=implementation,
+        )
+        grouped = jax_ep.group_by_expert(received, expert_alignment=alignment)
+        y = experts(grouped.tokens)
+        sums = jax_ep.sum_by_token(y, grouped, received)
+        out = jax_ep.combine(sums, received.handle, implementation=implementation)
+        return out, grouped.tokens
+
+    def both(x: Any, weights: Any, topk_idx: Any, g: Any) -> Any:
+        results = []
+        for function in (by_expert, by_rank):
+            out, pull, tokens = jax.vjp(
+                lambda x, w, f=function: f(x, w, topk_idx), x, weights, has_aux=True
+            )
+            results.append((out, tokens, pull(g)))
+        return results
+
+    return jax.jit(per_rank(both, case.num_ranks))
+
+
+@pytest.mark.parametrize("kind", quick(["uniform", "masked", "repeated", "one_rank"], "masked"))
+@pytest.mark.parametrize("case", quick(CASES, CASES[1], CASES[3]), ids=str)
+def test_both_layouts_agree_bit_for_bit(case, kind, implementation):
+    assert case.dtype == "bfloat16"
+    rng = np.random.default_rng(1)
+    by_token = case.num_ranks, case.num_tokens
+    x, g = (rng.normal(size=(*by_token, case.hidden)).astype(case.dtype) for _ in range(2))
+    weights = rng.random((*by_token, case.top_k), np.float32)
+    topk_idx = routing(kind, case, rng)
+    run = layouts(case, implementation, 4)
+    by_expert, by_rank = run(x, weights, topk_idx, g)
+    assert_bitwise_equal(by_rank[0], by_expert[0], "out")
+    assert_bitwise_equal(by_rank[1], by_expert[1], "tokens")
+    assert_bitwise_equal(by_rank[2][0], by_expert[2][0], "dx")
+    # A float32 sum over H, which XLA may take in another order in another program.
+    np.testing.assert_allclose(by_rank[2][1], by_expert[2][1], rtol=1e-5, atol=1e-5)
+    again = run(x, weights, topk_idx, g)
+    jax.tree.map(assert_bitwise_equal, again, [by_expert, by_rank])
+
+
+def test_grouping_refuses_what_is_not_of_the_rank_layout():
+    def on_rank(_: Any) -> Any:
+        x, topk_idx = jnp.ones((4, 8)), jnp.zeros((4, 2), jnp.int32)
+        options: dict[str, Any] = dict(num_experts=2, axis_name="expert")
+        expert = jax_ep.dispatch(x, topk_idx, **options)
+        received = jax_ep.dispatch(x, topk_idx, layout="rank", **options)
+        grouped = jax_ep.group_by_expert(received)
+        with pytest.raises(TypeError, match='received must be of a dispatch.layout="rank".'):
+            jax_ep.group_by_expert(expert)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="received must be"):
+            jax_ep.sum_by_token(grouped.tokens, grouped, expert)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="grouped must be what group_by_expert makes"):
+            jax_ep.sum_by_token(expert.tokens, expert, received)
+        return x
+
+    jax.make_jaxpr(per_rank(on_rank, 1))(np.zeros((1, 1), np.float32))

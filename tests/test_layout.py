@@ -1,0 +1,82 @@
+"""Where the tests of a module are: in a file of its name in the same folder, or as told here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
+
+# Modules without a test file of their name, and the files that test them.
+ELSEWHERE = {
+    # Each command's tests run its parts: what it times, what it compares with, what it prints.
+    "jax_ep/bench/baselines.py": "tests/bench/test_exchange.py",
+    "jax_ep/bench/flags.py": "tests/bench/test_exchange.py",
+    "jax_ep/bench/layer_baselines.py": "tests/bench/test_layer.py",
+    "jax_ep/bench/matmul_checks.py": "tests/bench/test_matmul.py",
+    "jax_ep/bench/matmul_operations.py": "tests/bench/test_matmul.py",
+    "jax_ep/bench/measuring.py": "tests/bench/test_exchange.py",
+    "jax_ep/bench/operations.py": "tests/bench/test_exchange.py",
+    "jax_ep/bench/report.py": "tests/bench/test_exchange.py",
+    "jax_ep/bench/timing.py": "tests/bench/test_exchange.py",
+    # Every implementation of a collective, of an exchange or of a matmul passes the same tests.
+    "jax_ep/collectives/algorithms.py": "tests/collectives/test_api.py",
+    "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
+    "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
+    "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
+    "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
+    "jax_ep/exchange/config.py": "tests/exchange/test_api.py",
+    "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
+    "jax_ep/exchange/routes.py": "tests/exchange/test_api.py",
+    "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
+    "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",
+    "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
+    "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
+    "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
+    # What a machine offers is asked together.
+    "jax_ep/runtime/availability.py": "tests/runtime/test_jax_compat.py",
+    "jax_ep/runtime/multicast.py": "tests/runtime/test_cuda_driver.py",
+    # One table of kernels, and what each of them must give.
+    "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
+    "pallas_kernels/collectives/all_reduce.py": "tests/kernels/collectives/test_collectives.py",
+    "pallas_kernels/collectives/all_reduce_rms_norm.py": (
+        "tests/kernels/collectives/test_collectives.py"
+    ),
+    "pallas_kernels/collectives/all_to_all.py": "tests/kernels/collectives/test_collectives.py",
+    "pallas_kernels/collectives/reduce_scatter.py": "tests/kernels/collectives/test_collectives.py",
+    # Parts of kernels, which need a kernel to run.
+    "pallas_kernels/exchange/expert_rows.py": "tests/kernels/exchange/test_combine_grad.py",
+    "pallas_kernels/exchange/quantized_rows.py": "tests/kernels/exchange/test_quantize.py",
+    "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",
+    "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
+    "pallas_kernels/fabric/layout.py": "tests/kernels/exchange/test_dispatch.py",
+    "pallas_kernels/fabric/low_latency.py": "tests/kernels/collectives/test_low_latency.py",
+    "pallas_kernels/fabric/mosaic.py": "tests/kernels/fabric/test_fabric.py",
+    "pallas_kernels/fabric/ptx.py": "tests/kernels/fabric/test_fabric.py",
+    "pallas_kernels/fabric/sentinel_words.py": "tests/kernels/collectives/test_low_latency.py",
+    "pallas_kernels/fabric/short_copies.py": "tests/kernels/exchange/test_dispatch.py",
+    "pallas_kernels/fabric/tiles.py": "tests/kernels/collectives/test_collectives.py",
+    "pallas_kernels/fabric/vectors.py": "tests/kernels/exchange/test_combine.py",
+}
+
+
+def modules() -> dict[str, str]:
+    """Each module, and the test file of its name."""
+    found = {}
+    for package, tests in TESTS.items():
+        for path in sorted((REPOSITORY / package).rglob("*.py")):
+            if not path.name.startswith("__"):
+                folder = path.relative_to(REPOSITORY / package).parent
+                file = Path(tests) / folder / f"test_{path.name}"
+                found[path.relative_to(REPOSITORY).as_posix()] = file.as_posix()
+    return found
+
+
+def test_every_module_has_a_test_file_of_its_name_or_one_that_is_told():
+    without = {module for module, file in modules().items() if not (REPOSITORY / file).exists()}
+    assert without == set(ELSEWHERE)
+
+
+def test_what_is_told_is_there():
+    missing = {file for file in ELSEWHERE.values() if not (REPOSITORY / file).exists()}
+    assert not missing
