@@ -11,6 +11,7 @@ TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 ELSEWHERE = {
     # Each command's tests run its parts: what it times, what it compares with, what it prints.
     "jax_ep/bench/baselines.py": "tests/bench/test_exchange.py",
+    "jax_ep/bench/collectives.py": "tests/collectives/test_api.py",
     "jax_ep/bench/flags.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/layer_baselines.py": "tests/bench/test_layer.py",
     "jax_ep/bench/matmul_checks.py": "tests/bench/test_matmul.py",
@@ -24,6 +25,7 @@ ELSEWHERE = {
     "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
+    "jax_ep/collectives/table.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
     "jax_ep/exchange/config.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
@@ -51,7 +53,6 @@ ELSEWHERE = {
     "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/fabric/layout.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/fabric/low_latency.py": "tests/kernels/collectives/test_low_latency.py",
-    "pallas_kernels/fabric/mosaic.py": "tests/kernels/fabric/test_fabric.py",
     "pallas_kernels/fabric/ptx.py": "tests/kernels/fabric/test_fabric.py",
     "pallas_kernels/fabric/sentinel_words.py": "tests/kernels/collectives/test_low_latency.py",
     "pallas_kernels/fabric/short_copies.py": "tests/kernels/exchange/test_dispatch.py",
