@@ -101,8 +101,7 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Pr
 def _collectives(algorithm: str, axis_name: AxisName, devices: tuple[int, ...]) -> Collectives:
     if algorithm == "xla":
         return XlaCollectives(axis_name)
-    # Imported here because it loads Mosaic, which only programs for GPUs need.
-    from jax_ep.collectives.pallas import PallasCollectives
+    from jax_ep.collectives.pallas import PallasCollectives  # loads Mosaic
 
     return PallasCollectives(algorithm, axis_name, devices)
 

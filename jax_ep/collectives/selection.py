@@ -12,7 +12,7 @@ import jax
 
 from jax_ep.collectives import table
 from jax_ep.collectives.algorithms import Algorithm, is_low_latency
-from jax_ep.runtime import availability, jax_compat, multicast, symmetric_memory
+from jax_ep.runtime import availability, jax_compat, multicast
 from jax_ep.runtime.jax_compat import Program
 
 
@@ -74,8 +74,7 @@ def unavailable_reason(
         return None
     if refusals.kernels is not None:
         return refusals.kernels
-    # Imported here because it loads Mosaic, which only programs for GPUs need.
-    from jax_ep.collectives import pallas
+    from jax_ep.collectives import pallas  # loads Mosaic, which only programs for GPUs need
 
     if reason := pallas.payload_unavailable_reason(op, algorithm, x.shape, x.dtype, num_ranks):
         return reason
@@ -90,6 +89,8 @@ def unavailable_reason(
     if reason := availability.unavailable_reason():
         return reason
     if is_low_latency(algorithm):
+        from jax_ep.runtime import symmetric_memory  # loads Mosaic
+
         regions = symmetric_memory.here()
         return regions if isinstance(regions, str) else None
     return None

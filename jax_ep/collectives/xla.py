@@ -27,10 +27,12 @@ class XlaCollectives:
         return lax.psum(x, self.axis_name)
 
     def all_gather(self, x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, self.axis_name, axis=0, tiled=True)
+        return _over_auto_axes(lambda x: lax.all_gather(x, self.axis_name, axis=0, tiled=True), x)
 
     def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
+        return _over_auto_axes(
+            lambda x: lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True), x
+        )
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
@@ -39,6 +41,19 @@ class XlaCollectives:
         self, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         return unfused(self.all_reduce, x, residual, scale, eps=eps)
+
+
+def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Calls a function with the mesh's Explicit axes as Auto; its result is sharded as x is.
+
+    JAX cannot lower psum_scatter, which is also the transpose of all_gather, of an array whose
+    type names a sharding.
+    """
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if explicit:
+        spec = jax.typeof(x).sharding.spec
+        function = jax.sharding.auto_axes(function, axes=explicit, out_sharding=spec)
+    return function(x)
 
 
 def unfused(

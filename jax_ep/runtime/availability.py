@@ -74,7 +74,8 @@ def tracing_unavailable_reason() -> str | None:
     if reason := jax_unavailable_reason():
         return reason
     mesh = jax.sharding.get_abstract_mesh()
-    left_out = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+    not_manual = (*mesh.auto_axes, *mesh.explicit_axes)
+    left_out = tuple(axis for axis in not_manual if mesh.shape[axis] > 1)
     if left_out:
         return f"it needs shard_map over all axes of the mesh, and {left_out} are left out of it"
     return None

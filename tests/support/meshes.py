@@ -15,18 +15,23 @@ def expert_mesh(num_ranks: int, axis_name: str = "expert") -> Mesh:
     return mesh((num_ranks,), (axis_name,))
 
 
-def mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh:
+def mesh(
+    shape: tuple[int, ...], axis_names: tuple[str, ...], kind: AxisType = AxisType.Auto
+) -> Mesh:
     """A mesh of this shape over the first devices; skips where there are fewer."""
     size = int(np.prod(shape))
     devices = jax.devices()
     if len(devices) < size:
         pytest.skip(f"needs {size} devices, this machine has {len(devices)}")
-    return Mesh(np.asarray(devices[:size]).reshape(shape), axis_names)
+    types = (kind,) * len(shape)
+    return Mesh(np.asarray(devices[:size]).reshape(shape), axis_names, axis_types=types)
 
 
-def cuda_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> Mesh | AbstractMesh:
+def cuda_mesh(
+    shape: tuple[int, ...], axis_names: tuple[str, ...], kind: AxisType = AxisType.Auto
+) -> Mesh | AbstractMesh:
     """To lower a program for GPUs; there need not be any, and where enough are, it is of them."""
     size = int(np.prod(shape))
     if jax.default_backend() == "gpu" and jax.device_count() >= size:
-        return mesh(shape, axis_names)
-    return AbstractMesh(shape, axis_names, axis_types=(AxisType.Auto,) * len(shape))
+        return mesh(shape, axis_names, kind)
+    return AbstractMesh(shape, axis_names, axis_types=(kind,) * len(shape))

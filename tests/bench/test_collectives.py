@@ -1,0 +1,83 @@
+"""`python -m jax_ep bench collectives`: what it measures, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import pytest
+
+import jax_ep.cli
+from jax_ep.bench import collectives as bench_collectives
+
+
+def bench(*args: str) -> int:
+    return jax_ep.cli.main(["jax_ep", "bench", "collectives", *args])
+
+
+def test_bench_prints_and_writes_the_table(tmp_path, capsys):
+    num_ranks = min(2, len(jax.devices()))
+    path, measured = tmp_path / "table.json", tmp_path / "measured.json"
+    path.write_text(json.dumps({"8.0": {"all_gather": {"2": {"choices": [[None, "xla"]]}}}}))
+    options = ["--hidden=2560", "--iterations=10", "--repeats=1", "--check", f"--ranks={num_ranks}"]
+    args = [f"--write_table={path}", "--ops=all_reduce,all_reduce_rms_norm", "--rows=8,200"]
+    assert bench(*options, *args, f"--json={measured}") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"shape +MB .*xla +best +vs lax.psum +auto +checked", out)
+    assert len(re.findall(r"\(8, 2560\) +0\.04 .*x +\w+ +yes", out)) >= 2
+    assert len(re.findall(r"\(200, 2560\) +1\.02 .*x +\w+ +yes", out)) >= 2  # 10^6 bytes
+    table = json.loads(path.read_text())
+    (written,) = set(table) - {"8.0"}  # what was there before is kept
+    entry = table[written]["all_reduce"][str(num_ranks)]
+    assert entry["choices"][-1][0] is None and len(entry["us"]) == 2
+    sizes = list(entry["us"])
+    assert bench(*options, f"--write_table={path}", "--ops=all_reduce", "--rows=100") == 0
+    again = json.loads(path.read_text())[written]["all_reduce"][str(num_ranks)]
+    assert list(again["us"]) == [sizes[0], str(100 * 2560 * 2), sizes[1]]  # those before count, too
+    assert {size: again["us"][size] for size in sizes} == entry["us"]
+    rows = json.loads(measured.read_text())["rows"]
+    assert {row["wall"]["median_us"] > 0 for row in rows} == {True}
+
+
+def test_bench_measures_2_4_and_8_ranks_by_default(capsys):
+    assert bench("--hidden=64", "--iterations=10", "--repeats=1", "--ops=all_gather") == 0
+    measured = re.findall(r"all_gather, (\d) ranks: wall", capsys.readouterr().out)
+    expected = [count for count in (2, 4, 8) if count <= len(jax.devices())]
+    assert [int(count) for count in measured] == (expected or [1])
+    assert {"512", "2048", "4096"} <= set(bench_collectives._GPU_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--ops=psum"], "--ops: 'psum' is not one of all_reduce"),
+        (["--rows=7", "--ranks=2"], "--rows: 7 is not a multiple of 2"),
+        (["--plans=4x4"], "--plans: '4x4' is not like"),
+        (["--ranks=4096"], "--ranks: 4096 ranks, but"),
+        (["--json=/no/folder/out.json"], "--json: cannot write '/no/folder/out.json'"),
+        (["--write_table=/"], "--write_table: cannot write '/'"),
+        ([f"--write_table={__file__}"], "holds no table to merge into"),
+    ],
+)
+def test_bench_refuses_flags(args, message, capsys):
+    assert bench(*args) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_device_times_decide_if_all_are_there(tmp_path):
+    def record(column, wall, device):
+        times = {
+            clock: us if us is None else dict(median_us=us)
+            for clock, us in (("wall", wall), ("device", device))
+        }
+        return dict(op="all_gather", ranks=2, column=column, bytes=64, **times)
+
+    for device_of_xla, clock, choice in ((11.0, "device", "direct"), (None, "wall", "xla")):
+        path = tmp_path / clock
+        records = [record("direct", 30.0, 10.0), record("xla", 20.0, device_of_xla)]
+        bench_collectives.write_table(str(path), records, jax.devices())
+        (operations,) = json.loads(path.read_text()).values()
+        entry = operations["all_gather"]["2"]
+        assert entry["clock"] == clock and entry["choices"] == [[None, choice]]
+        assert entry["machine"].startswith(f"{min(2, len(jax.devices()))} x ")  # those measured

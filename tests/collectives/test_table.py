@@ -1,0 +1,154 @@
+"""The table of measured times: what it chooses, what is shipped, and which files are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.meshes import expert_mesh
+
+from jax_ep.collectives import api, table
+from jax_ep.collectives.algorithms import ALGORITHMS
+
+
+def test_only_what_is_clearly_faster_is_chosen():
+    for ours, choice in ((96.0, "direct"), (98.0, "xla"), (102.0, "xla")):
+        times = {"direct": ours, "xla": 100.0}
+        assert table.fastest(times) == choice
+        assert table.choices([1], [times]) == [(None, choice)]
+    # Between two sizes, too: from where on it is 3 % ahead.
+    times = [{"direct": 106.0, "xla": 100.0}, {"direct": 88.0, "xla": 100.0}]
+    (limit, first), (_, then) = table.choices([2**20, 2**22], times)
+    assert (first, then) == ("xla", "direct") and 2**20.9 < limit < 2**21.1
+
+
+def test_choices_cross_between_sizes():
+    times = [
+        {"one_shot": 10.0, "two_shot": 20.0, "xla": 30.0},
+        {"one_shot": 20.0, "two_shot": 20.1, "xla": 30.0},
+        {"one_shot": 80.0, "two_shot": 40.0, "xla": 80.0},
+        {"one_shot": 320.0, "two_shot": 100.0, "xla": 101.0},  # not clearly faster
+    ]
+    sizes = [2**10, 2**12, 2**14, 2**16]
+    (first, one), (second, two), (last, xla) = table.choices(sizes, times)
+    assert (one, two, xla) == ("one_shot", "two_shot", "xla") and last is None
+    assert 2**12 <= first < 2**12 * 1.1  # they were all but equal there
+    assert 2**15.9 < second < 2**16  # 3 % before they are equal
+    assert table.choices([1], [{"xla": 1.0}]) == [(None, "xla")]
+
+
+def test_lookup():
+    of_8 = {"8": {"choices": [[100, "one_shot"], [200, "two_shot"], [None, "xla"]]}}
+    measured = {"9.0": {"all_reduce": {"2": {"choices": [[None, "one_shot"]]}, **of_8}}}
+
+    def lookup(num_ranks, num_bytes, op="all_reduce", capability="9.0"):
+        return table.lookup(op, num_ranks, num_bytes, capability, measured)
+
+    assert [lookup(8, n) for n in (1, 100, 101, 200, 201)] == [
+        "one_shot", "one_shot", "two_shot", "two_shot", "xla",
+    ]  # fmt: skip
+    assert lookup(2, 10**9) == "one_shot"
+    assert lookup(3, 150) == lookup(16, 150) == "two_shot"  # the next one that was measured
+    assert lookup(8, 1, capability="10.0") == lookup(8, 1, capability=None) == "xla"
+    assert lookup(8, 1, op="all_gather") == "xla"
+
+
+def test_a_table_without_times_or_without_a_last_choice():
+    def lookup(entry, num_bytes, can_run=lambda name: True):
+        measured = {"9.0": {"all_gather": {"2": entry}}}
+        return table.lookup("all_gather", 2, num_bytes, "9.0", measured, can_run)
+
+    assert lookup({"choices": [[100, "ll"]]}, 100) == "ll"
+    assert lookup({"choices": [[100, "ll"]]}, 101) == "xla"
+    assert lookup({"choices": [[None, "ll"]]}, 1, lambda name: name != "ll") == "xla"
+    times = {"1": {"ll": 1.0, "direct": 2.0}, "2": {"ll": 1.0, "direct": 2.0, "xla": 3.0}}
+    entry = {"choices": [[None, "ll"]], "us": times}
+    assert lookup(entry, 1, lambda name: name != "ll") == "direct"
+    assert lookup(entry, 1, lambda name: False) == "xla"
+
+
+def test_the_shipped_table_is_well_formed():
+    for capability, operations in table.current().items():
+        assert re.fullmatch(r"\d+\.\d", capability)
+        for op, by_ranks in operations.items():
+            for ranks, entry in by_ranks.items():
+                limits = [limit for limit, _ in entry["choices"]]
+                assert int(ranks) > 1 and limits[-1] is None
+                assert limits[:-1] == sorted(limits[:-1])
+                names = {name for _, name in entry["choices"]}
+                assert names <= set(ALGORITHMS[op]) - {"multimem"}
+                assert entry["machine"] and entry["date"] and entry["jax"]
+
+
+def test_the_notes_have_the_shipped_times_of_all_reduce():
+    notes = (Path(__file__).parents[2] / "WORKSPACE_NOTES.md").read_text(encoding="utf-8")
+    told = re.search(r"^\| all_reduce, MB .*\n\|[-|]+\n((?:\|.*\n)+)", notes, re.MULTILINE)
+    of_ranks = table.current()["9.0"]["all_reduce"]
+    names = ("xla", "one_shot_ll", "two_shot_ll", "one_shot", "two_shot")
+    columns = [(ranks, name) for ranks in "24" for name in names]
+    lines = told[1].splitlines()
+    assert len(lines) == len(of_ranks["2"]["us"])
+    for line, size in zip(lines, of_ranks["2"]["us"], strict=True):
+        times = [of_ranks[ranks]["us"][size].get(name) for ranks, name in columns]
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        told_times = ["" if us is None else f"{us:.1f}" for us in times]
+        assert cells == [f"{int(size) / 1e6:.3g}", *told_times]
+
+
+# ---------------------------------------------------------------------- JAX_EP_COLLECTIVES_TABLE
+
+
+def table_of(**entry) -> str:
+    return json.dumps({"9.0": {"all_reduce": {"2": entry}}})
+
+
+def test_the_variable_names_another_table(tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    path.write_text(table_of(choices=[[100, "two_shot"], [None, "xla"]]))
+    monkeypatch.setenv("JAX_EP_COLLECTIVES_TABLE", str(path))
+    assert table.current() == json.loads(path.read_text())
+    assert table.lookup("all_reduce", 2, 100, "9.0") == "two_shot"
+    monkeypatch.delenv("JAX_EP_COLLECTIVES_TABLE")
+    assert set(table.current()["9.0"]) == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "holds no table of collectives: Expecting property name"),
+        ("[]", r"the file must be a JSON object, but is \[\]"),
+        ('{"9.0": 3}', "9.0 must be a JSON object, but is 3"),
+        ('{"9.0": {"all_sum": {}}}', "'all_sum' is not one of .*'all_reduce'"),
+        ('{"9.0": {"all_reduce": {"two": {}}}}', "all_reduce: two' ends in no number of ranks"),
+        (table_of(), "2: choices must be a list .*, but is None"),
+        (table_of(choices=[["1", "xla"]]), r"a choice must be \[bytes or null.*'1', 'xla'"),
+        (table_of(choices=[[None, "nccl"]]), "2: unknown algorithm 'nccl'; all_reduce has one_s"),
+        (table_of(choices=[[None, "direct"]]), "unknown algorithm 'direct'; all_reduce has one_s"),
+        (
+            table_of(choices=[[None, "xla"]], us={"8": {"xla": 1.0, "fast": 0.5}}),
+            "unknown algorithm 'fast'",
+        ),
+        (table_of(choices=[[None, "xla"]], us={"8": {"xla": "1"}}), "8: xla: '1' is no time"),
+    ],
+)
+def test_a_variable_that_names_no_table_is_refused(tmp_path, monkeypatch, text, problem):
+    """On any machine, when the program is traced, with the variable's name and value."""
+    path = tmp_path / "table.json"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setenv("JAX_EP_COLLECTIVES_TABLE", str(path))
+    message = f"JAX_EP_COLLECTIVES_TABLE='{re.escape(str(path))}' .*{problem}.*unset the variable"
+    with pytest.raises(ValueError, match=message):
+        table.current()
+    spec = P("expert")
+    mapped = jax.shard_map(
+        lambda x: api.all_gather(x, "expert"), mesh=expert_mesh(2), in_specs=spec, out_specs=spec
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((4,), jnp.float32))

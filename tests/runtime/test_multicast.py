@@ -1,0 +1,14 @@
+"""Multicast memory: the driver is asked, and nothing is claimed without GPUs."""
+
+from __future__ import annotations
+
+import jax
+
+from jax_ep.runtime import multicast
+
+
+def test_multicast_memory_is_not_claimed_without_gpus():
+    if jax.default_backend() != "gpu":
+        assert "feature of NVIDIA GPUs" in (multicast.unavailable_reason() or "")
+    one = jax.devices()[:1]
+    assert multicast.unavailable_reason(one)
