@@ -150,7 +150,7 @@ def test_info_and_the_reason_agree(install, monkeypatch):
     text = info.render(facts)
     assert "(CUDA 13.0)" in text
     assert "missing between GPUs 0->2\n" in text
-    assert "does not: it needs peer access" in text
+    assert "does not run: it needs peer access" in text
 
 
 def test_multicast_that_a_gpu_lacks_is_refused(install):
