@@ -90,7 +90,7 @@ def _reformatted(lines: list[str]) -> Iterator[str]:
                     yield ""
                 bullet = (bullet and indent > prose) or text.startswith("- ")
                 picture = False
-                yield from _items(line) if section == "Attributes:" else (_escaped(line),)
+                yield _escaped(line)
             else:
                 if not picture:
                     yield from ("", " " * (indent if section else prose) + "::", "")
@@ -99,20 +99,29 @@ def _reformatted(lines: list[str]) -> Iterator[str]:
         before = text
 
 
-def _items(line: str) -> Iterator[str]:
-    """The line, or where it is of several attributes one line for each."""
-    several = re.fullmatch(r"( +)(\w+(?:, \w+)+)(: .*)", line)
-    if not several:
-        yield _escaped(line)
-        return
-    for name in several[2].split(", "):
-        yield _escaped(several[1] + name + several[3])
+def _one_name_an_item(lines: list[str]) -> list[str]:
+    """Gives each attribute of `a, b: meaning` an item of its own, as napoleon does for arguments."""
+    items: list[str] = []
+    attributes, i = False, 0
+    while i < len(lines):
+        line, i = lines[i], i + 1
+        attributes = line == "Attributes:" or (attributes and line[:1] in ("", " "))
+        several = re.fullmatch(r"( +)(\w+(?:, \w+)+)(: .*)", line) if attributes else None
+        if several is None:
+            items.append(line)
+            continue
+        first = i
+        while i < len(lines) and lines[i].startswith(several[1] + " "):
+            i += 1
+        for name in several[2].split(", "):
+            items += [several[1] + name + several[3], *lines[first:i]]
+    return items
 
 
 def _process_docstring(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    lines[:] = _reformatted(lines.copy())
+    lines[:] = _reformatted(_one_name_an_item(lines))
 
 
 def _process_signature(
@@ -121,19 +130,17 @@ def _process_signature(
     """Shows a layer's own arguments, and no default that has no literal."""
     if what != "class" or not name.endswith((".MoE", ".MoEConfig")):
         return None
-    own = [
-        p
-        for p in inspect.signature(obj.__init__).parameters.values()
-        if p.name not in ("self", "parent", "name")
-    ]
-    shown = [
-        p.name
-        if p.default is p.empty
-        else f"{p.name}=..."
-        if repr(p.default).startswith("<")
-        else f"{p.name}={p.default!r}"
-        for p in sorted(own, key=lambda p: p.default is not p.empty)
-    ]
+    own = inspect.signature(obj.__init__).parameters.values()
+    shown = []
+    for p in sorted(own, key=lambda p: (p.kind is p.VAR_KEYWORD, p.default is not p.empty)):
+        if p.kind is p.VAR_KEYWORD:
+            shown.append(f"**{p.name}")
+        elif p.default is p.empty:
+            shown.append(p.name)
+        else:
+            default = repr(p.default)
+            shown.append(f"{p.name}={'...' if default.startswith('<') else default}")
+    shown = [text for text in shown if text.split("=")[0] not in ("self", "parent", "name")]
     return f"({', '.join(shown)})", ""
 
 
