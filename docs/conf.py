@@ -100,7 +100,7 @@ def _reformatted(lines: list[str]) -> Iterator[str]:
 
 
 def _one_name_an_item(lines: list[str]) -> list[str]:
-    """Gives each attribute of `a, b: meaning` an item of its own, as napoleon does for arguments."""
+    """Gives each attribute of `a, b: meaning` an item of its own, as napoleon does arguments."""
     items: list[str] = []
     attributes, i = False, 0
     while i < len(lines):
