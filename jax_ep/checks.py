@@ -64,6 +64,21 @@ def check_array(
         raise ValueError(f"{wanted} with no empty axis, but has shape {array.shape}.")
 
 
+def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
+    """Raises unless x is floating [T, H'] with the T tokens of a handle's dispatch."""
+    check_array("x", x, 2, jnp.floating, "[T, H]")
+    if x.shape[0] != num_tokens or x.shape[1] == 0:
+        raise ValueError(
+            f"x must have one row for each of the {num_tokens} tokens of the handle's dispatch and "
+            f"at least one column, but has shape {x.shape}."
+        )
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is a symbolic dimension of `jax.export`, whose value is not known."""
+    return not isinstance(size, int)
+
+
 def described(value: Any) -> str:
     """What is no array, for a message: numbers, strings and lists are short, others may not be."""
     if value is None or isinstance(value, (bool, int, float, str)):

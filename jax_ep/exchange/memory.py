@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
-from jax_ep.exchange import pallas as pallas_exchange
 from jax_ep.exchange import quantization, routes
+from jax_ep.runtime import availability, settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric.plan import LANES, align_up
 
@@ -84,7 +84,7 @@ def workspace_bytes(
       output: of a dispatch with a wire_dtype; "pallas" writes a quantized one where it belongs.
 
     Raises:
-      ValueError, TypeError: an argument does not fit, or "pallas" cannot serve the sizes; the
+      ValueError, TypeError: an argument does not fit, or "pallas" cannot run at these sizes; the
         message names it.
     """
     for name, value, allowed in (
@@ -127,9 +127,8 @@ def workspace_bytes(
     if layout == "rank":
         capacity = num_ranks * num_tokens
     if capacity is None:
-        capacity = routes.dropless_capacity(
-            num_ranks, num_tokens, top_k, num_local, expert_alignment
-        )
+        choices = num_ranks * num_tokens * top_k
+        capacity = routes.dropless_capacity(choices, num_local, expert_alignment)
     shape = _Shape(
         num_tokens,
         hidden,
@@ -143,7 +142,7 @@ def workspace_bytes(
         output == "quantized",
     )
     if implementation == "pallas":
-        _check_kernels_serve(shape)
+        _check_kernels_run(shape)
     count = _COUNTS[operation, implementation]
     return {name: size for name, size in count(shape).items() if size}
 
@@ -280,7 +279,7 @@ class _Shape:
 
 
 def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
-    num_blocks = pallas_exchange.forced_num_blocks()
+    num_blocks = settings.num_blocks()
     sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
     if shape.by_rank:
         sizes |= dict(list_words=shape.top_k)
@@ -315,9 +314,7 @@ def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
 
 def _pallas_combine(shape: _Shape) -> dict[str, int]:
     sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
-    plan = plans.combine(
-        shape.row, top_k=shape.top_k, num_blocks=pallas_exchange.forced_num_blocks(), **sizes
-    )
+    plan = plans.combine(shape.row, top_k=shape.top_k, num_blocks=settings.num_blocks(), **sizes)
     return plans.combine_workspace(plan, shape.row, **sizes) | {
         "padded rows": shape.padded_rows(shape.num_tokens + shape.capacity),
     }
@@ -334,7 +331,7 @@ def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
         num_ranks=shape.num_ranks,
         top_k=shape.top_k,
         num_experts=shape.num_experts,
-        num_blocks=pallas_exchange.forced_num_blocks(),
+        num_blocks=settings.num_blocks(),
     )
     return plans.combine_grad_workspace(plan, num_ranks=shape.num_ranks) | {
         "padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity),  # g, y and dy
@@ -423,14 +420,14 @@ _COUNTS: dict[tuple[str, str], Callable[[_Shape], dict[str, int]]] = {
 }
 
 
-def _check_kernels_serve(shape: _Shape) -> None:
-    reason = pallas_exchange.unavailable_reason(
+def _check_kernels_run(shape: _Shape) -> None:
+    reason = availability.exchange_unavailable_reason(
         shape.hidden,
         shape.dtype,
-        shape.num_ranks,
-        shape.top_k,
-        shape.num_experts,
-        shape.wire_dtype,
+        num_ranks=shape.num_ranks,
+        top_k=shape.top_k,
+        num_experts=shape.num_experts,
+        wire_dtype=shape.wire_dtype,
     )
     if reason is not None:
-        raise ValueError(f'implementation="pallas" cannot serve: {reason}.')
+        raise ValueError(f'implementation="pallas" cannot run: {reason}.')

@@ -19,7 +19,7 @@ import jax
 
 from jax_ep import checks
 from jax_ep.exchange.api import Dispatched, combine, dispatch, dispatch_like
-from jax_ep.exchange.primitives import Implementation
+from jax_ep.exchange.interface import Implementation
 from jax_ep.exchange.rank_major import RankDispatched
 
 

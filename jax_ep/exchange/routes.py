@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.runtime.jax_compat import smaller
+
 _CHUNK = 128
 
 
@@ -28,7 +30,7 @@ class Routes(NamedTuple):
 
 
 class RankRoutes(NamedTuple):
-    """The routes of one dispatch into the rank layout: nobody's place depends on anybody else's."""
+    """The routes of one rank-major dispatch: no token's place depends on another token."""
 
     topk_idx: jax.Array  # [T, K] int32: this rank's choices
     local_topk_idx: jax.Array  # [N, T, K] int32: every rank's choices here; -1: not of this rank
@@ -43,14 +45,17 @@ class Layout(NamedTuple):
     rows_needed: jax.Array  # [] the capacity that would have dropped nothing
 
 
-def dropless_capacity(
-    num_ranks: int, num_tokens: int, top_k: int, num_local_experts: int, expert_alignment: int
-) -> int:
-    """Rows that any routing fits in: every choice of every rank lands here, and pads its block."""
-    choices = num_ranks * num_tokens * top_k
-    padded_blocks = min(num_local_experts, choices)
-    rows = choices + padded_blocks * (expert_alignment - 1)
-    return max(1, -(-rows // expert_alignment)) * expert_alignment
+def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:
+    """Rows that any routing fits in: all choices of all ranks land here, and pad their blocks.
+
+    Args:
+      num_choices: N·T·K; may be a symbolic dimension of `jax.export`.
+      num_local_experts: L.
+      expert_alignment: each block starts at a multiple of this many rows.
+    """
+    padded_blocks = smaller(num_local_experts, num_choices)
+    rows = num_choices + padded_blocks * (expert_alignment - 1)
+    return -(-rows // expert_alignment) * expert_alignment
 
 
 def expert_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:

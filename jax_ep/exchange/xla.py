@@ -4,8 +4,7 @@ Dispatch is an all-gather of the tokens followed by a local gather into the expe
 is a local partial sum per (token, rank) followed by an all-to-all and a sum in rank order. So one
 row per (token, rank) crosses the wire, and every sum has one fixed order.
 
-The functions run inside `shard_map` over `axis_name` and share their shapes with the primitives
-in `primitives.py`, whose default lowering they are.
+The functions of `jax_ep.exchange.interface.Exchange` come first; their shapes are told there.
 """
 
 from __future__ import annotations
@@ -17,80 +16,49 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange import quantization, routes
+from jax_ep.exchange import quantization
+from jax_ep.exchange import routes as routing
+from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
 
 AxisName = tuple[str, ...]
 
 
-def dispatch(
-    x: jax.Array,
-    topk_idx: jax.Array,
-    *,
-    num_experts: int,
-    axis_name: AxisName,
-    capacity: int,
-    expert_alignment: int,
-    wire_dtype: jnp.dtype | None = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, Layout]:
-    """Routes [T, K] and sends [T, H].
-
-    Returns what arrives, rows [N, T, K], counts [N, E], and how the first is laid out. What arrives
-    is tokens [R, H]; or with a wire_dtype two arrays, rows and scales [R, H / 128].
-    """
-    rank = lax.axis_index(axis_name)
-    counts, places = routes.count_choices(topk_idx, num_experts)
+def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
+    """`Exchange.dispatch`."""
+    rank = lax.axis_index(config.axis_name)
+    counts, places = routing.count_choices(topk_idx, config.num_experts)
     message = jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
-    messages = _stack_ranks(message, axis_name)  # the only exchange besides the payload
+    messages = _stack_ranks(message, config.axis_name)  # the only exchange besides the payload
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
-    recv_counts = routes.counts_here(all_counts, rank)
-    rows = routes.receive_rows(
+    recv_counts = routing.counts_here(all_counts, rank)
+    rows = routing.receive_rows(
         all_topk_idx.reshape(-1, *topk_idx.shape),
         all_places.reshape(-1, *topk_idx.shape),
         recv_counts,
         rank,
-        expert_alignment,
+        config.expert_alignment,
     )
-    route = Routes(topk_idx, rows, all_counts)
-    received = dispatch_like(
-        x,
-        route,
-        axis_name=axis_name,
-        capacity=capacity,
-        expert_alignment=expert_alignment,
-        wire_dtype=wire_dtype,
-    )
-    return received, rows, all_counts, routes.layout(recv_counts, capacity, expert_alignment)
+    routes = Routes(topk_idx, rows, all_counts)
+    layout = routing.layout(recv_counts, config.rows, config.expert_alignment)
+    return dispatch_like(x, routes, config), routes, layout
 
 
-def dispatch_like(
-    x: jax.Array,
-    route: Routes,
-    *,
-    axis_name: AxisName,
-    capacity: int,
-    expert_alignment: int,
-    wire_dtype: jnp.dtype | None = None,
-) -> tuple[jax.Array, ...]:
-    """Sends [T, H] along known routes: what arrives, as in `dispatch`."""
-    del expert_alignment  # the rows know
-    all_bits = _gather_ranks(quantization.bits(x, wire_dtype), axis_name)
-    sent = _fill(all_bits, _choice_of_row(route.rows, capacity) // route.rows.shape[2])
-    return quantization.parts(sent, x, wire_dtype)
+def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
+    """`Exchange.dispatch_like`."""
+    all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config.axis_name)
+    choices = _choice_of_row(routes.rows, config.rows)
+    sent = _fill(all_bits, choices // routes.rows.shape[2])
+    return quantization.parts(sent, x, config.wire_dtype)
 
 
 def combine(
-    y: jax.Array,
-    topk_weights: jax.Array | None,
-    route: Routes,
-    *,
-    axis_name: AxisName,
-    wire_dtype: jnp.dtype | None = None,
+    y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Weighs, sums and returns [R, H] to the tokens' owners: [T, H]."""
-    rows = route.rows
+    """`Exchange.combine`."""
+    rows, axis_name = routes.rows, config.axis_name
     weights = None if topk_weights is None else _stack_ranks(topk_weights, axis_name)
     if weights is not None:  # no weight of another rank's choice may meet the zero it has here
         weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
@@ -99,113 +67,85 @@ def combine(
     for choice in range(top_k):
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
-    if wire_dtype is None:
+    if config.wire_dtype is None:
         partial_sum = partial_sum.astype(y.dtype)
-    return _add_ranks(partial_sum, axis_name, wire_dtype).astype(y.dtype)
+    return _add_ranks(partial_sum, config).astype(y.dtype)
 
 
 def combine_grad(
     g: jax.Array,
     topk_weights: jax.Array,
     y: jax.Array,
-    route: Routes,
-    *,
-    axis_name: AxisName,
-    expert_alignment: int,
-    wire_dtype: jnp.dtype | None = None,
-    send: Callable[..., tuple[jax.Array, ...]] = dispatch_like,
+    routes: Routes,
+    config: Config,
+    send: Callable[[jax.Array, Routes, Config], Received] = dispatch_like,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of a weighted combine: of y [R, H], and of the weights [T, K] float32.
-
-    `g` [T, H] is the cotangent of the result, `wire_dtype` what it is sent as, and `send` the
-    `dispatch_like` of either exchange.
-    """
-    received = send(
-        g,
-        route,
-        axis_name=axis_name,
-        capacity=y.shape[0],
-        expert_alignment=expert_alignment,
-        wire_dtype=wire_dtype,
+    """`Exchange.combine_grad`; `send` is the `dispatch_like` of either exchange."""
+    g_rows, _ = quantization.handed_out(send(g, routes, config), g.dtype, False)
+    row_weights = choices_to_rows(
+        topk_weights, routes, axis_name=config.axis_name, capacity=y.shape[0]
     )
-    g_rows, _ = quantization.handed_out(received, g.dtype, False)
-    row_weights = choices_to_rows(topk_weights, route, axis_name=axis_name, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
     dy = (g_rows * row_weights[:, None]).astype(y.dtype)
     products = jnp.sum(g_rows * y.astype(jnp.float32), axis=1)
-    return dy, rows_to_choices(products, route, axis_name=axis_name)
+    return dy, rows_to_choices(products, routes, axis_name=config.axis_name)
 
 
 def choices_to_rows(
-    values: jax.Array, route: Routes, *, axis_name: AxisName, capacity: int
+    values: jax.Array, routes: Routes, *, axis_name: AxisName, capacity: int
 ) -> jax.Array:
     """A number for each choice, [T, K], sent to the choice's row: [R], zero in every other row."""
     all_values = _stack_ranks(values, axis_name)
-    return _fill(all_values.reshape(-1), _choice_of_row(route.rows, capacity))
+    return _fill(all_values.reshape(-1), _choice_of_row(routes.rows, capacity))
 
 
-def rows_to_choices(values: jax.Array, route: Routes, *, axis_name: AxisName) -> jax.Array:
+def rows_to_choices(values: jax.Array, routes: Routes, *, axis_name: AxisName) -> jax.Array:
     """A number for each row, [R], sent to its choice: [T, K], zero where there is no row.
 
     The transpose of `choices_to_rows`.
     """
-    by_rank = _swap_ranks(_fill(values, route.rows), axis_name)
+    by_rank = _swap_ranks(_fill(values, routes.rows), axis_name)
     return jnp.sum(by_rank, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
 def rank_dispatch(
-    x: jax.Array,
-    topk_idx: jax.Array,
-    topk_weights: jax.Array | None,
-    *,
-    num_experts: int,
-    axis_name: AxisName,
-    wire_dtype: jnp.dtype | None = None,
-) -> tuple[jax.Array, ...]:
-    """Sends [T, H]: what arrives, local_topk_idx [N, T, K] and, if given, the weights there.
-
-    What arrives is tokens [N, T, H]; or with a wire_dtype rows and scales [N, T, H / 128].
-    """
+    x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
+) -> tuple[Received, RankRoutes, jax.Array | None]:
+    """`Exchange.rank_dispatch`."""
+    axis_name, num_experts = config.axis_name, config.num_experts
     all_topk_idx = _stack_ranks(topk_idx, axis_name)
     num_local_experts = num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - lax.axis_index(axis_name) * num_local_experts
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
     here &= (local >= 0) & (local < num_local_experts)
-    all_bits = _stack_ranks(quantization.bits(x, wire_dtype), axis_name)
-    received = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
-    results = *quantization.parts(received, x, wire_dtype), jnp.where(here, local, -1)
-    if topk_weights is None:
-        return results
-    return *results, jnp.where(here, _stack_ranks(topk_weights, axis_name), 0)
+    all_bits = _stack_ranks(quantization.bits(x, config.wire_dtype), axis_name)
+    sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
+    received = quantization.parts(sent, x, config.wire_dtype)
+    weights = None
+    if topk_weights is not None:
+        weights = jnp.where(here, _stack_ranks(topk_weights, axis_name), 0)
+    return received, RankRoutes(topk_idx, jnp.where(here, local, -1)), weights
 
 
-def rank_combine(
-    y: jax.Array,
-    route: RankRoutes,
-    *,
-    num_experts: int,
-    axis_name: AxisName,
-    wire_dtype: jnp.dtype | None = None,
-) -> jax.Array:
-    """Returns the sums [N, T, H] to the tokens' owners and adds them: [T, H]."""
-    del num_experts  # the routes know
-    sent = jnp.any(route.local_topk_idx >= 0, axis=-1, keepdims=True)
-    return _add_ranks(jnp.where(sent, y, 0), axis_name, wire_dtype).astype(y.dtype)
+def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
+    """`Exchange.rank_combine`."""
+    sent = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
+    return _add_ranks(jnp.where(sent, y, 0), config).astype(y.dtype)
 
 
-def return_weights(g: jax.Array, route: RankRoutes, *, axis_name: AxisName) -> jax.Array:
+def return_weights(g: jax.Array, routes: RankRoutes, *, axis_name: AxisName) -> jax.Array:
     """The cotangent of weights that a rank dispatch sent, of [N, T, K]: [T, K]."""
-    returned = _swap_ranks(jnp.where(route.local_topk_idx >= 0, g, 0), axis_name)
+    returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), axis_name)
     return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
-def _add_ranks(sums: jax.Array, axis_name: AxisName, wire_dtype: jnp.dtype | None) -> jax.Array:
+def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
     """Sends [N, T, H] by owner, as they are or quantized; adds what comes in: [T, H] float32."""
-    if wire_dtype is None:
-        sums = _swap_ranks(sums, axis_name)
+    if config.wire_dtype is None:
+        sums = _swap_ranks(sums, config.axis_name)
     else:
-        sent = _swap_ranks(quantization.bits(sums, wire_dtype), axis_name)
-        rows, scales = quantization.parts(sent, sums, wire_dtype)
+        sent = _swap_ranks(quantization.bits(sums, config.wire_dtype), config.axis_name)
+        rows, scales = quantization.parts(sent, sums, config.wire_dtype)
         sums = quantization.dequantize(rows, scales, jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)

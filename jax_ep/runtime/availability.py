@@ -2,8 +2,8 @@
 
 A program is asked while it is traced (`tracing_unavailable_reason`) and when it is lowered
 (`program_unavailable_reason`), the machine at any time (`unavailable_reason`). Each answers None,
-or a reason that completes "the kernels cannot run: ...". What a kernel asks of its operands is said
-next to its plan.
+or a reason that completes "the kernels cannot run: ...". So does `exchange_unavailable_reason`, of
+the operands of a dispatch or combine; those of collectives and matmuls are asked in their packages.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_ep.runtime import cuda_driver, jax_compat
+from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 
 _OLDEST_JAX = (0, 11)
 _OLDEST_CAPABILITY = 9.0
+_EXCHANGE_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def jax_unavailable_reason() -> str | None:
@@ -121,3 +124,35 @@ def program_unavailable_reason(
         elif is_here and mesh.size < jax.device_count():  # a larger one is for another machine
             return "it needs to know the devices, and shard_map was given an abstract mesh of some"
     return unavailable_reason() if is_here else None
+
+
+def exchange_unavailable_reason(
+    hidden: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    num_ranks: int,
+    top_k: int,
+    num_experts: int,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+) -> str | None:
+    """Why the kernels cannot dispatch and combine such rows, or None if they can.
+
+    Args:
+      hidden: H, the columns of a row.
+      dtype: of the rows.
+      num_ranks: N.
+      top_k: K; or 2 K in the rank-major layout if weights are sent with the choices.
+      num_experts: E.
+      wire_dtype: what rows or their sums are sent in; None for `dtype`.
+    """
+    if dtype not in _EXCHANGE_DTYPES:
+        names = ", ".join(jnp.dtype(d).name for d in _EXCHANGE_DTYPES)
+        return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
+    hidden = plans.padded_hidden(hidden, dtype, wire_dtype)
+    row = plans.Row(hidden, dtype, wire_dtype)
+    if not plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts):
+        return (
+            f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
+            f"holds the routes of {num_experts} experts and {top_k} choices"
+        )
+    return None

@@ -327,6 +327,17 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------------- other state
 
 
+def smaller(size: Any, other: Any) -> Any:
+    """The smaller of two sizes, either of which may be a symbolic dimension of `jax.export`.
+
+    Where JAX cannot say it of symbolic ones, this raises JAX's error for a comparison of them.
+    """
+    if isinstance(size, int) and isinstance(other, int):
+        return min(size, other)
+    min_dim = _find("jax.core.min_dim")
+    return min(size, other) if min_dim is None else min_dim(size, other)
+
+
 def mesh_of_with_statement() -> Mesh | None:
     """The mesh of an enclosing `with mesh:`, which JAX deprecates and does not show elsewhere.
 

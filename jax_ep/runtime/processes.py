@@ -46,22 +46,6 @@ class Store(Protocol):
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
 
-def timeout_seconds() -> float:
-    """How long anything waits for a peer: JAX_EP_TIMEOUT_SECONDS, by default 100.
-
-    Raises:
-      ValueError: it is not a positive number.
-    """
-    text = os.environ.get("JAX_EP_TIMEOUT_SECONDS", "100")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"JAX_EP_TIMEOUT_SECONDS must be a positive float, but is {text!r}.")
-    return seconds
-
-
 def store() -> Store | None:
     """The service of `jax.distributed.initialize`; None where it was not called."""
     client: Store | None = jax_compat.distributed_client()

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 import jax_ep
-from jax_ep.runtime import cuda_driver, processes
+from jax_ep.runtime import cuda_driver, processes, settings
 from jax_ep.runtime.processes import Message, Refused
 from pallas_kernels.fabric import layout
 from pallas_kernels.fabric import low_latency as ll
@@ -233,7 +233,7 @@ def _domain() -> Domain | str:
             devices=devices,
             others=sorted(others),
             store=processes.store(),
-            timeout_s=processes.timeout_seconds(),
+            timeout_s=settings.timeout_seconds(),
             array_address=_array_address,
             jax_ep_version=jax_ep.__version__,
         )

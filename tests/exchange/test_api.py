@@ -1004,7 +1004,7 @@ def test_a_named_implementation_never_falls_back(function: str):
 
     with pytest.raises(ERRORS) as error:
         _trace(call)
-    _assert_message(error, r"\bimplementation\b", "pallas", r"cannot serve here: \w+")
+    _assert_message(error, r"\bimplementation\b", "pallas", r"cannot run here: \w+")
 
 
 def test_a_wide_integer_names_no_other_expert(implementation: Implementation):

@@ -413,9 +413,9 @@ def test_other_libraries_hold_what_they_say():
             dict(operation="group_by_expert", layout="rank", wire_dtype="float8_e4m3fn"),
             "wire_dtype must be None for group_by_expert",
         ),
-        (dict(implementation="pallas", hidden=70000), "cannot serve: a row of 70016 .* too long"),
-        (dict(implementation="pallas", top_k=300), "cannot serve: .* 300 choices"),
-        (dict(implementation="pallas", num_experts=4096), "cannot serve: .* 4096 experts"),
+        (dict(implementation="pallas", hidden=70000), "cannot run: a row of 70016 .* too long"),
+        (dict(implementation="pallas", top_k=300), "cannot run: .* 300 choices"),
+        (dict(implementation="pallas", num_experts=4096), "cannot run: .* 4096 experts"),
     ],
 )
 def test_errors_name_the_argument(change, message):
@@ -431,5 +431,5 @@ def test_alignment_makes_a_dropless_buffer_larger():
         ]
 
     assert held(16) - held(1) == 4 * (
-        dropless_capacity(8, 128, 8, 32, 16) - dropless_capacity(8, 128, 8, 32, 1)
+        dropless_capacity(8 * 128 * 8, 32, 16) - dropless_capacity(8 * 128 * 8, 32, 1)
     )

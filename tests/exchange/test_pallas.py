@@ -18,7 +18,7 @@ from support.selection import quick
 import jax_ep
 from jax_ep.exchange import pallas as pallas_exchange
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.routes import Routes
+from jax_ep.exchange.interface import Config
 
 DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
 COMBINE, GRADIENT = "ep_combine", "ep_combine_grad"
@@ -182,7 +182,7 @@ def test_a_payload_that_cannot_be_served(shapes, reason):
         return send(shapes, implementation, x, topk_idx).tokens
 
     assert "mosaic" not in lowered(shapes, None, tokens)
-    with pytest.raises(ValueError, match=f'implementation="pallas" cannot serve here.*{reason}'):
+    with pytest.raises(ValueError, match=f'implementation="pallas" cannot run here.*{reason}'):
         lowered(shapes, "pallas", tokens)
 
 
@@ -219,13 +219,11 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
     """What an exchange returns has the types that the primitives promise."""
 
     def types(x, topk_idx, weights):
-        params = dict(axis_name=("expert",), expert_alignment=2)
-        options = dict(params, capacity=20)
-        (tokens,), rows, counts, layout = exchange.dispatch(x, topk_idx, num_experts=4, **options)
-        assert all(a.dtype == jnp.int32 for a in (rows, counts, *layout))
-        route = Routes(topk_idx, rows, counts)
-        (again,) = exchange.dispatch_like(x, route, **options)
-        out = exchange.combine(tokens, weights, route, axis_name=("expert",))
+        config = Config(axis_name=("expert",), num_experts=4, capacity=20, expert_alignment=2)
+        (tokens,), routes, layout = exchange.dispatch(x, topk_idx, config)
+        assert all(a.dtype == jnp.int32 for a in (*routes, *layout))
+        (again,) = exchange.dispatch_like(x, routes, config)
+        out = exchange.combine(tokens, weights, routes, config)
         assert all(a.dtype == jnp.float32 for a in (tokens, again, out))
         return x
 
@@ -262,7 +260,7 @@ def test_none_always_lowers(shapes, served):
     if served:
         assert kernels(lowered(shapes, "pallas", backward)) == kernels(by_default)
     else:
-        with pytest.raises(ValueError, match="cannot serve here: a row of 7168.*4096 experts"):
+        with pytest.raises(ValueError, match="cannot run here: a row of 7168.*4096 experts"):
             lowered(shapes, "pallas", backward)
 
 

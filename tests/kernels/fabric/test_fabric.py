@@ -23,7 +23,8 @@ import jax_ep
 from jax_ep import reference
 from jax_ep.exchange import routes
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.routes import RankRoutes, Routes
+from jax_ep.exchange.interface import Config
+from jax_ep.exchange.routes import RankRoutes
 from jax_ep.runtime import availability
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
@@ -150,26 +151,23 @@ class Work:
 
     def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any, *quantized: Any) -> Any:
         """The same; `quantized` is x as float8 and its scales, as XLA divides otherwise on GPUs."""
-        axis: dict[str, Any] = dict(axis_name=("expert",))
-        by_rank = dict(axis, num_experts=self.num_experts)
-        by_expert = dict(axis, capacity=self.capacity, expert_alignment=self.alignment)
-        _, rows, counts, _ = xla_exchange.dispatch(
-            x, topk_idx, num_experts=self.num_experts, **by_expert
-        )
-        route = Routes(topk_idx, rows, counts)
+        axis: dict[str, Any] = dict(axis_name=("expert",), num_experts=self.num_experts)
+        by_rank = Config(**axis)
+        by_expert = Config(**axis, capacity=self.capacity, expert_alignment=self.alignment)
+        _, route, _ = xla_exchange.dispatch(x, topk_idx, by_expert)
 
         def dispatch(x: Any) -> Any:
-            return xla_exchange.dispatch_like(x, route, **by_expert)[0]
+            return xla_exchange.dispatch_like(x, route, by_expert)[0]
 
         def dispatch_by_rank(x: Any, weights: Any = None) -> Any:
-            tokens, *others = xla_exchange.rank_dispatch(x, topk_idx, weights, **by_rank)
-            return tokens.reshape(-1, tokens.shape[-1]), *others
+            (tokens,), ranks, sent = xla_exchange.rank_dispatch(x, topk_idx, weights, by_rank)
+            return tokens.reshape(-1, tokens.shape[-1]), ranks.local_topk_idx, sent
 
         if self.kind == "rank":
             sent = dispatch_by_rank(x, weights)
             sums = y.reshape(self.num_ranks, self.num_tokens, self.hidden)
             ranks = RankRoutes(topk_idx, sent[1])
-            return *sent, xla_exchange.rank_combine(sums, ranks, **by_rank)
+            return *sent, xla_exchange.rank_combine(sums, ranks, by_rank)
 
         if self.kind == "float8":
             values, scales = quantized
@@ -179,11 +177,9 @@ class Work:
                 dispatch_by_rank(values)[0], dispatch_by_rank(scales)[0],
             )  # fmt: skip
 
-        out = xla_exchange.combine(y, weights, route, **axis)
-        plain = xla_exchange.combine(y, None, route, **axis)
-        grads = xla_exchange.combine_grad(
-            whole(x), weights, y, route, expert_alignment=self.alignment, **axis
-        )
+        out = xla_exchange.combine(y, weights, route, by_expert)
+        plain = xla_exchange.combine(y, None, route, by_expert)
+        grads = xla_exchange.combine_grad(whole(x), weights, y, route, by_expert)
         return dispatch(x), dispatch(-x), out, plain, *grads
 
     def fabric(self, seed: int | None = None) -> fb.Mesh:

@@ -1,0 +1,159 @@
+"""The exchange with its gradients: one set of them for both layouts.
+
+A dispatch and a plain combine are each other's transposes, so the gradient of each is a call of the
+other over the same routes. The gradient of a weighted combine is a call of its own, as the weights
+have one too. `Config.capacity` tells the layouts apart: None is rank-major. Gradients are those of
+reverse mode; JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import jax
+
+from jax_ep.exchange import primitives, quantization
+from jax_ep.exchange.interface import Config, Implementation
+from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+
+AnyRoutes = Routes | RankRoutes
+
+
+def configure(
+    name: Literal["x", "y"],
+    rows: jax.Array,
+    *,
+    wire_dtype: jax.typing.DTypeLike | None,
+    grad_wire_dtype: jax.typing.DTypeLike | None,
+    implementation: Implementation,
+    **arguments: Any,
+) -> Config:
+    """The `Config` of an exchange of `rows`, which the caller knows as "x" or "y".
+
+    Raises ValueError or TypeError if a dtype or the named implementation cannot carry them.
+    """
+    wire_dtypes = quantization.both_checked(name, rows, wire_dtype, grad_wire_dtype)
+    config = Config(
+        wire_dtype=wire_dtypes[0],
+        grad_wire_dtype=wire_dtypes[1],
+        implementation=implementation,
+        **arguments,
+    )
+    primitives.check_implementation(config, rows)
+    return config
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch(
+    config: Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None, Any, Any]:
+    """Sends x [T, H].
+
+    Args:
+      config: static arguments.
+      x: rows.
+      topk_idx: [T, K] int32.
+      topk_weights: [T, K] float32, sent along in the rank-major layout; else None.
+
+    Returns:
+      Rows; their scales if they are quantized, else None; and
+      expert-major: `Routes` and `Layout`;
+      rank-major: `RankRoutes` and the weights, or None.
+    """
+    routes: AnyRoutes
+    rest: Layout | jax.Array | None
+    if config.capacity is None:
+        received, routes, rest = primitives.rank_dispatch(x, topk_idx, topk_weights, config=config)
+    else:
+        received, routes, rest = primitives.dispatch(x, topk_idx, config=config)
+    return *quantization.handed_out(received, x.dtype, config.quantized), routes, rest
+
+
+def _dispatch_fwd(config, x, topk_idx, topk_weights):
+    results = dispatch(config, x, topk_idx, topk_weights)
+    return results, (results[2], topk_weights is not None)
+
+
+def _dispatch_bwd(config, residuals, cotangents):
+    routes, weights_were_sent = residuals
+    if config.quantized:
+        raise TypeError(quantization.no_gradient(config.wire_dtype))
+    g, _, _, g_weights = cotangents
+    dx = combine(config.of_cotangents, g, None, routes)
+    if not weights_were_sent:
+        return dx, None, None
+    dweights = primitives.return_weights(g_weights, routes, axis_name=config.axis_name)
+    return dx, None, dweights
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array:
+    """Sends x along the routes of a dispatch: rows of x's dtype."""
+    if isinstance(routes, RankRoutes):
+        received, _, _ = primitives.rank_dispatch(x, routes.topk_idx, None, config=config)
+    else:
+        received = primitives.dispatch_like(x, routes, config=config)
+    return quantization.handed_out(received, x.dtype, False)[0]
+
+
+dispatch_like.defvjp(
+    lambda config, x, routes: (dispatch_like(config, x, routes), routes),
+    lambda config, routes, g: (combine(config.of_cotangents, g, None, routes), None),  # type: ignore
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine(
+    config: Config, y: jax.Array, topk_weights: jax.Array | None, routes: AnyRoutes
+) -> jax.Array:
+    """Returns y to the tokens' owners: the sum, weighted unless topk_weights are None."""
+    if isinstance(routes, RankRoutes):
+        return primitives.rank_combine(y, routes, config=config)
+    return primitives.combine(y, topk_weights, routes, config=config)
+
+
+def _combine_fwd(config, y, topk_weights, routes):
+    saved = None if topk_weights is None else (y, topk_weights)
+    return combine(config, y, topk_weights, routes), (saved, routes)
+
+
+def _combine_bwd(config, residuals, g):
+    saved, routes = residuals
+    if saved is None:
+        return dispatch_like(config.of_cotangents, g, routes), None, None
+    y, topk_weights = saved
+    return *combine_grad(config.of_cotangents, g, topk_weights, y, routes), None
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_grad(
+    config: Config, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes
+) -> tuple[jax.Array, jax.Array]:
+    """dy = w g and dweights = <g, y>, for the cotangent g [T, H] of a weighted combine.
+
+    It is linear in g, w and y each, so its gradient is made of the same functions.
+    """
+    return primitives.combine_grad(g, topk_weights, y, routes, config=config)
+
+
+def _combine_grad_fwd(config, g, topk_weights, y, routes):
+    return combine_grad(config, g, topk_weights, y, routes), (g, topk_weights, y, routes)
+
+
+def _combine_grad_bwd(config, residuals, cotangents):
+    g, topk_weights, y, routes = residuals
+    ddy, ddweights = cotangents
+    config = config.of_cotangents
+    dg = combine(config, ddy, topk_weights, routes) + combine(config, y, ddweights, routes)
+    dy, dweights = combine_grad(config, g, ddweights, ddy, routes)
+    return dg, dweights, dy, None
+
+
+combine_grad.defvjp(_combine_grad_fwd, _combine_grad_bwd)

@@ -1,0 +1,97 @@
+"""What an exchange is: six functions of arrays and a `Config`, called inside `jax.shard_map`.
+
+The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are the two exchanges. Both follow
+the contract in `jax_ep.reference`, so the routes of one serve the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+
+Implementation = Literal["pallas", "xla"] | None
+IMPLEMENTATIONS = ("pallas", "xla")
+Received = tuple[jax.Array, ...]
+"""Rows; or with a wire_dtype, rows in it and their float32 scales, one for every 128 columns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The static arguments of an exchange, and of the one that its gradient makes.
+
+    Attributes:
+      axis_name: the mesh axes of the ranks.
+      num_experts: E.
+      capacity: R, the rows of a receive buffer; None in the rank-major layout, which has N·T.
+      expert_alignment: each expert's block starts at a multiple of this many rows.
+      list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
+      implementation: which exchange; None for the best that runs here.
+      wire_dtype: what rows, or sums of rows, are sent in; None for their own dtype.
+      grad_wire_dtype: the wire_dtype of the exchange that the gradient makes.
+      quantized: whether a dispatch returns rows and scales as they arrive.
+    """
+
+    axis_name: tuple[str, ...]
+    num_experts: int
+    capacity: int | None = None
+    expert_alignment: int = 1
+    list_words: int = 1
+    implementation: Implementation = None
+    wire_dtype: jnp.dtype | None = None
+    grad_wire_dtype: jnp.dtype | None = None
+    quantized: bool = False
+
+    @property
+    def rows(self) -> int:
+        """The capacity, in the expert-major layout."""
+        assert self.capacity is not None
+        return self.capacity
+
+    @property
+    def of_cotangents(self) -> Self:
+        """The exchange that the gradient makes; the gradient of that one has no wire_dtype."""
+        return dataclasses.replace(
+            self, wire_dtype=self.grad_wire_dtype, grad_wire_dtype=None, quantized=False
+        )
+
+
+class Exchange(Protocol):
+    """What moves rows between ranks. N ranks, T tokens a rank, K choices, H columns, R rows."""
+
+    def dispatch(
+        self, x: jax.Array, topk_idx: jax.Array, config: Config
+    ) -> tuple[Received, Routes, Layout]:
+        """Routes topk_idx [T, K] int32 and sends x [T, H]: received [R, H], routes, layout."""
+        ...
+
+    def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
+        """Sends x [T, H] along the routes of a dispatch: received [R, H]."""
+        ...
+
+    def combine(
+        self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
+    ) -> jax.Array:
+        """Weighs y [R, H] by [T, K] float32, sums it and returns it to the owners: [T, H]."""
+        ...
+
+    def combine_grad(
+        self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
+    ) -> tuple[jax.Array, jax.Array]:
+        """The cotangents of y [R, H] and of the weights [T, K] float32, for g [T, H]."""
+        ...
+
+    def rank_dispatch(
+        self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
+    ) -> tuple[Received, RankRoutes, jax.Array | None]:
+        """Sends x [T, H] to each rank of its choices: received [N, T, H], routes, and, if given,
+        the weights [N, T, K] float32."""
+        ...
+
+    def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
+        """Returns the sums y [N, T, H] to the tokens' owners and adds them: [T, H]."""
+        ...
