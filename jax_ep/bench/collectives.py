@@ -241,6 +241,8 @@ def run() -> int:
             cases = [Case(op, num_ranks, n, hidden, jnp.dtype(_DTYPE.value)) for n in rows]
             found = _measure(cases, on_gpu, mesh, started)
             records += found
+            if _JSON.value:  # as it goes: a run that is ended early leaves what it has
+                measuring.write_json(_JSON.value, records, nccl_nvls_enable=multicast)
             for clock in ("wall", "device"):
                 if text := table(found, clock):
                     print(f"\n{op}, {num_ranks} ranks: {clock} time of one call, us\n{text}")

@@ -1,18 +1,21 @@
-"""`python -m jax_ep bench`: how long the exchange takes, beside what plain JAX offers.
+"""`python -m jax_ep bench`: how long the exchange takes, compared with what plain JAX offers.
 
 Every time is measured twice: by the host's clock around a compiled loop of dependent calls, and on
 GPUs by CUPTI, which sees each kernel. Bandwidths are taken from the slowest rank's device time
-where there is one and from the wall time elsewhere. "Rows" are those of a receive buffer that a
-token fills, mean over ranks: one for each (token, choice), in the rank layout for each (token,
-rank). Logical GB/s count these, wire GB/s those that cross; MB and GB are powers of ten. "Of link"
-is the time that the rows that must cross would take at the peer-to-peer copy bandwidth of the same
-run, over the time measured.
+where there is one, and from the wall time elsewhere.
+
+Columns: "rows" are those of a receive buffer that a token fills, mean over ranks: one for each
+(token, choice), in the rank layout one for each (token, rank). Logical GB/s count these, wire GB/s
+those that cross to another rank; MB and GB are powers of ten. "Floor" is the time that no
+implementation can beat on this machine (`jax_ep.bench.floor`), "set by" the link or the memory, and
+"of floor" is the floor over the time that was measured.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep.bench import measuring, report
+from jax_ep.bench import floor, measuring, report
 from jax_ep.bench.baselines import AXIS, BASELINES, Case, unavailable_reason
 from jax_ep.bench.flags import DTYPES, BenchFlags
 from jax_ep.bench.operations import (
@@ -33,7 +36,7 @@ from jax_ep.bench.operations import (
     rows_needed,
     uniform_routing,
 )
-from jax_ep.bench.timing import Loop, peer_copy_bandwidth
+from jax_ep.bench.timing import Loop
 from jax_ep.cli.flags import Error
 from jax_ep.exchange import quantization
 from jax_ep.exchange.memory import LAYOUTS
@@ -89,38 +92,58 @@ def run() -> int:
     if not cases:
         raise Error("nothing to measure: see --wire_dtypes, which not every operation takes")
 
-    bandwidth = peer_copy_bandwidth(devices) if max(ranks) > 1 else None
-    rows: list[report.Row] = []
-    measured: dict[str, dict[str, Any]] = {}
-    for number, case in enumerate(cases, 1):
-        text = report.name(case)
-        measuring.progress(f"[{number}/{len(cases)}] {text}")
-        program = _program(case)
-        if program not in measured:
-            measured[program] = measure(case, bandwidth)
-        rows.append(case | measured[program])
+    bandwidths = floor.measure(devices[: max(ranks)])
+    gb_per_s = {
+        "peer_copy_gb_per_s": bandwidths.link and bandwidths.link / 1e9,
+        "memory_copy_gb_per_s": bandwidths.memory and bandwidths.memory / 1e9,
+    }
+    rows = []
+    for row in _measure_all(cases, bandwidths):
+        rows.append(row)
+        if _JSON.value:  # as it goes: a run that is ended early leaves what it has
+            measuring.write_json(_JSON.value, rows, **gb_per_s)
     measuring.progress("")
     _compare_with_ragged(rows)
 
-    link = "" if bandwidth is None else f", peer-to-peer copy {bandwidth / 1e9:.0f} GB/s"
-    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}{link}")
+    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}")
+    if bandwidths.memory:
+        print(f"copies in a GPU's memory: {bandwidths.memory / 1e9:.0f} GB/s read and written")
+    if bandwidths.link:
+        print(f"copies between two GPUs: {bandwidths.link / 1e9:.0f} GB/s one way")
     print(
         f"H={rows[0]['hidden']} E={_NUM_EXPERTS.value} K={_TOP_K.value}, "
         f"{_TIMING.iterations.value} calls a loop, {_TIMING.repeats.value} loops\n"
     )
     print(report.table(rows, by_kernel=_TIMING.by_kernel.value))
     if _JSON.value:
-        gb_per_s = None if bandwidth is None else bandwidth / 1e9
-        measuring.write_json(_JSON.value, rows, peer_copy_gb_per_s=gb_per_s)
+        measuring.write_json(_JSON.value, rows, **gb_per_s)
     if _PLOT.value:
         report.plot(rows, _PLOT.value)
     return 1 if any("error" in row for row in rows) else 0
 
 
-def measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+def _measure_all(
+    cases: Sequence[dict[str, Any]], bandwidths: floor.Bandwidths
+) -> Iterator[report.Row]:
+    """Measures each program once; its row for each case, with the case's floor."""
+    measured: dict[str, dict[str, Any]] = {}
+    for number, case in enumerate(cases, 1):
+        measuring.progress(f"[{number}/{len(cases)}] {report.name(case)}")
+        program = _program(case)
+        if program not in measured:
+            measured[program] = measure(case)
+        row = case | measured[program]
+        if "error" not in row:
+            row |= floor.record(floor.traffic(case["op"], make_work(case)), bandwidths)
+            if "floor_us" in row:
+                row["floor_fraction"] = row["floor_us"] / _microseconds(row)
+        yield row
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
     """What was measured of a case, or the error that it met."""
     try:
-        return _measure(case, bandwidth)
+        return _measure(case)
     except Exception as error:  # one case that fails must not cost the others their results
         return {"error": measuring.first_line(error)}
 
@@ -132,7 +155,7 @@ def _program(case: dict[str, Any]) -> str:
     return str(sorted(case.items()))
 
 
-def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+def _measure(case: dict[str, Any]) -> dict[str, Any]:
     devices = jax.devices()[: case["ranks"]]
     work = make_work(case)
     plain = work.case()
@@ -174,19 +197,24 @@ def _measure(case: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
             device_repeats=min(case["repeats"], 3),
         ),
     }
-    device = result["device"]
-    microseconds = result["wall"]["median_us"] if device is None else device["slowest_us"]
-    seconds = microseconds * 1e-6
+    seconds = _microseconds(result) * 1e-6
     result["logical_gb_per_s"] = result["rows"] * row_bytes / seconds / 1e9
     result["wire_gb_per_s"] = result["wire_bytes"] / seconds / 1e9
-    if bandwidth is not None and case["ranks"] > 1 and wire_rows:
-        result["link_fraction"] = plain.wire_rows() * wire_row_bytes / bandwidth / seconds
     return result
+
+
+def _microseconds(row: report.Row) -> float:
+    """The slowest rank's device time, or where there is none the wall time."""
+    device = row["device"]
+    return row["wall"]["median_us"] if device is None else device["slowest_us"]
+
+
+_routing = functools.lru_cache(maxsize=4)(uniform_routing)  # it takes a second where T is large
 
 
 def make_work(case: dict[str, Any]) -> Work:
     """The routing and buffer of a case; the same for every operation and implementation."""
-    topk_idx = uniform_routing(
+    topk_idx = _routing(
         case["ranks"] * case["tokens"], case["num_experts"], case["top_k"], case["seed"]
     )
     capacity = None

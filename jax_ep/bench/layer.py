@@ -130,6 +130,8 @@ def run() -> int:
             for num_tokens in tokens:
                 work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens}
                 rows += measure_shape(work, shape, contenders, deadline)
+                if _JSON.value:  # as it goes: a run that is ended early leaves what it has
+                    measuring.write_json(_JSON.value, rows)
     measuring.progress("")
     compare(rows)
 

@@ -83,6 +83,8 @@ def run() -> int:
     rows: list[report.Row] = []
     for case in cases:
         rows += measure_case(case, dtype, mesh, deadline)
+        if _JSON.value:  # as it goes: a run that is ended early leaves what it has
+            measuring.write_json(_JSON.value, rows, wrong=wrong)
     measuring.progress("")
     print(f"\n{table(rows, by_kernel=_TIMING.by_kernel.value)}")
     if wrong:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -93,16 +94,31 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
 
 
 def write_json(path: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Everything measured, and on what; `facts` are of the whole run."""
-    record = {
-        "command": ["python", "-m", "jax_ep", *sys.argv[1:]],
-        "versions": versions(),
-        "devices": devices_in_words(jax.devices()),
-        **facts,
-        "rows": rows,
-    }
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1)
+    """Writes everything measured so far, and on what; `facts` are of the whole run."""
+    devices = devices_in_words(jax.devices())
+    save_json(path, run_record() | {"devices": devices, **facts, "rows": rows})
+
+
+def run_record() -> dict[str, Any]:
+    """The command that runs, and the versions that it runs on."""
+    return {"command": ["python", "-m", "jax_ep", *sys.argv[1:]], "versions": _versions()}
+
+
+_versions = functools.cache(versions)
+
+
+def save_json(path: str, record: dict[str, Any]) -> None:
+    """Writes a file at once, where that can be: whoever ends this program finds it whole."""
+    text = json.dumps(record, indent=1)
+    try:
+        if not os.path.isfile(path) and os.path.lexists(path):
+            raise OSError("a pipe or device cannot be replaced")
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(f"{path}.part", path)
+    except OSError:  # nor can a file in a folder that is not ours
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
 
 
 _started = time.monotonic()

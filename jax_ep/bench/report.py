@@ -24,11 +24,13 @@ _COLUMNS = (
     ("wire MB", "wire_mb"),
     ("logical GB/s", "logical_gb_per_s"),
     ("wire GB/s", "wire_gb_per_s"),
-    ("of link", "link_fraction"),
+    ("floor us", "floor_us"),
+    ("set by", "floor_set_by"),
+    ("of floor", "floor_fraction"),
     ("vs ragged", "speedup_over_ragged"),
 )
 _DEFAULTS = {"layout": "expert", "wire_dtype": "none"}
-_TEXT = ("op", "dtype", "layout", "wire_dtype", "implementation", "checked")
+_TEXT = ("op", "dtype", "layout", "wire_dtype", "implementation", "checked", "floor_set_by")
 
 
 def table(rows: Sequence[Row], by_kernel: bool = False) -> str:
@@ -198,7 +200,7 @@ def _cell(row: Row, key: str) -> str:
         return ""
     if key == "rows":
         return f"{value:.0f}"
-    if key == "link_fraction":
+    if key == "floor_fraction":
         return f"{value:.0%}"
     if key == "speedup_over_ragged":
         return f"{value:.1f}x"

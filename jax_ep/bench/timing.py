@@ -306,24 +306,5 @@ def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> D
     return DeviceTime(median, median, low, high, _longest_first(by_kernel), "cupti")
 
 
-def peer_copy_bandwidth(devices: Sequence[jax.Device], repeats: int = 8) -> float | None:
-    """Bytes per second of a plain one-way copy of 1 GiB from the first GPU to the second.
-
-    The best of `repeats`: it stands for what the link can do. None where there are no two GPUs.
-    """
-    if len(devices) < 2 or devices[0].platform != "gpu":
-        return None
-    source = jax.device_put(jnp.zeros(2**30, jnp.uint8), devices[0])
-    best = float("inf")
-    for _ in range(repeats):
-        jax.block_until_ready(source)
-        start = time.perf_counter()
-        copies = [jax.device_put(source, devices[1]) for _ in range(4)]
-        jax.block_until_ready(copies)
-        best = min(best, (time.perf_counter() - start) / len(copies))
-        del copies
-    return source.nbytes / best
-
-
 def _longest_first(by_kernel: dict[str, float]) -> dict[str, float]:
     return dict(sorted(by_kernel.items(), key=lambda item: -item[1]))

@@ -41,6 +41,10 @@ COMMANDS = {
         "jax_ep.bench.matmul",
         "results and times of the grouped matmuls, compared with a dense matmul",
     ),
+    "bench all": Command(
+        "jax_ep.bench.suite",
+        "all of these, each in a process of its own; what was measured is saved as it goes",
+    ),
 }
 
 

@@ -47,6 +47,10 @@ class Flags:
         """A list of any values, empty unless given."""
         return flags.DEFINE_list(name, [], help, flag_values=self.values)
 
+    def several(self, name: str, help: str) -> Holder:
+        """Any values, one each time the flag is given; None if it is not."""
+        return flags.DEFINE_multi_string(name, None, help, flag_values=self.values)
+
     def choice(self, name: str, default: str, allowed: Iterable[str], help: str) -> Holder:
         """One of `allowed`."""
         return flags.DEFINE_enum(name, default, list(allowed), help, flag_values=self.values)

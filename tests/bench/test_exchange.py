@@ -198,7 +198,7 @@ def test_a_table_leaves_out_what_was_not_measured_and_names_failures():
     bad = {key: good[key] for key in ("op", "tokens", "ranks", "dtype")}
     bad |= {"implementation": "pallas", "error": "ValueError: no"}
     text = report.table([good, bad])
-    assert "12.3" in text and "of link" not in text and "device" not in text
+    assert "12.3" in text and "floor" not in text and "device" not in text
     assert "checked" not in text and "rows" not in text
     assert "dispatch, 8 tokens, 2 ranks, float32, pallas: ValueError: no" in text
 

@@ -1,0 +1,123 @@
+"""The time that no implementation of an exchange can beat on this machine: its floor.
+
+Rows that must cross to another rank take at least their bytes over the bandwidth of a plain copy
+between two GPUs; operands and results take at least theirs over the bandwidth of a plain copy in a
+GPU's own memory. The floor is the longer of the two. Both bandwidths are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.bench.operations import OF_RANK_LAYOUT, Work
+
+_COPY_BYTES = 2**30
+
+
+class Bandwidths(NamedTuple):
+    """Bytes per second; None where it cannot be measured.
+
+    Attributes:
+      link: one way, from one GPU to another.
+      memory: read and written, both counted, in the memory of one GPU.
+    """
+
+    link: float | None = None
+    memory: float | None = None
+
+
+class Traffic(NamedTuple):
+    """Bytes per rank, mean over ranks, that any implementation moves.
+
+    Attributes:
+      remote: sent to other ranks; one row for each (token, other rank).
+      local: operands read once and results written once.
+    """
+
+    remote: float
+    local: float
+
+
+class Floor(NamedTuple):
+    """The least time of an operation, in microseconds, and what sets it: "link" or "memory"."""
+
+    us: float
+    set_by: str
+
+
+def measure(devices: Sequence[jax.Device]) -> Bandwidths:
+    """Measures both bandwidths; CPUs have neither, and one GPU has no link."""
+    if devices[0].platform != "gpu":
+        return Bandwidths()
+    source = jax.device_put(jnp.zeros(_COPY_BYTES, jnp.uint8), devices[0])
+    copy = jax.jit(jnp.copy)
+    link = None
+    if len(devices) > 1:
+        link = _copies_per_second(lambda: jax.device_put(source, devices[1])) * _COPY_BYTES
+    return Bandwidths(link, 2 * _copies_per_second(lambda: copy(source)) * _COPY_BYTES)
+
+
+def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 4) -> float:
+    """The best of `repeats`: it stands for what the hardware can do."""
+    jax.block_until_ready(copy())
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        copies = [copy() for _ in range(at_once)]
+        jax.block_until_ready(copies)
+        best = min(best, time.perf_counter() - start)
+        del copies
+    return at_once / best
+
+
+def traffic(op: str, work: Work) -> Traffic:
+    """Counts the bytes that an operation of `operations.OPERATIONS` must move."""
+    case = work.case()
+    pairs, received = case.pairs().sum() / work.num_ranks, case.tokens().sum() / work.num_ranks
+    own = work.wire_row_bytes(quantized=False)
+    wire = work.wire_row_bytes(quantized=work.wire_dtype is not None)
+    dispatched = wire if work.output == "quantized" else own
+    filled = received if work.layout == "rank" else pairs
+    here = work.num_tokens * own  # x, g or out [T, H]
+    rows = filled * own  # y or dy [R, H]
+    local = {
+        "dispatch": here + filled * dispatched,
+        "combine": rows + here,
+        "round_trip": here + filled * dispatched + rows + here,
+        "dispatch_grad": rows + here,
+        # The gradient of the weights, which the rank layout has none of, reads y.
+        "combine_grad": here + rows + (0 if work.layout == "rank" else rows),
+        "group": received * dispatched + pairs * own,
+        "ungroup": pairs * own + received * own,
+    }[op]
+    crossing = case.wire_rows()
+    if op in OF_RANK_LAYOUT:
+        remote = 0.0
+    elif op == "round_trip":  # its combine is not quantized
+        remote = crossing * (wire + own)
+    else:
+        remote = crossing * wire
+    return Traffic(remote, float(local))
+
+
+def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
+    """The least time for so many bytes; None if no bandwidth that it takes is known."""
+    times = []
+    if bandwidths.link is not None and moved.remote:
+        times.append(Floor(moved.remote / bandwidths.link * 1e6, "link"))
+    if bandwidths.memory is not None:
+        times.append(Floor(moved.local / bandwidths.memory * 1e6, "memory"))
+    return max(times, default=None)
+
+
+def record(moved: Traffic, bandwidths: Bandwidths) -> dict[str, Any]:
+    """The floor of a row of a table, and the bytes that it is of."""
+    found: dict[str, Any] = {"remote_bytes": moved.remote, "local_bytes": moved.local}
+    if least := floor(moved, bandwidths):
+        found |= {"floor_us": least.us, "floor_set_by": least.set_by}
+    return found

@@ -1,0 +1,240 @@
+"""`python -m jax_ep bench all`: every measurement that a machine can give, in one command.
+
+Each step is a command of its own, in its own process and under its own timeout, so that one that
+hangs or crashes costs no other its results. What a step measured is in the file of `--json` as soon
+as the step has ended, however it ended. On CPUs the commands take small sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax_ep.bench import measuring, report
+from jax_ep.bench.flags import TIMERS, BenchFlags
+from jax_ep.cli.flags import Error
+
+_TAIL = 4000  # characters of a failed step's last words to keep
+_SECONDS_TO_END = 10  # between asking a step to end and ending it
+_OK = "ok"
+_INTERRUPTED = "interrupted"
+
+
+class Step(NamedTuple):
+    """A command that measures.
+
+    Attributes:
+      command: of `python -m jax_ep`.
+      flags: those of `bench all` that it takes.
+    """
+
+    command: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+_SIZES = ("ranks", "tokens", "num_experts")
+STEPS = {
+    "exchange": Step(("bench",), (*_SIZES, "hidden")),
+    "short-rows": Step(("bench", "--hidden=2048"), _SIZES),
+    "float8": Step(
+        (
+            "bench",
+            "--ops=dispatch,combine,round_trip,dispatch_grad,combine_grad",
+            "--baselines=",
+            "--wire_dtypes=float8_e4m3fn",
+            "--output=quantized",
+        ),
+        (*_SIZES, "hidden"),
+    ),
+    "layer": Step(("bench", "layer"), (*_SIZES, "hidden", "seconds")),
+    "matmul": Step(("bench", "matmul"), ("seconds",)),
+    "collectives": Step(("bench", "collectives"), ("ranks", "hidden", "write_table", "seconds")),
+}
+
+FLAGS = BenchFlags()
+_STEPS = FLAGS.choices("steps", STEPS, STEPS, "What to measure, in this order.")
+_RANKS = FLAGS.ranks()
+_TOKENS = FLAGS.tokens("128,4096", "what each step has")
+_HIDDEN = FLAGS.integer("hidden", None, "H. Default: what each step has.")
+_NUM_EXPERTS = FLAGS.integer("num_experts", None, "E. Default: what each step has.")
+_CHECK = FLAGS.boolean("check", "Compare results before timing, in every step.")
+_ITERATIONS = FLAGS.integer("iterations", None, "Dependent calls in one loop.", least=10)
+_REPEATS = FLAGS.integer("repeats", None, "Times each loop is run.")
+_TIMER = FLAGS.choice("device_timer", "auto", TIMERS, "As in `bench`.")
+_STEP_SECONDS = FLAGS.number("step_seconds", 900.0, "End a step after this long.")
+_ALSO = FLAGS.several(
+    "also",
+    "Run this shell command as a step, too, such as --also='python -m pytest -m repeats'. May be "
+    "given several times.",
+)
+_WRITE_TABLE = FLAGS.output("write_table", "As in `bench collectives`.")
+_JSON = FLAGS.json()
+
+
+def run() -> int:
+    if not _JSON.value:
+        raise Error("--json: name the file that takes the results")
+    if not _STEP_SECONDS.value:
+        raise Error("--step_seconds: a step needs more than 0 seconds")
+    FLAGS.check_outputs()
+    with _terminated_as_interrupted():
+        return _run()
+
+
+def _run() -> int:
+    machine = _machine()
+    on_gpu = machine["backend"] == "gpu"
+    record = measuring.run_record() | {"machine": machine, "steps": []}
+    print(f"{len(machine['devices'])} x {machine['devices'][0]['kind']}", flush=True)
+    steps = list(_chosen(on_gpu))
+    for number, (name, command, measures) in enumerate(steps, 1):
+        print(f"\n[{number}/{len(steps)}] {name}: {shlex.join(command)}", flush=True)
+        found = run_step(command, _STEP_SECONDS.value, measures)
+        print(found["output"], end="", flush=True)
+        print(f"{name}: {found['ended']}, {found['seconds']:.0f} s", flush=True)
+        record["steps"].append({"step": name} | found)
+        measuring.save_json(_JSON.value, record)
+        if found["ended"] == _INTERRUPTED:
+            break
+    print(f"\n{table(record['steps'])}")
+    return 0 if all(step["ended"] == _OK for step in record["steps"]) else 1
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the step that runs, too: it is in a session of its own, and would live on."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _machine() -> dict[str, Any]:
+    """What `info` knows, asked in another process: this one must not take the GPUs' memory."""
+    found = subprocess.run(
+        [sys.executable, "-m", "jax_ep", "info", "--json"], capture_output=True, text=True
+    )
+    try:
+        machine = json.loads(found.stdout)
+    except ValueError as error:
+        raise Error(f"python -m jax_ep info failed: {found.stderr[-_TAIL:]}") from error
+    if machine["backend_error"] is not None:
+        raise Error(f"JAX finds no device: {machine['backend_error']}")
+    return machine
+
+
+def _chosen(on_gpu: bool) -> Iterator[tuple[str, list[str], bool]]:
+    """The name and command of each step, and whether it takes `--json`."""
+    values = {
+        "ranks": _RANKS.value,
+        "tokens": _TOKENS.value or ([128, 4096] if on_gpu else None),
+        "hidden": _HIDDEN.value,
+        "num_experts": _NUM_EXPERTS.value,
+        "write_table": _WRITE_TABLE.value,
+        # So that it ends in time by itself, with a table of what it has.
+        "seconds": 0.8 * _STEP_SECONDS.value,
+        "iterations": _ITERATIONS.value,
+        "repeats": _REPEATS.value,
+        "device_timer": _TIMER.value,
+        "check": _CHECK.value or None,
+    }
+    for name in _STEPS.value:
+        step = STEPS[name]
+        arguments = [
+            f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}"
+            for flag in (*step.flags, "iterations", "repeats", "device_timer", "check")
+            if (value := values[flag]) is not None
+        ]
+        yield name, [sys.executable, "-m", "jax_ep", *step.command, *arguments], True
+    for command in _ALSO.value or []:
+        yield command, ["sh", "-c", command], False
+
+
+def run_step(command: Sequence[str], seconds: float, measures: bool) -> dict[str, Any]:
+    """Runs a command to its end, or ends it and all that it started.
+
+    Args:
+      command: to run.
+      seconds: it may take.
+      measures: whether it takes `--json`.
+
+    Returns:
+      "command", "ended" (how, in words), "seconds", "output", "error_output" if it failed, and
+      "measured", what it wrote as JSON; that is kept also of a command that did not end well.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: os.path.join(folder, name) for name in ("json", "out", "err")}
+        arguments = [f"--json={paths['json']}"] if measures else []
+        with open(paths["out"], "wb") as out, open(paths["err"], "wb") as err:
+            process = subprocess.Popen(
+                [*command, *arguments], stdout=out, stderr=err, start_new_session=True
+            )
+            ended = _wait(process, seconds)
+        result = {
+            "command": list(command),
+            "ended": ended,
+            "seconds": time.monotonic() - started,
+            "output": _read(paths["out"]),
+            "measured": None,
+        }
+        if ended != _OK:
+            result["error_output"] = _read(paths["err"])[-_TAIL:]
+        with contextlib.suppress(OSError, ValueError):
+            with open(paths["json"], encoding="utf-8") as file:
+                result["measured"] = json.load(file)
+    return result
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return f"ended after {seconds:g} s"
+    except KeyboardInterrupt:
+        _end(process)
+        return _INTERRUPTED
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return _OK if status == 0 else f"exit status {status}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and all that it started: politely, then not."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def table(steps: Sequence[dict[str, Any]]) -> str:
+    """How each step ended, how long it took, and how much it measured."""
+    header = ["step", "ended", "seconds", "measured", "failed"]
+    lines = []
+    for step in steps:
+        rows = (step["measured"] or {}).get("rows", [])
+        failed = sum("error" in row for row in rows)
+        counts = [str(len(rows) - failed), str(failed)] if step["measured"] else ["", ""]
+        lines.append([step["step"], step["ended"], f"{step['seconds']:.0f}", *counts])
+    return "\n".join(report.fixed_width(header, lines, ("step", "ended")))
