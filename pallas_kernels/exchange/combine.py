@@ -29,6 +29,7 @@ from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import COMBINE_CHANNELS, Parts, Row, combine_receive_buffer
 from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.ring import Ring
+from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Tiling, Window
 
@@ -205,17 +206,11 @@ class _Combine:
 
         def scout_window(index, used):
             window_token = first_token + index * window.tokens
-            start = window.start(window_token * top_k)
-            entries = pl.ds(start, window.width)
-            their_rows = [fabric.mine(rows).at[r, entries][...] for r in owners]
+            held = [(window_rows, ((owner, fabric.mine(rows), owner) for owner in owners))]
             if self.weighted:
-                their_weights = [fabric.peer(weights, r).at[entries][...] for r in owners]
-            fabric.barrier()  # the window before this one has been read
-            for i, owner in enumerate(owners):
-                window_rows[owner] = their_rows[i]
-                if self.weighted:
-                    window_weights[owner] = their_weights[i]
-            fabric.barrier()
+                their_weights = ((owner, fabric.peer(weights, owner)) for owner in owners)
+                held.append((window_weights, their_weights))
+            start = open_window(fabric, window, window_token * top_k, *held)
 
             def scout_token(i, used):
                 token = window_token + i

@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import COMBINE_GRAD_CHANNELS, Row, padded_columns
 from pallas_kernels.exchange.ring import Ring
+from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.plan import LANES, Plan, Window, pad_last, vector_length
@@ -188,15 +189,8 @@ class _CombineGrad:
 
         def scout_window(index, used):
             window_token = first_token + index * window.tokens
-            start = window.start(window_token * top_k)
-            values = [
-                fabric.mine(rows).at[owner, pl.ds(start, window.width)][...]
-                for owner in range(num_ranks)
-            ]
-            fabric.barrier()  # the window before this one has been read
-            for owner, value in enumerate(values):
-                window_rows[owner] = value
-            fabric.barrier()
+            sources = ((owner, fabric.mine(rows), owner) for owner in range(num_ranks))
+            start = open_window(fabric, window, window_token * top_k, (window_rows, sources))
 
             def scout_pair(i, used):
                 token, owner = window_token + lax.div(i, num_ranks), self._owner(i)
@@ -250,18 +244,10 @@ class _CombineGrad:
         fabric, window, num_ranks = self.fabric, self.window, self.fabric.num_ranks
         lag, first_token = self.plan.store_lag, self._range()[0]
 
-        def open_window(index):
-            """Loads the weights of its tokens at all owners; returns the first one's number."""
-            start = window.start((first_token + index * window.tokens) * self.top_k)
+        def sources():
             owners = [self._owner(i) for i in range(num_ranks)]
-            values = [
-                fabric.peer(weights, owner).at[pl.ds(start, window.width)][...] for owner in owners
-            ]
-            # The end of the window before this one was a rendezvous of this warpgroup.
-            for i, owner in enumerate(owners):
-                window_weights[owner] = values[i]
-            fabric.barrier()
-            return start
+            for owner in owners:
+                yield owner, fabric.peer(weights, owner)
 
         def multiply(slot, g_slot, weight):
             """The slot's row becomes weight * g, and what it was times g goes into the sums."""
@@ -313,7 +299,9 @@ class _CombineGrad:
             return used + 1, used_g + last.astype(jnp.int32), ~end
 
         def weigh_window(index, used):
-            start = open_window(index)
+            entry = (first_token + index * window.tokens) * self.top_k
+            # The end of the window before this one was a rendezvous of this warpgroup.
+            start = open_window(fabric, window, entry, (window_weights, sources()), in_use=False)
             *used, _ = lax.while_loop(
                 lambda state: state[2],
                 lambda state: take_slot(start, state),

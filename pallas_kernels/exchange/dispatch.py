@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import DISPATCH_CHANNELS, Row
 from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
+from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import short_copies
 from pallas_kernels.fabric.plan import LANES, Plan, pad_last
@@ -336,15 +337,8 @@ class _Dispatch:
         def list_copies(step):
             """step_copies[:count]: the rows of this step that go to several places, and which."""
             step_token = first_token + step * step_tokens
-            start = window.start(step_token * top_k)
-            values = [
-                fabric.mine(rows).at[source, pl.ds(start, window.width)][...]
-                for source in range(num_ranks)
-            ]
-            fabric.barrier()  # the step before this one has been read
-            for source, value in enumerate(values):
-                step_rows[source] = value
-            fabric.barrier()
+            sources = ((source, fabric.mine(rows), source) for source in range(num_ranks))
+            start = open_window(fabric, window, step_token * top_k, (step_rows, sources))
 
             def list_token(i, count):
                 for source in range(num_ranks):

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import DISPATCH_CHANNELS
 from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
+from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Tiling
 
@@ -176,15 +177,8 @@ class _RankDispatch:
             fabric.wait(semaphores, PUT, step + 1, "dispatch")
             fabric.stage(2)
             step_token = first_token + step * step_tokens
-            start = window.start(step_token * width)
-            values = [
-                fabric.mine(lists_ref).at[source, pl.ds(start, window.width)][...]
-                for source in range(num_ranks)
-            ]
-            fabric.barrier()  # the step before this one has been read
-            for source, value in enumerate(values):
-                step_rows[source] = value
-            fabric.barrier()
+            sources = ((source, fabric.mine(lists_ref), source) for source in range(num_ranks))
+            start = open_window(fabric, window, step_token * width, (step_rows, sources))
 
             def fill_pair(pair, carry):
                 source, i = lax.rem(pair, num_ranks), lax.div(pair, num_ranks)

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import Parts, Row, windows
+from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Window
 
@@ -135,14 +136,9 @@ class Sender:
 
     def open_window(self, sources: Sources, i: Any, *, choices: Any, **_: Any) -> None:
         """Loads the words of this block's tokens from the i-th on, a row from each source."""
-        fabric, window = self.fabric, self.window
         first_token, refs = self.range()[0], sources()
-        entries = pl.ds(window.start((first_token + i) * self.num_words), window.width)
-        values = [ref.at[entries][...] for ref in refs]
-        fabric.barrier()  # the window before this one has been read
-        for i, value in enumerate(values):
-            choices[i] = value
-        fabric.barrier()
+        entry = (first_token + i) * self.num_words
+        open_window(self.fabric, self.window, entry, (choices, enumerate(refs)))
 
     def send(
         self,

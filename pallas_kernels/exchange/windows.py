@@ -1,0 +1,48 @@
+"""Windows of routes: parts of flat arrays of words that a block holds in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric.plan import Window
+
+
+def open_window(
+    fabric: fb.Fabric,
+    window: Window,
+    entry: jax.Array,
+    *held: tuple[Any, Iterable[tuple[Any, ...]]],
+    in_use: bool = True,
+) -> jax.Array:
+    """Loads a window of words into shared memory, by one warpgroup.
+
+    Args:
+      fabric: how ranks reach each other.
+      window: how many entries it has.
+      entry: the first one that the warpgroup needs.
+      *held: (buffer [n, window.width] in shared memory, its n sources); a source is a row of the
+        buffer, the array [..., window.total] of any rank that it is loaded from, and the indices of
+        that array's leading dimensions.
+      in_use: whether threads of the warpgroup may still read the window before this one.
+
+    Returns:
+      Which entry of the arrays is the first of the window.
+    """
+    start = window.start(entry)
+    entries = pl.ds(start, window.width)
+    loaded = [
+        [(row, ref.at[(*place, entries)][...]) for row, ref, *place in sources]
+        for _, sources in held
+    ]
+    if in_use:
+        fabric.barrier()
+    for of_buffers in zip(*loaded, strict=True):
+        for (buffer, _), (row, value) in zip(held, of_buffers, strict=True):
+            buffer[row] = value
+    fabric.barrier()
+    return start
