@@ -268,56 +268,10 @@ class _Combine:
         fb.drain(ring.empty, used, self.plan.num_slots)
 
     def _sum_and_put(self, received, semaphores, ring, *, slot_weights, sums, sent=None, **_):
-        fabric, tiling = self.fabric, self.tiling
-        slots, lag = ring.rows, self.plan.store_lag
+        fabric, lag = self.fabric, self.plan.store_lag
         held = lag if sent is None else 0  # slots that wait for what was put from them
         rank, block = fabric.rank(), lax.axis_index("block")
         num_steps = self._range()[2]
-
-        def add(slot, kind, weight):
-            """sums (+)= weight * slots[slot]; the last sum stays there if it is quantized next,
-            and else goes into the slot."""
-
-            def add_tile(i, _):
-                tile = pl.ds(i * tiling.tile, tiling.tile)
-                row = fb.load(fabric, slots.at[slot, tile], tiling.vector).astype(jnp.float32)
-                if self.weighted:
-                    row = row * weight
-
-                def first():
-                    return row
-
-                def later():
-                    return fb.load(fabric, sums.at[tile], tiling.vector) + row
-
-                value = lax.cond((kind & _FIRST) != 0, first, later)
-                if sent is not None:
-                    sums[tile] = value
-                    return _
-
-                @pl.when((kind & _LAST) != 0)
-                def _():
-                    slots[slot, tile] = value.astype(self.dtype)
-
-                @pl.when((kind & _LAST) == 0)
-                def _():
-                    sums[tile] = value
-
-                return _
-
-            lax.fori_loop(0, tiling.num_tiles, add_tile, None)
-
-        def quantized(used, slot, as_it_is):
-            """The slot's row, or the sum, as it is sent: in a place that no put still reads."""
-            place = lax.rem(used, jnp.int32(lag + 1))
-            columns, parts = pl.ds(0, self.hidden), [part.at[place] for part in sent]
-            lax.cond(
-                as_it_is,
-                lambda: quantized_rows.quantize_row(fabric, slots.at[slot, columns], *parts),
-                lambda: quantized_rows.quantize_row(fabric, sums.at[columns], *parts),
-            )
-            plgpu.commit_smem()  # all have read the row or the sum, and the puts see the parts
-            return parts
 
         def take_slot(state):
             used, step, _ = state
@@ -328,7 +282,7 @@ class _Combine:
 
             @pl.when(no_row)
             def _():
-                slots[slot] = jnp.zeros((tiling.padded,), self.dtype)
+                ring.rows[slot] = jnp.zeros((self.tiling.padded,), self.dtype)
                 plgpu.commit_smem()
 
             as_it_is = no_row | end
@@ -337,15 +291,18 @@ class _Combine:
 
             @pl.when(~as_it_is)
             def _():
-                add(slot, kind, slot_weights[slot] if self.weighted else None)
+                weight = slot_weights[slot] if self.weighted else None
+                self._add(ring.rows, slot, kind, weight, sums, quantized_next=sent is not None)
                 plgpu.commit_smem()
 
             @pl.when((kind & _LAST) != 0)
             def _():
                 if sent is None:
-                    parts = [slots.at[slot, pl.ds(0, self.hidden)]]
+                    parts = [ring.rows.at[slot, pl.ds(0, self.hidden)]]
                 else:
-                    parts = quantized(used, slot, as_it_is)
+                    # A place that no put still reads.
+                    place = lax.rem(used, jnp.int32(lag + 1))
+                    parts = self._quantized(ring.rows, slot, sums, sent, place, as_it_is)
                 for part, ref, (columns, _) in zip(parts, received, self.parts, strict=True):
                     their_row = fabric.peer(ref, owner).at[
                         block, lax.rem(step, self.receive_steps), rank, token, pl.ds(0, columns)
@@ -388,6 +345,54 @@ class _Combine:
             fabric.signal(semaphores, _PUT)
 
         ring.free_last(used, held)
+
+    def _add(self, slots, slot, kind, weight, sums, *, quantized_next):
+        """sums (+)= weight * slots[slot], row by row of a token.
+
+        The last sum stays in `sums` if it is quantized next, and else goes into the slot.
+        """
+        fabric, tiling = self.fabric, self.tiling
+
+        def add_tile(i, _):
+            tile = pl.ds(i * tiling.tile, tiling.tile)
+            row = fb.load(fabric, slots.at[slot, tile], tiling.vector).astype(jnp.float32)
+            if self.weighted:
+                row = row * weight
+
+            def first():
+                return row
+
+            def later():
+                return fb.load(fabric, sums.at[tile], tiling.vector) + row
+
+            value = lax.cond((kind & _FIRST) != 0, first, later)
+            if quantized_next:
+                sums[tile] = value
+                return _
+
+            @pl.when((kind & _LAST) != 0)
+            def _():
+                slots[slot, tile] = value.astype(self.dtype)
+
+            @pl.when((kind & _LAST) == 0)
+            def _():
+                sums[tile] = value
+
+            return _
+
+        lax.fori_loop(0, tiling.num_tiles, add_tile, None)
+
+    def _quantized(self, slots, slot, sums, sent, place, as_it_is):
+        """Quantizes the slot's row if it is sent as it is, else the sum: the parts, at `place`."""
+        fabric = self.fabric
+        columns, parts = pl.ds(0, self.hidden), [part.at[place] for part in sent]
+        lax.cond(
+            as_it_is,
+            lambda: quantized_rows.quantize_row(fabric, slots.at[slot, columns], *parts),
+            lambda: quantized_rows.quantize_row(fabric, sums.at[columns], *parts),
+        )
+        plgpu.commit_smem()  # all have read the row or the sum, and the puts see the parts
+        return parts
 
     def _receive(self, topk_idx, received, out, semaphores, *, out_row, **_):
         fabric, tiling, top_k = self.fabric, self.tiling, self.top_k

@@ -318,49 +318,13 @@ class _Dispatch:
             place = jnp.where(kept, row, place)
         return place
 
-    def _receive(
-        self,
-        rows,
-        tokens,
-        semaphores,
-        *,
-        step_rows,
-        step_copies,
-        copies,
-        copy_full,
-        **_,
-    ):
-        fabric, window, step_tokens = self.fabric, self.sender.step_window, self.sender.step_tokens
-        num_ranks, top_k, num_copies = fabric.num_ranks, self.top_k, self.plan.num_copy_slots
+    def _receive(self, rows, tokens, semaphores, *, step_rows, step_copies, copies, copy_full, **_):
+        fabric, num_copies = self.fabric, self.plan.num_copy_slots
         first_token, num_tokens = self.sender.range()
-
-        def list_copies(step):
-            """step_copies[:count]: the rows of this step that go to several places, and which."""
-            step_token = first_token + step * step_tokens
-            sources = ((source, fabric.mine(rows), source) for source in range(num_ranks))
-            start = open_window(fabric, window, step_token * top_k, (step_rows, sources))
-
-            def list_token(i, count):
-                for source in range(num_ranks):
-                    places, held = [], jnp.int32(0)
-                    for choice in range(top_k):
-                        row = step_rows[source, (step_token + i) * top_k - start + choice]
-                        here = (row >= 0) & (row < self.expert_rows.capacity)
-                        places.append(jnp.where(here, row, fb.NOWHERE))
-                        held = held + here.astype(jnp.int32)
-                    for choice, place in enumerate(places):
-                        step_copies[count, choice] = place  # stays if the next one is counted on
-                    count = count + (held > 1).astype(jnp.int32)
-                return count
-
-            step_end = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
-            count = lax.fori_loop(0, step_end, list_token, jnp.int32(0))
-            fabric.barrier()
-            return count
 
         def begin(i, begun):
             first = jnp.int32(fb.NOWHERE)
-            for choice in reversed(range(top_k)):
+            for choice in reversed(range(self.top_k)):
                 place = step_copies[i, choice]
                 first = jnp.where(place >= 0, place, first)
             slot = lax.rem(begun + i, jnp.int32(num_copies))
@@ -384,25 +348,14 @@ class _Dispatch:
                     lambda: short_copies.wait(fabric, num_copies - 1),
                     lambda: short_copies.wait(fabric, 0),
                 )
-            copied_from = step_copies[i, 0] >= 0
-            for choice in range(1, top_k):
-                place = step_copies[i, choice]
-                for part, ref in zip(copies, tokens, strict=True):
-                    fb.put_if(
-                        fabric,
-                        copied_from & (place >= 0),
-                        part.at[slot],
-                        fabric.mine(ref).at[place],
-                    )
-                copied_from = copied_from | (place >= 0)
-            plgpu.commit_smem_to_gmem_group()
+            self._put_copies(i, slot, tokens, step_copies, copies)
 
         def receive_step(step, begun):
             """`begun` copies have gone through the ring before this step's."""
             fabric.wait(semaphores, PUT, step + 1, "dispatch")
             fabric.stage(2)
             fabric.async_fence()
-            count = list_copies(step)
+            count = self._list_copies(step, first_token, num_tokens, rows, step_rows, step_copies)
 
             def begin_next(i, carry):
                 begin(i, begun)
@@ -430,3 +383,47 @@ class _Dispatch:
             fabric.wait(semaphores, PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
+
+    def _list_copies(self, step, first_token, num_tokens, rows, step_rows, step_copies):
+        """Lists the rows of a step that go to several places here, and returns their count.
+
+        step_copies[:count] are the places of each, the first of which already has the row. The
+        block has `num_tokens` tokens from `first_token` on of every rank.
+        """
+        fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
+        step_tokens = self.sender.step_tokens
+        step_token = first_token + step * step_tokens
+        sources = ((source, fabric.mine(rows), source) for source in range(num_ranks))
+        window = self.sender.step_window
+        start = open_window(fabric, window, step_token * top_k, (step_rows, sources))
+
+        def list_token(i, count):
+            for source in range(num_ranks):
+                places, held = [], jnp.int32(0)
+                for choice in range(top_k):
+                    row = step_rows[source, (step_token + i) * top_k - start + choice]
+                    here = (row >= 0) & (row < self.expert_rows.capacity)
+                    places.append(jnp.where(here, row, fb.NOWHERE))
+                    held = held + here.astype(jnp.int32)
+                for choice, place in enumerate(places):
+                    step_copies[count, choice] = place  # stays if the next one is counted on
+                count = count + (held > 1).astype(jnp.int32)
+            return count
+
+        tokens_of_step = jnp.minimum(num_tokens - step * step_tokens, step_tokens)
+        count = lax.fori_loop(0, tokens_of_step, list_token, jnp.int32(0))
+        fabric.barrier()
+        return count
+
+    def _put_copies(self, i, slot, tokens, step_copies, copies):
+        """Puts the i-th listed row, which is in `slot`, to all of its places but the first."""
+        fabric = self.fabric
+        copied_from = step_copies[i, 0] >= 0
+        for choice in range(1, self.top_k):
+            place = step_copies[i, choice]
+            for part, ref in zip(copies, tokens, strict=True):
+                fb.put_if(
+                    fabric, copied_from & (place >= 0), part.at[slot], fabric.mine(ref).at[place]
+                )
+            copied_from = copied_from | (place >= 0)
+        plgpu.commit_smem_to_gmem_group()

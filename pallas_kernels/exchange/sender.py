@@ -141,22 +141,11 @@ class Sender:
         open_window(self.fabric, self.window, entry, (choices, enumerate(refs)))
 
     def send(
-        self,
-        x: Any,
-        sources: Sources,
-        tokens: Sequence[Any],
-        lists_ref: Any,
-        semaphores: Any,
-        *,
+        self, x: Any, sources: Sources, tokens: Sequence[Any], lists_ref: Any, semaphores: Any, *,
         lists_for: Callable[[jax.Array, Sequence[jax.Array]], Sequence[List]],
         place_of: Callable[[List, jax.Array], jax.Array],
-        choices: Any,
-        slots: Any,
-        lists: Any,
-        full: Any,
-        wide_slots: Any = None,
-        **_: Any,
-    ) -> None:
+        choices: Any, slots: Any, lists: Any, full: Any, wide_slots: Any = None, **_: Any,
+    ) -> None:  # fmt: skip
         """Sends all tokens. The first window is open, and the first row ready.
 
         Args:
@@ -174,23 +163,6 @@ class Sender:
         rank, peers = fabric.rank(), self.peers()
         first_token, num_tokens = self.range()
 
-        def put_lists(slot: jax.Array, entry: jax.Array, lists_of_peers: Sequence[List]) -> None:
-            if num_words % 4:  # bulk copies are of whole 16 bytes
-                for peer, words in zip(peers, lists_of_peers, strict=True):
-                    for i, word in enumerate(words):
-                        fabric.peer(lists_ref, peer)[rank, entry + i] = word
-                return
-            for peer, words in zip(peers, lists_of_peers, strict=True):
-                for i, word in enumerate(words):
-                    lists[slot, peer, i] = word
-            plgpu.commit_smem()
-            for peer in peers:
-                plgpu.copy_smem_to_gmem(
-                    lists.at[slot, peer],
-                    fabric.peer(lists_ref, peer).at[rank, pl.ds(entry, num_words)],
-                    commit_group=False,
-                )
-
         def send_token(i: jax.Array, carry: None) -> None:
             in_window = lax.rem(i, jnp.int32(window.tokens))
 
@@ -206,7 +178,7 @@ class Sender:
                 for part, ref in zip(slots, tokens, strict=True):
                     fb.put_if(fabric, place >= 0, part.at[slot], fabric.peer(ref, peer).at[place])
             if lists_ref is not None:
-                put_lists(slot, entry, lists_of_peers)
+                self._put_lists(lists, slot, lists_ref, rank, entry, peers, lists_of_peers)
             plgpu.commit_smem_to_gmem_group()
 
             # Once a slot's puts have read it, it takes the next token.
@@ -242,6 +214,34 @@ class Sender:
         plgpu.wait_smem_to_gmem(0)
         fabric.stage(1)
         fabric.signal(semaphores, PUT)
+
+    def _put_lists(
+        self,
+        lists: Any,
+        slot: jax.Array,
+        lists_ref: Any,
+        rank: jax.Array,
+        entry: jax.Array,
+        peers: Sequence[jax.Array],
+        lists_of_peers: Sequence[List],
+    ) -> None:
+        """Puts each peer's list of a token to `lists_ref`[rank, entry:] there, through a slot."""
+        fabric, num_words = self.fabric, self.num_words
+        if num_words % 4:  # bulk copies are of whole 16 bytes
+            for peer, words in zip(peers, lists_of_peers, strict=True):
+                for i, word in enumerate(words):
+                    fabric.peer(lists_ref, peer)[rank, entry + i] = word
+            return
+        for peer, words in zip(peers, lists_of_peers, strict=True):
+            for i, word in enumerate(words):
+                lists[slot, peer, i] = word
+        plgpu.commit_smem()
+        for peer in peers:
+            plgpu.copy_smem_to_gmem(
+                lists.at[slot, peer],
+                fabric.peer(lists_ref, peer).at[rank, pl.ds(entry, num_words)],
+                commit_group=False,
+            )
 
     def _fetch(
         self, x: Any, token: Any, i: Any, *, slots: Any, full: Any, wide_slots: Any = None, **_: Any

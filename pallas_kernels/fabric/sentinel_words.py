@@ -118,13 +118,10 @@ class Regions:
 
             def late(words: Sequence[ir.Value]) -> None:
                 peer = scalars[count]
-                for j, of_slot in enumerate(by_slot(words)):
+                for j, of_slot in enumerate(_by_slot(words)):
                     missing = _any([_is(EMPTY, word) for word in of_slot])
                     peer = arith.select(missing, scalars[count + j], peer)
                 ptx.give_up(what, timeout_s, rank, peer)
-
-            def by_slot(words: Sequence[ir.Value]) -> list[Sequence[ir.Value]]:
-                return [words[_WORDS * j : _WORDS * (j + 1)] for j in range(count)]
 
             def as_sent(j: int, words: Sequence[ir.Value]) -> list[ir.Value]:
                 """What a thread has received, or what its note says."""
@@ -161,7 +158,7 @@ class Regions:
                 _store(pointer, [mosaic.i32(EMPTY)] * _WORDS)
             return [
                 _tile(as_sent(j, of_slot) if exact else of_slot, shape, dtype)
-                for j, of_slot in enumerate(by_slot(words))
+                for j, of_slot in enumerate(_by_slot(words))
             ]
 
         tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
@@ -226,6 +223,11 @@ class Regions:
             self._region(device), mosaic.i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
         )
         return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(mosaic.lane(), 4)))
+
+
+def _by_slot(words: Sequence[ir.Value]) -> list[Sequence[ir.Value]]:
+    """The words of several slots, slot by slot."""
+    return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
 
 
 def _layout(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -606,7 +606,10 @@ def _check_bounds(where: tuple[Any, ...], shape: tuple[int, ...]) -> None:
 
 @contextlib.contextmanager
 def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
-    """The interpreter as a simulation needs it."""
+    """Replaces functions of the interpreter by those that a simulation needs.
+
+    It is long because all replacements share the simulation and the table of the originals.
+    """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         """A grid over (rank, block) becomes a grid over blocks, each a cluster of ranks."""
