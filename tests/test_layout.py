@@ -51,6 +51,7 @@ ELSEWHERE = {
     "pallas_kernels/exchange/quantized_rows.py": "tests/kernels/exchange/test_quantize.py",
     "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
+    "pallas_kernels/exchange/windows.py": "tests/kernels/exchange/test_combine.py",
     "pallas_kernels/fabric/layout.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/fabric/low_latency.py": "tests/kernels/collectives/test_low_latency.py",
     "pallas_kernels/fabric/ptx.py": "tests/kernels/fabric/test_fabric.py",

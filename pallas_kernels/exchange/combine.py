@@ -206,7 +206,9 @@ class _Combine:
 
         def scout_window(index, used):
             window_token = first_token + index * window.tokens
-            held = [(window_rows, ((owner, fabric.mine(rows), owner) for owner in owners))]
+            held: list[Any] = [
+                (window_rows, ((owner, fabric.mine(rows), owner) for owner in owners))
+            ]
             if self.weighted:
                 their_weights = ((owner, fabric.peer(weights, owner)) for owner in owners)
                 held.append((window_weights, their_weights))
