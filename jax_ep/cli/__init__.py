@@ -25,6 +25,10 @@ COMMANDS = {
         "jax_ep.cli.memory",
         "bytes that communication holds per rank, compared with other libraries' formulas",
     ),
+    "model": Command(
+        "jax_ep.bench.model",
+        "bytes and least time of an exchange between hosts, compared with published figures",
+    ),
     "bench": Command(
         "jax_ep.bench.exchange",
         "times of dispatch, combine and their gradients, compared with what plain JAX offers",
