@@ -36,6 +36,7 @@ from support.collectives import (
 from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from support.processes import output_of_a_failure
+from support.selection import quick
 from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate, simulated_channels
 
 from jax_ep.collectives import api as collectives
@@ -74,12 +75,15 @@ def places(count: int) -> jax.Array:
 @simulated
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "size", "plan"),
-    [
-        (2, "bfloat16", 4 * 1024, Plan(2, 1)),  # two tiles to a worker
-        (3, "float16", 2 * 1024, Plan(1, 2)),
-        (2, "float32", 512 + 4, Plan(1, 1)),  # the last tile is moved back
-        (4, "float32", 512, Plan(1, 1)),  # where the order of a sum is to be seen
-    ],
+    quick(
+        [
+            (2, "bfloat16", 4 * 1024, Plan(2, 1)),  # two tiles to a worker
+            (3, "float16", 2 * 1024, Plan(1, 2)),
+            (2, "float32", 512 + 4, Plan(1, 1)),  # the last tile is moved back
+            (4, "float32", 512, Plan(1, 1)),  # where the order of a sum is to be seen
+        ],
+        (4, "float32", 512, Plan(1, 1)),
+    ),
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel(name, num_ranks, dtype, size, plan):
@@ -89,7 +93,10 @@ def test_kernel(name, num_ranks, dtype, size, plan):
 
 
 @simulated
-@pytest.mark.parametrize(("size", "plan"), [(1024 + 8, Plan(2, 2)), (1024 * 3 - 16, Plan(1, 2))])
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    quick([(1024 + 8, Plan(2, 2)), (1024 * 3 - 16, Plan(1, 2))], (1024 * 3 - 16, Plan(1, 2))),
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_workers_without_a_tile_of_their_own_share_the_last(name, size, plan):
     """All of them write the same values to the same place: to the interpreter, a race."""
@@ -139,7 +146,7 @@ MESHES = {
 
 
 @simulated
-@pytest.mark.parametrize("groups", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("groups", quick(MESHES, "both_swapped"))
 def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
     count = math.prod(groups.shape)
     devices = np.random.default_rng(count).permutation(count)
@@ -152,6 +159,7 @@ def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
         assert_same_bits(out, groups.each(expected, x))
 
 
+@pytest.mark.slow
 @simulated
 def test_calls_of_all_kernels_one_after_another():
     """In one memory, by different groups of the same GPUs, with different numbers of workers."""
@@ -174,7 +182,7 @@ NORMS_BY_LL = {
 
 @simulated
 @pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
-@pytest.mark.parametrize("case", NORMS_BY_LL.values(), ids=NORMS_BY_LL)
+@pytest.mark.parametrize("case", quick(NORMS_BY_LL, "a_last_tile_moved_back", unpack=False))
 def test_all_reduce_rms_norm(case, two_shot):
     num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case
     arrays = norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype)
@@ -304,8 +312,10 @@ def after_calls(x: np.ndarray, several: Sequence[Groups], calls: int) -> np.ndar
 
 
 @simulated
-@pytest.mark.parametrize("kind", [SimulatedChannels, LateToTake, LateToCome])
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    "kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake, LateToCome)
+)
+@pytest.mark.parametrize("num_ranks", quick([2, 3], 3))
 def test_calls_overtake_no_slot(num_ranks, kind):
     x, channels, groups = (
         integers(num_ranks),
@@ -317,7 +327,7 @@ def test_calls_overtake_no_slot(num_ranks, kind):
 
 
 @simulated
-@pytest.mark.parametrize("kind", [SimulatedChannels, LateToTake, LateToCome])
+@pytest.mark.parametrize("kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake))
 def test_calls_of_alternating_groups_overtake_no_slot(kind):
     """Ranks 0 and 3 are never neighbours but in the last of the groups."""
     memory, x = LLMemory(), integers(4)
@@ -549,7 +559,9 @@ def test_rows_that_a_fused_norm_has_room_for(num_ranks, hidden, algorithm, most_
 
 
 @needs_kernels
-@pytest.mark.parametrize("axis_name", ["a", "b", ("a", "b"), ("b", "a")], ids=str)
+@pytest.mark.parametrize(
+    "axis_name", quick(["a", "b", ("a", "b"), ("b", "a")], "a", ("b", "a"), unpack=False), ids=str
+)
 def test_meshes_of_two_axes(axis_name):
     mesh = cuda_mesh((2, 4), ("a", "b"))
     for op, algorithm, kernel in LL_LOWERED:

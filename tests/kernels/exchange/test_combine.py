@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 from support.contract import assert_equal
+from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine
 
@@ -71,14 +72,14 @@ WIRE_CASES = {
 
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "dropped", "half"))
 def test_combine(problem, plan):
     out = simulate(combine(problem, plan, simulated_ranks(problem.num_ranks)))
     assert_equal(out, problem.combined)
 
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), WIRE_CASES.values(), ids=WIRE_CASES)
+@pytest.mark.parametrize(("problem", "plan"), quick(WIRE_CASES, "half"))
 def test_combine_of_quantized_sums(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
     out = simulate(combine(problem, plan, fabric, wire_dtype=WIRE))

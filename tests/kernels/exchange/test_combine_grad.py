@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.contract import assert_bitwise_equal
+from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine_grad
 
@@ -50,7 +51,7 @@ def check(problem, results):
 
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "dropped_of_blocks", "half"))
 def test_combine_grad(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
     check(problem, simulate(combine_grad(problem, plan, fabric)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.contract import assert_bitwise_equal
+from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like
 
@@ -39,7 +40,7 @@ CASES = {
 
 
 @simulated
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick([*CASES], "half", "overflow_of_blocks"))
 def test_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
@@ -63,7 +64,7 @@ LIKE_CASES = [
 
 
 @simulated
-@pytest.mark.parametrize("case", LIKE_CASES)
+@pytest.mark.parametrize("case", quick(LIKE_CASES, "half"))
 def test_dispatch_like(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)

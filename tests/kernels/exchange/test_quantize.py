@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support.contract import assert_bitwise_equal, random_bits
 from support.kernels import needs_kernels
+from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
 
@@ -45,7 +46,7 @@ def assert_same_parts(received, expected):
 
 
 @simulated
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick([*CASES], "overflow"))
 def test_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
@@ -56,7 +57,7 @@ def test_dispatch(case):
 
 
 @simulated
-@pytest.mark.parametrize("case", ["half", "one_expert", "overflow"])
+@pytest.mark.parametrize("case", quick(["half", "one_expert", "overflow"], "half"))
 def test_dispatch_like(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
@@ -65,7 +66,9 @@ def test_dispatch_like(case):
 
 
 @simulated
-@pytest.mark.parametrize("case", ["one_rank", "half", "two_slots", "lag_of_none", "empty"])
+@pytest.mark.parametrize(
+    "case", quick(["one_rank", "half", "two_slots", "lag_of_none", "empty"], "half")
+)
 def test_rank_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from support.contract import assert_bitwise_equal, assert_equal
 from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
+from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, rank_combine, rank_dispatch
 
@@ -39,7 +40,7 @@ CASES = {
 
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "windows"))
 def test_dispatch(problem, plan):
     tokens, local, weights = simulate(
         rank_dispatch(problem, plan, simulated_ranks(problem.num_ranks))
@@ -58,7 +59,7 @@ COMBINE_CASES = [name for name in CASES if name != "words"]
 
 
 @simulated
-@pytest.mark.parametrize("case", COMBINE_CASES)
+@pytest.mark.parametrize("case", quick(COMBINE_CASES, "windows"))
 def test_combine(case):
     problem, plan = CASES[case]
     out = simulate(rank_combine(problem, plan, simulated_ranks(problem.num_ranks)))
@@ -68,7 +69,10 @@ def test_combine(case):
 
 @simulated
 @pytest.mark.parametrize(
-    "case", ["one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources"]
+    "case",
+    quick(
+        ["one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources"], "half"
+    ),
 )
 def test_combine_of_quantized_sums(case):
     problem, plan = CASES[case]
@@ -81,15 +85,18 @@ def test_combine_of_quantized_sums(case):
 @needs_kernels
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "dtype"),
-    [
+    quick(
+        [
+            (8, (128, 7168, 8, 256), "bfloat16"),
+            (8, (4096, 7168, 8, 256), "bfloat16"),
+            (2, (17, 40, 3, 4), "float32"),
+            (4, (300, 2944, 4, 128), "float16"),
+            (1, (5, 128, 2, 4), "bfloat16"),
+            (8, (128, 7168, 32, 256), "bfloat16"),  # lists that leave little shared memory to rows
+            (8, (128, 4096, 22, 256), "bfloat16"),
+        ],
         (8, (128, 7168, 8, 256), "bfloat16"),
-        (8, (4096, 7168, 8, 256), "bfloat16"),
-        (2, (17, 40, 3, 4), "float32"),
-        (4, (300, 2944, 4, 128), "float16"),
-        (1, (5, 128, 2, 4), "bfloat16"),
-        (8, (128, 7168, 32, 256), "bfloat16"),  # lists that leave little shared memory to rows
-        (8, (128, 4096, 22, 256), "bfloat16"),
-    ],
+    ),
     ids=str,
 )
 def test_lowers_to_the_kernels(num_ranks, shape, dtype):
