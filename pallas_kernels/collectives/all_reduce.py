@@ -1,7 +1,7 @@
-"""All-reduce, two ways; both give every rank the same bits, and the same bits as each other.
+"""All-reduce by two algorithms, which give every rank the same bits.
 
   one_shot  every rank reads all ranks' inputs and sums them: one trip, N times the bytes;
-  two_shot  every rank does so for its own shard, and writes the sum into all ranks' outputs:
+  two_shot  every rank sums its own shard, and writes the sum into all ranks' outputs:
             2 (N - 1) / N times the bytes, of which half are reads.
 
 One-shot and two-shot are the names of vLLM's and TensorRT-LLM's custom all-reduces.
@@ -17,7 +17,7 @@ from pallas_kernels.fabric.tiles import Plan, Tiles
 
 
 def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """[S] floating -> [S], the float32 sum over ranks, rounded once. Stacked: [N, S] -> [N, S].
+    """Sums [S] floating over ranks in float32, rounded once. Stacked: [N, S] -> [N, S].
 
     S is a whole number of vectors of 16 bytes and at least one tile.
     """
@@ -35,7 +35,7 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
 
 
 def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """[N, S] floating -> [N, S]: rank r sums shard r. Stacked: [N, N, S] -> [N, N, S]."""
+    """Sums [N, S] floating over ranks, shard r at rank r. Stacked: [N, N, S] -> [N, N, S]."""
     num_shards, size = x.shape[-2:]
 
     def body(x_ref, out_ref):

@@ -50,7 +50,7 @@ def all_reduce_rms_norm(
       scale: [H] floating: multiplies the normalized rows.
       eps: added to the mean square.
       hidden: how many columns are real; the others are zeros, and not counted by the mean.
-      two_shot: which of the two ways.
+      two_shot: whether every rank sums a share of the rows, instead of all of them.
       fabric: how ranks reach each other.
       plan: number of blocks and of warpgroups per row; one vector to a thread at a time.
 
@@ -85,17 +85,24 @@ def all_reduce_rms_norm_ll(
     channels: ll.Channels,
     plan: Plan,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same by LL; see `ll.call`. In two shots a block has one row for each rank."""
+    """`all_reduce_rms_norm` over the low-latency protocol: see `ll.call`.
+
+    With `two_shot` a block has one row for each rank.
+
+    Raises:
+      ValueError: the plan has too few blocks, or needs more slots than there are.
+    """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
     if two_shot and plan.num_blocks * channels.num_ranks < num_rows:
         raise ValueError(
-            f"in two shots by LL a block has a row for each rank, but {plan} has too few for "
+            f"in two shots over the low-latency protocol a block has a row for each rank, but "
+            f"{plan} has too few for "
             f"{num_rows} rows of {channels.num_ranks} ranks."
         )
     slots_per_tile = 2 if two_shot else body.rows_per_block
     normalized, new_residual = ll.call(
-        body.two_shot_by_ll if two_shot else body.one_shot_by_ll,
+        body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
         place,
         [x, residual, scale],
         body.out_type,
@@ -119,7 +126,7 @@ class _Body:
     hidden: int
     eps: float
     two_shot: bool
-    fabric: Any  # a fabric; channels of LL
+    fabric: Any  # a fabric, or channels of the low-latency protocol
     plan: Plan
 
     def __post_init__(self) -> None:
@@ -152,7 +159,7 @@ class _Body:
 
     @property
     def _one_row(self) -> bool:
-        """Whether each block has one: then its own operands come while it waits for peers."""
+        """Whether each block has one row: then its own operands load while it waits for peers."""
         return self.plan.num_blocks == self.num_rows
 
     @property
@@ -161,7 +168,7 @@ class _Body:
 
     @property
     def tiles_of_warpgroup(self) -> int:
-        """Of a row."""
+        """Tiles of a row that each warpgroup has."""
         return pl.cdiv(self.tiles_per_row, self.plan.num_warpgroups)
 
     @property
@@ -210,8 +217,8 @@ class _Body:
                 self._signal(semaphores, release=False)
             self._wait(semaphores)
 
-    def one_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
-        """Every block has as many rows: some share the last one, with the same outcome."""
+    def one_shot_low_latency(self, mail, x, residual, scale, *results, **scratch):
+        """Runs the one-shot kernel. Every block has as many rows: some write the last row twice."""
         first = lax.axis_index("block") * self.rows_per_block
         rows = [jnp.minimum(first + i, self.num_rows - 1) for i in range(self.rows_per_block)]
         count = self.tiles_of_warpgroup
@@ -223,10 +230,10 @@ class _Body:
         for i, row in enumerate(rows):
             old, mine = self._row(residual, row), self._row(x, row)
             sums = [mail.sum(i * count + j, tile) for j, tile in enumerate(mine)]
-            self._norm_by_ll(i, sums, row, old, scales, *results, **scratch)
+            self._norm_low_latency(i, sums, row, old, scales, *results, **scratch)
 
-    def two_shot_by_ll(self, mail, x, residual, scale, *results, **scratch):
-        """Every block has a row for each rank, which sums it; where there is none, the last one."""
+    def two_shot_low_latency(self, mail, x, residual, scale, *results, **scratch):
+        """Runs the two-shot kernel. Each rank sums one row of a block; past the end, the last."""
         first = lax.axis_index("block") * self.fabric.num_ranks
         ranks, count = [mail.rank, *mail.peers], self.tiles_of_warpgroup
         mine, *others = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
@@ -238,20 +245,20 @@ class _Body:
         sums = [mail.sum(j, tile) for j, tile in enumerate(part)]
         for j, tile in enumerate(sums):
             mail.post(count + j, [tile] * len(others))
-        self._norm_by_ll(0, sums, mine, old, scales, *results, **scratch)
+        self._norm_low_latency(0, sums, mine, old, scales, *results, **scratch)
         arrived = [mail.collect(count + j, (self.tile,), self.dtype) for j in range(count)]
         for i, row in enumerate(others):
             sums, old = [tiles_of_peers[i] for tiles_of_peers in arrived], self._row(residual, row)
-            self._norm_by_ll(i + 1, sums, row, old, scales, *results, **scratch)
+            self._norm_low_latency(i + 1, sums, row, old, scales, *results, **scratch)
 
-    def _norm_by_ll(self, i, sums, row, old, scales, *results, squares, together):
-        """The i-th row of a block."""
+    def _norm_low_latency(self, i, sums, row, old, scales, *results, squares, together):
+        """Normalizes and stores the i-th row of a block, from its sums."""
         normalized, new_residual = results
         refs = (normalized, new_residual, squares.at[i % 2], together)
         self._norm(sums, row, old, scales, *refs, signal=None)
 
     def _row(self, ref, *row):
-        """This warpgroup's part of a row."""
+        """Loads this warpgroup's tiles of a row."""
         return [
             vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
             for where in self._my_tiles()
@@ -314,7 +321,7 @@ class _Body:
             tiles.store(fabric, normalized.at[row, where], normal.astype(self.dtype))
 
     def _my_tiles(self):
-        """The parts of a row that this warpgroup serves; the last tile is moved back to end it."""
+        """Slices of a row: this warpgroup's tiles, the last moved back to end with the row."""
         return [self._slice(index) for index in self._my_indices()]
 
     def _my_indices(self):
@@ -327,7 +334,7 @@ class _Body:
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
     def _own(self, i, value):
-        """Zero where another tile of the row counts an element."""
+        """Zeros a tile's elements that another tile of the row counts."""
         index = self._my_indices()[i]
         exact = self.tiles_per_row * self.tile == self.padded
         if exact and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
@@ -337,7 +344,7 @@ class _Body:
         return jnp.where(position >= counted, value, jnp.zeros_like(value))
 
     def _meet(self, together):
-        """All warpgroups of the block come here before any goes on."""
+        """Makes all warpgroups of the block wait for each other."""
         plgpu.barrier_arrive(together)
         plgpu.barrier_wait(together)
 

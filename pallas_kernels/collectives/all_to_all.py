@@ -12,7 +12,7 @@ from pallas_kernels.fabric.tiles import Plan, Tiles
 
 
 def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """[N, S] by destination -> [N, S] by source. Stacked: [N, N, S] -> [N, N, S]."""
+    """Sends shard r of [N, S] to rank r; returns [N, S] by source. Stacked: [N, N, S] twice."""
     num_ranks, size = x.shape[-2:]
 
     def body(x_ref, out_ref):

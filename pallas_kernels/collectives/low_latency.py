@@ -1,6 +1,7 @@
-"""The collectives by LL, which are the faster ones for payloads of up to some megabytes.
+"""The collectives over the low-latency protocol: faster for payloads of up to some megabytes.
 
-Their operands and results are those of the functions of the modules named after each, bit for bit.
+Each has the operands and results of the function of its name in the modules next to this one, bit
+for bit. `fabric.low_latency` has the protocol.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pallas_kernels.fabric.tiles import Plan, tile_length
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """All-reduce: [S] -> [S]. Every rank sends all of its input to all ranks and sums."""
+    """All-reduce: [S] -> [S]. Every rank sends all of its input to all ranks, and sums."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
@@ -33,7 +34,7 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
 
 
 def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """All-reduce: [N, S] -> [N, S]. Every rank sums the shard that all send it, and sends it on."""
+    """All-reduce: [N, S] -> [N, S]. Every rank sums the shard that all send it, sends the sum."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, (tile, total) in enumerate(_sums_of_shard(mail, where, x_ref)):
@@ -48,7 +49,7 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
 
 
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """[S] -> [N, S]."""
+    """Gathers [S] of every rank into [N, S]."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
@@ -63,7 +64,7 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
 
 
 def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """[N, S] -> [S]."""
+    """Sums shard r of [N, S] at rank r: [S]."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for tile, total in _sums_of_shard(mail, where, x_ref):
@@ -73,7 +74,7 @@ def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: 
 
 
 def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """[N, S] by destination -> [N, S] by source."""
+    """Sends shard r of [N, S] to rank r; returns [N, S] by source."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
@@ -88,7 +89,7 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
 
 
 def _sums_of_shard(mail: Mail, where: Sequence[Any], x_ref: Any) -> Iterator[tuple[Any, jax.Array]]:
-    """Sends every rank its shard; then, as they arrive, this rank's tiles and their sums."""
+    """Sends every rank its shard; yields this rank's tiles and their sums as they arrive."""
     for slot, tile in enumerate(where):
         mail.post(slot, [tiles.load(mail.channels, x_ref.at[peer, tile]) for peer in mail.peers])
     mail.stage(1)
@@ -97,7 +98,7 @@ def _sums_of_shard(mail: Mail, where: Sequence[Any], x_ref: Any) -> Iterator[tup
 
 
 def _store_what_arrives(mail: Mail, where: Sequence[Any], x: jax.Array, out_ref: Any) -> None:
-    """At the place of who has sent it."""
+    """Stores each peer's tiles at the index of that peer."""
     for slot, tile in enumerate(where):
         parts = mail.collect(slot, (tile.size,), x.dtype, exact=True)
         for peer, part in zip(mail.peers, parts, strict=True):
@@ -114,11 +115,11 @@ def _call(
     slots_per_tile: int,
     name: str,
 ) -> jax.Array:
-    """Runs `body` on mail, a worker's tiles of the last axis, and the refs of x and the result.
+    """Runs `body` on a worker's mail, its tiles of the last axis, and the refs of x and the result.
 
-    x and `shape`, the result's, end with as many elements: whole vectors of 16 bytes, and at least
-    one tile. Every worker has as many tiles: some share the last one, with the same outcome, and it
-    is moved back to end with them.
+    The last axes of x and of `shape`, the result's, have the same size: whole vectors of 16 bytes,
+    and at least one tile. Every worker has the same number of tiles: some share the last one, which
+    is moved back to end with the axis, and write the same values.
     """
     size, tile = shape[-1], tile_length(x.dtype)
     num_tiles = pl.cdiv(pl.cdiv(size, tile), plan.num_workers)

@@ -10,7 +10,7 @@ from pallas_kernels.fabric.tiles import Plan, Tiles
 
 
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """[N, S] floating -> [S], the float32 sum of shard r at rank r. Stacked: [N, N, S] -> [N, S].
+    """Sums shard r of [N, S] floating at rank r, in float32. Stacked: [N, N, S] -> [N, S].
 
     The sum is taken in rank order and rounded once.
     """

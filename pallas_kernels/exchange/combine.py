@@ -1,6 +1,6 @@
 """Combine: partial sums next to the experts, one row per (token, rank) back to the token's owner.
 
-Each block serves a range of tokens of every owner, a step of a few tokens at a time, with three
+Each block has a range of tokens of every owner, a step of a few tokens at a time, and three
 warpgroups:
 
   scout    finds the rows of each (owner, token) and fetches them into a ring in shared memory;
@@ -51,19 +51,21 @@ def combine(
     by_rank: bool = False,
     wire_dtype: Any = None,
 ) -> jax.Array:
-    """Weighs, sums and returns rows. With a stacked fabric every array has a leading rank axis.
+    """Weighs rows, sums them, and sends the sums back to the tokens' owners.
+
+    Stacked ranks: every array has a leading rank axis.
 
     Args:
       y: [R, H]; H · itemsize a multiple of 128 bytes.
       topk_weights: [T, K] float32, or None for a plain sum.
       topk_idx: [T, K] int32.
-      rows: [N, T, K] int32, from the dispatch: the row of each choice, or where ranks own rows,
-        its local expert; less than 0 where it has none here.
+      rows: [N, T, K] int32, from the dispatch: the row of each choice or, `by_rank`, its local
+        expert; less than 0 where the choice is of another rank's expert.
       fabric: how ranks reach each other.
       plan: number of blocks, depth of the ring and of the receive buffer.
       num_experts: E.
       by_rank: whether y has one row for each (owner, token), at owner · T + token.
-      wire_dtype: None; or float8_e4m3fn, in which the sums travel, with a scale for every 128
+      wire_dtype: None; or float8_e4m3fn, in which sums are sent, with a scale for every 128
         values; then H is a multiple of 512.
 
     Returns:
@@ -192,7 +194,7 @@ class _Combine:
             self._receive(topk_idx, received, out, semaphores, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """This block's tokens: first, end, number of steps."""
+        """This block's first token, the end of its tokens, and the number of its steps."""
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         step_tokens = jnp.int32(self.plan.step_tokens)
         return first, first + count, lax.div(count + (step_tokens - 1), step_tokens)

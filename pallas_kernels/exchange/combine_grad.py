@@ -1,6 +1,6 @@
 """The gradient of a weighted combine, of the rows and of the weights, in one pass over the rows.
 
-Each block serves a range of tokens of every owner, with three warpgroups:
+Each block has a range of tokens of every owner, and three warpgroups:
 
   scout    finds the rows of each (owner, token), and fetches the token's cotangent from its owner
            and the rows of y, each into a ring in shared memory; of dropped choices it writes zeros
@@ -11,9 +11,9 @@ Each block serves a range of tokens of every owner, with three warpgroups:
   filler   writes zeros to the rows of dy that receive nothing, and to dweights where this rank's
            choices are of no expert.
 
-A cotangent crosses the link once per (token, rank), read by the rank that needs it: everybody knows
-the routes, so nobody waits for a peer, but at the end. Then every block tells its peers that it has
-read what is theirs and written what they get, and waits to be told the same.
+A cotangent crosses the link once per (token, rank), read by the rank that needs it. Every rank
+knows the routes, so a block waits for its peers only at its end: it signals that it has read their
+memory and written its part of their results, and waits for the same signal of each.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def combine_grad(
     plan: Plan,
     expert_alignment: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of y and of the weights. With a stacked fabric arrays have a rank axis first.
+    """The cotangents of y and of the weights. Stacked ranks: every array has a leading rank axis.
 
     Args:
       g: [T, H], the cotangent of the combine's result; H · itemsize a multiple of 128 bytes.
@@ -169,7 +169,7 @@ class _CombineGrad:
             self._fill(g, topk_idx, counts, dy, dweights, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array]:
-        """This block's tokens: first, and end."""
+        """This block's first token, and the end of its tokens."""
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         return first, first + count
 
@@ -178,7 +178,7 @@ class _CombineGrad:
         return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
 
     def _owner(self, i: jax.Array | int) -> jax.Array:
-        """The i-th rank that this block turns to."""
+        """The i-th rank in this block's order."""
         offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
 
@@ -250,7 +250,7 @@ class _CombineGrad:
                 yield owner, fabric.peer(weights, owner)
 
         def multiply(slot, g_slot, weight):
-            """The slot's row becomes weight * g, and what it was times g goes into the sums."""
+            """Writes row * g to the sums, and weight * g in place of the slot's row."""
             vector = vector_length(self.dtype)
             size = LANES * vector
             total: Any = None

@@ -1,11 +1,11 @@
 """Dispatch: every rank puts its rows straight into their final places at the peers.
 
-Each block serves a range of tokens, the same on every rank, with three warpgroups:
+Each block has a range of tokens, the same on every rank, and three warpgroups:
 
-  sender    reads the peers' counts, works out where the rows of each token go, puts it into its
-            first place at every rank that gets it, and the list of all its places beside it;
-  receiver  copies the rows of a step of tokens that several experts here are to get, once they
-            have arrived, from their first place to the others;
+  sender    reads the peers' counts, computes the rows of each token, puts it into its first row at
+            every rank that gets it, and puts the list of all its rows to that rank, too;
+  receiver  waits for a step of tokens, and copies those that several experts of this rank get
+            from their first row to the others;
   filler    writes zeros to the rows of this rank's receive buffer that receive nothing.
 
 So a row crosses the link once per (token, rank) and is fanned out in local memory; there is no
@@ -48,13 +48,13 @@ def dispatch(
     expert_alignment: int,
     wire_dtype: Any = None,
 ) -> tuple[Any, ...]:
-    """Routes and moves the rows. With a stacked fabric every array has a leading rank axis.
+    """Computes the routes and sends the rows. Stacked ranks: every array has a leading rank axis.
 
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
-      counts: [E]: this rank's choices of each expert, of a type that holds T * K. All blocks of all
-        ranks read them at once, so a small type is soon there.
+      counts: [E]: how often this rank chose each expert, of a type that holds T * K. Keep the dtype
+        narrow: every block of every rank reads the counts at its start.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
@@ -95,7 +95,10 @@ def dispatch_like(
     expert_alignment: int,
     wire_dtype: Any = None,
 ) -> Payload:
-    """Moves [T, H] along known routes (rows [N, T, K], counts [N, E]) to tokens [R, H]."""
+    """Sends x [T, H] along known routes, rows [N, T, K] and counts [N, E]: tokens [R, H].
+
+    The arguments and tokens are those of `dispatch`.
+    """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
         count_dtype=counts.dtype, routes_known=True, wire_dtype=wire_dtype,
@@ -147,7 +150,7 @@ class _Dispatch:
         return self.sender.wire_dtype is not None
 
     def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The parts of what arrives, and what comes beside them."""
+        """Splits results into the parts of received rows, and all others."""
         num_parts = len(self.sender.parts)
         return results[:num_parts], results[num_parts:]
 
@@ -239,7 +242,7 @@ class _Dispatch:
             self._receive(rows, tokens, semaphores, **scratch)
 
     def _fetch_counts(self, counts, **scratch):
-        """Of every rank: from this rank's copy, where routes are known, else from the rank."""
+        """Starts to load all ranks' counts, from here where routes are known, else from each."""
         fabric = self.fabric
         sources = [
             (peer, fabric.mine(counts).at[peer] if self.routes_known else fabric.peer(counts, peer))
@@ -248,14 +251,14 @@ class _Dispatch:
         self.expert_rows.fetch_counts(sources, **scratch)
 
     def _sources(self, choices):
-        """What the sender reads: where this rank's rows go at every peer, or its choices."""
+        """What the sender reads: the rows of its tokens at every peer, or its own choices."""
         fabric = self.fabric
         if not self.routes_known:
             return [fabric.mine(choices)]
         return [fabric.peer(choices, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
 
     def _count_earlier(self, choices_ref, *, next_rows, **_):
-        """next_rows: this rank's choices of each expert for the tokens of the blocks before."""
+        """Counts the choices of each expert by tokens of the blocks before, in `next_rows`."""
         fabric = self.fabric
         fb.clear(next_rows, self.expert_rows.count_width)
         fabric.barrier()
@@ -275,12 +278,12 @@ class _Dispatch:
         fabric.barrier()
 
     def _known_rows(self, entry, peers, *, choices, **_):
-        """[N][K]: the row of each choice at each rank, in the order of `peers`."""
+        """The row of each choice at each peer, [N][K], of known routes."""
         entries = [entry + choice for choice in range(self.top_k)]
         return [[choices[peer, e] for e in entries] for peer in peers]
 
     def _new_rows(self, entry, peers, *, choices, next_rows, **_):
-        """The same from what is counted so far, and this token counted, too."""
+        """The row of each choice at each peer, [N][K]; counts this token in `next_rows`."""
         of_experts = self.expert_rows
         # Read where each expert's next row goes, all threads, then count this token's choices.
         experts = [choices[0, entry + choice] for choice in range(self.top_k)]
@@ -310,7 +313,7 @@ class _Dispatch:
         ]
 
     def _first_place(self, rows, i):
-        """Where the i-th token goes first at a peer, given its rows there; or nowhere."""
+        """The first of a token's rows at a peer that is not dropped, or NOWHERE."""
         del i
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(rows):
@@ -351,7 +354,7 @@ class _Dispatch:
             self._put_copies(i, slot, tokens, step_copies, copies)
 
         def receive_step(step, begun):
-            """`begun` copies have gone through the ring before this step's."""
+            """Copies a step's rows, of which the first goes into slot `begun` modulo the slots."""
             fabric.wait(semaphores, PUT, step + 1, "dispatch")
             fabric.stage(2)
             fabric.async_fence()

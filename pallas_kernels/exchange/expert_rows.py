@@ -1,7 +1,7 @@
-"""Which rows of a receive buffer each expert's block takes, and zeros in those that get nothing.
+"""The layout of expert-major rows: where each expert's rows lie, and zeros where there are none.
 
-Both follow from counts alone: how many choices each rank makes of each expert. Every thread block
-works out the layout for itself, in one warpgroup; another may write the zeros.
+Both follow from how often each rank chose each expert. Every thread block computes the layout for
+itself, in one warpgroup; another may write the zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from pallas_kernels.fabric.plan import Plan, Tiling
 
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """What it needs to know; its methods are steps of a kernel, and `scratch` is the kernel's.
+    """Computes the layout and fills in zeros: its methods are steps of a kernel.
+
+    `scratch` is the scratch memory of that kernel, `scratch_types` what it must hold.
 
     Attributes:
       fabric: how ranks reach each other.
@@ -30,7 +32,7 @@ class ExpertRows:
       num_experts: E.
       capacity: R.
       alignment: each expert's block starts at a multiple of this.
-      count_dtype: of the counts, as they are fetched.
+      count_dtype: the dtype of the counts that are fetched.
       parts: columns and dtype of each part of a row.
     """
 
@@ -64,7 +66,7 @@ class ExpertRows:
     def fetch_counts(
         self, sources: Sequence[tuple[Any, Any]], *, all_counts: Any, counts_full: Any, **_: Any
     ) -> None:
-        """Starts to load every rank's choices of each expert, from (rank, [E]) of each."""
+        """Starts to load all ranks' counts; a source is a rank and its counts [E]."""
         for rank, source in sources:
             plgpu.copy_gmem_to_smem(source, all_counts.at[rank], counts_full, oob_mode=fb.IN_BOUNDS)
 
@@ -72,7 +74,7 @@ class ExpertRows:
         self, all_counts_ref: Any = None, *, all_counts: Any, counts_full: Any, scan: Any,
         block_ends: Any, next_rows: Any = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Where each expert's block starts and ends at its rank.
+        """Computes where each expert's rows start and end at its rank.
 
         `next_rows` holds how many choices of each expert this rank makes before this block's; it
         becomes the row of its first choice here. `all_counts_ref` [N, E] takes all counts.
@@ -142,7 +144,7 @@ class ExpertRows:
             fabric.mine(rows_needed)[0] = end
 
     def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
-        """Writes zeros to the rows of this rank that receive nothing; tokens: their parts."""
+        """Writes zeros to the rows of this rank that receive nothing; `tokens` has their parts."""
         plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
         for part in zeros:

@@ -1,4 +1,4 @@
-"""Rows to float8 with one float32 scale for every 128 values, and back, in plain JAX.
+"""Quantizes rows to float8 with a float32 scale for every 128 values, and back, in plain JAX.
 
 `quantized_rows` has the same arithmetic for kernels, step by step, so they agree bit for bit
 wherever XLA divides as IEEE 754 says. `jax_ep.exchange.quantization` says what the format keeps and
@@ -18,7 +18,7 @@ SCALE_OF_LARGEST = (1 - 2**-22) / 448
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """[..., H] floating -> (rows [..., H] of `dtype`, scales [..., H / 128] float32)."""
+    """Quantizes [..., H] floating: rows [..., H] of `dtype`, scales [..., H / 128] float32."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
     finite = jnp.isfinite(blocks)
     largest = jnp.max(jnp.abs(jnp.where(finite, blocks, 0)), axis=-1)
@@ -28,6 +28,6 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.
 
 
 def dequantize(rows: jax.Array, scales: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """(rows [..., H] float8, scales [..., H / 128]) -> [..., H] of `dtype`."""
+    """Multiplies rows [..., H] float8 by their scales [..., H / 128]: [..., H] of `dtype`."""
     blocks = rows.astype(jnp.float32).reshape(*scales.shape, BLOCK)
     return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)

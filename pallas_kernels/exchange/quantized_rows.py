@@ -1,4 +1,7 @@
-"""Rows to float8 and back within a kernel, by a whole warpgroup: see `quantize` for the format."""
+"""Quantizes rows to float8 and back within a kernel, by a whole warpgroup.
+
+`quantize` has the format.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
 
 
 def _quantize_block(elements: Value, element_type: Any) -> tuple[Value, Value]:
-    """A thread's 4 elements of its warp's block -> their 4 float8 as int32, the block's scale."""
+    """Quantizes a thread's 4 elements of its warp's block: 4 float8 in an int32, and the scale."""
     i32, f32 = mosaic.integer_type(32), mosaic.float_type()
     wide, finite = [], []
     largest = mosaic.i32(0)  # as bits: those of floats that are not negative have their order
@@ -109,7 +112,7 @@ def _quantize_block(elements: Value, element_type: Any) -> tuple[Value, Value]:
 
 
 def _reciprocal(scale: Value) -> Value:
-    """1 / scale, rounded as IEEE 754 says.
+    """Computes 1 / scale, rounded as IEEE 754 says.
 
     These are the steps of `rcp.rn` where nothing is subnormal, without its branch for the rest, so
     that blocks overlap.
@@ -133,7 +136,7 @@ def add_rows(
     sent: Sequence[jax.Array],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """The sum of dequantized rows in this rank's global memory, in their order: [H] of `dtype`.
+    """Dequantizes rows of this rank's global memory and sums them in order: [H] of `dtype`.
 
     values[i] is [H] and scales[i] is [H / 128]; H is a multiple of `ROW_MULTIPLE`. A row that was
     not `sent`, a scalar bool, counts as zeros, whatever is in its place. Sums are float32 until
@@ -182,7 +185,7 @@ def add_rows(
 def _load_quantized(
     values: Value, scales: Value, column: Value, elements: int, taken: Value
 ) -> tuple[list[Value], Value]:
-    """A thread's vector of float8, in words of 4, and its scale; zeros unless they are taken."""
+    """Loads a thread's vector of float8, in words of 4, and its scale; zeros unless `taken`."""
     i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
     block = arith.divui(column, mosaic.i32(BLOCK))
     pointer = llvm.PointerType.get(_GLOBAL_MEMORY)
@@ -200,7 +203,7 @@ def _load_quantized(
 
 
 def _add_vectors(loaded: Sequence[tuple[list[Value], Value]], elements: int) -> Value:
-    """The sum of vectors of float8, each times its scale, from 0 on."""
+    """Sums vectors of float8, each times its scale, in order from 0."""
     f32 = mosaic.float_type()
     total = [mosaic.f32(0.0)] * elements
     for words, scale in loaded:
@@ -213,13 +216,13 @@ def _add_vectors(loaded: Sequence[tuple[list[Value], Value]], elements: int) -> 
 
 
 def _rounded(vector: Value, dtype: jax.typing.DTypeLike) -> Value:
-    """A vector of float32, in a floating type of that size or a smaller one."""
+    """Rounds a vector of float32 to a floating dtype of 32 bits or fewer."""
     vector_type = mosaic.vector_type(mosaic.vector_length_of(vector), mosaic.element_type(dtype))
     return vector if vector.type == vector_type else arith.truncf(vector_type, vector)
 
 
 def _widened(word: Value) -> list[Value]:
-    """4 float8_e4m3fn in an int32 -> 4 float32."""
+    """Converts 4 float8_e4m3fn in an int32 to 4 float32."""
     i16, i32, f32 = (*(mosaic.integer_type(bits) for bits in (16, 32)), mosaic.float_type())
     halves = mosaic.vector_type(2, mosaic.element_type(jnp.float16))
     wide = []

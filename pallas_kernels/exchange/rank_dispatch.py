@@ -1,4 +1,4 @@
-"""Dispatch into the rank layout: each row at the place of its (source rank, token).
+"""Dispatch into the rank-major layout: each row at the place of its (source rank, token).
 
 The place of a token at a peer is rank · T + token, known without counting anything, and it gets one
 row there however many of its experts live there. So nothing is exchanged before the rows leave, and
@@ -37,7 +37,7 @@ def rank_dispatch(
     plan: Plan,
     wire_dtype: Any = None,
 ) -> tuple[Payload, jax.Array, jax.Array | None]:
-    """Moves the rows. With a stacked fabric every array has a leading rank axis.
+    """Sends the rows and lists. Stacked ranks: every array has a leading rank axis.
 
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
@@ -141,7 +141,7 @@ class _RankDispatch:
             self._receive_lists(lists, tokens, semaphores, **scratch)
 
     def _lists_for(self, entry, peers, *, choices, **_):
-        """[N][words]: this token's list for each rank, in the order of `peers`."""
+        """This token's list for each rank, [N][words] in the order of `peers`."""
         words = [choices[0, entry + i] for i in range(self.sender.num_words)]
         experts, weights = words[: self.top_k], words[self.top_k :]
         per_rank = jnp.int32(self.num_experts // self.fabric.num_ranks)

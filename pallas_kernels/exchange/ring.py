@@ -33,7 +33,7 @@ class Ring:
         return lax.rem(turn, jnp.int32(self.rows.shape[0]))
 
     def open(self, turn: jax.Array, *notes: Any) -> jax.Array:
-        """The turn's slot, once it is empty; takes the notes."""
+        """Waits until the turn's slot is empty, writes its notes, and returns it."""
         slot = self.slot(turn)
 
         @pl.when(turn >= self.rows.shape[0])
@@ -61,7 +61,7 @@ class Ring:
             plgpu.barrier_arrive(self.empty.at[self.slot(turn - lag)])
 
     def free_last(self, turns: jax.Array, lag: int) -> None:
-        """After so many turns, frees what `free` has left, when all puts have been read."""
+        """Frees the slots of the last `lag` of so many turns, once all puts have read them."""
 
         def free(turn: jax.Array, _: None) -> None:
             plgpu.barrier_arrive(self.empty.at[self.slot(turn)])

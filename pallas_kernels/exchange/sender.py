@@ -1,9 +1,10 @@
 """A ring of rows in shared memory, from which a block sends its tokens to every peer.
 
 One warpgroup of a block takes the block's tokens in order. It fetches a token's row, quantizes it
-if it is to be, puts it straight to its place at every rank that gets it, and beside it, if they are
-to be told, a list of words on what the token does there. A step of tokens is signalled when the
-next one is under way. What the lists say, and where a row goes, is the kernel's to know.
+if there is a wire_dtype, and puts it straight to its place at every rank that gets it. If peers
+receive lists, it also puts to each a list of words that says what the token is there for. A step of
+tokens is signalled while the next one is being sent. The kernel decides what the lists say, and
+where a row goes.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ Sources = Callable[[], Sequence[Any]]  # gives references, each [T·num_words], 
 
 
 def payload(parts: Sequence[jax.Array]) -> Payload:
-    """What arrived: rows, or rows and their scales."""
+    """The parts of received rows: one array, or rows and their scales."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sender:
-    """What it needs to know; its methods are steps of a kernel, and `scratch` is the kernel's.
+    """Sends a block's tokens: its methods are steps of a kernel.
+
+    `scratch` is the scratch memory of that kernel, `scratch_types` what it must hold.
 
     Attributes:
       fabric: how ranks reach each other.
@@ -70,7 +73,7 @@ class Sender:
 
     @property
     def window(self) -> Window:
-        """The words that are held at a time."""
+        """The words that shared memory holds at a time."""
         return windows(self.plan, self.num_tokens, self.num_words)[0]
 
     @property
@@ -91,7 +94,7 @@ class Sender:
         return types
 
     def range(self) -> tuple[jax.Array, jax.Array]:
-        """This block's tokens: first, and how many."""
+        """This block's first token, and the number of its tokens."""
         return self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
 
     def num_steps(self) -> jax.Array:
@@ -99,13 +102,13 @@ class Sender:
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
     def peers(self) -> list[jax.Array]:
-        """All ranks, in the order in which this block turns to them."""
+        """All ranks, in this block's order."""
         num_ranks = self.fabric.num_ranks
         offset = fb.first_peer(self.fabric)
         return [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
 
     def fetch_first(self, x: Any, **scratch: Any) -> None:
-        """Starts to fill the ring."""
+        """Starts to fetch the rows of the first tokens into the ring."""
         first, count = self.range()
 
         def fetch(i: jax.Array, _: None) -> None:
@@ -116,7 +119,7 @@ class Sender:
     def make_ready(
         self, x: Any, i: Any, *, slots: Any, full: Any, wide_slots: Any = None, **_: Any
     ) -> None:
-        """Waits until the i-th token's row is there, and quantizes it if it is to be."""
+        """Waits for the i-th token's row, and quantizes it if there is a wire_dtype."""
         first_token, num_tokens = self.range()
         slot = lax.rem(i, jnp.int32(self.plan.num_slots))
 
@@ -135,7 +138,7 @@ class Sender:
                     self._fetch(x, first_token + ahead, ahead, **rings)
 
     def open_window(self, sources: Sources, i: Any, *, choices: Any, **_: Any) -> None:
-        """Loads the words of this block's tokens from the i-th on, a row from each source."""
+        """Loads the words of tokens from the i-th on, a row of `choices` from each source."""
         first_token, refs = self.range()[0], sources()
         entry = (first_token + i) * self.num_words
         open_window(self.fabric, self.window, entry, (choices, enumerate(refs)))
@@ -146,16 +149,16 @@ class Sender:
         place_of: Callable[[List, jax.Array], jax.Array],
         choices: Any, slots: Any, lists: Any, full: Any, wide_slots: Any = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Sends all tokens. The first window is open, and the first row ready.
+        """Sends all tokens of this block. The first window is open, and the first row ready.
 
         Args:
           x: [T, H].
-          sources: what the windows are opened on; asked for each.
+          sources: gives the arrays of words; called once for each window.
           tokens: the parts of what arrives, each [R, columns].
-          lists_ref: [N, T·num_words] by source rank, where peers are told; or None.
+          lists_ref: [N, T·num_words] by source rank, where peers receive lists; None to send none.
           semaphores: the kernel's.
-          lists_for: of a token's first entry in `choices`, and the peers: a list for each.
-          place_of: of the i-th token's list for a peer, and i: where its row goes, or nowhere.
+          lists_for: (a token's first entry in `choices`, peers) -> a list for each peer.
+          place_of: (the i-th token's list for a peer, i) -> its row at that peer, or NOWHERE.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         num_words, lag = self.num_words, plan.store_lag

@@ -1,4 +1,4 @@
-"""Put, signal and wait between ranks: the small layer that every kernel here is written against.
+"""Put, signal and wait between ranks: the layer that the kernels use to reach each other.
 
 A kernel body asks the fabric for its rank, for a peer's buffer, and for a rendezvous. Two fabrics
 give the same body two ways to run:
@@ -8,8 +8,8 @@ give the same body two ways to run:
            axis. The simulator of the tests makes a fabric of it that runs whole kernels, all ranks
            at once, in Pallas' GPU interpreter with race detection.
 
-A block talks only to the blocks of its own index on other ranks. So a grid may be larger than the
-GPU without a deadlock, as long as every rank starts its blocks in order.
+A block communicates only with the blocks of its own index on other ranks. So a grid may be larger
+than the GPU without a deadlock, as long as every rank starts its blocks in order.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Ranks(Protocol):
 
     @property
     def interpret(self) -> Any:
-        """Of Pallas' GPU interpreter; None on a GPU."""
+        """The options of Pallas' GPU interpreter; None on a GPU."""
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of a buffer of all ranks of this device, from that of one rank."""
+        """The shape of a buffer of all ranks of this device, given that of one rank."""
 
 
 class OnDevices:
-    """Ranks that have a device each."""
+    """Ranks with one device each."""
 
     stacked = False
     interpret = None
@@ -65,7 +65,7 @@ class OnDevices:
         return ref
 
     def barrier(self) -> None:
-        """All threads of this warpgroup come here before any goes on."""
+        """Makes all threads of this warpgroup wait for each other."""
         ptx.barrier()
 
 
@@ -96,7 +96,7 @@ class Mesh(OnDevices):
         return plgpu.remote_ref(ref, self._device_id(rank))
 
     def touch(self, *refs: Any) -> None:
-        """Finds the peers' buffers ahead of their first use."""
+        """Looks up the addresses of the peers' buffers ahead of their first use."""
         if self.num_ranks > 1:
             ptx.touch([self.peer(ref, rank) for ref in refs for rank in range(self.num_ranks)])
 
@@ -117,7 +117,7 @@ class Mesh(OnDevices):
         ptx.wait(from_ranks, count, timeout_s=self.timeout_s, what=what, axes=axes)
 
     def async_fence(self) -> None:
-        """What this warpgroup has waited for, its bulk copies see too."""
+        """Makes what this warpgroup has waited for visible to its bulk copies."""
         ptx.async_fence()
 
     def stage(self, number: int) -> None:
@@ -125,7 +125,7 @@ class Mesh(OnDevices):
         hold_back(self.delays_ns, number, self.rank)
 
     def axes(self) -> tuple[tuple[int, int], ...]:
-        """Of each axis: how far apart its neighbours are among the mesh's devices, and its size."""
+        """For each axis: its stride among the mesh's devices, and its size."""
         if self.num_ranks == 1:
             return ()
         mesh = jax.sharding.get_abstract_mesh()
@@ -258,7 +258,7 @@ def kernel(
 
 
 def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
-    """A contiguous 1D vector in registers, `vector` neighbours to a thread."""
+    """Loads a contiguous 1D vector into registers, `vector` neighbours to a thread."""
     if fabric.interpret:
         return ref[...]
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
@@ -300,12 +300,12 @@ def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
 
 
 def first_peer(fabric: Fabric) -> jax.Array:
-    """Where a block starts on its round over the ranks, modulo N, so that no link is crowded."""
+    """The rank, modulo N, that a block communicates with first; blocks differ in it."""
     return fabric.rank() + lax.axis_index("block")
 
 
 def any_of(places: Sequence[jax.Array]) -> jax.Array:
-    """Whether any of them is a place, and not `NOWHERE`."""
+    """Whether any of the places is a row, and not NOWHERE."""
     return functools.reduce(operator.or_, [place >= 0 for place in places])
 
 

@@ -1,4 +1,4 @@
-"""How a kernel spreads its work: blocks, tokens per block, and the ring in shared memory."""
+"""Plans of kernels: blocks, tokens per block, windows and tiles. Importable without Pallas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Plan:
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
       receive_steps: steps that a rank's receive buffer holds (combine).
-      num_g_slots: cotangents that the gradient of a combine holds beside the ring of rows.
+      num_g_slots: cotangents that the gradient of a combine holds in a second ring.
     """
 
     num_blocks: int
@@ -65,7 +65,7 @@ class Plan:
         return -(-self.tokens_per_block(num_tokens) // self.step_tokens)
 
     def tokens_of_block(self, block: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-        """The tokens that a block serves, the same on every rank: first, and how many."""
+        """A block's first token and the number of its tokens, the same on every rank."""
         per_block = self.tokens_per_block(num_tokens)
         first = block * per_block
         return first, jnp.clip(num_tokens - first, 0, per_block)
@@ -75,7 +75,7 @@ class Plan:
 class Window:
     """Which routes a block holds in shared memory at a time: whole vectors of the flat [T·K]."""
 
-    tokens: int  # tokens served per window
+    tokens: int  # tokens of a window
     width: int  # entries loaded: tokens · K, rounded up to whole vectors
     total: int  # entries of the (padded) flat array
 
@@ -86,7 +86,7 @@ class Window:
         return cls(tokens, width, max(width, num_tokens * top_k))
 
     def start(self, entry: jax.Array) -> jax.Array:
-        """Where to load from so that the window holds `entry` and stays in bounds."""
+        """The first entry to load, so that the window holds `entry` and stays in bounds."""
         return jnp.minimum(entry, self.total - self.width)
 
     def pad(self, flat: jax.Array, value: int) -> jax.Array:
@@ -101,7 +101,7 @@ def pad_last(array: jax.Array, amount: int, value: int = 0) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a row goes through registers: whole tiles of whole vectors, the last one padded."""
+    """The tiles in which a row is held in registers: whole vectors, the last tile padded."""
 
     vector: int  # neighbouring columns to a thread: 16 bytes
     tile: int  # columns at a time

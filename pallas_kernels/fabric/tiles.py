@@ -1,4 +1,4 @@
-"""What the collectives share: flat arrays in tiles of registers, sums of ranks, a rendezvous.
+"""Tiles of flat arrays in registers, sums over ranks and a rendezvous: shared by the collectives.
 
 A collective's payload is flat and cut into tiles, of which every warpgroup takes its share: 16
 bytes to a thread and instruction, straight between registers and any rank's memory. Nothing is
@@ -36,7 +36,7 @@ class Plan:
     Attributes:
       num_blocks: thread blocks per rank.
       num_warpgroups: warpgroups per block.
-      num_vectors: of 16 bytes that each thread holds of one rank at a time.
+      num_vectors: vectors of 16 bytes of one rank that each thread holds at a time.
     """
 
     num_blocks: int
@@ -63,7 +63,7 @@ class Tiles:
     """A flat array, or the `num_shards` equal shards of one, as tiles of a kernel's warpgroups.
 
     The last tile of a shard is moved back to end with it, over elements of the tile before: they
-    are done twice, with the same outcome. So any length will do that is a whole number of vectors
+    are written twice, with the same values. So any length works that is a whole number of vectors
     and at least one tile.
     """
 
@@ -86,7 +86,7 @@ class Tiles:
     def each(self, body: Callable[[Any, Any], None]) -> None:
         """Calls body(shard, slice of that shard) for every tile of this warpgroup.
 
-        Neighbouring warpgroups take different shards, so that no rank's link is crowded.
+        Neighbouring warpgroups take different shards, to spread the load over the links.
         """
         workers, worker = self.plan.num_workers, self.plan.worker()
         num_tiles = self.num_shards * pl.cdiv(self.size, self.tile)
@@ -102,7 +102,7 @@ class Tiles:
 
 
 def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
-    """A tile of any rank's memory."""
+    """Loads a tile of any rank's memory into registers."""
     return vectors.load(fabric, ref, vector_length(ref.dtype))
 
 
@@ -112,10 +112,10 @@ def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
 
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
-    """float32 sum over ranks of the tile at `indices` of each rank's `ref`, in rank order.
+    """Sums over ranks, in float32 and rank order, the tile at `indices` of each rank's `ref`.
 
-    Every rank that computes it gets the same bits. They begin to read at different peers, or all
-    of them would crowd one link.
+    Every rank gets the same bits. Each begins to read at a different peer, to spread the load over
+    the links.
     """
     num_ranks = fabric.num_ranks
     stagger = num_ranks > 2 and not fabric.interpret

@@ -1,8 +1,8 @@
 """Vectors of up to 16 bytes between registers and any rank's memory, one instruction each.
 
 Pallas knows the alignment of this rank's own buffers only: what it loads from a peer it loads
-element by element. Here the caller vouches for it: a part of memory starts at a multiple of the
-vector.
+element by element. Here the caller promises it: each part of memory starts at a multiple of the
+vector's bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GLOBAL_MEMORY = 1  # address space
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
-    """A contiguous 1D part of global memory, `elements` neighbours to a thread."""
+    """Loads a contiguous 1D part of global memory, `elements` neighbours to a thread."""
     if fabric.interpret:
         return fb.load(fabric, ref, elements)
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
@@ -71,7 +71,7 @@ def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int
 def rotate(
     fabric: fb.Ranks, parts: Sequence[jax.Array], first: jax.Array, elements: int
 ) -> list[jax.Array]:
-    """parts[i] becomes the one at (first + i) % N, for a scalar 0 <= first < N."""
+    """Rotates a list: result[(first + i) % N] is parts[i], for a scalar 0 <= first < N."""
     parts, bit = list(parts), 1
     while bit < len(parts):
         turned = [parts[i - bit] for i in range(len(parts))]
@@ -87,7 +87,7 @@ def _select(
     no: Sequence[jax.Array],
     elements: int,
 ) -> list[jax.Array]:
-    """One of two lists of vectors, register by register as they are."""
+    """Selects one of two lists of vectors, register by register."""
     if fabric.interpret:
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
@@ -145,9 +145,9 @@ def partial_sums(fabric: fb.Fabric, value: jax.Array, ref: Any, elements: int) -
 
 
 def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> None:
-    """ref[index] = the total of what `partial_sums` wrote, added in order, on any rank.
+    """Adds the sums that `partial_sums` wrote, in order, and stores the total to ref[index].
 
-    Between the two all threads come to a barrier. One of them stores.
+    `ref` may be any rank's. The caller needs a barrier between the two functions.
     """
     if fabric.interpret:
         ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(_WARPS)])

@@ -9,10 +9,10 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
   and the writes that they release: none, if the signal is a relaxed one;
   groups of copies out of shared memory, counted as the hardware counts them;
   bounds of every access, where the interpreter would pad, clip or wrap;
-  the regions of LL, whose tiles order nothing but themselves (`simulated_channels`);
+  the regions of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
   errors of its own: two blocks of the grid that touch the same memory, a rank that leaves while a
-  peer may still use its memory, a wait that nobody ends, a tile by LL that is overtaken or that
-  nobody takes, and threads of a warpgroup that need a barrier between them. (The interpreter runs
+  peer may still use its memory, a wait that nobody ends, a tile that is overtaken or that nobody
+  takes, and threads of a warpgroup that need a barrier between them. (The interpreter runs
   a warpgroup as one thread.)
 
 All of this rests on private parts of JAX 0.11 and newer; where one is missing, the tests that
