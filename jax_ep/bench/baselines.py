@@ -1,4 +1,4 @@
-"""What plain JAX offers for the same exchange: XLA's collectives alone.
+"""The exchange as plain JAX offers it: XLA's collectives alone.
 
 Each baseline moves rows in one direction: "out" as dispatch and the gradient of combine do, "back"
 as combine and the gradient of dispatch do. It is given everything for nothing: rows already packed
@@ -43,7 +43,7 @@ class Baseline:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The work: `routing` [N * T, K] holds the rank of each choice, -1 for none."""
+    """An exchange to do; `routing` [N * T, K] holds the rank of each choice, -1 for none."""
 
     routing: Array
     num_ranks: int
@@ -55,34 +55,34 @@ class Case:
         return len(self.routing) // self.num_ranks
 
     def pairs(self) -> Array:
-        """[N, N]: (token, choice) pairs from one rank to another."""
+        """Counts (token, choice) pairs: [N, N], from one rank to another."""
         by_source = self.routing.reshape(self.num_ranks, -1)
         ranks = range(self.num_ranks)
         return np.stack([(by_source == rank).sum(axis=1) for rank in ranks], axis=1)
 
     def tokens(self) -> Array:
-        """[N, N]: tokens of one rank that chose any expert of another."""
+        """Counts tokens of one rank that chose any expert of another: [N, N]."""
         by_source = self.routing.reshape(self.num_ranks, self.num_tokens, -1)
         ranks = range(self.num_ranks)
         return np.stack([(by_source == rank).any(axis=2).sum(axis=1) for rank in ranks], axis=1)
 
     def wire_rows(self) -> float:
-        """Rows that must cross, one per (token, other rank), mean over ranks."""
+        """Counts rows that must cross, one per (token, other rank): the mean over ranks."""
         return _off_diagonal_mean(self.tokens())
 
 
 def random_rows(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Uniform in [-1, 1); another stream for each `seed`, an integer array of one element."""
+    """Draws uniformly from [-1, 1); `seed`, an integer array of one element, picks the stream."""
     return jax.random.uniform(jax.random.key(seed.reshape(())), shape, dtype, -1, 1)
 
 
 def rank_seeds(num_ranks: int, seed: int = 0) -> Array:
-    """One seed per rank, for `random_rows`."""
+    """Makes one seed per rank, for `random_rows`."""
     return np.arange(num_ranks, dtype=np.int32) + 1000 * seed
 
 
 def all_to_all(case: Case, direction: str) -> Baseline:
-    """`lax.all_to_all` of [N, T, H]: a slot for every (rank, token), used or not."""
+    """Exchanges [N, T, H] by `lax.all_to_all`: a slot for every (rank, token), used or not."""
     shape = (case.num_ranks, case.num_tokens, case.hidden)
     return Baseline(
         arrays=(rank_seeds(case.num_ranks),),
@@ -95,7 +95,7 @@ def all_to_all(case: Case, direction: str) -> Baseline:
 
 
 def all_gather_reduce_scatter(case: Case, direction: str) -> Baseline:
-    """Out: `lax.all_gather` of every token to every rank. Back: `lax.psum_scatter`."""
+    """Sends every token to every rank by `lax.all_gather`; sums back by `lax.psum_scatter`."""
     rows = (case.num_ranks - 1) * case.num_tokens
     if direction == "out":
         shape: tuple[int, ...] = (case.num_tokens, case.hidden)
@@ -119,12 +119,12 @@ def all_gather_reduce_scatter(case: Case, direction: str) -> Baseline:
 
 
 def ragged_all_to_all(case: Case, direction: str) -> Baseline:
-    """`lax.ragged_all_to_all` of one row per (token, choice), as MoE code commonly uses it."""
+    """Sends one row per (token, choice) by `lax.ragged_all_to_all`, as MoE code commonly does."""
     return _ragged(case, case.pairs(), direction)
 
 
 def ragged_all_to_all_dedup(case: Case, direction: str) -> Baseline:
-    """The same of one row per (token, rank): the fewest rows that it can be given."""
+    """Sends one row per (token, rank) by `lax.ragged_all_to_all`: the fewest that it can send."""
     return _ragged(case, case.tokens(), direction)
 
 
@@ -137,14 +137,14 @@ BASELINES: dict[str, Callable[[Case, str], Baseline]] = {
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Why a baseline cannot run on this platform, or None."""
+    """Says why a baseline cannot run on this platform; None: it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None
 
 
 def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
-    """`out_counts` [N, N]: rows from one rank to another on the way out."""
+    """Makes a ragged baseline; `out_counts` [N, N]: rows between ranks on the way out."""
     counts = out_counts if direction == "out" else out_counts.T
     send_offsets = np.cumsum(counts, axis=1) - counts  # [source, destination]: in the operand
     recv_offsets = np.cumsum(counts, axis=0) - counts  # [source, destination]: in the output

@@ -3,7 +3,7 @@
 For each operation and number of ranks it prints a table of the form that vLLM's users know: the
 shape of the whole array, its MB (10^6 bytes), a column for each algorithm, the best one, its
 speed-up over the function of `jax.lax`, and what algorithm=None picks. Times are in-loop wall
-times and, on GPUs, device times of everything that a call launches; see `jax_ep.cli.timing`.
+times and, on GPUs, device times of everything that a call launches; see `jax_ep.bench.timing`.
 `--write_table` writes what they imply in the form of `jax_ep/collectives_table.json`, which
 `algorithm=None` looks up.
 
@@ -100,7 +100,7 @@ class Case:
 
     @property
     def x(self) -> jax.ShapeDtypeStruct:
-        """What a rank passes."""
+        """Shape and dtype of a rank's operand."""
         rows = self.rows // self.ranks if self.op == "all_gather" else self.rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
@@ -123,12 +123,12 @@ class Case:
         return jax.jit(make, out_shardings=sharding).lower().compile()
 
     def step(self, algorithm: str) -> Callable[[Any], Any]:
-        """What is timed, per rank."""
+        """Makes the function of a rank that is timed."""
         function = getattr(collectives, self.op)
         return lambda state: function(*state, AXIS, algorithm=algorithm)
 
     def loop(self, algorithm: str, operands: tuple[jax.Array, ...], mesh: Mesh) -> Loop:
-        """The compiled loop of what is timed."""
+        """Compiles the loop that is timed."""
         kind: type[Loop] = Loop
         if algorithm == "xla" and self.op in ("all_reduce", "all_reduce_rms_norm"):
             kind = _InPlaceLoop
@@ -137,7 +137,7 @@ class Case:
         )
 
     def expected(self, state: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """float64 results, ranks stacked, of operands with ranks stacked."""
+        """Computes the results in float64; operands and results have the ranks stacked."""
         x = np.asarray(state[0])
         if self.op == "all_gather":
             return [
@@ -178,7 +178,7 @@ class Case:
 
 
 class _InPlaceLoop(Loop):
-    """A loop of `lax.psum`, which XLA runs in place: each call takes the sum of the one before.
+    """A loop of `lax.psum` in place: each call sums what the call before returned.
 
     In a loop over one operand XLA would copy it for every call, as programs seldom need it to.
     """
@@ -261,7 +261,7 @@ def run() -> int:
 
 
 def table(records: Sequence[dict[str, Any]], clock: str) -> str:
-    """Fixed-width text; empty if nothing was measured by this clock."""
+    """Renders fixed-width text; empty if nothing was measured by this clock."""
     timed = [record for record in records if record.get(clock)]
     if not timed:
         return ""
@@ -290,7 +290,7 @@ def _name(record: dict[str, Any]) -> str:
 
 
 def read_table(path: str) -> dict[str, Any]:
-    """The table of a file to be written, with nothing in it if there is no such file yet."""
+    """Reads the table of a file that is to be written; {} if there is no such file yet."""
     if not os.path.exists(path):
         return {}
     try:

@@ -125,7 +125,7 @@ def run() -> int:
 def _measure_all(
     cases: Sequence[dict[str, Any]], bandwidths: floor.Bandwidths
 ) -> Iterator[report.Row]:
-    """Measures each program once; its row for each case, with the case's floor."""
+    """Measures each program once, and yields a row for each case, with the case's floor."""
     measured: dict[str, dict[str, Any]] = {}
     for number, case in enumerate(cases, 1):
         measuring.progress(f"[{number}/{len(cases)}] {report.name(case)}")
@@ -141,7 +141,7 @@ def _measure_all(
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """What was measured of a case, or the error that it met."""
+    """Measures a case; an error is a result, too."""
     try:
         return _measure(case)
     except Exception as error:  # one case that fails must not cost the others their results
@@ -149,7 +149,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _program(case: dict[str, Any]) -> str:
-    """Two cases with equal names run the same program: a baseline knows directions only."""
+    """Names the program of a case: a baseline runs one for all operations of a direction."""
     if case["implementation"] in BASELINES:
         case = case | {"op": DIRECTIONS[case["op"]]}
     return str(sorted(case.items()))
@@ -204,7 +204,7 @@ def _measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _microseconds(row: report.Row) -> float:
-    """The slowest rank's device time, or where there is none the wall time."""
+    """Picks the slowest rank's device time, or where there is none the wall time."""
     device = row["device"]
     return row["wall"]["median_us"] if device is None else device["slowest_us"]
 
@@ -213,7 +213,7 @@ _routing = functools.lru_cache(maxsize=4)(uniform_routing)  # it takes a second 
 
 
 def make_work(case: dict[str, Any]) -> Work:
-    """The routing and buffer of a case; the same for every operation and implementation."""
+    """Makes the routing and buffer of a case, equal for every operation and implementation."""
     topk_idx = _routing(
         case["ranks"] * case["tokens"], case["num_experts"], case["top_k"], case["seed"]
     )
@@ -271,7 +271,7 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
 
 
 def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator[dict[str, str]]:
-    """How an operation is done: every implementation in every layout; a baseline has none."""
+    """Lists how an operation is done: each implementation in each layout, and the baselines."""
     for layout in _LAYOUTS.value:
         if layout != "rank" and op in OF_RANK_LAYOUT:
             continue

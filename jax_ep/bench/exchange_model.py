@@ -101,13 +101,13 @@ def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
 
 
 def _mean_distinct(values: np.ndarray) -> float:
-    """Distinct values of a row, mean over rows."""
+    """Counts distinct values of a row: the mean over rows."""
     ordered = np.sort(values, axis=1)
     return 1.0 + float(np.mean(np.sum(np.diff(ordered, axis=1) != 0, axis=1)))
 
 
 def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
-    """The rows of each design; see the module's docstring."""
+    """Counts the rows of each design; see the module's docstring."""
     other_hosts = 1 - 1 / cluster.hosts
     other_ranks = 1 - 1 / cluster.ranks_per_host
     forwarded = reached.ranks * other_ranks
@@ -120,7 +120,7 @@ def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
 
 
 def bound(rows: Rows, cluster: Cluster, work: Work) -> Bound:
-    """The least time of an exchange that moves so many rows per token."""
+    """Computes the least time of an exchange that moves so many rows per token."""
     size = work.tokens * work.row_bytes * 1e-3  # GB/s are bytes per nanosecond
     between = rows.between * size / cluster.nic_gb_per_s
     inside = rows.inside * size / cluster.nvlink_gb_per_s

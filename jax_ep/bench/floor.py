@@ -63,7 +63,7 @@ def measure(devices: Sequence[jax.Device]) -> Bandwidths:
 
 
 def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 4) -> float:
-    """The best of `repeats`: it stands for what the hardware can do."""
+    """Times copies; the best of `repeats`, since it stands for what the hardware can do."""
     jax.block_until_ready(copy())
     best = float("inf")
     for _ in range(repeats):
@@ -106,7 +106,7 @@ def traffic(op: str, work: Work) -> Traffic:
 
 
 def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
-    """The least time for so many bytes; None if no bandwidth that it takes is known."""
+    """Computes the least time for so many bytes; None if no bandwidth that it takes is known."""
     times = []
     if bandwidths.link is not None and moved.remote:
         times.append(Floor(moved.remote / bandwidths.link * 1e6, "link"))
@@ -116,7 +116,7 @@ def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
 
 
 def record(moved: Traffic, bandwidths: Bandwidths) -> dict[str, Any]:
-    """The floor of a row of a table, and the bytes that it is of."""
+    """Records the floor, for a row of a table, and the bytes that it is computed from."""
     found: dict[str, Any] = {"remote_bytes": moved.remote, "local_bytes": moved.local}
     if least := floor(moved, bandwidths):
         found |= {"floor_us": least.us, "floor_set_by": least.set_by}

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench layer`: the MoE layer as a whole, beside what plain JAX makes of it.
+"""`python -m jax_ep bench layer`: the MoE layer as a whole, compared with plain JAX's.
 
 Router, exchange, experts and exchange back, forward alone or with the gradients of x, gate, wi_0,
 wi_1 and wo (each rank's own: a training step sums the gate's over ranks with its other replicated
@@ -157,7 +157,7 @@ def run() -> int:
 def measure_shape(
     work: dict[str, Any], shape: Shape, contenders: Sequence[str], deadline: float
 ) -> list[report.Row]:
-    """A row for each direction and contender, or all with the error that kept them from it."""
+    """Measures a row for each direction and contender; an error is a result, too."""
     cases = [
         work
         | dataclasses.asdict(shape)
@@ -216,7 +216,7 @@ def _wire_dtype(contender: str) -> str:
 
 
 def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
-    """Times and throughput of one compiled layer."""
+    """Measures times and throughput of one compiled layer."""
     slow = case["contender"] == RAGGED_DOT
     result: dict[str, Any] = {
         "iterations": loop.iterations,
@@ -240,7 +240,7 @@ def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_of(loop: Loop) -> dict[str, Any]:
-    """What a compiled layer holds on a device, as XLA says."""
+    """Asks XLA what a compiled layer holds on a device."""
     memory = loop.compiled.memory_analysis()
     if memory is None:
         return {"peak_bytes": None, "temp_bytes": None}
@@ -250,13 +250,13 @@ def memory_of(loop: Loop) -> dict[str, Any]:
 
 
 def communication_share(by_kernel: dict[str, float]) -> float:
-    """Of the time of all kernels, by their names."""
+    """Computes the share of communication in the time of all kernels, by their names."""
     in_exchange = sum(us for name, us in by_kernel.items() if COMMUNICATION.search(name))
     return in_exchange / sum(by_kernel.values())
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
-    """(`MoEParams`, x [T, H], the cotangent of the output [T, H]) of every rank, stacked."""
+    """Makes (`MoEParams`, x [T, H], the output's cotangent [T, H]) of every rank, stacked."""
     num_local = shape.num_experts // mesh.size
     hidden, mlp_dim = shape.hidden, shape.mlp_dim
 
@@ -285,7 +285,7 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
 def make_config(
     shape: Shape, state: Any, mesh: Mesh, capacity_factor: float
 ) -> tuple[MoEConfig, dict[str, Any]]:
-    """The layer's config, whose buffer holds all rows of this routing; and the load in numbers."""
+    """Makes the layer's config, whose buffer holds all rows of this routing, and the load."""
     config = MoEConfig(
         num_experts=shape.num_experts,
         num_experts_per_token=shape.top_k,
@@ -313,7 +313,7 @@ def make_config(
 
 
 def make_step(contender: str, direction: str, config: MoEConfig, capacity: int) -> Any:
-    """What a `Loop` repeats: from the state, the outputs that `OUTPUTS` names (or the first)."""
+    """Makes what a `Loop` repeats: it returns what `OUTPUTS` names, forward the first of it."""
     layer = make_layer(contender, config, capacity)
 
     def forward(state):
@@ -384,7 +384,7 @@ _TEXT = ("shape", "direction", "layer", "wire", "checked")
 
 
 def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
-    """Fixed-width text; a column that is empty in every row is left out."""
+    """Renders fixed-width text; a column that is empty in every row is left out."""
     text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _TEXT)
     text += ["", f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"]
     text += report.notes(rows, _name)[1:]

@@ -77,13 +77,13 @@ def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
 
 
 def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing:
-    """What `moe_layer` routes by."""
+    """Routes as `moe_layer` does."""
     logits = routing.router_logits(x, params.gate)
     return routing.top_k_routing(logits, config.num_experts_per_token, score=config.score)
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Why a contender cannot run on this platform, or None."""
+    """Says why a contender cannot run on this platform; None: it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None
@@ -99,7 +99,7 @@ def _ragged_dot_mlp(tokens, wi_0, wi_1, wo, group_sizes):
 
 
 def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
-    """Every token to every rank, which picks its own; one sum over ranks on the way back."""
+    """Sends every token to every rank, which picks its own; sums over ranks on the way back."""
     top_k = topk_idx.shape[1]
     num_local = config.num_experts // lax.axis_size(AXIS)
     choices = lax.all_gather(topk_idx, AXIS, tiled=True).reshape(-1)
@@ -122,13 +122,13 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
 
 @jax.custom_vjp
 def _spread(x: jax.Array, token: jax.Array) -> jax.Array:
-    """[T, H] -> [R, H]: the row of token `token[r]` of all N * T, zeros past the last."""
+    """Copies the row of token `token[r]` of all N * T: [T, H] -> [R, H], zeros past the last."""
     return jnp.take(lax.all_gather(x, AXIS, tiled=True), token, 0, mode="fill", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _collect(rows: jax.Array, token: jax.Array, num_tokens: int, dtype: Any) -> jax.Array:
-    """[R, H] -> [T, H]: the sums by token over all ranks; float32 within a rank."""
+    """Sums by token over all ranks: [R, H] -> [T, H]; float32 within a rank."""
     sums = jnp.zeros((lax.axis_size(AXIS) * num_tokens, rows.shape[1]), jnp.float32)
     sums = sums.at[token].add(rows.astype(jnp.float32), mode="drop")
     return lax.psum_scatter(sums.astype(dtype), AXIS, tiled=True)
@@ -151,7 +151,7 @@ _collect.defvjp(
 
 
 def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
-    """One row per choice: sorted by expert, sent, sorted again where they arrive; and back."""
+    """Sends one row per choice: sorted by expert, and again where they arrive; and back."""
     num_tokens, top_k = topk_idx.shape
     num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
     num_local = config.num_experts // num_ranks
@@ -189,7 +189,7 @@ def _inverse(permutation: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _permute(x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
-    """The rows of x, each `copies` times in a row, in the order of `index`."""
+    """Takes the rows of x, each `copies` times in a row, in the order of `index`."""
     return x[index // copies]
 
 
@@ -207,13 +207,13 @@ _permute.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_out(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Rows by destination -> [num_rows, H] by source; `pairs[s, d]` rows go from s to d."""
+    """Sends rows by destination -> [num_rows, H] by source; `pairs[s, d]` rows go from s to d."""
     return _ragged_all_to_all(rows, pairs, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_back(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """The way back of `_ragged_out`, and its gradient."""
+    """Sends the rows of `_ragged_out` back; it is that function's gradient."""
     return _ragged_all_to_all(rows, pairs.T, num_rows)
 
 

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench matmul`: the grouped matmuls, beside a dense matmul of the same size.
+"""`python -m jax_ep bench matmul`: the grouped matmuls, compared with a dense matmul.
 
 Times the product, its gradients of the rows (dlhs) and of the matrices (drhs), and the sum of two
 dlhs, which the gradient of an expert's gated MLP takes. The candidates of an operation and the
@@ -105,7 +105,7 @@ def run() -> int:
 
 
 def measure_case(case: Case, dtype: Any, mesh: Mesh, deadline: float) -> Iterator[report.Row]:
-    """A row for each operation and candidate, and for the dense matmul beside them."""
+    """Measures a row for each operation and candidate, the dense matmul among them."""
     facts = {
         "case": case.name,
         "rows": case.num_rows,
@@ -205,7 +205,7 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
-    """Fixed-width text; a column that is empty in every row is left out."""
+    """Renders fixed-width text; a column that is empty in every row is left out."""
     text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _COLUMNS[:4])
     text += report.notes(rows, _name)
     return "\n".join(text + (report.kernels(rows, _name) if by_kernel else []))
@@ -231,7 +231,7 @@ def _cells(row: report.Row) -> list[str]:
 
 
 def candidates(case: Case, op: str, dtype: Any) -> list[Backend]:
-    """The backends that compute the operation here and that `--candidate` does not leave out."""
+    """Lists the backends that compute the operation here and that `--candidate` names."""
     found = available((case.hidden, case.mlp), dtype, slow=case.slow)
     if _SWEEP.value:
         found += other_blocks(case, op, [backend.name for backend in found])

@@ -55,7 +55,7 @@ def check(dtype: Any, only: str = "", ops: Sequence[str] = OPERATIONS) -> list[s
 
 
 def _small_operands(rng: np.random.Generator, dtype: Any) -> Iterator[Operands]:
-    """Operands with empty, huge and odd groups, and NaN past the last group."""
+    """Draws operands with empty, huge and odd groups, and NaN past the last group."""
     for num_rows, sizes, hidden, mlp in (
         (1024, rng.multinomial(1000, rng.dirichlet(np.full(9, 0.3))), 256, 384),
         (768, np.array([0, 1, 640, 0, 7, 0]), 128, 64),
@@ -97,7 +97,7 @@ def check_some_groups(op: str, state: Operands, loop: Loop) -> None:
 
 
 def of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> Any:
-    """An operation's result for the rows x, g and g_1 of a group, and its matrices w and w_1."""
+    """Computes an operation for the rows x, g and g_1 of a group, and its matrices w and w_1."""
     if op == "product":
         return dot(x, w)
     if op == "drhs":
@@ -107,7 +107,7 @@ def of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> A
 
 
 def reference(operands: Operands) -> dict[str, np.ndarray]:
-    """The operations in float64, group by group."""
+    """Computes all operations in float64, group by group."""
     o = jax.tree.map(np.asarray, operands)
     x, w, g, w_1, g_1 = (a.astype(np.float64) for a in (o.lhs, o.rhs, o.grad, o.rhs_1, o.grad_1))
     out = {"product": np.zeros(g.shape), "drhs": np.zeros(w.shape)}

@@ -67,7 +67,7 @@ Function = Callable[[Operands], jax.Array]
 
 
 def operation(backend: Backend, op: str) -> Function:
-    """What a backend computes for one of OPERATIONS."""
+    """Makes the function by which a backend computes one of OPERATIONS."""
     functions: dict[str, Function] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
         "dlhs": lambda o: backend.product(o.grad, o.rhs, o.group_sizes, transpose_rhs=True),
@@ -80,7 +80,7 @@ def operation(backend: Backend, op: str) -> Function:
 
 
 def dense_operation(operation: str) -> Function:
-    """A plain matmul of the same size, every row of the buffer by the first group's matrix.
+    """Makes a plain matmul of the same size: every row of the buffer by the first group's matrix.
 
     For the sum of two products it is one of them.
     """
@@ -93,7 +93,7 @@ def dense_operation(operation: str) -> Function:
 
 
 def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
-    """Normal values, each array with one rank's leading axis; rows in uniformly drawn groups."""
+    """Draws normal values, each array with one rank's leading axis; groups are drawn uniformly."""
     sizes = np.random.default_rng(seed).multinomial(
         case.live, np.full(case.num_groups, 1 / case.num_groups)
     )

@@ -18,7 +18,7 @@ from jax_ep.cli.info import versions
 
 
 def find_devices(cpu_devices: int) -> list[jax.Device]:
-    """All devices, asking for so many virtual ones where there is but a CPU.
+    """Finds all devices; asks for so many virtual ones where there is but a CPU.
 
     Raises `Error` if JAX finds no backend. XLA_FLAGS or a started backend may have decided the
     number of CPU devices already.
@@ -46,7 +46,7 @@ def devices_in_words(devices: Sequence[jax.Device]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error is, without what compilers and runtimes append to it."""
+    """Names an error, without what compilers and runtimes append to it."""
     text = (str(error).strip().splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {text}"
 
@@ -59,7 +59,7 @@ def times(
     device_repeats: int = 2,
     spaced: bool = True,
 ) -> dict[str, Any]:
-    """Times in microseconds: "wall", and "device", which is None where nothing sees its kernels.
+    """Measures microseconds: "wall", and "device", which is None where nothing sees its kernels.
 
     `timer` is one of `flags.TIMERS`; `spaced` is as in `Loop.device_time`.
     """
@@ -73,7 +73,7 @@ def wall_record(wall: WallTime) -> dict[str, float]:
 
 
 def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> dict[str, Any]:
-    """The "device" of `times`, and what kept it from being measured as "device_error"."""
+    """Measures the "device" of `times`; "device_error" is what kept it from being measured."""
     if loop.mesh.devices.flat[0].platform != "gpu" or timer == "none":
         return {"device": None}
     try:
@@ -100,7 +100,7 @@ def write_json(path: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
 
 
 def run_record() -> dict[str, Any]:
-    """The command that runs, and the versions that it runs on."""
+    """Records the command that runs, and the versions that it runs on."""
     return {"command": ["python", "-m", "jax_ep", *sys.argv[1:]], "versions": _versions()}
 
 

@@ -68,7 +68,7 @@ def run() -> int:
 
 
 def model(hosts: int) -> list[report.Row]:
-    """A row for each design on so many hosts; `Error` if the flags do not fit them."""
+    """Computes a row for each design on so many hosts; `Error` if the flags do not fit them."""
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or max(256, cluster.ranks)
     if num_experts % cluster.ranks:
@@ -118,7 +118,7 @@ _COLUMNS = {
 
 
 def table(rows: Sequence[report.Row]) -> str:
-    """Rows are per token, MB per rank."""
+    """Renders fixed-width text; rows are per token, MB per rank."""
     cells = [[form.format(row[key]) for key, form in _COLUMNS.values()] for row in rows]
     return "\n".join(report.fixed_width(list(_COLUMNS), cells, ("design", "set by")))
 
@@ -154,7 +154,7 @@ def _comparison_record(found: exchange_model.Comparison) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[report.Row], path: str) -> None:
-    """The bound of each design over the number of hosts."""
+    """Draws the bound of each design over the number of hosts."""
     import matplotlib
 
     matplotlib.use("Agg")

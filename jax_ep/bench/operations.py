@@ -48,31 +48,31 @@ class Work:
         return len(self.topk_idx) // self.num_ranks
 
     def case(self) -> Case:
-        """What the baselines need to know of it."""
+        """Reduces the work to what the baselines need."""
         ranks = self.topk_idx // (self.num_experts // self.num_ranks)
         return Case(ranks, self.num_ranks, self.hidden, self.dtype)
 
     def routes(self) -> list[reference.Routes]:
-        """The routes by `jax_ep.reference`."""
+        """Computes the routes by `jax_ep.reference`."""
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
         return [received.routes for received in self.reference_dispatch(nothing, topk_idx)]
 
     def wire_row_bytes(self, quantized: bool) -> int:
-        """Of a row on its way, quantized or not."""
+        """Counts the bytes of a row that crosses, quantized or not."""
         return quantization.row_bytes(
             self.hidden, self.dtype, self.wire_dtype if quantized else None
         )
 
     def received(self, x=None) -> list[reference.RankDispatched]:
-        """What a dispatch of x into the rank layout gives, by `jax_ep.reference`."""
+        """Computes a rank-major dispatch of x by `jax_ep.reference`."""
         if x is None:
             x = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         return reference.rank_dispatch(x, topk_idx, num_experts=self.num_experts)
 
     def reference_dispatch(self, x, topk_idx):
-        """What a dispatch of x into the expert layout gives, by `jax_ep.reference`."""
+        """Computes an expert-major dispatch of x by `jax_ep.reference`."""
         return reference.dispatch(
             x,
             topk_idx,
@@ -99,20 +99,20 @@ class Operation:
 
 
 def uniform_routing(num_tokens: int, num_experts: int, top_k: int, seed: int) -> Array:
-    """[num_tokens, K] int32: K distinct experts for each token, all equally likely."""
+    """Draws K distinct experts for each token, all equally likely: [num_tokens, K] int32."""
     scores = np.random.default_rng(seed).random((num_tokens, num_experts), np.float32)
     return np.argpartition(scores, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
 def rows_needed(topk_idx: Array, num_ranks: int, num_experts: int, expert_alignment: int) -> int:
-    """The capacity that drops nothing on any rank."""
+    """Computes the capacity that drops nothing on any rank."""
     counts = np.bincount(topk_idx.reshape(-1), minlength=num_experts)
     blocks = -(-counts // expert_alignment) * expert_alignment
     return int(blocks.reshape(num_ranks, -1).sum(axis=1).max())
 
 
 def make_operation(name: str, work: Work, implementation: str, seed: int) -> Operation:
-    """`name`: one of OPERATIONS; `seed`: of the payload."""
+    """Makes one of OPERATIONS by its name; `seed`: of the payload."""
     arrays = (rank_seeds(work.num_ranks, seed), work.topk_idx)
     return OPERATIONS[name](work, implementation, arrays)
 
@@ -203,7 +203,7 @@ def _check_combined(work: Work, y: Any, weights: Any, out: Any, quantized: bool)
 
 
 def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """A dispatch, and a combine of ready rows along its routes: a layer without its experts."""
+    """Makes a dispatch, and a combine of ready rows along its routes: a layer without experts."""
     call = _dispatcher(work, implementation)
 
     def prepare(seed, topk_idx):
@@ -227,7 +227,7 @@ def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> O
 
 
 def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """From what a dispatch gave in the rank layout to the blocks of the experts; all local.
+    """Makes the local step from a rank-major dispatch to the blocks of the experts.
 
     Rows that came quantized take "xla", and their scales take it with them.
     """
@@ -263,7 +263,7 @@ def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operat
 
 
 def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """From the blocks of the experts to the sums that a combine takes in the rank layout."""
+    """Makes the local step from the blocks of the experts to what a rank-major combine takes."""
     group = _group(_unquantized(work), implementation, arrays)
 
     def prepare(seed, topk_idx):
@@ -359,7 +359,7 @@ OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "group": _group,
     "ungroup": _ungroup,
 }
-# Which way an operation's rows travel: what a baseline beside it must do.
+# Which way an operation's rows travel: what a baseline that it is compared with must do.
 DIRECTIONS = {
     "dispatch": "out",
     "combine": "back",
@@ -379,7 +379,7 @@ def _unquantized(work: Work) -> Work:
 
 
 def _through_wire(work: Work, rows: Any) -> Array:
-    """What arrives of rows that cross as the work's wire_dtype."""
+    """Rounds rows as crossing in the work's wire_dtype does."""
     rows = np.asarray(rows)
     return reference.dequantize(*reference.quantize(rows, work.wire_dtype), work.dtype)
 
@@ -392,7 +392,7 @@ def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array |
 
 
 def _tolerance(work: Work, magnitude: float) -> float:
-    """Of a sum of terms that are at most `magnitude` together, rounded once per rank and once."""
+    """Bounds the error of a sum of at most `magnitude`, rounded once per rank and at the end."""
     return 2 * magnitude * float(jax.numpy.finfo(work.dtype).eps)
 
 
@@ -402,7 +402,7 @@ def _agree_all(got: Array, wanted: Sequence[Array], name: str, tolerance: float)
 
 
 def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None:
-    """Every element; a tolerance of 0 asks for equality."""
+    """Compares every element; a tolerance of 0 asks for equality."""
     got, wanted = np.asarray(got), np.asarray(wanted)
     assert got.shape == wanted.shape, f"{name}: shape {got.shape}, not {wanted.shape}"
     if tolerance == 0.0:

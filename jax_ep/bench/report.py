@@ -34,7 +34,7 @@ _TEXT = ("op", "dtype", "layout", "wire_dtype", "implementation", "checked", "fl
 
 
 def table(rows: Sequence[Row], by_kernel: bool = False) -> str:
-    """`fixed_width` of what `bench` measured, and below it errors and, if asked for, kernels."""
+    """Renders what `bench` measured, and below it errors and, if asked for, kernels."""
     cells = [[_cell(row, key) for _, key in _COLUMNS] for row in rows]
     nothing = [_DEFAULTS.get(key, "") for _, key in _COLUMNS]
     out = fixed_width(
@@ -47,7 +47,7 @@ def table(rows: Sequence[Row], by_kernel: bool = False) -> str:
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Lines below a table: the error of each row that has one, and why device times are missing."""
+    """Renders lines below a table: the error of each row that has one, and missing device times."""
     lines = [f"{name(row)}: {row['error']}" for row in rows if row.get("error")]
     blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
     lines += [f"no device time: {error}" for error in blind]
@@ -55,7 +55,7 @@ def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
 
 
 def kernels(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Lines below a table: the device time of each row by kernel, those of the loop included."""
+    """Renders lines below a table: the device time of each row by kernel, the loop's included."""
     lines = []
     for row in rows:
         if device := row.get("device"):
@@ -70,7 +70,7 @@ def fixed_width(
     text: Collection[str] = (),
     nothing: Sequence[str] | None = None,
 ) -> list[str]:
-    """Cells as lines of text: the columns named in `text` to the left, numbers to the right.
+    """Renders cells as lines: the columns named in `text` to the left, numbers to the right.
 
     A column is left out if every cell of it is empty, or what `nothing` has for it.
     """
@@ -89,7 +89,7 @@ def fixed_width(
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Time over tokens, one panel per operation, one line per (implementation, ranks, dtype)."""
+    """Draws time over tokens: a panel per operation, a line per (implementation, ranks, dtype)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -144,7 +144,7 @@ def bars(
     height: str,
     label: str,
 ) -> None:
-    """Bars: a panel for each value of one key, a group of bars in it, a bar for each of another.
+    """Draws bars: a panel for each value of one key, a bar in each group for each of another.
 
     `height` is the key of what is drawn, nothing where a row lacks it, and `label` names it.
     """
@@ -210,12 +210,12 @@ def _cell(row: Row, key: str) -> str:
 
 
 def name(row: Row) -> str:
-    """The case that a row is of."""
+    """Names the case of a row."""
     case = f"{row['op']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['dtype']}"
     return ", ".join([case, *_way(row)])
 
 
 def _way(row: Row) -> list[str]:
-    """The implementation, and what else is not as usual."""
+    """Names the implementation of a row, and what differs from the defaults."""
     unusual = [row[key] for key, usual in _DEFAULTS.items() if row.get(key, usual) != usual]
     return [*unusual, row["implementation"]]

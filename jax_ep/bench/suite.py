@@ -111,7 +111,7 @@ def _run() -> int:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the step that runs, too: it is in a session of its own, and would live on."""
+    """Makes SIGTERM end the step that runs, too: in its own session it would live on."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -124,7 +124,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _machine() -> dict[str, Any]:
-    """What `info` knows, asked in another process: this one must not take the GPUs' memory."""
+    """Asks `info` in another process about the machine: this one must not take the GPUs' memory."""
     found = subprocess.run(
         [sys.executable, "-m", "jax_ep", "info", "--json"], capture_output=True, text=True
     )
@@ -138,7 +138,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _chosen(on_gpu: bool) -> Iterator[tuple[str, list[str], bool]]:
-    """The name and command of each step, and whether it takes `--json`."""
+    """Lists the name and command of each step, and whether it takes `--json`."""
     values = {
         "ranks": _RANKS.value,
         "tokens": _TOKENS.value or ([128, 4096] if on_gpu else None),
@@ -229,7 +229,7 @@ def _read(path: str) -> str:
 
 
 def table(steps: Sequence[dict[str, Any]]) -> str:
-    """How each step ended, how long it took, and how much it measured."""
+    """Renders how each step ended, how long it took, and how much it measured."""
     header = ["step", "ended", "seconds", "measured", "failed"]
     lines = []
     for step in steps:

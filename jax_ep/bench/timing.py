@@ -1,7 +1,7 @@
 """Timing of a per-rank function on a mesh: in-loop wall time, and device time by kernel.
 
 Both times are of a compiled loop whose iterations depend on each other: nothing can be hoisted out
-of it, left out of it, or run beside the next iteration.
+of it, left out of it, or run while the next iteration does.
 
 A loop of short calls is bound by the host, which launches them on one device after the other, and
 the kernels of the first devices wait for the last. That is part of the wall time, and not of the
@@ -49,7 +49,7 @@ class WallTime(NamedTuple):
 class DeviceTime(NamedTuple):
     """Microseconds that one call keeps the device busy: the sum of everything it launches.
 
-    The trace knows which rank ran what and sees copies and memsets beside the kernels. The Mosaic
+    The trace knows which rank ran what and sees copies and memsets, not only kernels. The Mosaic
     helper sees kernels only, and not whose they were: there `slowest` is `median`.
     """
 
@@ -62,7 +62,7 @@ class DeviceTime(NamedTuple):
     of_loop: float = 0.0  # what the loop itself runs for each call, and is taken off
 
     def without(self, of_loop: float) -> DeviceTime:
-        """The same without so many microseconds of each call that are the loop's."""
+        """Takes off so many microseconds of each call that are the loop's."""
         times = {
             name: getattr(self, name) - of_loop for name in ("median", "slowest", "low", "high")
         }
@@ -105,7 +105,7 @@ class Loop:
         return jax.jit(loop).lower(self.state).compile()
 
     def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
-        """The loop on one rank; `after(link, results)`, the next link, runs after each call."""
+        """Traces the loop on one rank; `after(link, results)` runs after each call: the next link."""
         step = self._step_on_rank
         # XLA for GPUs keeps barriers until everything is scheduled, so outputs behind one are
         # whole. XLA for CPUs drops them early: there the loop has to carry the outputs.
@@ -125,7 +125,7 @@ class Loop:
         return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing))
 
     def outputs(self) -> Any:
-        """One call of `step`: its result with the ranks stacked, each leaf [N, ...]."""
+        """Calls `step` once: its result with the ranks stacked, each leaf [N, ...]."""
         return jax.jit(self._step)(self.state)
 
     def wall_time(self, repeats: int) -> WallTime:
@@ -141,7 +141,7 @@ class Loop:
     def device_time(
         self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS, spaced: bool = True
     ) -> DeviceTime:
-        """The first of `timers` that works here; RuntimeError, with every reason, if none does.
+        """Measures by the first of `timers` that works; RuntimeError, with all reasons, if none does.
 
         `spaced`: whether a wait comes after each call and the loop's own share is taken off, which
         calls of a few milliseconds can do without.
@@ -160,7 +160,7 @@ class Loop:
         return self._compile(spaced=True)
 
     def timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
-        """The device time by one of `DEVICE_TIMERS`, the loop's own share included."""
+        """Measures by one of `DEVICE_TIMERS`, the loop's own share included."""
         compiled = self._spaced if spaced else self.compiled
         jax.block_until_ready(compiled(self.state))
         calls = repeats * self.iterations
@@ -215,7 +215,7 @@ class Loop:
 
 @functools.cache
 def _of_a_loop(mesh: Mesh, timer: str) -> float:
-    """Microseconds of everything but the wait that a loop of calls of nothing runs for each."""
+    """Measures the microseconds per call that a loop itself runs, but for the wait."""
     loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
     return loop.timed_by(timer, repeats=2, spaced=True).median
 
@@ -240,7 +240,7 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
-    """What every GPU ran but spacers, in the order of its start; idle GPUs are left out."""
+    """Lists what every GPU ran but spacers, in the order of its start; idle GPUs are left out."""
     devices = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:"):
@@ -259,7 +259,7 @@ def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
 
 
 def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
-    """The device time of one call from all that each rank ran, in order, in `calls` calls.
+    """Computes the device time of one call from all that each rank ran, in order, in `calls` calls.
 
     A kernel launched m * calls times belongs to each call m times; of one that does not divide
     so, such as the loop's own setup, every call bears an equal share.
@@ -290,7 +290,7 @@ def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTi
 
 
 def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> DeviceTime:
-    """The same from launches whose rank and order are unknown: the sum of each kernel's median."""
+    """Computes the device time of one call from launches of unknown rank: each kernel's median."""
     durations: dict[str, list[float]] = defaultdict(list)
     for name, duration in launches:
         durations[name].append(duration)

@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """The command that the words before the first flag name; None: there is no such command."""
+    """Finds the command that the words before the first flag name; None: there is none."""
     leading = []
     for word in words:
         if word.startswith("-"):

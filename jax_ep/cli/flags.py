@@ -12,6 +12,7 @@ from absl import flags
 
 Error = flags.Error  # wrong usage: `main` prints it, and the exit status is 2
 Holder = flags.FlagHolder
+_MOST = 2**31 - 1
 
 
 class Flags:
@@ -29,44 +30,46 @@ class Flags:
         self._outputs: list[flags.FlagHolder] = []
 
     def integer(self, name: str, default: int | None, help: str, least: int = 1) -> Holder:
-        """An integer of at least `least`."""
-        return flags.DEFINE_integer(name, default, help, lower_bound=least, flag_values=self.values)
+        """Defines an integer from `least` to 2^31 - 1, which is as far as JAX counts."""
+        return flags.DEFINE_integer(
+            name, default, help, lower_bound=least, upper_bound=_MOST, flag_values=self.values
+        )
 
     def number(self, name: str, default: float | None, help: str) -> Holder:
-        """A finite number, not negative."""
+        """Defines a finite number, not negative."""
         return self._define(_Number(), name, default, help)
 
     def boolean(self, name: str, help: str) -> Holder:
-        """False unless given."""
+        """Defines a switch: False unless given."""
         return flags.DEFINE_boolean(name, False, help, flag_values=self.values)
 
     def string(self, name: str, default: str | None, help: str) -> Holder:
         return flags.DEFINE_string(name, default, help, flag_values=self.values)
 
     def strings(self, name: str, help: str) -> Holder:
-        """A list of any values, empty unless given."""
+        """Defines a list of any values, empty unless given."""
         return flags.DEFINE_list(name, [], help, flag_values=self.values)
 
     def several(self, name: str, help: str) -> Holder:
-        """Any values, one each time the flag is given; None if it is not."""
+        """Defines a flag that may be given several times: a list of its values, or None."""
         return flags.DEFINE_multi_string(name, None, help, flag_values=self.values)
 
     def choice(self, name: str, default: str, allowed: Iterable[str], help: str) -> Holder:
-        """One of `allowed`."""
+        """Defines a value that is one of `allowed`."""
         return flags.DEFINE_enum(name, default, list(allowed), help, flag_values=self.values)
 
     def choices(
         self, name: str, default: Iterable[str] | None, allowed: Iterable[str], help: str
     ) -> Holder:
-        """A list of values, each one of `allowed`."""
+        """Defines a list of values, each one of `allowed`."""
         return self._define(_Choices(allowed), name, default, help)
 
     def integers(self, name: str, default: Sequence[int] | None, help: str) -> Holder:
-        """A list of positive integers."""
+        """Defines a list of positive integers."""
         return self._define(_Integers(), name, default, help)
 
     def output(self, name: str, help: str) -> Holder:
-        """A file to write; `check_outputs` refuses what cannot be written."""
+        """Defines a file to write; `check_outputs` refuses what cannot be written."""
         holder = self.string(name, None, help)
         self._outputs.append(holder)
         return holder
@@ -124,8 +127,8 @@ class _Integers(_List):
     syntactic_help = "a comma separated list of positive integers"
 
     def item(self, value: str) -> int:
-        if not (value.isdecimal() and int(value) > 0):
-            raise ValueError(f"{value!r} is not a positive integer")
+        if not (value.isdecimal() and 0 < int(value) <= _MOST):
+            raise ValueError(f"{value!r} is not a positive integer below 2^31")
         return int(value)
 
 

@@ -43,7 +43,7 @@ def versions() -> dict[str, str | None]:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `info` prints, as JSON-serializable values.
+    """Collects everything that `info` prints, as JSON-serializable values.
 
     "backend_error" is why JAX finds no device; then "versions" is all else that there is.
     """

@@ -36,7 +36,7 @@ def run() -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `memory` prints, as JSON-serializable values; sizes in bytes per rank."""
+    """Collects everything that `memory` prints, as JSON-serializable values; bytes per rank."""
     model: dict[str, Any] = {
         "num_tokens": _TOKENS.value,
         "hidden": _HIDDEN.value,
@@ -53,7 +53,7 @@ def collect() -> dict[str, Any]:
     for way in _ways():
         try:
             here.append(way | {"buffers": memory.workspace_bytes(**way, **rows, **model)})
-        except ValueError as error:  # the kernels do not serve these sizes; the flags are checked
+        except ValueError as error:  # the kernels do not support these sizes; the flags are checked
             unavailable.append(way | {"reason": str(error)})
     others = [
         {
@@ -76,7 +76,7 @@ def collect() -> dict[str, Any]:
 
 
 def _ways() -> Iterator[dict[str, Any]]:
-    """Every way to do every operation, whether or not it serves these sizes."""
+    """Lists every way to do every operation, whether or not it supports these sizes."""
     wire_dtypes: list[str | None] = [None]
     if _HIDDEN.value % quantization.BLOCK == 0:
         wire_dtypes += [jnp.dtype(dtype).name for dtype in quantization.DTYPES]
@@ -103,7 +103,7 @@ def render(facts: dict[str, Any]) -> str:
     lines = [
         "T={num_tokens} tokens a rank, N={num_ranks} ranks, H={hidden}, E={num_experts}, "
         "K={top_k}, ".format(**model)
-        + "R={}, {dtype}: MiB per rank beside inputs and outputs".format(
+        + "R={}, {dtype}: MiB per rank, without inputs and outputs".format(
             rows["capacity"] or "any routing", **rows
         )
     ]
@@ -124,9 +124,9 @@ def render(facts: dict[str, Any]) -> str:
             lines += [f"  {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
     lines += [
         "",
-        "Beside these: all_reduce and the other collectives, on every GPU of a process with N of "
-        f"them, up to {ll.MAX_DEVICES}, from the first program on that uses LL",
-        f"  {'region of LL':<38}{_mib(facts['ll_region_bytes']):>10}",
+        "Added to these: all_reduce and the other collectives, on every GPU of a process with N of "
+        f"them, up to {ll.MAX_DEVICES}, from the first program on with the low-latency protocol",
+        f"  {'symmetric memory':<38}{_mib(facts['ll_region_bytes']):>10}",
         "",
         "Low-latency buffers of other libraries, by their formulas; B = T, and a message of "
         f"P = {facts['message_bytes']} bytes",

@@ -80,7 +80,7 @@ class Backend:
 
 
 def accumulator(dtype: Any) -> Any:
-    """The dtype that products of `dtype` are summed in."""
+    """Returns the dtype that products of `dtype` are summed in."""
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 

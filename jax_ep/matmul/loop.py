@@ -70,7 +70,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _tile_rows(lhs, ends, group_sizes, group, i, tile):
-    """First row of the group's tile i, moved up if it would pass R, and which rows are its own."""
+    """Finds the first row of the group's tile i, moved up if it would pass R, and its own rows."""
     start = ends[group] - group_sizes[group] + i * tile
     first = jnp.minimum(start, lhs.shape[0] - tile)
     rows = first + jnp.arange(tile, dtype=jnp.int32)

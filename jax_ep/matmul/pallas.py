@@ -56,7 +56,10 @@ def product(
     transpose_rhs: bool,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Rows past the last group are only zeroed. `tiles`: None: those of `product_tiles`."""
+    """Multiplies by the kernels; rows past the last group are only zeroed.
+
+    `tiles`: None: those of `product_tiles`.
+    """
     pairs = [(lhs, rhs)]
     return sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs, tiles=tiles)
 
@@ -86,7 +89,10 @@ def sum_of_products(
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: Tiles | None = None
 ) -> jax.Array:
-    """Rows past the last group meet no accumulator. `tiles`: None: those of `drhs_tiles`."""
+    """Computes d(rhs) by the kernels; rows past the last group meet no accumulator.
+
+    `tiles`: None: those of `drhs_tiles`.
+    """
     from pallas_kernels.matmul import grouped_matmul as kernels
 
     with jax.enable_x64(False):
@@ -135,7 +141,7 @@ def _band(columns: int) -> int:
 
 
 def _core_count() -> int:
-    """Multiprocessors of the first GPU; of a Hopper where there is none, as when lowering ahead."""
+    """Counts multiprocessors of the first GPU; of a Hopper where there is none."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
 

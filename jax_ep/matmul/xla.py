@@ -35,7 +35,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 @functools.cache
 def product_dims(transpose_rhs: bool) -> lax.RaggedDotDimensionNumbers:
-    """The dimension numbers of a product, for `jax.lax.ragged_dot_general`."""
+    """Returns the dimension numbers of a product, for `jax.lax.ragged_dot_general`."""
     return lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(([1], [2 if transpose_rhs else 1]), ([], [])),
         lhs_ragged_dimensions=[0],

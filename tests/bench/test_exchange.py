@@ -339,7 +339,7 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
         ("--layouts=row", "--layouts=row: 'row' is not one of expert, rank"),
         ("--wire_dtypes=int8", "--wire_dtypes=int8: 'int8' is not one of none, float8_e4m3fn"),
         ("--ops=dance", "--ops=dance: 'dance' is not one of dispatch"),
-        ("--tokens=many", "--tokens=many: 'many' is not a positive integer"),
+        ("--tokens=many", "--tokens=many: 'many' is not a positive integer below 2^31"),
         ("--tokens=0", "--tokens=0: '0' is not a positive integer"),
         ("--capacity_factor=inf", "--capacity_factor=inf: 'inf' is not a finite number"),
         ("--capacity_factor=nan", "--capacity_factor=nan: 'nan' is not a finite number"),

@@ -31,6 +31,7 @@ def test_values_are_parsed_and_start_from_the_defaults_each_time(flags):
     [
         ("--tokens=3,x", "--tokens=3,x: 'x' is not a positive integer"),
         ("--tokens=-1", "--tokens=-1: '-1' is not a positive integer"),
+        ("--tokens=2147483648", "'2147483648' is not a positive integer below 2^31"),
         ("--ops=sing", "--ops=sing: 'sing' is not one of send, receive"),
         ("--factor=inf", "--factor=inf: 'inf' is not a finite number, not negative"),
         ("--factor=nan", "--factor=nan: 'nan' is not a finite number, not negative"),

@@ -15,7 +15,7 @@ def test_the_command_prints_every_figure(capsys):
     assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
     text = capsys.readouterr().out
     assert "1820" in text and "receive buffer" in text and "gathered tokens" in text
-    assert re.search(r"region of LL +80\.02\n", text)
+    assert re.search(r"symmetric memory +80\.02\n", text)
     for other in memory.OTHER_LIBRARIES:
         assert other.formula in text and other.source in text
     for implementation in memory.IMPLEMENTATIONS:
