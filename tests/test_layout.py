@@ -11,7 +11,7 @@ TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 ELSEWHERE = {
     # Each command's tests run its parts: what it times, what it compares with, what it prints.
     "jax_ep/bench/baselines.py": "tests/bench/test_exchange.py",
-    "jax_ep/bench/collectives.py": "tests/collectives/test_api.py",
+    "jax_ep/bench/exchange_model.py": "tests/bench/test_model.py",
     "jax_ep/bench/flags.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/layer_baselines.py": "tests/bench/test_layer.py",
     "jax_ep/bench/matmul_checks.py": "tests/bench/test_matmul.py",
@@ -25,7 +25,6 @@ ELSEWHERE = {
     "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
-    "jax_ep/collectives/table.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
     "jax_ep/exchange/config.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
@@ -37,7 +36,6 @@ ELSEWHERE = {
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
     # What a machine offers is asked together.
     "jax_ep/runtime/availability.py": "tests/runtime/test_jax_compat.py",
-    "jax_ep/runtime/multicast.py": "tests/runtime/test_cuda_driver.py",
     # One table of kernels, and what each of them must give.
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce.py": "tests/kernels/collectives/test_collectives.py",
