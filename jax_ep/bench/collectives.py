@@ -416,14 +416,14 @@ def _measure(
 def _columns(case: Case, on_gpu: bool) -> list[Column]:
     op, names = case.op, _ALGORITHMS.value
     if names is None:
-        serving = [
+        available = [
             name
             for name in MEASURED[op]
             if not selection.unavailable_reason(op, name, case.x, case.ranks, _no_kernels(on_gpu))
         ]
     else:
-        serving = [name for name in names if name in ALGORITHMS[op]]
-    columns = [Column(name) for name in serving if case.ranks > 1 or name == "xla"]
+        available = [name for name in names if name in ALGORITHMS[op]]
+    columns = [Column(name) for name in available if case.ranks > 1 or name == "xla"]
     plans = [_plan(text) for text in _PLANS.value]
     kernels = [column for column in columns if column.algorithm not in ("xla", "multimem")]
     for plan in plans:

@@ -276,13 +276,13 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
         if layout != "rank" and op in OF_RANK_LAYOUT:
             continue
         for wire_dtype in _WIRE_DTYPES.value:
-            serving = implementations
+            available = implementations
             if wire_dtype != "none":
                 if op not in QUANTIZED or (op == "group" and _OUTPUT.value != "quantized"):
                     continue
                 if op == "group":  # of float8 rows, which "xla" gathers whatever one asks for
-                    serving = ["xla"]
-            for implementation in serving:
+                    available = ["xla"]
+            for implementation in available:
                 yield {
                     "layout": layout,
                     "wire_dtype": wire_dtype,

@@ -105,7 +105,7 @@ class Loop:
         return jax.jit(loop).lower(self.state).compile()
 
     def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
-        """Traces the loop on one rank; `after(link, results)` runs after each call: the next link."""
+        """Traces the loop on one rank; `after(link, results)`, the next link, follows each call."""
         step = self._step_on_rank
         # XLA for GPUs keeps barriers until everything is scheduled, so outputs behind one are
         # whole. XLA for CPUs drops them early: there the loop has to carry the outputs.
@@ -141,7 +141,7 @@ class Loop:
     def device_time(
         self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS, spaced: bool = True
     ) -> DeviceTime:
-        """Measures by the first of `timers` that works; RuntimeError, with all reasons, if none does.
+        """Measures by the first of `timers` that works; RuntimeError, with reasons, if none does.
 
         `spaced`: whether a wait comes after each call and the loop's own share is taken off, which
         calls of a few milliseconds can do without.

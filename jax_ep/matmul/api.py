@@ -72,7 +72,7 @@ def grouped_matmul(
       [R, F], the dtype of lhs.
 
     Raises:
-      TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
+      TypeError, ValueError: an argument does not fit, or the named implementation cannot run
         it here; the message says why.
     """
     checks.check_array("lhs", lhs, 2, jnp.floating, "[R, H]", may_be_empty=False)
@@ -114,10 +114,10 @@ def check_implementation(implementation: Implementation, rhs: jax.Array) -> None
         )
     reason = BACKENDS[implementation].operands_reason(rhs.shape[1:], rhs.dtype)
     if reason is not None:
-        raise ValueError(f'implementation="{implementation}" cannot serve here: {reason}.')
+        raise ValueError(f'implementation="{implementation}" cannot run here: {reason}.')
 
 
-def serving_implementations(
+def available_implementations(
     matrix_shape: tuple[int, int], dtype: Any, platform: str | None = None
 ) -> tuple[str, ...]:
     """Names the implementations that can multiply by matrices of a shape and dtype.
@@ -232,7 +232,7 @@ def _choose(
         backend = BACKENDS[implementation]
         reason = backend.platform_reason(platform)
         if reason is not None:
-            raise ValueError(f'implementation="{implementation}" cannot serve here: {reason}.')
+            raise ValueError(f'implementation="{implementation}" cannot run here: {reason}.')
         return backend
     return next(
         backend

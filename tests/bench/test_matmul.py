@@ -15,7 +15,7 @@ from jax_ep.bench import matmul_contenders as contenders
 from jax_ep.bench.matmul_operations import Case
 from jax_ep.matmul import xla
 
-# The smallest that the kernels of every platform serve, whatever the platform's own cases are.
+# The smallest that the kernels of every platform support, whatever the platform's own cases are.
 TINY = Case("tiny", 32, 64, 64, 3, 20, slow=True)
 
 
@@ -37,11 +37,11 @@ def test_it_measures_every_operation_and_writes_them(tmp_path, capsys):
     out = capsys.readouterr().out
     assert status == 0, out
     rows = json.loads(files[0].read_text())["rows"]
-    served = {c.name for c in contenders.available((64, 64), jnp.dtype("bfloat16"))}
+    available = {c.name for c in contenders.available((64, 64), jnp.dtype("bfloat16"))}
     for op in bench_matmul.OPERATIONS:
         of_op = [row for row in rows if row["op"] == op]
         assert of_op[0]["candidate"] == "dense" and "share_of_dense" not in of_op[0]
-        assert {row["candidate"] for row in of_op[1:]} == served
+        assert {row["candidate"] for row in of_op[1:]} == available
         assert all(row["checked"] and row["share_of_dense"] > 0 for row in of_op[1:])
         times = [row["wall"]["median_us"] for row in of_op[1:]]
         assert times == sorted(times)

@@ -17,10 +17,10 @@ def test_info_as_a_program():
     assert facts["versions"]["jax"] == jax.__version__
     assert facts["backend"] == "cpu"
     assert len(facts["devices"]) >= 1
-    assert facts["pallas_unavailable"]  # no CPU is served by the GPU kernels
+    assert facts["pallas_unavailable"]  # no GPU kernel runs on a CPU
 
 
-def test_info_says_which_implementation_serves(capsys):
+def test_info_says_which_implementation_runs(capsys):
     facts = info.collect()
     text = info.render({**facts, "pallas_unavailable": None})
     assert "default        pallas" in text

@@ -40,7 +40,7 @@ def test_the_command_prints_every_figure(capsys):
         ("--num_experts=4096", "4096 experts"),
     ],
 )
-def test_the_command_says_why_the_kernels_cannot_serve(arg, reason, capsys):
+def test_the_command_says_why_the_kernels_cannot_run(arg, reason, capsys):
     assert jax_ep.cli.main(["jax_ep", "memory", arg]) == 0
     text = capsys.readouterr().out
     of_pallas, _, of_xla, _ = text.split('\nimplementation="')[1:]

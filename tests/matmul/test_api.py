@@ -1,4 +1,4 @@
-"""Grouped matmul against float64 NumPy, by every implementation that serves on this machine."""
+"""Grouped matmul against float64 NumPy, by every implementation that runs on this machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from support.meshes import cuda_mesh
 
 from jax_ep.matmul.api import (
     IMPLEMENTATIONS,
+    available_implementations,
     grouped_matmul,
-    serving_implementations,
     sum_of_products,
 )
 
@@ -29,13 +29,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 2e-3}
 TOLERANCE |= {"bfloat16": 1e-2, "float16": 2e-3}
 
-SERVING = [
+AVAILABLE = [
     pytest.param(name, dtype, id=f"{name}-{dtype}")
     for dtype in DTYPES
-    for name in serving_implementations((H, F), dtype)
+    for name in available_implementations((H, F), dtype)
 ]
 NUM_ROWS = 700
-GROUP_SIZES = {  # all of one length, so that one compiled program serves them
+GROUP_SIZES = {  # all of one length, so that one compiled program takes them all
     "even": [116, 116, 116, 116, 116, 116],
     "full": [100, 100, 100, 100, 100, 200],
     "one group": [0, 0, 700, 0, 0, 0],
@@ -87,7 +87,7 @@ def product_and_gradients(lhs, rhs, sizes, grad, implementation):
 
 
 @pytest.mark.parametrize("case", GROUP_SIZES)
-@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_product_and_gradients(implementation, dtype, case):
     sizes = GROUP_SIZES[case]
     args = operands(NUM_ROWS, sizes, dtype)
@@ -101,7 +101,7 @@ def test_product_and_gradients(implementation, dtype, case):
     assert not np.any(np.asarray(got[2])[empty]), "the gradient of an empty group's matrix"
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_random_group_sizes(implementation, dtype):
     rng = np.random.default_rng(1)
     for seed in range(4):
@@ -113,7 +113,7 @@ def test_random_group_sizes(implementation, dtype):
 
 
 @pytest.mark.parametrize("transpose_rhs", [False, True])
-@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_sum_of_products(implementation, dtype, transpose_rhs):
     sizes = GROUP_SIZES["empty groups"]
     both = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
@@ -385,7 +385,7 @@ def call(lhs=((8, H), "float32"), rhs=((2, H, F), "float32"), sizes=((2,), "int3
         ({"implementation": "cutlass"}, ValueError, r"must be one of .*pallas.*'cutlass'\.$"),
         ({"implementation": "mosaic"}, ValueError, r"must be one of .*'mosaic'.*bench matmul"),
         ({"implementation": "tokamax"}, ValueError, r"must be one of .*'tokamax'.*bench matmul"),
-        ({"implementation": "pallas"}, ValueError, r'"pallas" cannot serve.*not float32'),
+        ({"implementation": "pallas"}, ValueError, r'"pallas" cannot run.*not float32'),
     ],
 )
 def test_errors(arguments, error, message):
@@ -393,7 +393,7 @@ def test_errors(arguments, error, message):
         call(**arguments)
 
 
-def test_a_name_that_cannot_serve_says_why():
+def test_a_name_that_cannot_run_says_why():
     half = ((8, 100), "bfloat16"), ((2, 100, F), "bfloat16")
     with pytest.raises(ValueError, match=r"multiples of 64, not \[100, 128\]"):
         call(*half, implementation="pallas")
@@ -404,10 +404,10 @@ def test_a_name_that_cannot_serve_says_why():
             call(*half, implementation="pallas")
 
 
-def test_serving_implementations_names_what_can_be_called():
-    assert set(serving_implementations((H, F), "float32")) <= set(IMPLEMENTATIONS)
-    assert {"xla", "loop"} <= set(serving_implementations((H, F), "float32"))
+def test_available_implementations_names_what_can_be_called():
+    assert set(available_implementations((H, F), "float32")) <= set(IMPLEMENTATIONS)
+    assert {"xla", "loop"} <= set(available_implementations((H, F), "float32"))
     if jax.default_backend() == "cpu":
-        for_cuda = serving_implementations((H, F), "bfloat16", "cuda")
+        for_cuda = available_implementations((H, F), "bfloat16", "cuda")
         assert ("pallas" in for_cuda) == KERNELS_RUN
-    assert "pallas" not in serving_implementations((H, F), "bfloat16", "cpu")
+    assert "pallas" not in available_implementations((H, F), "bfloat16", "cpu")

@@ -12,18 +12,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from support import meshes
 
-from jax_ep.matmul.api import serving_implementations
+from jax_ep.matmul.api import available_implementations
 from jax_ep.moe.expert_mlp import expert_mlp
 
 H, F = 64, 128
 TOLERANCE = {"float32": 1e-5 if jax.default_backend() == "cpu" else 3e-3, "bfloat16": 3e-2}
-SERVING = [
+AVAILABLE = [
     pytest.param(name, dtype, id=f"{name}-{dtype}")
     for dtype in TOLERANCE
-    for name in serving_implementations((H, F), dtype)
+    for name in available_implementations((H, F), dtype)
 ]
 NUM_ROWS = 400
-CASES = {  # all of one length, so that one compiled program serves them
+CASES = {  # all of one length, so that one compiled program takes them all
     "even": [80, 80, 80, 80, 80],
     "empty and huge": [0, 300, 1, 0, 40],
     "far short of R": [2, 0, 9, 0, 0],
@@ -79,7 +79,7 @@ def output_and_gradients(weights, sizes, grad, implementation):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("implementation", "dtype"), SERVING)
+@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_output_and_gradients(implementation, dtype, case):
     weights, sizes, grad = operands(NUM_ROWS, CASES[case], dtype)
     total = sum(CASES[case])

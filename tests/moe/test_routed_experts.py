@@ -15,7 +15,7 @@ from support.meshes import cuda_mesh
 
 import jax_ep
 from jax_ep import reference
-from jax_ep.matmul.api import serving_implementations
+from jax_ep.matmul.api import available_implementations
 from jax_ep.moe.routed_experts import routed_experts
 
 H, F, T, K, E = 64, 64, 12, 3, 8
@@ -128,7 +128,7 @@ def test_output_and_gradients(exchange, dtype, num_ranks, name):
 
 @pytest.mark.parametrize(
     ("matmul", "dtype"),
-    [(name, dtype) for dtype in TOLERANCE for name in serving_implementations((H, F), dtype)],
+    [(name, dtype) for dtype in TOLERANCE for name in available_implementations((H, F), dtype)],
 )
 def test_matmul_implementations(matmul, dtype):
     case = Case(most_ranks(2), T, H, K, E, dtype, 30, 1)
