@@ -6,6 +6,7 @@ import operator
 import reprlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -36,13 +37,25 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
 
 
 def num_ranks(axis_name: tuple[str, ...]) -> int:
+    """N, the product of the sizes of mesh axes that an enclosing `jax.shard_map` maps over.
+
+    Raises ValueError for another name, and for one of `jax.vmap(axis_name=...)`.
+    """
     try:
-        return lax.axis_size(axis_name)
+        size = lax.axis_size(axis_name)
     except NameError as error:
         raise ValueError(
             f"axis_name {axis_name} is not bound here: call this inside jax.shard_map over "
             f"{axis_name}."
         ) from error
+    not_of_mesh = set(axis_name) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    if not_of_mesh:
+        raise ValueError(
+            f"axis_name {axis_name} must be mesh axes of an enclosing jax.shard_map, but "
+            f"{sorted(not_of_mesh)} are not, such as one of jax.vmap(axis_name=...): ranks are "
+            "devices; call this inside jax.shard_map instead."
+        )
+    return size
 
 
 def check_array(
@@ -60,6 +73,8 @@ def check_array(
         raise ValueError(f"{wanted}, but has shape {array.shape}.")
     if not jnp.issubdtype(array.dtype, kind):
         raise TypeError(f"{wanted}, but has dtype {array.dtype}.")
+    if kind is jnp.floating and jnp.finfo(array.dtype).bits < 8:
+        raise TypeError(f"{wanted} of 8 bits or more, but has dtype {array.dtype}.")
     if not may_be_empty and 0 in array.shape:
         raise ValueError(f"{wanted} with no empty axis, but has shape {array.shape}.")
 

@@ -108,10 +108,10 @@ EXCHANGE = {
         ValueError,
         "capacity must be at most 2147483647, but is 2147483648",
     ),
-    "no capacity": (
+    "expert_alignment": (
         lambda: dispatch(expert_alignment=2**30),
         ValueError,
-        "capacity must be given, and be at most 2147483647",
+        "expert_alignment must be at most 715827878, since 2 experts",
     ),
     "load_balance_loss": (
         lambda: routing.load_balance_loss(LOGITS, IDX, axis_name="data"),

@@ -26,7 +26,9 @@ ELSEWHERE = {
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
-    "jax_ep/exchange/config.py": "tests/exchange/test_api.py",
+    "jax_ep/exchange/expert_major.py": "tests/exchange/test_api.py",
+    "jax_ep/exchange/gradients.py": "tests/exchange/test_api.py",
+    "jax_ep/exchange/interface.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/routes.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
@@ -36,6 +38,7 @@ ELSEWHERE = {
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
     # What a machine offers is asked together.
     "jax_ep/runtime/availability.py": "tests/runtime/test_jax_compat.py",
+    "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
     # One table of kernels, and what each of them must give.
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce.py": "tests/kernels/collectives/test_collectives.py",

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.exchange import gradients, routes
 from jax_ep.exchange.routes import Routes
-from jax_ep.runtime.jax_compat import match_varying
+from jax_ep.runtime.jax_compat import match_varying, register_for_export
 
 
 @functools.partial(
@@ -80,6 +80,10 @@ class Dispatched:
     rows_needed: jax.Array
     handle: Handle
     scales: jax.Array | None = None
+
+
+register_for_export(Handle)
+register_for_export(Dispatched)
 
 
 def dispatch(

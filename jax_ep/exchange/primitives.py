@@ -8,6 +8,7 @@ collectives everywhere else; `jax_ep.exchange.pallas` is imported only where ker
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,13 @@ from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import IMPLEMENTATIONS, Config, Exchange, Received
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
 from jax_ep.runtime import availability
-from jax_ep.runtime.jax_compat import Program, define_primitive, match_varying, result_type
+from jax_ep.runtime.jax_compat import (
+    Program,
+    define_primitive,
+    match_varying,
+    replicated_over_explicit_axes,
+    result_type,
+)
 
 _Shape: Any = jax.ShapeDtypeStruct
 
@@ -122,10 +129,13 @@ def _primitive(
     def bind(*operands: Any, config: Config) -> Any:
         if config.implementation is None and _tracing_unavailable_reason(config, operands[0]):
             config = dataclasses.replace(config, implementation="xla")
+        # JAX lowers equal calls once, so calls that compute the same must have an equal config.
+        config = dataclasses.replace(config, list_words=0, grad_wire_dtype=None, quantized=False)
         leaves, tree = jax.tree.flatten(operands)
         leaves = match_varying(leaves, config.axis_name)
         returned = jax.tree.structure(results(*jax.tree.unflatten(tree, leaves), config))
-        return jax.tree.unflatten(returned, primitive.bind(*leaves, tree=tree, config=config))
+        bind_leaves = functools.partial(primitive.bind, tree=tree, config=config)
+        return jax.tree.unflatten(returned, replicated_over_explicit_axes(bind_leaves, *leaves))
 
     return bind
 

@@ -15,9 +15,12 @@ dtype has do not overflow; below 448 · 2^-117, or 2.7e-33, the scale stays and 
 2^-127. The type has no infinity: NaN and infinities arrive as NaN, and leave the rest of their
 block alone.
 
-XLA on CPUs, the kernels and `jax_ep.reference` give the same bits. Where XLA divides in fewer steps
-than IEEE 754 asks for, as on GPUs, 1 / scale may be off by 2^-22 of itself, so a value just between
-two numbers of e4m3 may go to the other one. Where sums are sent, XLA may multiply by a scale and
+XLA on CPUs, the kernels and `jax_ep.reference` give the same bits, with two exceptions. XLA on CPUs
+takes float32 values below 2^-126, which are subnormal, for zero: such a value arrives as zero, so
+it is off by up to 2^-126 where the bound above may say less. Where XLA divides in fewer steps than
+IEEE 754 asks for, as on GPUs, 1 / scale may be off by 2^-22 of itself, so a value just between two
+numbers of e4m3 may go to the other one: rows that "xla" sends from GPUs as float8 differ from the
+kernels' in such ties. Where sums are sent, XLA may multiply by a scale and
 add to the sum over ranks in one rounding; the kernels round twice, as `jax_ep.reference` would.
 """
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.exchange import gradients, routes
 from jax_ep.exchange.routes import RankRoutes
-from jax_ep.runtime.jax_compat import match_varying
+from jax_ep.runtime.jax_compat import match_varying, register_for_export
 
 
 @functools.partial(
@@ -72,6 +72,10 @@ class RankDispatched:
     topk_weights: jax.Array | None
     handle: RankHandle
     scales: jax.Array | None = None
+
+
+register_for_export(RankHandle)
+register_for_export(RankDispatched)
 
 
 def dispatch(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.runtime.jax_compat import smaller
+from jax_ep.runtime.jax_compat import register_for_export, smaller
 
 _CHUNK = 128
 
@@ -34,6 +34,10 @@ class RankRoutes(NamedTuple):
 
     topk_idx: jax.Array  # [T, K] int32: this rank's choices
     local_topk_idx: jax.Array  # [N, T, K] int32: every rank's choices here; -1: not of this rank
+
+
+register_for_export(Routes)
+register_for_export(RankRoutes)
 
 
 class Layout(NamedTuple):
@@ -79,11 +83,14 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
       order, picked the same expert. The place of a choice of nothing is meaningless.
     """
     flat = topk_idx.reshape(-1)
-    chunks = jnp.pad(flat, (0, -flat.size % _CHUNK), constant_values=-1).reshape(-1, _CHUNK)
+    num_chunks = -(-flat.size // _CHUNK)
+    padding = num_chunks * _CHUNK - flat.size
+    chunks = jnp.pad(flat, (0, padding), constant_values=-1).reshape(num_chunks, _CHUNK)
     same = chunks[:, :, None] == chunks[:, None, :]
-    earlier = jnp.tril(jnp.ones((_CHUNK, _CHUNK), bool), k=-1)
+    earlier = jnp.tril(jnp.ones((1, _CHUNK, _CHUNK), bool), k=-1)
     within_chunk = jnp.sum(same & earlier, axis=2, dtype=jnp.int32)
-    histogram = jnp.sum(chunks[:, :, None] == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
+    histogram = jnp.sum(chunks[:, :, None] == experts, axis=1, dtype=jnp.int32)
     upto_chunk = jnp.cumsum(histogram, axis=0, dtype=jnp.int32)
     before_chunk = upto_chunk - histogram
     places = within_chunk + jnp.take_along_axis(
@@ -135,7 +142,7 @@ def receive_rows(
     """
     num_local_experts = recv_counts.shape[1]
     starts, _ = block_starts(recv_counts, expert_alignment)
-    first_rows = starts + jnp.cumsum(recv_counts, axis=0, dtype=jnp.int32) - recv_counts
+    first_rows = starts[None, :] + jnp.cumsum(recv_counts, axis=0, dtype=jnp.int32) - recv_counts
     local_expert = topk_idx - rank * num_local_experts
     mine = (local_expert >= 0) & (local_expert < num_local_experts)
     local_expert = jnp.clip(local_expert, 0, num_local_experts - 1)

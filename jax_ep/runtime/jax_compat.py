@@ -9,6 +9,7 @@ need primitives, are refused with that reason.
 from __future__ import annotations
 
 import importlib
+import json
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -111,6 +112,19 @@ def result_type(
         changes["manual_axis_type"] = operand.mat.update(varying=varying)
     dtype = operand.dtype if dtype is None else jnp.dtype(dtype)
     return operand.update(shape=tuple(shape), dtype=dtype, weak_type=False, **changes)
+
+
+def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.Array) -> Any:
+    """Calls a function with the mesh's Explicit axes as Auto; its results are replicated over them.
+
+    Inside `shard_map`, these are the axes that it leaves out. Where there are none, and where JAX
+    does not know such axes, this is a plain call.
+    """
+    explicit = getattr(jax.sharding.get_abstract_mesh(), "explicit_axes", ())
+    if explicit:
+        spec = jax.sharding.PartitionSpec()
+        function = jax.sharding.auto_axes(function, axes=explicit, out_sharding=spec)
+    return function(*operands)
 
 
 # --------------------------------------------------------------------- programs that are lowered
@@ -325,6 +339,45 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
 
 
 # ------------------------------------------------------------------------------------- other state
+
+
+def register_for_export(kind: type) -> None:
+    """Lets `jax.export` serialize a dataclass that is a pytree, or a NamedTuple.
+
+    The static fields of a dataclass must be strings, integers, None, and tuples of them. Where JAX
+    lacks `jax.export`, nothing is registered, and serializing raises JAX's own error.
+    """
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        from jax import export
+
+        if issubclass(kind, tuple):
+            export.register_namedtuple_serialization(kind, serialized_name=name)
+        else:
+            export.register_pytree_node_serialization(
+                kind,
+                serialized_name=name,
+                serialize_auxdata=lambda fields: _static_to_bytes(name, fields),
+                deserialize_auxdata=lambda data: _tuples(json.loads(data)),
+            )
+    except (ImportError, AttributeError):
+        pass
+    except ValueError:  # the module was imported before, and its class has the name
+        pass
+
+
+def _static_to_bytes(name: str, fields: Any) -> bytes:
+    try:
+        return json.dumps(fields).encode()
+    except TypeError as error:
+        raise ValueError(
+            f"the static fields of {name} cannot be serialized, they are {fields}: a capacity that "
+            "depends on a symbolic dimension must be given as an integer."
+        ) from error
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def smaller(size: Any, other: Any) -> Any:

@@ -1,0 +1,219 @@
+"""Arguments, configurations and programs at the edge of what dispatch and combine take."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.contract import most_ranks
+from support.meshes import expert_mesh
+
+import jax_ep
+from jax_ep.exchange import quantization
+
+AXIS = "expert"
+X = np.arange(8 * 128, dtype=np.float32).reshape(8, 128) / 64
+TOPK_IDX = np.array([[0, 1], [2, 3], [1, -1], [3, 3], [0, 2], [-1, -1], [2, 1], [3, 0]], np.int32)
+WEIGHTS = np.linspace(0.5, 1.5, 16, dtype=np.float32).reshape(8, 2)
+
+
+def expert_major(x: Any, topk_idx: Any, weights: Any, **options: Any) -> jax.Array:
+    got = jax_ep.dispatch(x, topk_idx, num_experts=4, axis_name=AXIS, **options)
+    return jax_ep.combine(got.tokens * 2, got.handle, weights)
+
+
+def rank_major(x: Any, topk_idx: Any, weights: Any) -> jax.Array:
+    options = dict(num_experts=4, axis_name=AXIS, layout="rank", topk_weights=weights)
+    got = jax_ep.dispatch(x, topk_idx, **options)
+    grouped = jax_ep.group_by_expert(got)
+    return jax_ep.combine(jax_ep.sum_by_token(grouped.tokens * 2, grouped, got), got.handle)
+
+
+def float8(x: Any, topk_idx: Any, weights: Any) -> jax.Array:
+    return expert_major(x, topk_idx, weights, wire_dtype=jnp.float8_e4m3fn, expert_alignment=4)
+
+
+def mapped(function: Any, mesh: Any = None, **options: Any) -> Any:
+    mesh = expert_mesh(most_ranks(2)) if mesh is None else mesh
+    return jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), **options)
+
+
+def gradients(function: Any, mesh: Any = None, **options: Any) -> Any:
+    def loss(x: Any, weights: Any, topk_idx: Any) -> Any:
+        return jnp.sum(mapped(function, mesh, **options)(x, topk_idx, weights) ** 2)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+# ------------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+@pytest.mark.parametrize("alignment", [2**30, 2**31 - 1])
+def test_an_alignment_whose_rows_cannot_be_counted_is_named(alignment, capacity):
+    call = functools.partial(expert_major, expert_alignment=alignment, capacity=capacity)
+    with pytest.raises(ValueError, match=rf"expert_alignment must be at most \d+.*{alignment}"):
+        jax.eval_shape(mapped(call), X, TOPK_IDX, WEIGHTS)
+
+
+def test_an_alignment_past_int32_is_named():
+    call = functools.partial(expert_major, expert_alignment=2**31)
+    with pytest.raises(ValueError, match="expert_alignment must be at most 2147483647.*2147483648"):
+        jax.eval_shape(mapped(call), X, TOPK_IDX, WEIGHTS)
+
+
+def test_the_largest_alignment_counts_its_rows():
+    num_ranks = most_ranks(2)
+    num_local = 4 // num_ranks
+    most = 1 + (2**31 - 1 - 16) // (num_local + 1)
+
+    def rows_needed(x: Any, topk_idx: Any) -> Any:
+        options = dict(num_experts=4, axis_name=AXIS, capacity=8, expert_alignment=most)
+        return jax_ep.dispatch(x, topk_idx, **options).rows_needed[None]
+
+    found = jax.jit(mapped(rows_needed))(X, TOPK_IDX)
+    assert found.tolist() == [num_local * most] * num_ranks  # each expert is chosen
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_rows_of_less_than_a_byte_are_refused(name):
+    def call(x: Any, topk_idx: Any) -> Any:
+        narrow = x.astype(jnp.float4_e2m1fn)
+        got = jax_ep.dispatch(narrow if name == "x" else x, topk_idx, num_experts=4, axis_name=AXIS)
+        return jax_ep.combine(got.tokens.astype(jnp.float4_e2m1fn), got.handle)
+
+    message = rf"{name} must be a floating array \[., H\] of 8 bits or more, .* float4_e2m1fn"
+    with pytest.raises(TypeError, match=message):
+        jax.eval_shape(mapped(call), X, TOPK_IDX)
+
+
+@pytest.mark.parametrize("function", [expert_major, rank_major])
+def test_an_axis_of_vmap_is_no_axis_of_ranks(function):
+    stacked = (array.reshape(2, 4, -1) for array in (X, TOPK_IDX, WEIGHTS))
+    with pytest.raises(ValueError, match=r"axis_name .*must be mesh axes.*jax\.vmap"):
+        jax.vmap(function, axis_name=AXIS)(*stacked)
+
+
+def test_forward_mode_is_refused():
+    """The limit that `dispatch` states."""
+    assert "reverse mode" in (jax_ep.dispatch.__doc__ or "")
+    call = jax.jit(mapped(lambda x: expert_major(x, TOPK_IDX[: x.shape[0]], None)))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(call, (X,), (X,))
+
+
+# -------------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("jax_numpy_dtype_promotion", "strict"), ("jax_numpy_rank_promotion", "raise")],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("function", [expert_major, rank_major, float8])
+def test_nothing_is_promoted_implicitly(function, dtype, option, value):
+    def both(x: Any, topk_idx: Any, weights: Any) -> Any:
+        out, pull = jax.vjp(lambda x, w: function(x, topk_idx, w), x, weights)
+        return pull(out)
+
+    before = getattr(jax.config, option)
+    jax.config.update(option, value)
+    try:
+        arrays = (jnp.asarray(X, dtype), jnp.asarray(TOPK_IDX), jnp.asarray(WEIGHTS, dtype))
+        jax.jit(mapped(both)).lower(*arrays)
+    finally:
+        jax.config.update(option, before)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX lacks Explicit axes in shard_map")
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("spec", [P(AXIS)], ids=str)
+@pytest.mark.parametrize("function", [expert_major, rank_major])
+def test_the_axes_that_shard_map_leaves_out_may_be_explicit(function, spec, check_vma):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs four devices")
+    expected = gradients(function)(X, WEIGHTS, TOPK_IDX)
+    mesh = jax.make_mesh((2, 2), ("data", AXIS), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, P(AXIS))
+        x = jax.device_put(X, NamedSharding(mesh, spec))
+        weights, topk_idx = (jax.device_put(array, rows) for array in (WEIGHTS, TOPK_IDX))
+        options = dict(axis_names={AXIS}, check_vma=check_vma)
+        got = gradients(function, mesh, **options)(x, weights, topk_idx)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------------- export
+
+
+def on_ranks(array: np.ndarray) -> jax.Array:
+    return jax.device_put(array, NamedSharding(expert_mesh(most_ranks(2)), P(AXIS)))
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_a_program_for_several_platforms_runs_here(implementation):
+    if jax.default_backend() != "cpu":
+        pytest.skip("CPUs are one of the platforms")
+    call = jax.jit(mapped(functools.partial(expert_major, implementation=implementation)))
+    exported = export.export(call, platforms=("cpu", "cuda"))(X, TOPK_IDX, WEIGHTS)
+    got = jax.jit(exported.call)(*map(on_ranks, (X, TOPK_IDX, WEIGHTS)))
+    np.testing.assert_array_equal(got, call(X, TOPK_IDX, WEIGHTS))
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_what_a_dispatch_returns_can_be_exported(layout):
+    pytest.importorskip("flatbuffers", reason="jax.export needs it to serialize")
+
+    def call(x: Any, topk_idx: Any) -> Any:
+        options = dict(num_experts=4, axis_name=AXIS, layout=layout)
+        return jax.tree.map(lambda a: a[None], jax_ep.dispatch(x, topk_idx, **options))
+
+    program = jax.jit(mapped(call))
+    exported = export.export(program)(X, TOPK_IDX)
+    got = jax.jit(export.deserialize(exported.serialize()).call)(on_ranks(X), on_ranks(TOPK_IDX))
+    want = program(X, TOPK_IDX)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity": 64}, {"expert_alignment": 4}, {"layout": "rank"}], ids=str
+)
+def test_the_number_of_tokens_may_be_symbolic(options):
+    """JAX cannot yet run a program of several devices with symbolic shapes, but of one."""
+    (num_tokens,) = export.symbolic_shape("t")
+
+    def call(x: Any, topk_idx: Any) -> Any:
+        got = jax_ep.dispatch(x, topk_idx, num_experts=4, axis_name=AXIS, **options)
+        return jax_ep.combine(got.tokens, got.handle)
+
+    shapes = (
+        jax.ShapeDtypeStruct((2 * num_tokens, 128), jnp.float32),
+        jax.ShapeDtypeStruct((2 * num_tokens, 2), jnp.int32),
+    )
+    program = jax.jit(mapped(call, expert_mesh(1)))
+    got = jax.jit(export.export(program)(*shapes).call)(X, TOPK_IDX)
+    np.testing.assert_array_equal(got, program(X, TOPK_IDX))
+    if most_ranks(2) > 1:
+        exported = export.export(jax.jit(mapped(call)))(*shapes)
+        assert "t" in str(exported.out_avals[0].shape[0])
+
+
+# ------------------------------------------------------------------------------------ bits
+
+
+def test_subnormal_float32_is_within_what_is_promised():
+    x = np.zeros((4, 128), np.float32)
+    x[:, ::3] = np.float32(2.0**-127) * np.array([[0.25], [0.5], [1.0], [1.75]], np.float32)
+    rows, scales = jax.jit(lambda x: quantization.quantize(x, jnp.float8_e4m3fn))(x)
+    arrived = np.asarray(rows, np.float32).astype(np.float64)
+    arrived = arrived * np.repeat(np.asarray(scales, np.float64), 128, axis=1)
+    assert np.max(np.abs(arrived - x.astype(np.float64))) <= 2.0**-126
