@@ -29,6 +29,7 @@ from support.dense_moe import (
     make_x,
 )
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
+from support.selection import quick
 
 from jax_ep.linen import MoE
 from jax_ep.moe import layer as moe
@@ -98,7 +99,7 @@ def test_parameters_and_logical_axes():
     assert set(plain["params"]) == {"gate", "wi_0", "wi_1", "wo"}
 
 
-@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, 8))
 def test_matches_dense_numpy(num_ranks):
     params, x = make_params(bias=True), make_x()
     module = layer(num_shared_experts=S, selection_bias=True, score="sigmoid", scale=2.0)
@@ -166,6 +167,7 @@ def test_logical_rules_shard_experts_over_the_expert_axis():
     assert_close((out, again), (want, want))
 
 
+@pytest.mark.slow
 def test_checkpoint_of_one_mesh_loads_on_another(tmp_path):
     shards = {"wi_0": P("expert"), "wi_1": P("expert"), "wo": P("expert")}
 
@@ -194,6 +196,7 @@ def test_checkpoint_of_one_mesh_loads_on_another(tmp_path):
     assert_close(jax.device_get(got), jax.device_get(want))
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_with_float32_parameters():
     module = layer(num_shared_experts=S, dtype=jnp.bfloat16)
     variables = variables_of(make_params())
@@ -242,6 +245,7 @@ class Stack(nn.Module):
         return x, jax.tree.map(lambda m: m.sum(0), metrics)
 
 
+@pytest.mark.slow
 def test_scan_and_remat():
     boxed = jax.jit(Stack().init)(jax.random.key(0), make_x())
     specs = nn.get_partition_spec(boxed)
@@ -317,6 +321,7 @@ def test_selection_bias_changes_when_told_and_only_then():
     np.testing.assert_allclose(state["router_state"]["moe"]["gate"]["bias"], want)
 
 
+@pytest.mark.slow
 def test_training_learns_and_leaves_the_bias_alone():
     module = layer(selection_bias=True, dtype=jnp.bfloat16)
     x, target = make_x(), jnp.roll(make_x(), 1, axis=-1)

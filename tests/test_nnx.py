@@ -27,6 +27,7 @@ from support.dense_moe import (
     make_x,
 )
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
+from support.selection import quick
 
 from jax_ep.moe import layer as moe
 from jax_ep.nnx import MoE, RouterState
@@ -101,7 +102,7 @@ def test_parameters_and_logical_axes():
     assert not jax.tree.leaves(nnx.state(plain, RouterState))
 
 
-@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, 8))
 def test_matches_dense_numpy(num_ranks):
     module = layer_of(make_params(bias=True), score="sigmoid", scale=2.0)
     with jax.set_mesh(expert_mesh(num_ranks)):
@@ -162,6 +163,7 @@ def test_parameters_are_born_sharded_under_rules_and_whole_without():
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_one_mesh_loads_on_another(tmp_path):
     def make(num_ranks):
         with jax.set_mesh(expert_mesh(num_ranks)), nnx.logical_axis_rules(RULES):
@@ -186,6 +188,7 @@ def test_checkpoint_of_one_mesh_loads_on_another(tmp_path):
     assert_close(jax.device_get(got), want)
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_with_float32_parameters():
     module = layer_of(make_params(), dtype=jnp.bfloat16)
     (_, (out, _)), grads = loss_and_grads(module, make_x())
@@ -212,6 +215,7 @@ def test_masked_tokens_are_not_routed():
     assert metrics.expert_counts.sum() == mask.sum() * K
 
 
+@pytest.mark.slow
 def test_scan_and_remat():
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
     def make(rngs):
@@ -268,6 +272,7 @@ def test_selection_bias_changes_when_told_and_only_then():
     assert np.std(moved.expert_counts) != np.std(counts)
 
 
+@pytest.mark.slow
 def test_training_learns_and_leaves_the_bias_alone():
     x, target = make_x(), jnp.roll(make_x(), 1, axis=-1)
 

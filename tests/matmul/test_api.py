@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from support import meshes
 from support.kernels import KERNELS_RUN, needs_kernels
 from support.meshes import cuda_mesh
+from support.selection import quick
 
 from jax_ep.matmul.api import (
     IMPLEMENTATIONS,
@@ -86,7 +87,7 @@ def product_and_gradients(lhs, rhs, sizes, grad, implementation):
     return out, *vjp(grad)
 
 
-@pytest.mark.parametrize("case", GROUP_SIZES)
+@pytest.mark.parametrize("case", quick([*GROUP_SIZES], "empty groups", "blocks' edges"))
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_product_and_gradients(implementation, dtype, case):
     sizes = GROUP_SIZES[case]
@@ -229,10 +230,13 @@ def test_checkpoint_scan_and_vmap():
     np.testing.assert_array_equal(many[:, :, 0], -many[:, :, 1])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize(
     ("implementation", "mesh_shape"),
-    [(None, (1, 1)), (None, (2, 1)), (None, (2, 2)), ("xla", (2, 4)), ("loop", (2, 4))],
+    quick(
+        [(None, (1, 1)), (None, (2, 1)), (None, (2, 2)), ("xla", (2, 4)), ("loop", (2, 4))],
+        ("xla", (2, 4)),
+    ),
     ids=str,
 )
 def test_inside_shard_map(implementation, mesh_shape, check_vma):

@@ -11,6 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from support import meshes
+from support.selection import quick
 
 from jax_ep.matmul.api import available_implementations
 from jax_ep.moe.expert_mlp import expert_mlp
@@ -78,7 +79,7 @@ def output_and_gradients(weights, sizes, grad, implementation):
     return out, *vjp(grad)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick([*CASES], "empty and huge"))
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_output_and_gradients(implementation, dtype, case):
     weights, sizes, grad = operands(NUM_ROWS, CASES[case], dtype)
@@ -134,8 +135,10 @@ def test_what_is_kept_for_the_backward_pass():
     assert kept_under() - kept_under("expert_pre_activations") == 2
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("mesh_shape", [(1, 1), (1, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
+@pytest.mark.parametrize(
+    "mesh_shape", quick([(1, 1), (1, 2), (2, 4)], (2, 4), unpack=False), ids=str
+)
 def test_inside_shard_map(mesh_shape, check_vma):
     """Experts spread over one axis, tokens over both: under checkpoint, and in a scan."""
     mesh = meshes.mesh(mesh_shape, ("data", "expert"))

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.dense_moe import BATCH, SEQUENCE, E, F, H, K, assert_close, dense, make_params, make_x
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
+from support.selection import quick
 
 from jax_ep.moe import layer as moe
 from jax_ep.moe import routing
@@ -53,7 +54,7 @@ ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize("router, bias", ROUTERS, ids=str)
+@pytest.mark.parametrize("router, bias", quick(ROUTERS, ROUTERS[-1]), ids=str)
 def test_matches_dense_numpy(router, bias):
     params, x = make_params(bias=bias), make_x()
     config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, expert_alignment=8, **router)
@@ -64,6 +65,7 @@ def test_matches_dense_numpy(router, bias):
     assert metrics.num_dropped == 0
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_routing():
     params, x = make_params(), make_x()
     _, metrics = moe.moe_layer(params, x, CONFIG)
@@ -74,7 +76,7 @@ def test_metrics_are_those_of_routing():
     np.testing.assert_allclose(metrics.router_z_loss, routing.router_z_loss(logits), rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, 8))
 def test_every_rank_count_gives_the_same(num_ranks):
     with jax.set_mesh(expert_mesh(num_ranks)):
         got = run(make_params(), make_x())
@@ -88,7 +90,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("shape, axes", MESHES)
+@pytest.mark.parametrize("shape, axes", quick(MESHES, MESHES[2]))
 def test_meshes_of_several_axes_and_of_none_for_experts(shape, axes):
     with jax.set_mesh(mesh(shape, axes)):
         got = run(make_params(), make_x())
@@ -107,7 +109,7 @@ def test_experts_over_two_axes_and_tokens_over_a_part_of_the_mesh():
     assert_close(got, unsharded())
 
 
-@pytest.mark.parametrize("way", ["attribute", "with statement"])
+@pytest.mark.parametrize("way", quick(["attribute", "with statement"], "attribute"))
 def test_mesh_without_set_mesh(way):
     devices = mesh((2, 4), ("data", "expert"))
     if way == "attribute":
@@ -139,7 +141,9 @@ def test_explicit_axes_keep_the_sharding_of_x(spec):
     assert_close((value, grads), (want_value, want_grads))
 
 
-@pytest.mark.parametrize("experts, check_vma", [("own", True), ("own", False), ("all", True)])
+@pytest.mark.parametrize(
+    "experts, check_vma", quick([("own", True), ("own", False), ("all", True)], ("own", True))
+)
 def test_inside_a_shard_map(experts, check_vma):
     axes = ("data", "expert")
     params, x = make_params(), make_x()
@@ -173,6 +177,7 @@ def test_inside_a_shard_map_of_a_mesh_without_the_expert_axis():
     assert_close(jax.jit(layer)(make_params(), make_x()), unsharded()[0][1])
 
 
+@pytest.mark.slow
 def test_expert_weights_and_their_gradients_stay_where_they_are():
     devices = mesh((2, 4), ("data", "expert"))
     split = NamedSharding(devices, P("expert"))
@@ -187,7 +192,7 @@ def test_expert_weights_and_their_gradients_stay_where_they_are():
     assert f"f32[{E},{H},{F}]" not in hlo and f"f32[{E // 4},{H},{F}]" in hlo
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (5, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", quick([(), (3,), (5, 1, 2)], (3,), unpack=False), ids=str)
 def test_any_number_of_tokens_on_eight_ranks(shape):
     params, x = make_params(), make_x(shape=shape)
     want, counts = dense(params, x)
@@ -210,7 +215,7 @@ def test_masked_tokens_go_nowhere_and_count_nowhere():
     np.testing.assert_array_equal(dx[~mask], 0.0)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_small_capacity_drops_and_says_so(num_ranks):
     config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, capacity_factor=0.5)
     with jax.set_mesh(expert_mesh(num_ranks)):
@@ -224,6 +229,7 @@ def test_small_capacity_drops_and_says_so(num_ranks):
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_ample_capacity_factor_drops_nothing():
     config = moe.MoEConfig(
         num_experts=E, num_experts_per_token=K, capacity_factor=2.5, expert_alignment=4
@@ -233,7 +239,7 @@ def test_ample_capacity_factor_drops_nothing():
     assert_close(got, unsharded())
 
 
-@pytest.mark.parametrize("k, alignment", [(1, 1), (3, 8), (E, 1)])
+@pytest.mark.parametrize("k, alignment", quick([(1, 1), (3, 8), (E, 1)], (3, 8)))
 def test_dropless_holds_the_worst_routing(k, alignment):
     """All tokens choose the experts of one rank, as far as they fit there."""
     params = make_params()._replace(gate=jnp.zeros((H, E)))
@@ -244,6 +250,7 @@ def test_dropless_holds_the_worst_routing(k, alignment):
     assert metrics.num_dropped == 0
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_with_float32_parameters():
     config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, dtype=jnp.bfloat16)
     with jax.set_mesh(expert_mesh(4)):
@@ -257,6 +264,7 @@ def test_bfloat16_compute_with_float32_parameters():
     assert_close(grads, want_grads, rtol=0.1, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_tokens_in_float8_on_the_wire(num_ranks):
     """As if the experts had got the tokens that arrive; gradients pass the rounding."""
@@ -284,6 +292,7 @@ def test_tokens_in_float8_on_the_wire(num_ranks):
         assert 0 < error < 0.1
 
 
+@pytest.mark.slow
 def test_dtype_none_promotes():
     low = make_x().astype(jnp.bfloat16)
     assert moe.moe_layer(make_params(), low, CONFIG)[0].dtype == jnp.float32
@@ -291,6 +300,7 @@ def test_dtype_none_promotes():
     assert moe.moe_layer(params, low, CONFIG)[0].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_checkpoint_and_scan():
     """Two layers of equal shape under scan, rematerialized, against the plain loop."""
     layers = [make_params(seed) for seed in (0, 7)]

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.contract import AXIS, Case, implementations, most_ranks, per_rank, routing
 from support.meshes import cuda_mesh
+from support.selection import quick
 
 import jax_ep
 from jax_ep import reference
@@ -112,8 +113,8 @@ CASES = {  # routing, capacity, alignment
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("name", quick([*CASES], "overflowing"))
+@pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("exchange", implementations())
 def test_output_and_gradients(exchange, dtype, num_ranks, name):
@@ -137,7 +138,7 @@ def test_matmul_implementations(matmul, dtype):
     assert_close(got, expected(case, *operands), dtype)
 
 
-@pytest.mark.parametrize("name", ["overflowing", "masked"])
+@pytest.mark.parametrize("name", quick(["overflowing", "masked"], "masked"))
 def test_weights_of_choices_without_a_row_count_nowhere(name):
     """NaN there reaches no output and no gradient, and their own gradients are zero."""
     kind, capacity, alignment = CASES[name]
@@ -154,6 +155,7 @@ def test_weights_of_choices_without_a_row_count_nowhere(name):
     assert not np.any(np.asarray(got[2])[rows < 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_scan_and_checkpoint(check_vma):
     """jax.grad around the shard_map, of layers in a loop that keeps nothing but their inputs."""
@@ -215,6 +217,7 @@ def test_matrices_replicated_over_another_axis():
     assert_close((out, *vjp(grad)), (*rows, *sums), "float32")
 
 
+@pytest.mark.slow
 def test_second_order_gradient():
     """Through the gradient's own matmuls, exchanges and numbers sent to rows."""
     case = Case(most_ranks(2), T, H, K, E)
@@ -282,7 +285,7 @@ def test_what_is_kept_and_what_is_computed_again():
     assert again(apart=True) - again(apart=False) == 1, "the product by wo"
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
 def test_lowers_for_cuda_without_float32_rows(check_vma):
     """Nothing of receive-buffer size is made in float32 but within one fused pass of the gate."""
     ranks, tokens, hidden, mlp, capacity = 8, 256, 512, 256, 1152

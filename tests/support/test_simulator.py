@@ -12,6 +12,7 @@ from pallas_kernels.fabric import tiles
 from pallas_kernels.fabric.plan import Plan
 from pallas_kernels.fabric.tiles import tile_length
 from support import simulator
+from support.selection import quick
 from support.simulator import KernelError, Simulated, simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine, dispatch
 
@@ -47,7 +48,7 @@ class Overtaking(Simulated):
         super().signal(semaphores, channel, release=False)
 
 
-@pytest.mark.parametrize("kernel", [dispatch, combine])
+@pytest.mark.parametrize("kernel", quick([dispatch, combine], combine))
 def test_a_wait_that_does_not_wait_is_found(kernel):
     with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):
         simulate(kernel(PROBLEM, PLAN, faulty(Impatient)))
@@ -59,11 +60,13 @@ def test_a_signal_that_is_never_sent_is_found(monkeypatch):
         simulate(dispatch(PROBLEM, PLAN, faulty(Silent)))
 
 
+@pytest.mark.slow
 def test_a_signal_too_many_is_found():
     with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Chatty)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [dispatch, combine])
 def test_a_signal_that_may_overtake_writes_is_found(kernel):
     with pytest.raises(KernelError, match="no signal has released rank"):
@@ -88,6 +91,7 @@ def test_a_deadlock_within_a_rank_is_found(monkeypatch):
         simulate(combine(PROBLEM, PLAN, faulty(Simulated)))
 
 
+@pytest.mark.slow
 def test_a_slot_reused_too_early_is_found(monkeypatch):
     monkeypatch.setattr(
         "pallas_kernels.exchange.dispatch.plgpu.wait_smem_to_gmem",
@@ -97,6 +101,7 @@ def test_a_slot_reused_too_early_is_found(monkeypatch):
         simulate(dispatch(PROBLEM, PLAN, faulty(Simulated)))
 
 
+@pytest.mark.slow
 def test_it_is_as_new_after_a_failure():
     with pytest.raises(KernelError):
         simulate(dispatch(PROBLEM, PLAN, faulty(Impatient)))

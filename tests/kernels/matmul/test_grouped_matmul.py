@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import simulator
 from support.kernels import needs_kernels
+from support.selection import quick
 from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
@@ -43,13 +44,16 @@ def assert_close(got, want):
 @simulated
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "depth", "tiles"),
-    [
-        # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
-        (136, [3, 0, 70, 21], 128, Tiles(128, 128, 2, 2)),
+    quick(
+        [
+            # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
+            (136, [3, 0, 70, 21], 128, Tiles(128, 128, 2, 2)),
+            (80, [0, 37, 30], 128, Tiles(64, 128, 2, 1)),
+            # A gradient of a tile and a half; two bands of columns.
+            (80, [0, 73, 0], 192, Tiles(128, 64, 3, 1)),
+        ],
         (80, [0, 37, 30], 128, Tiles(64, 128, 2, 1)),
-        # A gradient of a tile and a half; two bands of columns.
-        (80, [0, 73, 0], 192, Tiles(128, 64, 3, 1)),
-    ],
+    ),
     ids=str,
 )
 def test_data_movement(num_rows, sizes, depth, tiles):
@@ -82,7 +86,7 @@ def test_data_movement(num_rows, sizes, depth, tiles):
 
 
 @simulated
-@pytest.mark.parametrize("kernel", ["product", "drhs"])
+@pytest.mark.parametrize("kernel", quick(["product", "drhs"], "product"))
 def test_a_race_is_found(kernel, monkeypatch):
     """Race detection is alive: a tile is sent from shared memory before all of it is there."""
     monkeypatch.setattr("pallas_kernels.matmul.grouped_matmul.plgpu.commit_smem", lambda: None)
@@ -96,7 +100,7 @@ def test_a_race_is_found(kernel, monkeypatch):
             interpret(lambda: pallas.drhs(lhs, grad, group_sizes, **tiles))
 
 
-@pytest.mark.parametrize("height", [64, 128])
+@pytest.mark.parametrize("height", quick([64, 128], 64))
 def test_tiles_cover_every_group_once(height):
     rng = np.random.default_rng(0)
     for num_groups in (1, 2, 9):
