@@ -62,7 +62,7 @@ def measure(devices: Sequence[jax.Device]) -> Bandwidths:
     return Bandwidths(link, 2 * _copies_per_second(lambda: copy(source)) * _COPY_BYTES)
 
 
-def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 4) -> float:
+def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 8) -> float:
     """Times copies; the best of `repeats`, since it stands for what the hardware can do."""
     jax.block_until_ready(copy())
     best = float("inf")

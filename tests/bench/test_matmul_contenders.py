@@ -7,6 +7,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
+from support.kernels import needs_kernels
 
 from jax_ep.bench import matmul_contenders as contenders
 from jax_ep.bench.matmul_operations import OPERATIONS, Operands, operation
@@ -37,6 +38,7 @@ def test_mosaic_lowers_for_cuda(op, shape):
     assert text.count("@mosaic_gpu") == (2 if op == "sum_of_dlhs" else 1)
 
 
+@needs_kernels
 def test_a_contender_says_where_it_cannot_run():
     def reason(backend, platform, matrix=(64, 128), dtype=jnp.bfloat16):
         return api.unavailable_reason(backend, platform, matrix, dtype)
