@@ -18,6 +18,19 @@ processes.take_share_of_gpus(os.environ)
 MOST_WORKERS = 8
 
 
+def there_are_gpus() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run without slow tests, on CPUs, spends little on compiling: that is where its time goes.
+
+    Of LLVM's passes JAX then asks for the cheapest. With `-m ''` tests compile as users' programs.
+    """
+    if config.option.markexpr == "not slow" and not there_are_gpus():
+        os.environ.setdefault(processes.COMPILES_FAST, "1")
+
+
 def pytest_xdist_auto_num_workers() -> int | None:
     """The workers of `-n auto`: one for each core, up to `MOST_WORKERS`.
 
@@ -26,7 +39,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
     """
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None  # pytest-xdist reads it
-    if any(Path("/dev").glob("nvidia[0-9]*")):
+    if there_are_gpus():
         return 0
     cores = len(os.sched_getaffinity(0))
     return min(cores, MOST_WORKERS) if cores > 1 else 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
+from support.selection import quick
 
 from jax_ep import reference
 from jax_ep.moe import routing
@@ -273,8 +274,8 @@ def test_router_z_loss_and_its_gradient():
     )
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
+@pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, 8))
 def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
     # Each rank's tokens lean to other experts: the mean of the ranks' losses is another number.
     lean = np.repeat(np.eye(E)[:8] * 4, T // 8, axis=0)
@@ -302,7 +303,7 @@ def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
         assert abs(own - want_value) > 1e-3
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
 def test_gradients_taken_inside_shard_map(check_vma):
     """Exact under check_vma; without it lax.psum's rule: of the sum over ranks."""
     num_ranks = 4
@@ -323,6 +324,7 @@ def test_gradients_taken_inside_shard_map(check_vma):
     np.testing.assert_allclose(grad, scale * jax.grad(loss)(logits), atol=1e-7)
 
 
+@pytest.mark.slow
 def test_losses_over_several_axes():
     logits = jnp.asarray(random_logits(7))
 

@@ -14,6 +14,7 @@ _TESTS = Path(__file__).parents[1]
 # and those of all programs that they start. The rest is for CUDA contexts, about half a GiB for
 # each process, and for symmetric memory.
 WORKERS_SHARE, PROGRAMS_SHARE = 0.6, 0.2
+COMPILES_FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS"
 _FRACTION, _FRACTION_OF_OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -33,9 +34,13 @@ def take_share_of_gpus(environment: MutableMapping[str, str]) -> None:
 
 
 def environment_of_program(**changes: str) -> dict[str, str]:
-    """The environment of a program that a test starts: this one, with GPU memory of its own."""
+    """The environment of a program that a test starts: this one, with GPU memory of its own.
+
+    The program is compiled as a user's is.
+    """
     environment = {**os.environ, _FRACTION: _fraction(PROGRAMS_SHARE, os.environ)}
     environment.pop(_FRACTION_OF_OLD, None)
+    environment.pop(COMPILES_FAST, None)
     return environment | changes
 
 
