@@ -5,9 +5,9 @@
         --experts_per_token=8 --mlp_dim=2048 --num_heads=64   # eight large GPUs, 128 tokens on each
 
 In each step every sequence reads its key-value cache and adds one token to it. The sequences and
-the experts are split over the ranks (the GPUs there are, or eight virtual CPU devices). With so
-few tokens on a rank, a step is a matter of latency: that of `dispatch` and `combine` above all.
-The weights are random; the speed does not depend on them.
+the experts are split over the ranks: all GPUs of the machine, or eight virtual CPU devices. With so
+few tokens on a rank, latency decides the time of a step, above all that of `dispatch` and
+`combine`. The weights are random; the speed does not depend on them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import time
 from typing import Any, NamedTuple
 
-# Only the CPU backend reads it, once, when JAX starts. A user's own flags win.
+# XLA reads the flag once, when JAX starts, and only for CPUs. A user's own flags win.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
     "XLA_FLAGS", ""
 )
@@ -44,7 +44,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights.")
 
 
 class Decoding(NamedTuple):
-    """What one step hands to the next: B sequences, at most S tokens in each."""
+    """The state between steps: B sequences, at most S tokens in each."""
 
     tokens: jax.Array  # [B] int32: the newest of each sequence
     length: jax.Array  # [] int32: tokens in each cache
@@ -53,7 +53,7 @@ class Decoding(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Self-attention over a cache, then a mixture of experts."""
+    """A transformer block: self-attention over a cache, then a mixture of experts."""
 
     def __init__(self, dtype: Any, rngs: nnx.Rngs):
         hidden, heads = _HIDDEN.value, _NUM_HEADS.value
@@ -75,7 +75,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, keys: jax.Array, values: jax.Array, length: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, H] -> x, and the caches with one more token in them."""
+        """Returns x [B, H] after the block, and the caches with one more token."""
         q, k, v = jnp.moveaxis(self.qkv(self.norm_attention(x)), 1, 0)  # each [B, heads, D]
         keys = jax.lax.dynamic_update_index_in_dim(keys, k, length, 1)
         values = jax.lax.dynamic_update_index_in_dim(values, v, length, 1)
@@ -87,7 +87,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """The newest token of each sequence to the next one."""
+    """The language model: maps the newest token of each sequence to the next one."""
 
     def __init__(self, dtype: Any, rngs: nnx.Rngs):
         kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
@@ -108,7 +108,7 @@ class Decoder(nnx.Module):
 
 
 def init_model(dtype: Any) -> tuple[Any, Any]:
-    """The model's structure and its weights, born on their devices: experts split over them."""
+    """Returns the structure of the model, and its weights with the experts split over the ranks."""
     rules = [("exp", "expert"), ("embed", None), ("mlp", None)]
     with nnx.logical_axis_rules(rules):
         model = nnx.jit(lambda: Decoder(dtype, nnx.Rngs(_SEED.value)))()
@@ -116,7 +116,7 @@ def init_model(dtype: Any) -> tuple[Any, Any]:
 
 
 def init_decoding(mesh: Mesh, dtype: Any) -> Decoding:
-    """Caches that hold --context tokens already (of zeros), and a token to start from."""
+    """Returns caches that hold --context tokens (zeros), and a token for each sequence."""
     heads, room = _NUM_HEADS.value, _CONTEXT.value + _STEPS.value
     shape = _BATCH_SIZE.value, room, heads, _HIDDEN.value // heads
 
@@ -142,7 +142,7 @@ def main(argv: list[str]) -> None:
             f"--batch_size={_BATCH_SIZE.value} must be a multiple of the {len(devices)} devices"
         )
     mesh = Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
-    jax.set_mesh(mesh)  # the ambient mesh, which the MoE layers run on
+    jax.set_mesh(mesh)  # the MoE layers run on this mesh
     dtype = jnp.bfloat16 if devices[0].platform == "gpu" else jnp.float32
     structure, weights = init_model(dtype)
     state = init_decoding(mesh, dtype)
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> None:
     def step(weights: Any, state: Decoding) -> Decoding:
         return nnx.merge(structure, weights)(state)
 
-    # Compiled here, once: a compiled function refuses shapes other than these. It writes the next
+    # Compiles once: a compiled function refuses other shapes. Donation lets a step write the next
     # state into the memory of the last one.
     layout = jax.tree.map(lambda x: x.sharding, state)
     compiled = jax.jit(step, donate_argnums=1, out_shardings=layout).lower(weights, state).compile()
@@ -164,7 +164,9 @@ def main(argv: list[str]) -> None:
     for _ in range(_STEPS.value):
         start = time.perf_counter()
         state = compiled(weights, state)
-        decoded.append(np.array(state.tokens))  # waits, as one does who sends each token on
+        decoded.append(
+            np.array(state.tokens)
+        )  # waits for the step, as a server that streams tokens does
         seconds.append(time.perf_counter() - start)
     median = sorted(seconds)[len(seconds) // 2]
     print(f"first tokens of the first sequence: {[int(t[0]) for t in decoded[:16]]}")

@@ -1,12 +1,13 @@
 """A byte-level Mixture-of-Experts language model, and the text that it is trained on.
 
-The text is CPython's own language reference (`pydoc_data.topics`), about half a megabyte of
-English that is on every machine with Python; it differs a little between Python versions.
-The model is a causal transformer with `jax_ep.linen.MoE` in the place of its MLPs.
+The text is CPython's language reference (`pydoc_data.topics`): about half a megabyte of English
+that comes with Python and differs a little between its versions. The model is a causal transformer
+with `jax_ep.linen.MoE` in place of its MLPs.
 """
 
 from __future__ import annotations
 
+import functools
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 import optax
 from absl import flags
 from flax import linen as nn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_ep.linen import MoE
 from jax_ep.moe.layer import MoEMetrics
@@ -31,7 +34,7 @@ WIRE_DTYPE = flags.DEFINE_enum(
     "wire_dtype",
     None,
     ["float8_e4m3fn"],
-    "What tokens are sent to their experts in; needs a d_model that is a multiple of 128.",
+    "Dtype that tokens are sent to their experts in; d_model must be a multiple of 128.",
 )
 MODEL_FLAGS = (SEQ_LEN, D_MODEL, NUM_LAYERS, NUM_HEADS, NUM_EXPERTS, TOP_K, MLP_DIM, WIRE_DTYPE)
 
@@ -40,7 +43,7 @@ TEMPERATURE = 0.7  # of samples
 
 
 def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """The text as bytes (uint8): its first nine tenths to train on, the rest to validate."""
+    """Returns the text as bytes (uint8): nine tenths to train on, and the rest to validate."""
     text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
     data = np.frombuffer(text, np.uint8)
     split = len(data) * 9 // 10
@@ -48,18 +51,18 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(data: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The int32 sequences [B, S + 1] that begin at `starts` [B]: S inputs and S targets."""
+    """Returns the sequences [B, S + 1] int32 that begin at `starts` [B]."""
     return data[starts[:, None] + np.arange(SEQ_LEN.value + 1)].astype(np.int32)
 
 
 def unigram_entropy(data: np.ndarray) -> float:
-    """Nats per byte: the loss of the best model that sees no context."""
+    """Returns the loss, in nats per byte, of the best model that sees no context."""
     p = np.bincount(data, minlength=VOCAB) / len(data)
     return float(-np.sum(p * np.log(np.where(p > 0, p, 1))))
 
 
 def rotary(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of x [B, S, heads, D] (Su et al., "RoFormer", 2021)."""
+    """Rotates x [B, S, heads, D] by position (rotary embedding; Su et al., "RoFormer", 2021)."""
     half = x.shape[-1] // 2
     frequency = 10_000.0 ** (-jnp.arange(half) / half)
     angle = jnp.arange(x.shape[1])[:, None, None] * frequency
@@ -69,7 +72,7 @@ def rotary(x: jax.Array) -> jax.Array:
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a mixture of experts, each after an RMSNorm."""
+    """A transformer block: causal self-attention and a mixture of experts, after RMSNorms."""
 
     dtype: Any
 
@@ -93,8 +96,11 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes [B, S] to float32 logits of the bytes that follow [B, S, 256], and the MoE metrics,
-    stacked over the blocks."""
+    """The language model.
+
+    Maps bytes [B, S] to the logits of the next bytes, [B, S, 256] float32, and to the metrics of
+    the MoE layers, stacked over the blocks.
+    """
 
     dtype: Any
 
@@ -111,28 +117,35 @@ class LanguageModel(nn.Module):
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Nats per byte."""
+    """Returns the mean loss in nats per byte."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 def sample(model: LanguageModel, params: Any, prompt: str, length: int, seed: int) -> str:
-    """Continues `prompt` by `length` bytes drawn from the model."""
+    """Continues `prompt` by `length` bytes drawn from the model, on the mesh of the parameters."""
 
-    def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        outputs: Any = model.apply({"params": params}, window[None])
-        byte = jax.random.categorical(key, outputs[0][0, -1] / TEMPERATURE)
-        return jnp.append(window[1:], byte), byte
+    @functools.partial(jax.jit, out_shardings=NamedSharding(jax.sharding.get_mesh(), P()))
+    def continue_window(params: Any, window: jax.Array) -> jax.Array:
+        def next_byte(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            outputs: Any = model.apply({"params": params}, window[None])
+            byte = jax.random.categorical(key, outputs[0][0, -1] / TEMPERATURE)
+            return jnp.append(window[1:], byte), byte
+
+        keys = jax.random.split(jax.random.key(seed), length)
+        return jax.lax.scan(next_byte, window, keys)[1]
 
     context = prompt.encode().rjust(SEQ_LEN.value, b"\n")[-SEQ_LEN.value :]
     window = np.frombuffer(context, np.uint8).astype(np.int32)
-    keys = jax.random.split(jax.random.key(seed), length)
-    _, sampled = jax.jit(lambda window: jax.lax.scan(next_byte, window, keys))(window)
+    sampled = continue_window(params, window)
     return np.asarray(sampled, np.uint8).tobytes().decode(errors="replace")
 
 
 def training_flops_per_token(params: Any) -> float:
-    """Matmul FLOPs of one token, forward and backward (three times the forward pass): two for
-    each weight that it meets, and those of causal attention, which sees S / 2 keys on average."""
+    """Returns the matmul FLOPs of one token, forward and backward.
+
+    They are three times those of the forward pass: two for each weight that a token meets, and
+    those of causal attention, which sees S / 2 keys on average.
+    """
     sizes = {
         jax.tree_util.keystr(path): x.size
         for path, x in jax.tree_util.tree_leaves_with_path(params)

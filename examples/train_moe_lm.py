@@ -3,14 +3,18 @@
     python examples/train_moe_lm.py                            # two CPU cores are enough
     python examples/train_moe_lm.py --checkpoint_dir=/tmp/moe  # may be killed and started again
 
-The mesh is made of the GPUs there are, or of eight virtual CPU devices. Each holds its share of
-the tokens and of the experts, and a replica of everything else. `moe_lm.py` has the text and the
-model; this file is the rest, from top to bottom: training step, checkpoints and metrics, report,
-main.
+The mesh has all GPUs of the machine, or eight virtual CPU devices. Each device holds its share of
+the tokens and of the experts, and a replica of everything else. `processes.py` says how to train on
+several hosts: the mesh then has the devices of all processes, and the first process writes files
+and prints.
+
+`moe_lm.py` has the text and the model. This file has the rest, from top to bottom: training step,
+checkpoints and metrics, report, main.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -20,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Only the CPU backend reads the first flag. The second makes GPU sums repeatable, so that a
-# resumed run gives the same bits. XLA reads them once, when JAX starts; a user's own flags win.
+# XLA reads the flags once, when JAX starts; a user's own flags win. The first is for CPUs. The
+# second makes sums on GPUs repeatable, so that a resumed run gives the same bits.
 os.environ["XLA_FLAGS"] = (
     "--xla_force_host_platform_device_count=8 --xla_gpu_deterministic_ops=true "
     + os.environ.get("XLA_FLAGS", "")
@@ -33,7 +37,8 @@ import moe_lm
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from absl import app, flags, logging
+import processes
+from absl import app, flags
 from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from moe_lm import LanguageModel, cross_entropy, windows
@@ -43,7 +48,9 @@ _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences in a step, over a
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights, the batches and the sample.")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 4e-3, "Adam's highest learning rate.")
 _CHECKPOINT_DIR = flags.DEFINE_string(
-    "checkpoint_dir", None, "Save here, and start from the newest checkpoint found here."
+    "checkpoint_dir",
+    None,
+    "Folder to save to, and to start from where it has a checkpoint; all hosts must share it.",
 )
 _CHECKPOINT_EVERY = flags.DEFINE_integer(
     "checkpoint_every", 100, "Steps between checkpoints.", lower_bound=1
@@ -51,11 +58,13 @@ _CHECKPOINT_EVERY = flags.DEFINE_integer(
 _METRICS_FILE = flags.DEFINE_string(
     "metrics_file", None, "One JSON line per step. Default: metrics.jsonl in --checkpoint_dir."
 )
-_PLOT = flags.DEFINE_string("plot", "train_moe_lm.png", "Draws loss and expert load; '': no plot.")
+_PLOT = flags.DEFINE_string(
+    "plot", "train_moe_lm.png", "File for a plot of loss and expert load; '': no plot."
+)
 _EXPERT_PARALLEL = flags.DEFINE_integer(
     "expert_parallel", None, "Ranks to spread the experts over. Default: as many as can be."
 )
-# What a checkpoint and the run that continues it must agree on.
+# A checkpoint and the run that continues it must agree on these.
 RUN_FLAGS = (_BATCH_SIZE, _SEED, _LEARNING_RATE, *moe_lm.MODEL_FLAGS)
 
 LOAD_BALANCE_WEIGHT = 1e-2
@@ -64,8 +73,8 @@ WARMUP_STEPS = 30
 VALIDATION_BATCHES = 8
 PROMPT, SAMPLE_BYTES = "The built-in function ", 200
 
-# Dense bfloat16 FLOP/s of a device, half of what NVIDIA's data sheets say with sparsity; by how the
-# name of the device begins.
+# Dense bfloat16 FLOP/s of a device, by the beginning of its name. NVIDIA's data sheets have twice
+# these figures, with sparsity.
 PEAK_BFLOAT16 = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -80,7 +89,7 @@ PEAK_BFLOAT16 = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Of a device, by the longest name that fits; None: not known."""
+    """Returns the bfloat16 FLOP/s of a device, by the longest name that fits; None if unknown."""
     fitting = [name for name in PEAK_BFLOAT16 if device_kind.startswith(name)]
     return PEAK_BFLOAT16[max(fitting, key=len)] if fitting else None
 
@@ -89,21 +98,28 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def training_batch(data: np.ndarray, step: int) -> np.ndarray:
-    """Sequences [B, S + 1], a pure function of seed and step: a run that is resumed sees the
-    batches that it would have seen."""
+    """Draws the sequences [B, S + 1] of a step.
+
+    They depend on the seed and the step alone, so a resumed run sees the batches that it would have
+    seen.
+    """
     rng = np.random.default_rng([_SEED.value, step])
     return windows(data, rng.integers(0, len(data) - moe_lm.SEQ_LEN.value, _BATCH_SIZE.value))
 
 
 class TrainState(NamedTuple):
+    """What one step hands to the next, and a checkpoint holds."""
+
     step: jax.Array
     params: Any
     opt_state: Any
 
 
 def learning_rate(step: jax.Array) -> jax.Array:
-    """Linear warm-up, then 1/sqrt(step). It does not ask how many steps there will be, so that
-    a longer run continues a shorter one exactly."""
+    """Returns the learning rate of a step: linear warm-up, then 1/sqrt(step).
+
+    It does not depend on --steps, so a longer run continues a shorter one exactly.
+    """
     progress = (step + 1) / WARMUP_STEPS
     return _LEARNING_RATE.value * jnp.minimum(progress, jax.lax.rsqrt(progress))
 
@@ -117,7 +133,7 @@ def make_optimizer() -> optax.GradientTransformation:
 def init_state(
     model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """The state at step 0, born on its devices: expert weights split over `expert`."""
+    """Makes the state of step 0 on its devices, with expert weights split over `expert`."""
 
     def init(key: jax.Array) -> TrainState:
         tokens = jnp.zeros((mesh.size, moe_lm.SEQ_LEN.value), jnp.int32)
@@ -130,8 +146,10 @@ def init_state(
     return jax.jit(lambda key: nn.unbox(init(key)), out_shardings=shardings)(key)
 
 
-def make_train_step(model: LanguageModel, optimizer: optax.GradientTransformation) -> Callable:
-    """A compiled function: state (donated), batch [B, S + 1] -> the next state, metrics."""
+def make_train_step(
+    model: LanguageModel, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> Callable:
+    """Returns a compiled function: state (donated), batch [B, S + 1] -> next state, metrics."""
 
     def loss_fn(params: Any, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         outputs: Any = model.apply({"params": params}, batch[:, :-1])
@@ -152,15 +170,20 @@ def make_train_step(model: LanguageModel, optimizer: optax.GradientTransformatio
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    # Every process reads the metrics, so each gets all of them.
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(None, replicated))
 
 
 # Checkpoints and metrics ----------------------------------------------------------------------
 
 
 def open_checkpoints(directory: str | None) -> ocp.CheckpointManager | None:
-    """Orbax writes a checkpoint under a temporary name and renames it when it is whole, so a
-    half-written one is never taken for a checkpoint."""
+    """Opens the folder of checkpoints; returns None for None.
+
+    Orbax writes a checkpoint under a temporary name and renames it when it is whole, so a
+    half-written one is never taken for a checkpoint.
+    """
     if directory is None:
         return None
     options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
@@ -168,15 +191,18 @@ def open_checkpoints(directory: str | None) -> ocp.CheckpointManager | None:
 
 
 def save(checkpoints: ocp.CheckpointManager, state: TrainState, step: int) -> None:
-    """Copies the state to the host, then writes it while training goes on."""
+    """Copies the state to the host; Orbax writes it while training goes on."""
     config = {flag.name: flag.value for flag in RUN_FLAGS}
     args = ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(config))
     checkpoints.save(step, args=args)
 
 
 def restore(checkpoints: ocp.CheckpointManager, state: TrainState) -> TrainState:
-    """The newest whole checkpoint, laid out as `state` is (on whatever mesh it was written), or
-    `state` itself where there is none."""
+    """Returns the newest whole checkpoint, or `state` where there is none.
+
+    The result is laid out as `state` is. The checkpoint may come from another mesh, and from
+    another number of processes.
+    """
     step = checkpoints.latest_step()
     if step is None:
         return state
@@ -196,24 +222,31 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState) -> TrainState
 
 
 def metrics_path() -> Path | None:
+    """Returns the file for metrics, or None where this process writes none."""
+    if not processes.is_first():
+        return None
     if _METRICS_FILE.value is not None:
         return Path(_METRICS_FILE.value)
     return Path(_CHECKPOINT_DIR.value, "metrics.jsonl") if _CHECKPOINT_DIR.value else None
 
 
 class MetricsLog:
-    """One JSON line per step, each step exactly once, also when the run is killed and resumed."""
+    """A file of one JSON line per step, each step once, also when the run is killed and resumed.
+
+    Attributes:
+      records: of all steps up to now.
+    """
 
     def __init__(self, path: Path | None, start_step: int):
         self.records: list[dict] = []
         self.file = None
         if path is None:
             return
-        # The steps past the checkpoint will be run again.
+        # The run repeats the steps after the checkpoint.
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:  # the line that was being written when the run died
+            except json.JSONDecodeError:  # a line that was half written when the run died
                 continue
             if record["step"] < start_step:
                 self.records.append(record)
@@ -224,7 +257,7 @@ class MetricsLog:
         self.file = path.open("a")
 
     def append(self, step: int, metrics: dict) -> dict:
-        """Waits for the step's metrics; returns them as plain numbers and lists."""
+        """Waits for the metrics of a step; returns them as plain numbers and lists."""
         record = {"step": step} | jax.tree.map(lambda x: np.asarray(x).tolist(), metrics)
         self.records.append(record)
         if self.file is not None:
@@ -239,21 +272,21 @@ class MetricsLog:
 def validation_loss(
     model: LanguageModel, params: Any, data: np.ndarray, sharding: NamedSharding
 ) -> float:
-    """Nats per byte, on sequences spread evenly over `data`."""
+    """Returns the loss, in nats per byte, of sequences spread evenly over `data`."""
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
     def loss(params: Any, batch: jax.Array) -> jax.Array:
         return cross_entropy(model.apply({"params": params}, batch[:, :-1])[0], batch[:, 1:])
 
     count = VALIDATION_BATCHES * _BATCH_SIZE.value
     starts = np.linspace(0, len(data) - moe_lm.SEQ_LEN.value - 1, count).astype(int)
     batches = (windows(data, part) for part in np.split(starts, VALIDATION_BATCHES))
-    losses = [loss(params, jax.device_put(batch, sharding)) for batch in batches]
+    losses = [loss(params, processes.distribute(batch, sharding)) for batch in batches]
     return float(np.mean(jax.device_get(losses)))
 
 
 def plot(records: list[dict], valid_loss: float, entropy: float, path: str) -> None:
-    """Loss by step, and by step the share of the last block's choices that each expert got."""
+    """Draws the loss, and each expert's share of the choices in the last block, by step."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")
@@ -279,7 +312,10 @@ def plot(records: list[dict], valid_loss: float, entropy: float, path: str) -> N
 
 
 def make_mesh() -> Mesh:
-    """All devices: the experts over as many as divide them, the rest along `data`."""
+    """Makes a mesh of the devices of all processes.
+
+    `expert` is as long as the number of experts allows, `data` is the rest.
+    """
     devices = np.array(jax.devices())
     ranks = _EXPERT_PARALLEL.value or math.gcd(devices.size, moe_lm.NUM_EXPERTS.value)
     if devices.size % ranks:
@@ -302,7 +338,7 @@ def train(
     """Trains up to --steps; returns the state and the tokens per second after the first step."""
     start, steps = int(state.step), _STEPS.value
     bar = None
-    if importlib.util.find_spec("tqdm"):  # a comfort that a run can do without
+    if processes.is_first() and importlib.util.find_spec("tqdm"):  # tqdm is optional
         from tqdm import tqdm
 
         bar = tqdm(initial=start, total=steps, unit="step", mininterval=0.5)
@@ -321,14 +357,14 @@ def train(
             bar.set_postfix({"loss": f"{record['loss']:.3f}"} | shown, refresh=False)
             bar.update()
 
-    running: list[tuple[int, dict]] = []  # steps whose metrics have not been waited for
+    running: list[tuple[int, dict]] = []  # steps whose metrics nobody has waited for
     for step in range(start, steps):
-        batch = jax.device_put(training_batch(data, step), sharding)
+        batch = processes.distribute(training_batch(data, step), sharding)
         state, metrics = train_step(state, batch)
         running.append((step, metrics))
         done = step + 1
         save_now = done == steps or done % _CHECKPOINT_EVERY.value == 0
-        # The devices always have a step to work on; a checkpoint's steps are all in the log.
+        # One step stays queued, so the devices never idle; before a checkpoint all are logged.
         while len(running) > (0 if save_now else 1):
             report(*running.pop(0))
         if save_now and checkpoints is not None:
@@ -341,11 +377,10 @@ def train(
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)
     train_text, valid_text = moe_lm.load_text()
     mesh = make_mesh()
     device = mesh.devices.flat[0]
-    jax.set_mesh(mesh)  # the ambient mesh, which the MoE layers run on
+    jax.set_mesh(mesh)  # the MoE layers run on this mesh
     batch_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     model = LanguageModel(jnp.bfloat16 if device.platform == "gpu" else jnp.float32)
@@ -358,34 +393,38 @@ def main(argv: list[str]) -> None:
 
     num_params = sum(x.size for x in jax.tree.leaves(state.params))
     shape = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
-    print(f"{num_params:,} parameters on {mesh.size} x {device.device_kind} ({shape})")
-    print(f"{len(train_text):,} bytes to train on; step {int(state.step)} of {_STEPS.value}")
+    processes.print_once(
+        f"{num_params:,} parameters on {mesh.size} x {device.device_kind} ({shape})"
+    )
+    processes.print_once(
+        f"{len(train_text):,} bytes to train on; step {int(state.step)} of {_STEPS.value}"
+    )
     state, tokens_per_second = train(
-        state, make_train_step(model, optimizer), train_text, batch_sharding, checkpoints, log
+        state, make_train_step(model, optimizer, mesh), train_text, batch_sharding, checkpoints, log
     )
     if checkpoints is not None:
-        checkpoints.close()  # waits for the last one to be written
+        checkpoints.close()  # waits until the last one is written
 
     if tokens_per_second:
         flops = tokens_per_second * moe_lm.training_flops_per_token(state.params) / mesh.size
-        print(f"model TFLOP/s of a device {flops / 1e12:.3g}")
+        processes.print_once(f"model TFLOP/s of a device {flops / 1e12:.3g}")
         if peak := peak_flops(device.device_kind):
-            print(f"model FLOP/s utilization {flops / peak:.2%}")
+            processes.print_once(f"model FLOP/s utilization {flops / peak:.2%}")
     text = moe_lm.sample(model, state.params, PROMPT, SAMPLE_BYTES, _SEED.value)
-    print(f"--- sample\n{PROMPT}{text}\n---")
+    processes.print_once(f"--- sample\n{PROMPT}{text}\n---")
     valid_loss = validation_loss(model, state.params, valid_text, batch_sharding)
     entropy = moe_lm.unigram_entropy(np.concatenate([train_text, valid_text]))
-    print(f"unigram entropy {entropy:.4f} nats/byte")
-    print(
+    processes.print_once(f"unigram entropy {entropy:.4f} nats/byte")
+    processes.print_once(
         f"validation loss {valid_loss:.4f} nats/byte, "
         f"{1 - valid_loss / entropy:.1%} below the unigram entropy"
     )
     if _PLOT.value and not importlib.util.find_spec("matplotlib"):
-        print("no plot: matplotlib is not installed")
-    elif _PLOT.value and log.records:
+        processes.print_once("no plot: matplotlib is not installed")
+    elif _PLOT.value and log.records and processes.is_first():
         plot(log.records, valid_loss, entropy, _PLOT.value)
         print(f"loss and expert load: {_PLOT.value}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    processes.run(main)

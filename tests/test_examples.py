@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -213,3 +214,79 @@ def test_decoding_does_not_depend_on_the_mesh():
     assert len(tokens) == 12 and len(set(tokens)) > 2
     if jax.default_backend() == "cpu":  # bfloat16 has ties
         assert decode(**ONE_DEVICE) == tokens
+
+
+# ------------------------------------------------------------------- training in several processes
+
+FOUR_DEVICES = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+}
+on_cpus = pytest.mark.skipif(jax.default_backend() == "gpu", reason="compares with a run on CPUs")
+
+
+def start_two_processes(*flags: object) -> list[subprocess.Popen]:
+    """Starts the training program on a mesh of 2 processes x 4 CPU devices."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = f"--coordinator={address}", "--num_processes=2", *flags
+    return [start_training(f"--process_id={i}", *flags, **FOUR_DEVICES) for i in range(2)]
+
+
+def losses_of(path: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(path)]
+
+
+@on_cpus
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(uninterrupted, tmp_path):
+    """Then one process goes on where they stopped."""
+    flags = f"--checkpoint_dir={tmp_path}", "--checkpoint_every=3"
+    plot = tmp_path / "plot.png"
+    first, second = map(finish, start_two_processes("--steps=6", f"--plot={plot}", *flags))
+    assert "on 8 x cpu (1 data x 8 expert)" in first and "--- sample" in first
+    assert "6/6" in first and "validation loss" in first and plot.exists()
+    for text in ("step", "sample", "loss", "Error"):  # it has no progress line and no report
+        assert text not in second, second
+
+    metrics_file, expected = tmp_path / "metrics.jsonl", uninterrupted[0] / "metrics.jsonl"
+    np.testing.assert_allclose(losses_of(metrics_file), losses_of(expected)[:6], rtol=1e-5)
+    output = train("--steps=8", *flags)
+    assert "step 6 of 8" in output
+    np.testing.assert_allclose(losses_of(metrics_file), losses_of(expected)[:8], rtol=1e-5)
+
+
+@on_cpus
+@pytest.mark.slow
+def test_a_killed_process_ends_the_other_and_both_resume_exactly(tmp_path):
+    flags = f"--checkpoint_dir={tmp_path}", "--checkpoint_every=2"
+    metrics_file = tmp_path / "metrics.jsonl"
+    first, second = start_two_processes("--steps=1000000", "--heartbeat_seconds=10", *flags)
+    deadline = time.monotonic() + 250
+    while not metrics_file.exists() or metrics_file.read_text().count("\n") < 5:
+        assert first.poll() is None, first.communicate()[0]
+        assert second.poll() is None, second.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    second.kill()
+    output, _ = first.communicate(timeout=60)
+    second.communicate()
+    assert first.returncode not in (0, None)
+    assert re.search("another task died|another process ended first", output), output
+
+    before = metrics_file.read_text().splitlines()[:5]
+    outputs = [finish(process) for process in start_two_processes("--steps=5", *flags)]
+    (step,) = re.findall(r"; step (\d+) of 5", "".join(outputs))
+    if int(step) < 5:  # else the killed run had saved all five steps
+        assert int(step) in (2, 4)
+    assert metrics_file.read_text().splitlines()[:5] == before
+
+
+@pytest.mark.slow
+def test_a_process_needs_all_three_flags():
+    program = "import sys; sys.path.insert(0, 'examples'); import processes; processes.run(print)"
+    process = start_command(["-c", program], "--coordinator=localhost:1", "--process_id=0")
+    output, _ = process.communicate(timeout=100)
+    assert "give --num_processes too: a process needs all three" in output
+    assert process.returncode == 1

@@ -1,4 +1,4 @@
-"""Whether the GPUs here have NVLink multicast memory. The driver is asked; nothing is changed."""
+"""Asks the CUDA driver whether GPUs have NVLink multicast memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
-    """Why multicast memory cannot be had on these devices (default: all), or None if it may.
+    """Returns why GPUs have no multicast memory, or None if they may have it.
 
-    The driver answers for the hardware, not for the host: where an administrator, a container or
-    the fabric manager forbids multicast, it may still say yes, and the kernels fail when they run.
-    Only an attempt would tell, and this makes none.
+    The driver answers for the hardware. Where an administrator, a container or the fabric manager
+    forbids multicast, the driver may still offer it, and kernels that use it fail when they run.
+    This function allocates nothing, so it does not find out.
+
+    Args:
+      devices: the GPUs to ask for; None: all.
     """
     devices = jax.devices() if devices is None else devices
     if any(device.platform != "gpu" for device in devices):

@@ -1,0 +1,107 @@
+"""Run a program in several processes that share one mesh, on one host or on several.
+
+Start the same command in every process, with a `--process_id` of its own:
+
+    python PROGRAM --coordinator=HOST:PORT --num_processes=2 --process_id=0
+    python PROGRAM --coordinator=HOST:PORT --num_processes=2 --process_id=1
+
+HOST is where process 0 runs, PORT a free port there. Under SLURM's `srun` and Open MPI's `mpirun`
+the three flags are not needed. Without them a program runs in one process.
+
+Where a process dies, the others end too, with a message: at once if they wait for its data, and
+else when they have not heard of it for `--heartbeat_seconds`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from jax.sharding import Sharding
+
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "HOST:PORT at which process 0 waits for the others."
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "Processes that run this program together.", lower_bound=1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "Number of this process, from 0 on.", lower_bound=0
+)
+_HEARTBEAT_SECONDS = flags.DEFINE_integer(
+    "heartbeat_seconds",
+    60,
+    "A process that is silent for so long is taken for dead.",
+    lower_bound=1,
+)
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Joins the other processes, then runs `main` as `absl.app.run` does.
+
+    If `main` fails in one of several processes, that process ends at once, so that the others do
+    not wait for it.
+    """
+
+    def join_and_run(argv: list[str]) -> None:
+        logging.set_verbosity(logging.WARNING)
+        _join()
+        try:
+            main(argv)
+        except (Exception, KeyboardInterrupt):
+            if jax.process_count() == 1:
+                raise
+            traceback.print_exc()
+            print(
+                f"process {jax.process_index()} of {jax.process_count()} failed, see above. A "
+                "connection that was closed means that another process ended first. Start all "
+                "processes again; with --checkpoint_dir they continue from the last checkpoint.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)  # the usual end waits for the other processes
+
+    app.run(join_and_run)
+
+
+def _join() -> None:
+    """Joins the processes that the flags or the cluster name; does nothing where neither does."""
+    named = {flag.name: flag.value for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)}
+    missing = [f"--{name}" for name, value in named.items() if value is None]
+    if missing and len(missing) < len(named):
+        raise app.UsageError(f"give {', '.join(missing)} too: a process needs all three")
+    if not missing or _is_started_by_cluster():
+        jax.distributed.initialize(
+            _COORDINATOR.value,
+            _NUM_PROCESSES.value,
+            _PROCESS_ID.value,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS.value,
+        )
+
+
+def _is_started_by_cluster() -> bool:
+    """Returns whether `srun` or `mpirun` started this process as one of several."""
+    if "SLURM_STEP_NODELIST" in os.environ:
+        return int(os.environ.get("SLURM_NTASKS", 1)) > 1
+    return int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1
+
+
+def is_first() -> bool:
+    """Returns whether this process is the one that prints and writes files."""
+    return jax.process_index() == 0
+
+
+def print_once(text: str) -> None:
+    """Prints in the first process only."""
+    if is_first():
+        print(text, flush=True)
+
+
+def distribute(value: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Returns an array of all processes, made of a value that each of them holds as a whole."""
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
