@@ -136,9 +136,6 @@ def dispatch(
             'topk_weights is an argument of dispatch only with layout="rank"; with "expert", give '
             "the weights to combine."
         )
-    expert_alignment = checks.check_integer(
-        "expert_alignment", expert_alignment, most=checks.MAX_INT32
-    )
     return expert_major.dispatch(
         x, topk_idx, capacity=capacity, expert_alignment=expert_alignment, **shared
     )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.exchange import gradients, routes
 from jax_ep.exchange.routes import Routes
-from jax_ep.runtime.jax_compat import match_varying, register_for_export
+from jax_ep.runtime.jax_compat import register_for_export
 
 
 @functools.partial(
@@ -100,6 +100,9 @@ def dispatch(
 
     `options`: those of `gradients.configure` besides these.
     """
+    expert_alignment = checks.check_integer(
+        "expert_alignment", expert_alignment, most=checks.MAX_INT32
+    )
     num_tokens, top_k = topk_idx.shape
     config = gradients.configure(
         "x",
@@ -116,7 +119,7 @@ def dispatch(
         list_words=top_k,
         **options,
     )
-    (x,) = match_varying((x,), axis_name)
+    (x,) = gradients.match((x,), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
     layout: routes.Layout
     tokens, scales, route, layout = gradients.dispatch(config, x, topk_idx, None)
@@ -137,7 +140,7 @@ def combine(
         )
     config = gradients.configure("y", y, **_static(handle), **options)
     if topk_weights is None:
-        (y,) = match_varying((y,), handle.axis_name)
+        (y,) = gradients.match((y,), handle.axis_name)
         return gradients.combine(config, y, None, handle.routes)
     checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
     if topk_weights.shape != handle.rows.shape[1:]:
@@ -145,7 +148,7 @@ def combine(
             f"topk_weights must have topk_idx's shape {handle.rows.shape[1:]}, "
             f"but has shape {topk_weights.shape}."
         )
-    y, weights = match_varying((y, topk_weights.astype(jnp.float32)), handle.axis_name)
+    y, weights = gradients.match((y, topk_weights.astype(jnp.float32)), handle.axis_name)
     return gradients.combine(config, y, weights, handle.routes)
 
 
@@ -154,7 +157,7 @@ def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
     check_handle(handle)
     checks.check_rows_of_tokens(x, handle.rows.shape[1])
     config = gradients.configure("x", x, **_static(handle), **options)
-    (x,) = match_varying((x,), handle.axis_name)
+    (x,) = gradients.match((x,), handle.axis_name)
     return gradients.dispatch_like(config, x, handle.routes)
 
 

@@ -16,6 +16,7 @@ import jax
 from jax_ep.exchange import primitives, quantization
 from jax_ep.exchange.interface import Config, Implementation
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.runtime.jax_compat import match_varying, replicated
 
 AnyRoutes = Routes | RankRoutes
 
@@ -42,6 +43,15 @@ def configure(
     )
     primitives.check_implementation(config, rows)
     return config
+
+
+def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
+    """Gives operands the types that their gradients have, as JAX asks of custom gradients.
+
+    They vary over the ranks' axes, and are replicated over Explicit axes that `shard_map` leaves
+    out.
+    """
+    return match_varying([replicated(operand) for operand in operands], axis_name)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -66,6 +66,8 @@ def workspace_bytes(
     that are not needed at once share memory or lie where the results will be; or hold more where
     it does not fuse: up to K arrays [N, T, H] of the terms of a sum over a token's choices.
 
+    (The function is long because it names and checks every argument.)
+
     Args:
       operation: a function of this library; or "dispatch_grad", the gradient of a dispatch, or
         "combine_grad", that of a weighted combine, or in the rank layout of one without weights.

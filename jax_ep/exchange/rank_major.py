@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.exchange import gradients, routes
 from jax_ep.exchange.routes import RankRoutes
-from jax_ep.runtime.jax_compat import match_varying, register_for_export
+from jax_ep.runtime.jax_compat import register_for_export
 
 
 @functools.partial(
@@ -108,9 +108,9 @@ def dispatch(
     )
     weights = None
     if topk_weights is None:
-        (x,) = match_varying((x,), axis_name)
+        (x,) = gradients.match((x,), axis_name)
     else:
-        x, weights = match_varying((x, topk_weights.astype(jnp.float32)), axis_name)
+        x, weights = gradients.match((x, topk_weights.astype(jnp.float32)), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
     tokens, scales, route, weights = gradients.dispatch(config, x, topk_idx, weights)
     if weights is not None and topk_weights is not None:
@@ -136,7 +136,7 @@ def combine(
             "choices already: give them to dispatch, and weigh with RankDispatched.topk_weights."
         )
     config = gradients.configure("y", y, **_static(handle), **options)
-    (y,) = match_varying((y,), handle.axis_name)
+    (y,) = gradients.match((y,), handle.axis_name)
     return gradients.combine(config, y, None, handle.routes)
 
 
@@ -145,7 +145,7 @@ def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> jax.Array
     check_handle(handle)
     checks.check_rows_of_tokens(x, handle.shape[1])
     config = gradients.configure("x", x, **_static(handle), **options)
-    (x,) = match_varying((x,), handle.axis_name)
+    (x,) = gradients.match((x,), handle.axis_name)
     return gradients.dispatch_like(config, x, handle.routes)
 
 

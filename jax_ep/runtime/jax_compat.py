@@ -114,6 +114,17 @@ def result_type(
     return operand.update(shape=tuple(shape), dtype=dtype, weak_type=False, **changes)
 
 
+def replicated(x: jax.Array) -> jax.Array:
+    """Reshards x to be replicated over the mesh's Explicit axes, unless it is already.
+
+    Where JAX does not know such axes, x is returned as it is.
+    """
+    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
+    if not any(spec):
+        return x
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*[None] * x.ndim))
+
+
 def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.Array) -> Any:
     """Calls a function with the mesh's Explicit axes as Auto; its results are replicated over them.
 

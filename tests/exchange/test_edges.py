@@ -134,7 +134,7 @@ def test_nothing_is_promoted_implicitly(function, dtype, option, value):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX lacks Explicit axes in shard_map")
 @pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("spec", [P(AXIS)], ids=str)
+@pytest.mark.parametrize("spec", [P(AXIS), P((AXIS, "data")), P(AXIS, "data")], ids=str)
 @pytest.mark.parametrize("function", [expert_major, rank_major])
 def test_the_axes_that_shard_map_leaves_out_may_be_explicit(function, spec, check_vma):
     if len(jax.devices()) < 4:
