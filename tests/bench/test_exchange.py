@@ -34,7 +34,7 @@ def run_step(part, num_ranks: int):
     return jax.device_get((loop.state, loop.outputs()))
 
 
-@pytest.mark.parametrize("name", quick(operations.OPERATIONS, "dispatch", "combine"))
+@pytest.mark.parametrize("name", quick([*operations.OPERATIONS], "dispatch", "combine"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_an_operation_agrees_with_the_reference_and_only_then(name, num_ranks, implementation):
@@ -50,7 +50,7 @@ def test_an_operation_agrees_with_the_reference_and_only_then(name, num_ranks, i
         operation.check(state, jax.tree.unflatten(structure, spoiled))
 
 
-@pytest.mark.parametrize("name", quick(operations.OPERATIONS, "dispatch"))
+@pytest.mark.parametrize("name", quick([*operations.OPERATIONS], "dispatch"))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("layout", "wire_dtype", "output"),

@@ -88,6 +88,7 @@ def test_a_run_that_is_told_to_end_ends_its_step_and_keeps_what_it_has(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_bench_all_runs_every_step_and_saves_it(tmp_path, capsys, monkeypatch):
     path = tmp_path / "out.json"
     monkeypatch.setenv(
