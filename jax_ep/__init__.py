@@ -20,8 +20,11 @@ from jax_ep.exchange.memory import workspace_bytes
 from jax_ep.exchange.permute import group_by_expert, sum_by_token
 from jax_ep.exchange.rank_major import RankDispatched, RankHandle
 from jax_ep.matmul.api import grouped_matmul
+from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
-from jax_ep.moe.layer import MoEConfig, MoEMetrics, MoEParams, moe_layer
+from jax_ep.moe.layer import MoEMetrics, moe_layer
+from jax_ep.moe.params import MoEParams
+from jax_ep.moe.routed_experts import routed_experts
 from jax_ep.moe.routing import (
     Routing,
     load_balance_loss,
@@ -60,6 +63,7 @@ __all__ = [
     "nnx",
     "reduce_scatter",
     "reference",
+    "routed_experts",
     "router_z_loss",
     "sum_by_token",
     "top_k_routing",

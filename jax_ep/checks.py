@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 import reprlib
 from typing import Any
@@ -116,3 +118,15 @@ def check_integer(name: str, value: int, least: int = 1, most: int | None = None
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most}, but is {value}.")
     return value
+
+
+def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
+    """Raises unless it is a finite Python or NumPy number above 0; `otherwise` adds an alternative.
+
+    A traced value, a string or a bool is a TypeError, another number a ValueError.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+        least = "0 or more" if may_be_zero else "above 0"
+        raise ValueError(f"{name} must be {least} and finite{otherwise}, but is {value}.")

@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from jax_ep.exchange.api import Implementation
-from jax_ep.matmul.api import Implementation as MatmulImplementation
-from jax_ep.moe import layer as moe
+from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
 
 ROUTER_STATE = "router_state"
+
+if TYPE_CHECKING:
+    _ConfigFields: Any = object
+else:
+    # A Linen module is a dataclass that is not frozen, and cannot inherit from a frozen one.
+    _ConfigFields = dataclasses.make_dataclass(
+        "_ConfigFields",
+        [
+            (f.name, f.type, dataclasses.field(default=f.default, kw_only=True))
+            for f in dataclasses.fields(MoEConfig)
+        ],
+    )
+
+
+class LogicallyPartitioned(nn.LogicallyPartitioned):
+    """Flax's box of a parameter with logical axes, with no name for an axis that nobody named.
+
+    `nn.scan` and `nn.vmap` add an axis. Flax's own box raises unless their `metadata_params` have
+    `nn.PARTITION_NAME`; this one leaves the new axis unsharded.
+    """
+
+    __eq__ = nn.LogicallyPartitioned.__eq__
+
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Any:
+        return super().add_axis(index, {nn.PARTITION_NAME: None, **params})
+
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Any:
+        return super().remove_axis(index, {nn.PARTITION_NAME: None, **params})
 
 
 class Gate(nn.Module):
@@ -31,10 +59,18 @@ class Gate(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: int) -> tuple[jax.Array, jax.Array | None]:
-        init: Any = nn.with_logical_partitioning(self.kernel_init, moe.LOGICAL_AXES["gate"])
+        init: Any = _partitioned(self.kernel_init, "gate")
         kernel = self.param("kernel", init, (hidden, self.num_experts), self.param_dtype)
         if not self.selection_bias:
             return kernel, None
+        if not (
+            self.has_variable(ROUTER_STATE, "bias") or self.is_mutable_collection(ROUTER_STATE)
+        ):
+            raise ValueError(
+                'selection_bias=True keeps gate.bias in the collection "router_state", and it is '
+                "not here. Pass that collection to apply, as init returned it; in nn.scan, set "
+                'variable_axes={"params": 0, "router_state": 0}.'
+            )
         bias = self.variable(ROUTER_STATE, "bias", jnp.zeros, (self.num_experts,), jnp.float32)
         return kernel, bias.value
 
@@ -47,7 +83,7 @@ class Gate(nn.Module):
         )
 
 
-class MoE(nn.Module):
+class MoE(nn.Module, _ConfigFields):
     """Mixture of gated MLP experts, spread over the ranks of a mesh axis.
 
     Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
@@ -63,7 +99,7 @@ class MoE(nn.Module):
       shared_wi_0, shared_wi_1 [H, S·F] ("embed", "mlp"), with S shared experts
       shared_wo    [S·F, H]             ("mlp", "embed")
     and, with `selection_bias`, gate.bias [E] in the collection "router_state", which only
-    `update_bias` changes.
+    `update_bias` changes. In `nn.scan`, list both collections in `variable_axes`.
 
     Attributes:
       num_experts: E.
@@ -75,40 +111,23 @@ class MoE(nn.Module):
       kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
       gate_init: initializer of gate.kernel.
 
-    The others are those of `jax_ep.MoEConfig`.
+    The others are the fields of `jax_ep.MoEConfig`, by keyword.
     """
 
     num_experts: int
     num_experts_per_token: int
     mlp_dim: int
     num_shared_experts: int = 0
-    score: routing.Score = "softmax"
     selection_bias: bool = False
-    num_groups: int = 1
-    groups_kept: int = 1
-    normalize: bool = True
-    scale: float = 1.0
-    capacity_factor: float | None = None
-    expert_alignment: int = 1
-    wire_dtype: Any = None
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
-    dtype: Any = None
     param_dtype: Any = jnp.float32
-    expert_axis: str | tuple[str, ...] = "expert"
-    batch_axes: str | tuple[str, ...] | None = None
-    mesh: Mesh | None = None
-    implementation: Implementation = None
-    matmul_implementation: MatmulImplementation = None
-    kernel_init: nn.initializers.Initializer = moe.default_kernel_init
-    gate_init: nn.initializers.Initializer = moe.default_kernel_init
+    kernel_init: nn.initializers.Initializer = moe_params.default_kernel_init
+    gate_init: nn.initializers.Initializer = moe_params.default_kernel_init
 
     def setup(self) -> None:
         self.gate = Gate(self.num_experts, self.selection_bias, self.gate_init, self.param_dtype)
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, moe.MoEMetrics]:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, MoEMetrics]:
         """Runs the layer.
 
         Args:
@@ -126,21 +145,19 @@ class MoE(nn.Module):
         kernel, bias = self.gate(hidden)
         weights = {
             name: self._weight(name, shape)
-            for name, shape in moe.weight_shapes(
+            for name, shape in moe_params.weight_shapes(
                 self.num_experts, hidden, self.mlp_dim, self.num_shared_experts
             ).items()
         }
-        config = moe.MoEConfig.of(self)
-        return moe.moe_layer(moe.MoEParams(gate=kernel, bias=bias, **weights), x, config, mask)
+        config = MoEConfig.of(self)
+        return moe_layer(MoEParams(gate=kernel, bias=bias, **weights), x, config, mask)
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> jax.Array:
         if self.has_variable("params", name):
             # Inside a shard_map over the expert axis it may hold this rank's experts only.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
             shape = (*stored.shape[: len(shape) - 2], *shape[-2:])
-        init: Any = nn.with_logical_partitioning(
-            moe.per_expert(self.kernel_init), moe.LOGICAL_AXES[name]
-        )
+        init: Any = _partitioned(moe_params.per_expert(self.kernel_init), name)
         return self.param(name, init, shape, self.param_dtype)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
@@ -158,3 +175,12 @@ class MoE(nn.Module):
           ValueError: there is no bias, or the counts have another shape.
         """
         self.gate.update_bias(expert_counts, rate)
+
+
+def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
+    """Returns an initializer of the parameter in a box with its logical axes."""
+
+    def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
+        return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])
+
+    return boxed

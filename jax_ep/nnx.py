@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from jax_ep.exchange.api import Implementation
-from jax_ep.matmul.api import Implementation as MatmulImplementation
-from jax_ep.moe import layer as moe
+from jax_ep.checks import as_axes
+from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
-
-Initializer = jax.nn.initializers.Initializer
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
+from jax_ep.moe.mesh import shard
+from jax_ep.moe.params import Initializer
 
 
 class RouterState(nnx.Variable):
@@ -34,10 +35,11 @@ class Gate(nnx.Module):
         selection_bias: bool,
         kernel_init: Initializer,
         param_dtype: Any,
+        expert_axis: str | tuple[str, ...],
         rngs: nnx.Rngs,
     ):
         kernel = kernel_init(rngs.params(), (hidden, num_experts), param_dtype)
-        self.kernel = _param(kernel, "gate")
+        self.kernel = _param(kernel, "gate", expert_axis)
         self.bias = RouterState(jnp.zeros(num_experts, jnp.float32)) if selection_bias else None
 
 
@@ -58,9 +60,9 @@ class MoE(nnx.Module):
       shared_wo    [S·F, H]             ("mlp", "embed")
     and, with `selection_bias`, gate.bias [E] (`RouterState`), which only `update_bias` changes.
 
-    They are born sharded where Flax can do it: with a mesh set and
-    `nnx.logical_axis_rules` that resolve their axes; otherwise place them with
-    `nnx.get_partition_spec`.
+    With a mesh set they are created sharded over it, each logical axis over the mesh axes that
+    `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over `expert_axis` and
+    the others are not sharded. A mesh without `expert_axis` gives every rank all experts.
 
     Args:
       hidden: H.
@@ -73,8 +75,12 @@ class MoE(nnx.Module):
       kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
       gate_init: initializer of gate.kernel.
       rngs: gives the key "params".
+      fields: the other fields of `jax_ep.MoEConfig`.
 
-    The others are those of `jax_ep.MoEConfig`.
+    Raises:
+      TypeError: a keyword is no field of `jax_ep.MoEConfig`.
+      ValueError: a parameter does not divide over the mesh axes of its logical axes, or a rule
+        names no axis of the mesh.
     """
 
     wi_0: nnx.Param
@@ -92,45 +98,15 @@ class MoE(nnx.Module):
         num_experts: int,
         num_experts_per_token: int,
         num_shared_experts: int = 0,
-        score: routing.Score = "softmax",
         selection_bias: bool = False,
-        num_groups: int = 1,
-        groups_kept: int = 1,
-        normalize: bool = True,
-        scale: float = 1.0,
-        capacity_factor: float | None = None,
-        expert_alignment: int = 1,
-        wire_dtype: Any = None,
-        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
-        dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        expert_axis: str | tuple[str, ...] = "expert",
-        batch_axes: str | tuple[str, ...] | None = None,
-        mesh: Mesh | None = None,
-        implementation: Implementation = None,
-        matmul_implementation: MatmulImplementation = None,
-        kernel_init: Initializer = moe.default_kernel_init,
-        gate_init: Initializer = moe.default_kernel_init,
+        kernel_init: Initializer = moe_params.default_kernel_init,
+        gate_init: Initializer = moe_params.default_kernel_init,
         rngs: nnx.Rngs,
+        **fields: Any,
     ):
-        self.config = moe.MoEConfig(
-            num_experts=num_experts,
-            num_experts_per_token=num_experts_per_token,
-            score=score,
-            num_groups=num_groups,
-            groups_kept=groups_kept,
-            normalize=normalize,
-            scale=scale,
-            capacity_factor=capacity_factor,
-            expert_alignment=expert_alignment,
-            wire_dtype=wire_dtype,
-            activation=activation,
-            dtype=dtype,
-            expert_axis=expert_axis,
-            batch_axes=batch_axes,
-            mesh=mesh,
-            implementation=implementation,
-            matmul_implementation=matmul_implementation,
+        self.config = MoEConfig(
+            num_experts=num_experts, num_experts_per_token=num_experts_per_token, **fields
         )
         self.gate = Gate(
             hidden,
@@ -138,18 +114,18 @@ class MoE(nnx.Module):
             selection_bias=selection_bias,
             kernel_init=gate_init,
             param_dtype=param_dtype,
+            expert_axis=self.config.expert_axis,
             rngs=rngs,
         )
-        init = moe.per_expert(kernel_init)
-        shapes = moe.weight_shapes(num_experts, hidden, mlp_dim, num_shared_experts)
-        for name in moe.WEIGHTS:
+        init = moe_params.per_expert(kernel_init)
+        shapes = moe_params.weight_shapes(num_experts, hidden, mlp_dim, num_shared_experts)
+        for name in moe_params.WEIGHTS:
             shape = shapes.get(name)
             weight = None if shape is None else init(rngs.params(), shape, param_dtype)
-            setattr(self, name, None if weight is None else _param(weight, name))
+            param = None if weight is None else _param(weight, name, self.config.expert_axis)
+            setattr(self, name, param)
 
-    def __call__(
-        self, x: jax.Array, mask: jax.Array | None = None
-    ) -> tuple[jax.Array, moe.MoEMetrics]:
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, MoEMetrics]:
         """Runs the layer.
 
         Args:
@@ -164,9 +140,9 @@ class MoE(nnx.Module):
           ValueError, TypeError: an argument or attribute does not fit; the message names it.
         """
         params = {"gate": self.gate.kernel, "bias": self.gate.bias}
-        params |= {name: getattr(self, name) for name in moe.WEIGHTS}
+        params |= {name: getattr(self, name) for name in moe_params.WEIGHTS}
         arrays: Any = {name: None if v is None else v.get_value() for name, v in params.items()}
-        return moe.moe_layer(moe.MoEParams(**arrays), x, self.config, mask)
+        return moe_layer(MoEParams(**arrays), x, self.config, mask)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
         """Steps the selection bias against the load; see `jax_ep.update_expert_bias`.
@@ -186,15 +162,42 @@ class MoE(nnx.Module):
         bias.set_value(routing.update_expert_bias(bias.get_value(), expert_counts, rate))
 
 
-def _param(value: jax.Array, name: str) -> nnx.Param:
-    """An `nnx.Param` with logical axes, sharded now only if they resolve to axes of a mesh.
+def _param(value: jax.Array, name: str, expert_axis: str | tuple[str, ...]) -> nnx.Param:
+    """Returns an `nnx.Param` with logical axes, sharded over the ambient mesh if there is one.
 
-    Flax's own eager sharding raises where there is no mesh, or no rule for an axis.
+    Flax's own eager sharding needs a rule for each logical axis, and Explicit or Auto axes only;
+    where it lacks them this function shards the value itself.
     """
-    axes = moe.LOGICAL_AXES[name]
+    axes = moe_params.LOGICAL_AXES[name]
     mesh = jax.sharding.get_abstract_mesh()
-    rules = dict(spmd.get_logical_axis_rules())
-    resolved = [rules.get(a, a) for a in axes if a is not None]
-    names = {n for a in resolved if a is not None for n in ((a,) if isinstance(a, str) else a)}
-    eager = nnx.using_eager_sharding() and not mesh.manual_axes and names <= set(mesh.axis_names)
-    return nnx.Param(value, out_sharding=axes, eager_sharding=eager and not mesh.empty)
+    if mesh.empty or mesh.manual_axes or not nnx.using_eager_sharding():
+        return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+    rules: dict[str, Any] = dict(spmd.get_logical_axis_rules())
+    held = tuple(axis for axis in as_axes(expert_axis, "expert_axis") if axis in mesh.axis_names)
+    missing = [axis for axis in axes if axis is not None and axis not in rules]
+    defaults: dict[str, Any] = {a: a if a in mesh.axis_names else None for a in missing}
+    if "exp" in defaults:
+        defaults["exp"] = held or None
+    named = rules | defaults
+    spec = [None if axis is None else named[axis] for axis in axes]
+    if "exp" in axes:
+        if not held:  # data parallelism: every rank has all experts
+            spec[0] = None
+        _check_divides(value, spec[0], mesh)
+    if spec[0] == rules.get(str(axes[0]), spec[0]) and len(set(mesh.axis_types)) == 1:
+        metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
+        return nnx.Param(value, out_sharding=axes, eager_sharding=True, **metadata)
+    value = shard(value, mesh, PartitionSpec(*spec))
+    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+def _check_divides(weights: jax.Array, axes: Any, mesh: AbstractMesh) -> None:
+    """Raises ValueError unless the experts of [E, ...] divide over the mesh axes."""
+    names = as_axes(axes or ())
+    num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)
+    if weights.shape[0] % num_ranks:
+        raise ValueError(
+            f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis {names}, "
+            f"but is {weights.shape[0]}."
+        )

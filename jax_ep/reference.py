@@ -364,11 +364,12 @@ def load_balance_loss(probs: Array, topk_idx: Array) -> float:
 
     Switch Transformers (arXiv:2101.03961, equation 4) with K choices; all ranks' tokens in one
     array. Scores are normalized over experts first, which changes nothing for softmax. Choices
-    that are -1 are not choices, and a token that makes none is no token.
+    outside [0, num_experts), such as -1, are not choices, and a token that makes none is no token.
     """
     num_experts = probs.shape[1]
-    choices = topk_idx[topk_idx >= 0]
-    probs = probs[(topk_idx >= 0).any(axis=-1)]
+    is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
+    choices = topk_idx[is_choice]
+    probs = probs[is_choice.any(axis=-1)]
     if len(choices) == 0:
         return 0.0
     share = np.array([np.mean(choices == e) for e in range(num_experts)])

@@ -32,7 +32,9 @@ from support.meshes import RANK_COUNTS, expert_mesh, mesh
 from support.selection import quick
 
 from jax_ep.linen import MoE
-from jax_ep.moe import layer as moe
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.layer import MoEMetrics
+from jax_ep.moe.params import WEIGHTS, MoEParams
 
 RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
 layer: Any = functools.partial(MoE, num_experts=E, num_experts_per_token=K, mlp_dim=F)
@@ -46,8 +48,8 @@ def exact_matmuls():
         yield
 
 
-def variables_of(params: moe.MoEParams) -> dict:
-    weights = {name: w for name in moe.WEIGHTS if (w := getattr(params, name)) is not None}
+def variables_of(params: MoEParams) -> dict:
+    weights = {name: w for name in WEIGHTS if (w := getattr(params, name)) is not None}
     variables: dict = {"params": {"gate": {"kernel": params.gate}, **weights}}
     if params.bias is not None:
         variables["router_state"] = {"gate": {"bias": params.bias}}
@@ -108,7 +110,7 @@ def test_matches_dense_numpy(num_ranks):
     want, counts = dense(params, x, score="sigmoid", scale=2.0)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(metrics.expert_counts, counts)
-    assert isinstance(metrics, moe.MoEMetrics) and metrics.num_dropped == 0
+    assert isinstance(metrics, MoEMetrics) and metrics.num_dropped == 0
 
 
 def test_gradients_equal_on_one_and_eight_ranks():
@@ -126,6 +128,7 @@ def test_attributes_reach_the_core():
         "num_groups": 3,
         "groups_kept": 2,
         "normalize": False,
+        "normalize_epsilon": 1e-6,
         "scale": 2.5,
         "capacity_factor": 1.25,
         "expert_alignment": 8,
@@ -138,10 +141,10 @@ def test_attributes_reach_the_core():
         "implementation": "xla",
         "matmul_implementation": "xla",
     }
-    config = moe.MoEConfig.of(MoE(mlp_dim=F, **changed))
+    config = MoEConfig.of(MoE(mlp_dim=F, **changed))
     assert {f.name: getattr(config, f.name) for f in dataclasses.fields(config)} == changed
-    defaults = moe.MoEConfig(num_experts=E, num_experts_per_token=K)
-    assert moe.MoEConfig.of(layer()) == defaults
+    defaults = MoEConfig(num_experts=E, num_experts_per_token=K)
+    assert MoEConfig.of(layer()) == defaults
 
 
 def test_logical_rules_shard_experts_over_the_expert_axis():
@@ -285,6 +288,46 @@ def test_inside_a_shard_map_with_this_ranks_experts(check_vma):
     out, metrics = jax.jit(apply)(variables, make_x())
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     assert metrics.expert_counts.sum() == BATCH * SEQUENCE * K
+
+
+def scanned(**options):
+    """A scan of two layers with a selection bias, without a name for the new axis."""
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(
+                lambda block, x, _: (x + block(x)[0], None),
+                split_rngs={"params": True},
+                length=2,
+                **options,
+            )
+            return scan(layer(selection_bias=True, name="moe"), x, None)[0]
+
+    return Scanned()
+
+
+def test_scan_without_a_name_for_the_new_axis():
+    module = scanned(variable_axes={"params": 0, "router_state": 0})
+    boxed = jax.jit(module.init)(jax.random.key(0), make_x())
+    specs = nn.get_partition_spec(boxed)["params"]["moe"]
+    assert specs["wi_0"] == P(None, "exp", "embed", "mlp")
+    assert specs["gate"]["kernel"] == P(None, "embed", None)
+    x = make_x()
+    for i in range(2):
+        own = jax.tree.map(lambda a, i=i: a[i], nn.unbox(boxed))
+        own = {name: tree["moe"] for name, tree in own.items()}
+        x = x + apply(layer(selection_bias=True), own, x)[0]
+    assert_close(jax.jit(module.apply)(boxed, make_x()), x)
+
+
+def test_scan_that_leaves_out_the_selection_bias_says_what_to_do():
+    module = scanned(variable_axes={"params": 0})
+    with pytest.raises(ValueError, match='variable_axes={"params": 0, "router_state": 0}'):
+        module.init(jax.random.key(0), make_x())
+    variables = variables_of(make_params(bias=True, shared=False))
+    with pytest.raises(ValueError, match='selection_bias=True .*collection "router_state"'):
+        apply(layer(selection_bias=True), {"params": variables["params"]}, make_x())
 
 
 class Owner(nn.Module):

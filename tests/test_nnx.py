@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.dense_moe import (
     BATCH,
@@ -29,7 +32,9 @@ from support.dense_moe import (
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
 from support.selection import quick
 
-from jax_ep.moe import layer as moe
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.layer import MoEMetrics
+from jax_ep.moe.params import WEIGHTS, MoEParams
 from jax_ep.nnx import MoE, RouterState
 
 RULES = (("exp", "expert"), ("embed", None), ("mlp", None), ("layers", None))
@@ -47,7 +52,7 @@ def layer(seed: int = 0, **changes) -> Any:
     return MoE(H, F, **(sizes | changes), rngs=nnx.Rngs(seed))
 
 
-def layer_of(params: moe.MoEParams, **changes) -> Any:
+def layer_of(params: MoEParams, **changes) -> Any:
     shared = 0 if params.shared_wo is None else S
     zeros = jax.nn.initializers.zeros
     changes |= dict(num_shared_experts=shared, kernel_init=zeros, gate_init=zeros)
@@ -55,7 +60,7 @@ def layer_of(params: moe.MoEParams, **changes) -> Any:
     module.gate.kernel.set_value(params.gate)
     if params.bias is not None:
         module.gate.bias.set_value(params.bias)
-    for name in moe.WEIGHTS:
+    for name in WEIGHTS:
         if (value := getattr(params, name)) is not None:
             getattr(module, name).set_value(value)
     return module
@@ -110,7 +115,7 @@ def test_matches_dense_numpy(num_ranks):
     want, counts = dense(make_params(bias=True), make_x(), score="sigmoid", scale=2.0)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(metrics.expert_counts, counts)
-    assert isinstance(metrics, moe.MoEMetrics) and metrics.num_dropped == 0
+    assert isinstance(metrics, MoEMetrics) and metrics.num_dropped == 0
 
 
 def test_gradients_equal_on_one_and_eight_ranks():
@@ -127,6 +132,7 @@ def test_attributes_reach_the_core():
         "num_groups": 3,
         "groups_kept": 2,
         "normalize": False,
+        "normalize_epsilon": 1e-6,
         "scale": 2.5,
         "capacity_factor": 1.25,
         "expert_alignment": 8,
@@ -139,28 +145,65 @@ def test_attributes_reach_the_core():
         "implementation": "xla",
         "matmul_implementation": "xla",
     }
-    assert nnx.eval_shape(lambda: layer(**changed)).config == moe.MoEConfig(**changed)
-    assert nnx.eval_shape(layer).config == moe.MoEConfig(num_experts=E, num_experts_per_token=K)
+    assert nnx.eval_shape(lambda: layer(**changed)).config == MoEConfig(**changed)
+    assert nnx.eval_shape(layer).config == MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
-def test_parameters_are_born_sharded_under_rules_and_whole_without():
-    devices = mesh((2, 4), ("data", "expert"))
-    with jax.set_mesh(devices):
-        whole = layer(
-            kernel_init=jax.nn.initializers.ones
-        )  # "exp" names no axis here, and no rule resolves it
-        with nnx.logical_axis_rules(RULES):
-            split = layer(kernel_init=jax.nn.initializers.ones)
-            jitted = nnx.jit(layer)()
-            specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(split)))
-        got, want = jitted(make_x()), layer()(make_x())
-    assert specs["wi_0"] == P("expert", None, None)
-    for module in (split, jitted):
-        wi_0 = module.wi_0.get_value()
-        assert {shard.data.shape for shard in wi_0.addressable_shards} == {(E // 4, H, F)}
-        assert module.gate.kernel.get_value().sharding.is_fully_replicated
-    assert whole.wi_0.get_value().addressable_shards[0].data.shape == (E, H, F)
-    assert_close(got, want)
+SOME_RULES = [RULES, RULES[:1], (), (("embed", "data"),), (("exp", ("expert",)), ("mlp", "data"))]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "mixed"])
+@pytest.mark.parametrize("rules", SOME_RULES, ids=str)
+def test_experts_are_born_sharded_whatever_rules_there_are(rules, kind):
+    """Without a rule "exp" is sharded over expert_axis, the others not at all."""
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    mesh((2, 4), ("data", "expert"))  # skips where there are fewer devices
+    types = dict(Auto=(auto, auto), Explicit=(explicit, explicit), mixed=(auto, explicit))[kind]
+    devices = jax.make_mesh((2, 4), ("data", "expert"), axis_types=types)
+    over = dict(rules)
+    shape = (E // 4, H // (2 if "embed" in over and over["embed"] else 1),
+             F // (2 if over.get("mlp") else 1))  # fmt: skip
+    make = functools.partial(layer, kernel_init=jax.nn.initializers.ones)
+    with jax.set_mesh(devices), nnx.logical_axis_rules(rules):
+        for module in (make(), nnx.jit(make)()):
+            wi_0 = module.wi_0.get_value()
+            assert {shard.data.shape for shard in wi_0.addressable_shards} == {shape}
+            gate = module.gate.kernel.get_value()
+            assert gate.addressable_shards[0].data.shape == (shape[1], E)
+        if kind != "mixed":
+            abstract = nnx.eval_shape(make).wi_0.get_value()
+            assert abstract.sharding.spec[0] in ("expert", ("expert",))
+
+
+def test_output_does_not_depend_on_where_parameters_are_born():
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+        got = nnx.jit(lambda module, x: module(x))(layer(), make_x())
+    assert_close(got, layer()(make_x()))
+
+
+def test_every_rank_has_all_experts_on_a_mesh_without_their_axis():
+    with jax.set_mesh(mesh((8,), ("data",))), nnx.logical_axis_rules(RULES):
+        module = layer(kernel_init=jax.nn.initializers.ones)
+    assert module.wi_0.get_value().addressable_shards[0].data.shape == (E, H, F)
+
+
+def test_a_rule_that_names_no_axis_of_the_mesh_is_an_error():
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+        for rule in (("exp", "experts"), ("embed", "fsdp")):
+            with nnx.logical_axis_rules((rule,)), pytest.raises(ValueError, match=rule[1]):
+                layer()
+
+
+def test_a_layer_can_be_pickled_and_copied():
+    module = layer(selection_bias=True, num_shared_experts=S)
+    for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert other.config == module.config
+        assert_close(other(make_x()), module(make_x()))
+
+
+def test_an_unknown_keyword_is_named():
+    with pytest.raises(TypeError, match="num_expert_groups"):
+        layer(num_expert_groups=2)
 
 
 @pytest.mark.slow

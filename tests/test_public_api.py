@@ -94,16 +94,19 @@ def rank_major() -> None:
     close(on_ranks(there_and_back, X, IDX, WEIGHTS, WI_0, WI_1, WO), layer_in_float64())
 
 
-@exercises("expert_mlp", "grouped_matmul")
+@exercises("expert_mlp", "grouped_matmul", "routed_experts")
 def experts() -> None:
     def layer(x: Any, topk_idx: Any, weights: Any, wi_0: Any, wi_1: Any, wo: Any) -> Any:
         sent = jax_ep.dispatch(x, topk_idx, num_experts=E, axis_name=AXIS)
         y = jax_ep.expert_mlp(sent.tokens, wi_0, wi_1, wo, sent.group_sizes)
         product = jax_ep.grouped_matmul(sent.tokens, wi_0, sent.group_sizes)
-        return jax_ep.combine(y, sent.handle, weights), jax_ep.combine(product, sent.handle)
+        at_once = jax_ep.routed_experts(sent, wi_0, wi_1, wo, weights)
+        out = jax_ep.combine(y, sent.handle, weights)
+        return out, at_once, jax_ep.combine(product, sent.handle)
 
-    out, products = on_ranks(layer, X, IDX, WEIGHTS, WI_0, WI_1, WO)
+    out, at_once, products = on_ranks(layer, X, IDX, WEIGHTS, WI_0, WI_1, WO)
     close(out, layer_in_float64())
+    assert_bitwise_equal(at_once, out)
     of_choices = WI_0.reshape(E, H, F).astype(np.float64)[IDX]  # [N, T, K, H, F]
     close(products, np.einsum("nth,ntkhf->ntf", X, of_choices))
 

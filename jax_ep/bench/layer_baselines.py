@@ -20,8 +20,9 @@ from jax import lax
 from jax_ep.bench.baselines import AXIS
 from jax_ep.moe import layer as moe
 from jax_ep.moe import routing
+from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
-from jax_ep.moe.layer import MoEConfig, MoEParams
+from jax_ep.moe.params import MoEParams
 
 Layer = Callable[[MoEParams, jax.Array], jax.Array]  # x [T, H] -> [T, H]
 

@@ -123,7 +123,7 @@ _expert_mlp.defvjp(forward, _backward)
 def _gate(
     activation: Activation, pre_0: jax.Array, pre_1: jax.Array, weights: jax.Array | None = None
 ) -> jax.Array:
-    dtype = jnp.promote_types(pre_0.dtype, jnp.float32)
+    dtype = jnp.float32 if pre_0.dtype.itemsize < 4 else pre_0.dtype
     gated = activation(pre_0.astype(dtype)) * pre_1.astype(dtype)
     if weights is not None:
         gated *= weights.astype(dtype)[:, None]

@@ -11,13 +11,14 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.checks import AxisName
-from jax_ep.runtime.jax_compat import match_varying
+from jax_ep.exchange.routes import expert_ids
+from jax_ep.runtime.jax_compat import match_varying, register_for_export
 
 Score = Literal["softmax", "sigmoid"]
 
 # Keeps a normalization and its derivative finite when every chosen score is zero: far below any
 # score that matters, and its square does not underflow.
-_TINY = 1e-15
+TINY = 1e-15
 
 
 class Routing(NamedTuple):
@@ -35,8 +36,11 @@ class Routing(NamedTuple):
     probs: jax.Array
 
 
+register_for_export(Routing)
+
+
 def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """x @ gate in float32, at the speed of bfloat16 where x is bfloat16.
+    """Returns x @ gate in float32, at the speed of bfloat16 where x is bfloat16.
 
     A float32 is the sum of three bfloat16 numbers. With a bfloat16 x, three bfloat16 products
     with float32 sums therefore lose nothing, where one product of float32 operands would first
@@ -89,7 +93,7 @@ _bfloat16_logits.defvjp(
 
 
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
-    """float32 as a sum of bfloat16 arrays, largest first; bfloat16 is one."""
+    """Splits float32 into bfloat16 arrays that add up to it, largest first; bfloat16 is one."""
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
@@ -101,12 +105,12 @@ def _split(x: jax.Array, count: int) -> list[jax.Array]:
 
 
 def _sum_of_columns(products: jax.Array, count: int) -> jax.Array:
-    """The sum of equal blocks of columns, the smallest, which are last, first."""
+    """Sums equal blocks of columns, from the last, which holds the smallest numbers."""
     return functools.reduce(jnp.add, jnp.split(products, count, axis=1)[::-1])
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> jax.Array:
-    """The product of two matrices, summed along an axis of each, in float32."""
+    """Multiplies two matrices, summing in float32 over one axis of each."""
     contract = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
@@ -120,14 +124,16 @@ def top_k_routing(
     num_groups: int = 1,
     groups_kept: int = 1,
     normalize: bool = True,
+    normalize_epsilon: float = TINY,
     scale: float = 1.0,
 ) -> Routing:
     """Chooses k experts for every token.
 
     A token's score for an expert is the softmax of its logits over the experts, or the sigmoid of
     each logit. The k experts with the largest `score + bias` are chosen (the lower id where two are
-    equal), and weigh what their score says. Gradients flow through the weights and `probs`, not
-    through the choice.
+    equal), and weigh what their score says. Without a bias they are compared by their logits, whose
+    order is that of the scores before these are rounded. Gradients flow through the weights and
+    `probs`, not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
     may only choose within its `groups_kept` best groups; a group is worth the sum of its two
@@ -141,7 +147,9 @@ def top_k_routing(
             (arXiv:2408.15664). See `update_expert_bias`.
         num_groups: number of groups, a divisor of E.
         groups_kept: groups that a token may choose from.
-        normalize: divide a token's k weights by their sum.
+        normalize: divide a token's k weights by their sum plus `normalize_epsilon`.
+        normalize_epsilon: the constant of the normalization, 0 or more (LFM2 has 1e-6). The default
+            only keeps a sum of zero finite.
         scale: factor on the weights, after normalization.
 
     Returns:
@@ -151,6 +159,32 @@ def top_k_routing(
         ValueError: naming the argument, for a shape, name or number that does not fit.
         TypeError: logits or bias that are not floating.
     """
+    checks.check_number("normalize_epsilon", normalize_epsilon, may_be_zero=True)
+    k, num_groups, groups_kept = _check_router(logits, k, score, bias, num_groups, groups_kept)
+    logits = logits.astype(jnp.float32)
+    probs = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
+    scores, preference = lax.stop_gradient((probs, logits))
+    if bias is not None:
+        preference = scores = scores + lax.stop_gradient(bias.astype(jnp.float32))[None]
+    if groups_kept < num_groups:
+        preference = _within_best_groups(preference, scores, num_groups, groups_kept)
+    topk_idx = lax.top_k(preference, k)[1]
+
+    weights = jnp.take_along_axis(probs, topk_idx, axis=-1)
+    if normalize:
+        weights = _normalize(weights, normalize_epsilon)
+    return Routing(topk_idx.astype(jnp.int32), weights * jnp.asarray(scale, jnp.float32), probs)
+
+
+def _check_router(
+    logits: jax.Array,
+    k: int,
+    score: str,
+    bias: jax.Array | None,
+    num_groups: int,
+    groups_kept: int,
+) -> tuple[int, int, int]:
+    """Returns k, num_groups and groups_kept; raises what `top_k_routing` says it raises."""
     checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
     num_experts = logits.shape[1]
     k = checks.check_integer("k", k, least=0)
@@ -181,58 +215,54 @@ def top_k_routing(
                 f"bias must have one value per expert, shape ({num_experts},), but has shape "
                 f"{bias.shape}."
             )
-
-    logits = logits.astype(jnp.float32)
-    probs = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
-    preference = lax.stop_gradient(probs)
-    if bias is not None:
-        preference = preference + lax.stop_gradient(bias.astype(jnp.float32))
-    if groups_kept < num_groups:
-        preference = _keep_best_groups(preference, num_groups, groups_kept)
-    topk_idx = lax.top_k(preference, k)[1]
-
-    weights = jnp.take_along_axis(probs, topk_idx, axis=-1)
-    if normalize:
-        weights = _normalize(weights)
-    return Routing(topk_idx.astype(jnp.int32), weights * scale, probs)
+    return k, num_groups, groups_kept
 
 
-def _keep_best_groups(preference: jax.Array, num_groups: int, groups_kept: int) -> jax.Array:
-    """[T, E] preferences, -inf outside each token's best groups."""
+def _within_best_groups(
+    preference: jax.Array, scores: jax.Array, num_groups: int, groups_kept: int
+) -> jax.Array:
+    """Returns [T, E] preferences, -inf outside each token's best groups by their scores."""
     tokens, num_experts = preference.shape
-    grouped = preference.reshape(tokens, num_groups, num_experts // num_groups)
+    grouped = scores.reshape(tokens, num_groups, num_experts // num_groups)
     group_score = jnp.sum(lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
     kept = lax.top_k(group_score, groups_kept)[1]
-    is_kept = jnp.any(kept[:, :, None] == jnp.arange(num_groups), axis=1)
-    return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(tokens, num_experts)
+    groups = jnp.arange(num_groups, dtype=kept.dtype)
+    is_kept = jnp.any(kept[:, :, None] == groups[None, None], axis=1)
+    is_kept = jnp.repeat(is_kept, num_experts // num_groups, axis=1)
+    return jnp.where(is_kept, preference, -jnp.inf)
 
 
 def count_choices(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """[num_experts] int32: how many (token, choice) pairs name each expert; -1 names none."""
-    experts = jnp.arange(num_experts, dtype=topk_idx.dtype)
-    return jnp.sum(topk_idx.reshape(-1, 1) == experts, axis=0, dtype=jnp.int32)
+    """Returns [num_experts] int32: how many (token, choice) pairs name each expert.
+
+    A value of `topk_idx` [T, K] outside [0, num_experts), such as -1, names no expert.
+    """
+    choices = expert_ids(topk_idx, num_experts).reshape(-1, 1)
+    experts = jnp.arange(num_experts, dtype=jnp.int32)[None]
+    return jnp.sum(choices == experts, axis=0, dtype=jnp.int32)
 
 
 def load_balance_loss(
     probs: jax.Array, topk_idx: jax.Array, *, axis_name: AxisName | None = None
 ) -> jax.Array:
-    """E * sum_e f_e P_e: 1 when choices and probabilities are even, E when all are one expert's.
+    """Returns E * sum_e f_e P_e: 1 when choices and probabilities are even, E at worst.
 
     f_e is the share of all (token, choice) pairs that name expert e, P_e the mean probability of e
     over the tokens (Switch Transformer, arXiv:2101.03961, eq. 4; GShard, arXiv:2006.16668). A
     token's probabilities are its row of `probs` over the row's sum: softmax rows are themselves,
     sigmoid scores become DeepSeek-V3's (arXiv:2412.19437, eq. 19). f and P are means over all
     tokens of all ranks, taken before the product: the mean of the ranks' own losses would punish a
-    rank for its own tokens' skew. Tokens whose choices are all -1 count nowhere.
+    rank for its own tokens' skew. A token that chooses no expert counts nowhere, NaN included.
 
     Args:
         probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows through it alone.
-        topk_idx: [T, K] integer expert ids, -1 for none.
+        topk_idx: [T, K] integer expert ids; a value outside [0, E), such as -1, is a choice of no
+            expert.
         axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
             for one rank's own loss.
 
     Returns:
-        [] float32, the same on every rank of `axis_name`. Its derivative follows the rule of
+        [] float32, the same on every rank of `axis_name`. The derivative follows the rule of
         `lax.psum`: exact for `jax.grad` around the `shard_map`, and inside one with
         `check_vma=True`; inside one with `check_vma=False`, `jax.grad` gives the derivative of the
         sum over ranks, for gradients that are then averaged over ranks.
@@ -249,25 +279,28 @@ def load_balance_loss(
             f"{topk_idx.shape}."
         )
     num_experts = probs.shape[1]
-    routed = jnp.any(topk_idx >= 0, axis=-1)
+    topk_idx = expert_ids(topk_idx, num_experts)
+    routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
+    # Selected before the division: the derivative of what is not selected is zero times its value.
+    probs = jnp.where(routed[:, None], probs.astype(jnp.float32), 0.0)
     sums = (
         count_choices(topk_idx, num_experts),
-        jnp.sum(jnp.where(routed[:, None], _normalize(probs.astype(jnp.float32)), 0.0), axis=0),
+        jnp.sum(_normalize(probs, TINY), axis=0),
         jnp.sum(routed, dtype=jnp.int32),
     )
-    sums = _sum_over_ranks(sums, axis_name)
-    counts, prob_sum, tokens = sums
-    f = counts / jnp.maximum(jnp.sum(counts), 1)
-    p = prob_sum / jnp.maximum(tokens, 1)
-    return num_experts * jnp.sum(f.astype(jnp.float32) * p)
+    counts, prob_sum, tokens = _sum_over_ranks(sums, axis_name)
+    f = counts.astype(jnp.float32) / _at_least_one(jnp.sum(counts))
+    p = prob_sum / _at_least_one(tokens)
+    return num_experts * jnp.sum(f * p)
 
 
 def router_z_loss(
     logits: jax.Array, *, mask: jax.Array | None = None, axis_name: AxisName | None = None
 ) -> jax.Array:
-    """Mean over tokens of logsumexp(logits)^2, which keeps logits small.
+    """Returns the mean over tokens of logsumexp(logits)^2, a loss that keeps logits small.
 
-    From ST-MoE (arXiv:2202.08906, eq. 5).
+    From ST-MoE (arXiv:2202.08906, eq. 5). A token that the mask leaves out counts nowhere, NaN
+    included.
 
     Args:
         logits: [T, E] floating.
@@ -290,17 +323,17 @@ def router_z_loss(
             f"mask must have one value per token of logits {logits.shape}, but has shape "
             f"{mask.shape}."
         )
-    squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
+    logits = jnp.where(mask[:, None], logits.astype(jnp.float32), 0.0)
+    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
     sums = jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.int32)
-    sums = _sum_over_ranks(sums, axis_name)
-    total, tokens = sums
-    return total / jnp.maximum(tokens, 1)
+    total, tokens = _sum_over_ranks(sums, axis_name)
+    return total / _at_least_one(tokens)
 
 
 def update_expert_bias(
     bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
 ) -> jax.Array:
-    """The next selection bias: up by `rate` where the load is below the mean, down where above it.
+    """Steps the selection bias: up by `rate` where the load is below its mean, down above it.
 
     Balancing without an auxiliary loss (arXiv:2408.15664, as in DeepSeek-V3). Call it once per
     training step, outside the gradient, with the counts of that step's tokens on all ranks.
@@ -325,7 +358,7 @@ def update_expert_bias(
             f"{expert_counts.shape}."
         )
     counts = expert_counts.astype(jnp.float32)
-    step = rate * jnp.sign(jnp.mean(counts) - counts)
+    step = jnp.asarray(rate, jnp.float32) * jnp.sign(jnp.mean(counts) - counts)
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)
 
 
@@ -337,5 +370,9 @@ def _sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
     return lax.psum(sums, axes)
 
 
-def _normalize(scores: jax.Array) -> jax.Array:
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
+def _at_least_one(count: jax.Array) -> jax.Array:
+    return jnp.maximum(count, 1).astype(jnp.float32)
+
+
+def _normalize(scores: jax.Array, epsilon: float) -> jax.Array:
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.float32(epsilon))

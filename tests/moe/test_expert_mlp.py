@@ -104,6 +104,16 @@ def test_another_activation():
         assert_close(got[start:stop], want, "float32")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion(dtype):
+    weights, sizes, grad = operands(NUM_ROWS, CASES["even"], dtype)
+    want = output_and_gradients(weights, sizes, grad, None)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = output_and_gradients(weights, sizes, grad, None)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def saved_shapes(function, *args):
     """Shapes of what the forward pass hands to the backward pass, beside the arguments."""
     _, vjp = jax.vjp(function, *args)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,10 +16,13 @@ from support.dense_moe import BATCH, SEQUENCE, E, F, H, K, assert_close, dense, 
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
 from support.selection import quick
 
+import jax_ep
 from jax_ep.moe import layer as moe
+from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
+from jax_ep.moe.config import MoEConfig
 
-CONFIG = moe.MoEConfig(num_experts=E, num_experts_per_token=K)
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
 def loss(params, x, mask=None, *, config=CONFIG):
@@ -57,7 +61,7 @@ ROUTERS = [
 @pytest.mark.parametrize("router, bias", quick(ROUTERS, ROUTERS[-1]), ids=str)
 def test_matches_dense_numpy(router, bias):
     params, x = make_params(bias=bias), make_x()
-    config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, expert_alignment=8, **router)
+    config = MoEConfig(num_experts=E, num_experts_per_token=K, expert_alignment=8, **router)
     out, metrics = jax.jit(moe.moe_layer, static_argnums=2)(params, x, config)
     want, counts = dense(params, x, **router)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
@@ -98,7 +102,7 @@ def test_meshes_of_several_axes_and_of_none_for_experts(shape, axes):
 
 
 def test_experts_over_two_axes_and_tokens_over_a_part_of_the_mesh():
-    config = moe.MoEConfig(
+    config = MoEConfig(
         num_experts=E,
         num_experts_per_token=K,
         expert_axis=("node", "expert"),
@@ -113,7 +117,7 @@ def test_experts_over_two_axes_and_tokens_over_a_part_of_the_mesh():
 def test_mesh_without_set_mesh(way):
     devices = mesh((2, 4), ("data", "expert"))
     if way == "attribute":
-        config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, mesh=devices)
+        config = MoEConfig(num_experts=E, num_experts_per_token=K, mesh=devices)
         got = run(make_params(), make_x(), config=config)
     else:
         with pytest.warns(DeprecationWarning), devices:
@@ -151,7 +155,7 @@ def test_inside_a_shard_map(experts, check_vma):
     if experts == "own":
         specs = specs._replace(wi_0=P("expert"), wi_1=P("expert"), wo=P("expert"))
     layer = jax.shard_map(
-        functools.partial(moe.moe_layer, config=CONFIG),
+        functools.partial(moe.moe_layer, config=config_with(batch_axes=axes)),
         mesh=mesh((2, 4), axes),
         in_specs=(specs, P(axes)),
         out_specs=(P(axes), P()),
@@ -217,7 +221,7 @@ def test_masked_tokens_go_nowhere_and_count_nowhere():
 
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_small_capacity_drops_and_says_so(num_ranks):
-    config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, capacity_factor=0.5)
+    config = MoEConfig(num_experts=E, num_experts_per_token=K, capacity_factor=0.5)
     with jax.set_mesh(expert_mesh(num_ranks)):
         (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
     counts = np.asarray(metrics.expert_counts)
@@ -231,7 +235,7 @@ def test_small_capacity_drops_and_says_so(num_ranks):
 
 @pytest.mark.slow
 def test_ample_capacity_factor_drops_nothing():
-    config = moe.MoEConfig(
+    config = MoEConfig(
         num_experts=E, num_experts_per_token=K, capacity_factor=2.5, expert_alignment=4
     )
     with jax.set_mesh(expert_mesh(4)):
@@ -243,7 +247,7 @@ def test_ample_capacity_factor_drops_nothing():
 def test_dropless_holds_the_worst_routing(k, alignment):
     """All tokens choose the experts of one rank, as far as they fit there."""
     params = make_params()._replace(gate=jnp.zeros((H, E)))
-    config = moe.MoEConfig(num_experts=E, num_experts_per_token=k, expert_alignment=alignment)
+    config = MoEConfig(num_experts=E, num_experts_per_token=k, expert_alignment=alignment)
     with jax.set_mesh(expert_mesh(4)):
         _, (_, metrics) = jax.jit(functools.partial(loss, config=config))(params, make_x())
     np.testing.assert_array_equal(metrics.expert_counts, [BATCH * SEQUENCE] * k + [0] * (E - k))
@@ -252,7 +256,7 @@ def test_dropless_holds_the_worst_routing(k, alignment):
 
 @pytest.mark.slow
 def test_bfloat16_compute_with_float32_parameters():
-    config = moe.MoEConfig(num_experts=E, num_experts_per_token=K, dtype=jnp.bfloat16)
+    config = MoEConfig(num_experts=E, num_experts_per_token=K, dtype=jnp.bfloat16)
     with jax.set_mesh(expert_mesh(4)):
         (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
     assert out.dtype == jnp.bfloat16
@@ -271,8 +275,8 @@ def test_tokens_in_float8_on_the_wire(num_ranks):
     hidden, mlp_dim = 256, 32
     keys = jax.random.split(jax.random.key(0), 6)
     x, g = (jax.random.normal(key, (16, hidden)) for key in keys[:2])
-    shapes = moe.weight_shapes(E, hidden, mlp_dim, 0) | {"gate": (hidden, E)}
-    params = moe.MoEParams(**{
+    shapes = moe_params.weight_shapes(E, hidden, mlp_dim, 0) | {"gate": (hidden, E)}
+    params = moe_params.MoEParams(**{
         name: jax.random.normal(key, shape) / shape[-2] ** 0.5
         for key, (name, shape) in zip(keys[2:], shapes.items(), strict=True)
     })  # fmt: skip
@@ -351,15 +355,60 @@ def test_gradients_against_differences_of_dense_numpy():
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-def test_per_expert_initializer_uses_one_experts_fans():
-    init = moe.per_expert(jax.nn.initializers.lecun_normal())
-    weights = init(jax.random.key(0), (4, 256, 64), jnp.float32)
-    np.testing.assert_allclose(np.std(weights, axis=(1, 2)), 1 / 16, rtol=0.05)
-    assert np.abs(weights[0] - weights[1]).max() > 0.1
+@pytest.mark.parametrize("shared", [False, True])
+def test_masked_tokens_may_hold_anything(shared):
+    """Neither the output of other tokens nor any gradient sees it."""
+    params, x = make_params(shared=shared), make_x()
+    mask = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 3 > 0
+
+    def total(params, x):
+        out, metrics = moe.moe_layer(params, x, CONFIG, mask)
+        scalar = jnp.sum(jnp.where(mask[..., None], jnp.sin(out), 0.0))
+        return scalar + metrics.load_balance_loss + metrics.router_z_loss
+
+    step = jax.jit(jax.value_and_grad(total, (0, 1)))
+    want = step(params, jnp.where(mask[..., None], x, 0.0))
+    for bad in (jnp.nan, jnp.inf):
+        assert_close(step(params, jnp.where(mask[..., None], x, bad)), want)
 
 
-def config_with(**changes) -> moe.MoEConfig:
-    return moe.MoEConfig(**(dict(num_experts=E, num_experts_per_token=K) | changes))
+STRICT = [
+    dict(),
+    dict(score="sigmoid", num_groups=4, groups_kept=2, scale=np.float64(2.5)),
+    dict(capacity_factor=0.5, expert_alignment=4, dtype=jnp.bfloat16),
+]
+
+
+@pytest.mark.parametrize("changes", STRICT, ids=str)
+def test_strict_promotion(changes):
+    """With every optional part of the layer, with gradients, and bfloat16 tokens."""
+    config = MoEConfig(**vars(CONFIG) | changes)
+    params, x = make_params(bias=True), make_x().astype(jnp.bfloat16)
+    mask = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) > 4
+
+    def total(params, x):
+        out, metrics = moe.moe_layer(params, x, config, mask)
+        return jnp.sum(out.astype(jnp.float32)) + metrics.load_balance_loss + metrics.router_z_loss
+
+    step = jax.jit(jax.value_and_grad(total))
+    with jax.set_mesh(expert_mesh(4)):
+        want = step(params, x)
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+            got = step(params, x)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "kind", [jax_ep.MoEMetrics, jax_ep.MoEParams, jax_ep.Routing], ids=lambda kind: kind.__name__
+)
+def test_results_and_parameters_are_registered_for_export(kind):
+    """A program with them can be serialized, which needs the package flatbuffers."""
+    with pytest.raises(ValueError, match="[Dd]uplicate serialization registration"):
+        jax.export.register_namedtuple_serialization(kind, serialized_name="jax_ep.another")
+
+
+def config_with(**changes) -> MoEConfig:
+    return MoEConfig(**(dict(num_experts=E, num_experts_per_token=K) | changes))
 
 
 X = jnp.zeros((8, H))

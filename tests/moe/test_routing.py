@@ -216,6 +216,101 @@ def test_routing_is_a_pytree():
     assert len(jax.tree.leaves(routed)) == 3
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_choices_are_by_logits_where_scores_round_to_the_same(k):
+    """sigmoid(25) and sigmoid(30) are 1 in float32; softmax scores far below the best are 0."""
+    logits = jnp.asarray([[18.0, 25.0, 30.0, -1.0]])
+    routed = routing.top_k_routing(logits, k, score="sigmoid")
+    np.testing.assert_array_equal(routed.topk_idx, [[2, 1, 0][:k]])
+    routed = routing.top_k_routing(logits, k, score="sigmoid", num_groups=2, groups_kept=2)
+    np.testing.assert_array_equal(routed.topk_idx, [[2, 1, 0][:k]])
+    low = jnp.asarray([[-300.0, -250.0, 0.0, -200.0]])
+    np.testing.assert_array_equal(routing.top_k_routing(low, k).topk_idx, [[2, 3, 1][:k]])
+    four = jnp.asarray([[18.0, 25.0, -1.0, -2.0]])
+    routed = routing.top_k_routing(four, 2, score="sigmoid", num_groups=2, groups_kept=1)
+    np.testing.assert_array_equal(routed.topk_idx, [[1, 0]])
+
+
+def test_the_constant_of_the_normalization():
+    logits = jnp.full((1, E), -12.0)
+    score = 1 / (1 + np.exp(12.0))
+    for epsilon in (1e-6, 0.0):
+        routed = routing.top_k_routing(logits, 2, score="sigmoid", normalize_epsilon=epsilon)
+        want = score / (2 * score + epsilon)
+        np.testing.assert_allclose(routed.topk_weights, [[want] * 2], rtol=1e-5)
+    default = routing.top_k_routing(logits, 2, score="sigmoid")
+    np.testing.assert_allclose(default.topk_weights, 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
+def test_load_balance_loss_with_ids_of_any_integer_dtype(dtype):
+    """Also those that cannot hold E; an id that is no expert's counts nowhere."""
+    experts = 300
+    rng = np.random.default_rng(9)
+    probs = rng.uniform(size=(40, experts)).astype(np.float32)
+    topk_idx = rng.integers(0, 100, (40, 3)).astype(dtype)
+    want = reference.load_balance_loss(probs, topk_idx.astype(np.int32))
+    got = routing.load_balance_loss(jnp.asarray(probs), jnp.asarray(topk_idx))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_ids_past_the_last_expert_are_choices_of_none():
+    routed = routing.top_k_routing(jnp.asarray(random_logits()), 2)
+    absent = jnp.arange(T)[:, None] >= 10
+    none = routing.load_balance_loss(routed.probs, jnp.where(absent, -1, routed.topk_idx))
+    past = routing.load_balance_loss(routed.probs, jnp.where(absent, E + 3, routed.topk_idx))
+    assert past == none
+    one_of_two = routed.topk_idx.at[:, 1].set(E)
+    got = routing.load_balance_loss(routed.probs, one_of_two)
+    want = routing.load_balance_loss(routed.probs, routed.topk_idx.at[:, 1].set(-1))
+    assert got == want
+    np.testing.assert_array_equal(
+        routing.count_choices(one_of_two, E), np.bincount(routed.topk_idx[:, 0], minlength=E)
+    )
+
+
+def test_losses_of_tokens_left_out_that_hold_nan_have_finite_gradients():
+    logits = jnp.asarray(random_logits()).at[3].set(jnp.nan)
+    mask = jnp.arange(T) != 3
+
+    def losses(logits):
+        routed = routing.top_k_routing(logits, 2)
+        topk_idx = jnp.where(mask[:, None], routed.topk_idx, -1)
+        balance = routing.load_balance_loss(jax.lax.stop_gradient(routed.probs) * logits, topk_idx)
+        return balance + routing.router_z_loss(logits, mask=mask)
+
+    value, grad = jax.value_and_grad(losses)(logits)
+    assert np.isfinite(value) and np.all(np.isfinite(grad[mask]))
+    assert not np.any(jax.grad(lambda x: routing.router_z_loss(x, mask=mask))(logits)[3])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+def test_strict_promotion(dtype):
+    """Routers, losses and the bias's step under jax_numpy_*_promotion "strict" and "raise"."""
+    logits = jnp.asarray(random_logits()).astype(dtype)
+
+    def everything(logits, bias):
+        results = []
+        for options in OPTIONS:
+            biased = bias if options.get("biased") else None
+            options = {name: value for name, value in options.items() if name != "biased"}
+            routed = routing.top_k_routing(logits, bias=biased, **options)
+            counts = routing.count_choices(routed.topk_idx, E)
+            results += [
+                routed,
+                routing.load_balance_loss(routed.probs.astype(dtype), routed.topk_idx),
+                routing.update_expert_bias(bias, counts, jnp.float16(0.5)),
+                routing.update_expert_bias(bias, counts, 1),
+            ]
+        mask = jnp.arange(T) > 3
+        return results, routing.router_z_loss(logits), routing.router_z_loss(logits, mask=mask)
+
+    want = everything(logits, jnp.asarray(random_bias()))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = everything(logits, jnp.asarray(random_bias()))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_count_choices_skips_minus_one():
     topk_idx = jnp.asarray([[0, 2], [2, -1], [-1, -1]], jnp.int32)
     np.testing.assert_array_equal(routing.count_choices(topk_idx, 4), [1, 0, 2, 0])

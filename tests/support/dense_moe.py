@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import reference
-from jax_ep.moe import layer as moe
+from jax_ep.moe.params import MoEParams, weight_shapes
 
 E, H, F, K, S = 8, 16, 12, 3, 2
 BATCH, SEQUENCE = 8, 4
 
 
-def make_params(seed: int = 0, bias: bool = False, shared: bool = True) -> moe.MoEParams:
+def make_params(seed: int = 0, bias: bool = False, shared: bool = True) -> MoEParams:
     rng = np.random.default_rng(seed)
-    shapes = {"gate": (H, E)} | moe.weight_shapes(E, H, F, S if shared else 0)
+    shapes = {"gate": (H, E)} | weight_shapes(E, H, F, S if shared else 0)
     weights = {
         name: jnp.asarray(rng.normal(scale=shape[-2] ** -0.5, size=shape), jnp.float32)
         for name, shape in shapes.items()
     }
-    return moe.MoEParams(
+    return MoEParams(
         **weights, bias=jnp.asarray(np.linspace(-0.2, 0.2, E, dtype=np.float32)) if bias else None
     )
 
@@ -31,7 +31,7 @@ def make_x(seed: int = 1, shape: tuple[int, ...] = (BATCH, SEQUENCE)) -> jax.Arr
     return jnp.asarray(np.random.default_rng(seed).normal(size=(*shape, H)), jnp.float32)
 
 
-def dense(params: moe.MoEParams, x: jax.Array, **router) -> tuple[np.ndarray, np.ndarray]:
+def dense(params: MoEParams, x: jax.Array, **router) -> tuple[np.ndarray, np.ndarray]:
     """Output and expert counts of the layer in float64, every token through every expert."""
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     tokens = np.asarray(x, np.float64).reshape(-1, H)

@@ -1,0 +1,201 @@
+"""What configures an MoE layer besides its parameters; both Flax layers take these fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_ep import checks
+from jax_ep.exchange.api import Implementation
+from jax_ep.matmul.api import Implementation as MatmulImplementation
+from jax_ep.moe import routing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Everything about a layer but its parameters. Hashable, and can be pickled.
+
+    Attributes:
+        num_experts: E, a multiple of the ranks along `expert_axis`.
+        num_experts_per_token: K.
+        score, num_groups, groups_kept, normalize, normalize_epsilon, scale: see
+            `jax_ep.top_k_routing`.
+        capacity_factor: None for a receive buffer that any routing fits in: nothing is dropped. A
+            number c above 0 for one of c times the rows that a rank receives on average, T * K,
+            plus room for `expert_alignment`; rows that do not fit are dropped, and counted.
+        expert_alignment: each expert's block of rows starts at a multiple of this.
+        wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
+            experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
+            gradient, stays in `dtype`.
+        activation: a function of one array, that of the gated MLP:
+            (activation(x wi_0) * (x wi_1)) wo.
+        dtype: of tokens, expert matmuls and output: a floating dtype of 16 bits or more. None: the
+            dtype that x and wi_0 promote to. The router works in float32.
+        expert_axis: the mesh axis, or tuple of axes, that the experts are spread over.
+        batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
+            them. None: every axis of the mesh; in the caller's `jax.shard_map`, the axes that x
+            varies over.
+        mesh: the mesh to run on where no ambient mesh is set.
+        implementation: of dispatch and combine; see `jax_ep.dispatch`. "pallas" needs a mesh with
+            `expert_axis`.
+        matmul_implementation: of the expert matmuls; see `jax_ep.expert_mlp`.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    score: routing.Score = "softmax"
+    num_groups: int = 1
+    groups_kept: int = 1
+    normalize: bool = True
+    normalize_epsilon: float = routing.TINY
+    scale: float = 1.0
+    capacity_factor: float | None = None
+    expert_alignment: int = 1
+    wire_dtype: Any = None
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+    dtype: Any = None
+    expert_axis: str | tuple[str, ...] = "expert"
+    batch_axes: str | tuple[str, ...] | None = None
+    mesh: Mesh | None = None
+    implementation: Implementation = None
+    matmul_implementation: MatmulImplementation = None
+
+    @classmethod
+    def of(cls, layer: Any) -> MoEConfig:
+        """Reads the attributes of these names off a layer."""
+        return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle looks a function up by its name, and finds another object there for a jitted one.
+        return self.__dict__ | {"activation": _Reference.of(self.activation)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        activation = state["activation"]
+        if isinstance(activation, _Reference):
+            activation = activation.resolve()
+        self.__dict__.update(state | {"activation": activation})
+
+
+def check_config(config: MoEConfig) -> None:
+    """Raises TypeError or ValueError for a field that no layer can have, naming it."""
+    if config.capacity_factor is not None:
+        none = ", or None to drop nothing"
+        checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
+    checks.check_integer("expert_alignment", config.expert_alignment)
+    if not callable(config.activation):
+        raise TypeError(
+            "activation must be a function of one array, such as jax.nn.silu, but is "
+            f"{checks.described(config.activation)}."
+        )
+    if config.mesh is not None and not isinstance(config.mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh, or None for the ambient one, but is "
+            f"{checks.described(config.mesh)}."
+        )
+    if config.dtype is not None:
+        check_compute_dtype(config.dtype, "")
+
+
+def check_compute_dtype(dtype: Any, how: str) -> None:
+    """Raises TypeError unless experts can compute in `dtype`; `how` says where it came from."""
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating) or known.itemsize < 2:
+        raise TypeError(
+            "dtype must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
+            f"{dtype!r}{how}; for float8 rows on the wire, set wire_dtype."
+        )
+
+
+class SameCode:
+    """A function that equals another of the same code, defaults and closure.
+
+    `jax.jit` caches a program by its static arguments. A lambda written in a layer's body is a new
+    object on each call; wrapped in this class it finds the program of the call before.
+    """
+
+    def __init__(self, function: Callable[[jax.Array], jax.Array]):
+        self._function = function
+        self._key = _code_key(function)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self._function(x)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameCode) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _code_key(value: Any) -> Any:
+    """Returns a hashable key; values of equal keys do the same."""
+    if isinstance(value, types.FunctionType):
+        cells = tuple(_cell_key(cell) for cell in value.__closure__ or ())
+        defaults = tuple(map(_code_key, value.__defaults__ or ()))
+        keywords = tuple((k, _code_key(v)) for k, v in (value.__kwdefaults__ or {}).items())
+        return value.__code__, _Identity(value.__globals__), cells, defaults, keywords
+    if isinstance(value, types.MethodType):
+        return _code_key(value.__func__), _Identity(value.__self__)
+    if isinstance(value, functools.partial):
+        keywords = tuple(sorted((k, _code_key(v)) for k, v in value.keywords.items()))
+        return _code_key(value.func), tuple(map(_code_key, value.args)), keywords
+    if isinstance(value, bool | int | float | str | None):
+        return type(value), repr(value)
+    return _Identity(value)
+
+
+def _cell_key(cell: types.CellType) -> Any:
+    try:
+        contents = cell.cell_contents
+    except ValueError:  # the variable is not bound yet
+        return _Identity(cell)
+    # A function may refer to itself: those in a closure are compared as objects.
+    return _Identity(contents) if isinstance(contents, types.FunctionType) else _code_key(contents)
+
+
+class _Identity:
+    """Compares as the object that it keeps alive."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """Where a function is found by name: what pickle keeps of it."""
+
+    module: str
+    name: str
+
+    @classmethod
+    def of(cls, function: Any) -> Any:
+        """Returns a reference that resolves to `function`, or `function` where there is none."""
+        name = getattr(function, "__qualname__", "")
+        for module in ("jax.nn", "jax.numpy", getattr(function, "__module__", None)):
+            reference = cls(module or "", name)
+            if reference.resolve() is function:
+                return reference
+        return function
+
+    def resolve(self) -> Any:
+        try:
+            return getattr(importlib.import_module(self.module), self.name, None)
+        except (ImportError, ValueError):
+            return None

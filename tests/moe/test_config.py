@@ -1,0 +1,95 @@
+"""The fields of a layer: which are refused, and functions among them under pickle and jit."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dense_moe import E, H, K, make_params, make_x
+
+from jax_ep import MoEConfig, moe_layer
+
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
+
+
+def test_the_same_lambda_written_twice_compiles_once():
+    params, x = make_params(), make_x()
+    traced = []
+
+    def layer(slope):
+        def activation(h):
+            traced.append(slope)
+            return jnp.maximum(h, slope * h)
+
+        return moe_layer(params, x, MoEConfig(**vars(CONFIG) | {"activation": activation}))[0]
+
+    first, again, other = layer(0.1), layer(0.1), layer(0.5)
+    assert traced.count(0.1) == traced.count(0.5) > 0
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 1e-3
+    traced.clear()
+    layer(0.1)
+    assert not traced
+    for _ in range(2):
+        partial = functools.partial(jax.nn.leaky_relu, negative_slope=0.1)
+        out, _ = moe_layer(params, x, MoEConfig(**vars(CONFIG) | {"activation": partial}))
+        np.testing.assert_allclose(out, first, rtol=1e-4, atol=1e-5)
+
+
+def module_level_activation(x):
+    return jnp.tanh(x)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [jax.nn.silu, jax.nn.gelu, jnp.tanh, module_level_activation],
+    ids=["silu", "gelu", "tanh", "of this module"],
+)
+def test_a_config_can_be_pickled(activation):
+    config = MoEConfig(
+        num_experts=E, num_experts_per_token=K, activation=activation, dtype=jnp.bfloat16
+    )
+    loaded = pickle.loads(pickle.dumps(config))
+    assert loaded == config and loaded.activation is activation
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        (dict(capacity_factor=np.inf), ValueError, "capacity_factor must .* but is inf"),
+        (dict(capacity_factor=np.nan), ValueError, "capacity_factor must .* but is nan"),
+        (dict(capacity_factor="2"), TypeError, "capacity_factor must .* but is '2'"),
+        (dict(capacity_factor=True), TypeError, "capacity_factor must .* but is True"),
+        (dict(capacity_factor=jnp.ones(())), TypeError, "capacity_factor must .*Array"),
+        (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
+        (dict(activation="silu"), TypeError, "activation must .*jax.nn.silu, but is 'silu'"),
+        (dict(dtype=jnp.float8_e4m3fn), TypeError, "dtype must .*float8_e4m3fn.*wire_dtype"),
+        (dict(dtype=jnp.int32), TypeError, "dtype must be a floating dtype.*int32"),
+        (dict(dtype="half-float"), TypeError, "dtype must .* but is 'half-float'"),
+        (dict(normalize_epsilon="0"), TypeError, "normalize_epsilon must .* but is '0'"),
+        (dict(normalize_epsilon=-1.0), ValueError, "normalize_epsilon must .* but is -1.0"),
+    ],
+)
+def test_impossible_fields_are_named(changes, error, message):
+    with pytest.raises(error, match=message):
+        moe_layer(make_params(), make_x(), MoEConfig(**vars(CONFIG) | changes))
+
+
+def test_a_traced_capacity_factor_is_named():
+    @jax.jit
+    def layer(factor):
+        config = MoEConfig(num_experts=E, num_experts_per_token=K, capacity_factor=factor)
+        return moe_layer(make_params(), make_x(), config)[0]
+
+    with pytest.raises(TypeError, match="capacity_factor must be a Python number.*Tracer"):
+        layer(1.0)
+
+
+def test_float8_tokens_and_parameters_name_the_dtype():
+    params = jax.tree.map(lambda a: a.astype(jnp.float8_e4m3fn), make_params())
+    with pytest.raises(TypeError, match="dtype must .*float8_e4m3fn.*x and wi_0 promote to"):
+        moe_layer(params, jnp.zeros((8, H), jnp.float8_e4m3fn), CONFIG)

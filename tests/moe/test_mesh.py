@@ -1,0 +1,137 @@
+"""The layer on meshes of every axis type, and in a caller's shard_map."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.dense_moe import BATCH, SEQUENCE, E, K, assert_close, dense, make_params, make_x
+from support.meshes import mesh
+
+from jax_ep import MoEConfig, moe_layer
+
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def typed_mesh(shape, axes, types):
+    mesh(shape, axes)  # skips where there are fewer devices
+    return jax.make_mesh(shape, axes, axis_types=types)
+
+
+def loss(params, x, mask=None):
+    out, metrics = moe_layer(params, x, CONFIG, mask)
+    total = jnp.sum(jnp.sin(out + x)) + metrics.load_balance_loss + metrics.router_z_loss
+    return total, (out, metrics)
+
+
+run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize(
+    "lead, types",
+    [
+        ((BATCH, SEQUENCE), (EXPLICIT, AUTO)),
+        ((BATCH, SEQUENCE), (AUTO, EXPLICIT)),
+        ((1, 5), (EXPLICIT, EXPLICIT)),
+        ((1, 5), (AUTO, EXPLICIT)),
+        ((), (EXPLICIT, EXPLICIT)),
+    ],
+    ids=str,
+)
+def test_explicit_and_mixed_meshes_whatever_the_leading_dimension(lead, types):
+    params, x = make_params(), make_x(shape=lead)
+    want = run(params, x)
+    devices = typed_mesh((2, 4), ("data", "expert"), types)
+    spec = P("data") if types[0] == EXPLICIT and lead == (BATCH, SEQUENCE) else P()
+    with jax.set_mesh(devices):
+        x = jax.device_put(x, NamedSharding(devices, spec))
+        got = run(params, x)
+        shapes = jax.eval_shape(run, params, x)
+    assert_close(got, want)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, want)
+    assert jax.typeof(got[0][1][0]).sharding.spec == jax.typeof(x).sharding.spec
+
+
+def test_explicit_mesh_with_a_mask_and_a_sharding_that_the_flattening_loses():
+    params, x = make_params(), make_x(shape=(2, 3))
+    mask = jnp.asarray([[True, False, True], [True, True, False]])
+    want = run(params, x, mask)
+    devices = typed_mesh((2, 4), ("data", "expert"), (EXPLICIT, EXPLICIT))
+    with jax.set_mesh(devices):
+        got = run(params, jax.device_put(x, NamedSharding(devices, P("data"))), mask)
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "spec, check_vma",
+    [(P("expert"), True), (P("expert", None, "model"), True), (P("expert", "model"), False)],
+    ids=str,
+)
+def test_shard_map_over_some_axes_of_a_mesh_whose_others_are_explicit(spec, check_vma):
+    params, x = make_params(), make_x()
+    want = run(params, x)
+    devices = typed_mesh((4, 2), ("expert", "model"), (EXPLICIT, EXPLICIT))
+    layer = jax.shard_map(
+        functools.partial(moe_layer, config=CONFIG),
+        in_specs=(P(), P("expert")),
+        out_specs=(P("expert"), P()),
+        axis_names={"expert"},
+        check_vma=check_vma,
+    )
+
+    def total(params, x):
+        out, metrics = layer(params, x)
+        scalar = jnp.sum(jnp.sin(out + x)) + metrics.load_balance_loss + metrics.router_z_loss
+        return scalar, (out, metrics)
+
+    with jax.set_mesh(devices):
+        x = jax.device_put(x, NamedSharding(devices, spec))
+        got = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(params, x)
+    assert_close(got, want)
+
+
+def in_callers_shard_map(spec, check_vma, **changes):
+    """The metrics of the layer in a shard_map over ("data", "expert"), its tokens split by spec."""
+    layer = jax.shard_map(
+        functools.partial(moe_layer, config=MoEConfig(**vars(CONFIG) | changes)),
+        mesh=mesh((2, 4), ("data", "expert")),
+        in_specs=(P(), P(spec)),
+        out_specs=(P(spec), P()),
+        check_vma=check_vma,
+    )
+    return jax.jit(layer)(make_params(), make_x())
+
+
+def test_callers_tokens_replicated_over_another_axis_count_once():
+    out, metrics = in_callers_shard_map("expert", True)
+    want, counts = dense(make_params(), make_x())
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
+    _, metrics = in_callers_shard_map("expert", False, batch_axes="expert")
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
+
+
+def test_callers_tokens_of_which_nothing_is_known_need_batch_axes():
+    with pytest.raises(ValueError, match=r"batch_axes must be given .*'data', 'expert'.*check_vma"):
+        in_callers_shard_map("expert", False)
+    _, metrics = in_callers_shard_map(("data", "expert"), False, batch_axes=("data", "expert"))
+    assert metrics.expert_counts.sum() == BATCH * SEQUENCE * K
+
+
+@pytest.mark.parametrize("changes", [{}, dict(batch_axes=("data", "expert"))], ids=str)
+def test_callers_tokens_replicated_over_the_experts_are_refused_by_name(changes):
+    with pytest.raises(ValueError, match=r"x must be spread over batch_axes .*\('expert',\)"):
+        in_callers_shard_map("data", True, **changes)
