@@ -1,7 +1,7 @@
 """jax_ep: expert parallelism for JAX. Dispatch, combine, and what a Mixture-of-Experts needs.
 
-`jax_ep.linen` and `jax_ep.nnx` hold the Flax layers, `jax_ep.reference` the whole contract in plain
-NumPy; they are imported when they are first used.
+`jax_ep.linen` and `jax_ep.nnx` hold the Flax layers, `jax_ep.placement` places experts on ranks,
+`jax_ep.reference` is the whole contract in plain NumPy; they are imported when they are first used.
 """
 
 import importlib as _importlib
@@ -34,7 +34,7 @@ from jax_ep.moe.routing import (
 )
 
 if _TYPE_CHECKING:
-    from jax_ep import linen, nnx, reference
+    from jax_ep import linen, nnx, placement, reference
 
 __version__ = "0.1.0"
 
@@ -61,6 +61,7 @@ __all__ = [
     "load_balance_loss",
     "moe_layer",
     "nnx",
+    "placement",
     "reduce_scatter",
     "reference",
     "routed_experts",
@@ -73,6 +74,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    if name in ("linen", "nnx", "reference"):
+    if name in ("linen", "nnx", "placement", "reference"):
         return _importlib.import_module(f"jax_ep.{name}")
     raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")

@@ -198,6 +198,32 @@ def layer_of_nnx() -> None:
     close(out, dense(params, x)[0])
 
 
+@exercises("placement", "dispatch", "combine")
+def copies_of_experts() -> None:
+    """Rows come back scaled by the expert that their slot holds: the choices were kept."""
+    load = np.bincount(IDX.ravel(), minlength=E)[None]
+    placed = jax_ep.placement.balance(load, num_slots=2 * E, num_ranks=N)
+    assert placed.num_copies.max() > 1
+    of_layer = jax.tree.map(lambda a: jnp.asarray(a[0]), placed)
+    expert_of_slot = of_layer.expert_of_slot
+
+    def there_and_back(x: Any, topk_idx: Any, weights: Any) -> Any:
+        slots = jax_ep.placement.choose_slots(
+            topk_idx,
+            expert_of_slot,
+            of_layer.slots_of_expert,
+            of_layer.num_copies,
+            axis_name=AXIS,
+        )
+        sent = jax_ep.dispatch(x, slots, num_experts=2 * E, axis_name=AXIS)
+        own = expert_of_slot.reshape(N, -1)[lax.axis_index(AXIS)]
+        scale = jnp.repeat(own + 1.0, sent.group_sizes, total_repeat_length=sent.tokens.shape[0])
+        return jax_ep.combine(sent.tokens * scale[:, None], sent.handle, weights)
+
+    want = X * np.sum(WEIGHTS * (IDX + 1), axis=-1, keepdims=True)
+    close(on_ranks(there_and_back, X, IDX, WEIGHTS), want)
+
+
 @exercises("workspace_bytes")
 def memory() -> None:
     """The portable exchange gathers every rank's rows."""
