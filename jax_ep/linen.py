@@ -75,6 +75,7 @@ class Gate(nn.Module):
         return kernel, bias.value
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
+        """Steps the selection bias; see `MoE.update_bias`."""
         bias: jax.Array | None = self.get_variable(ROUTER_STATE, "bias")
         if bias is None:
             raise ValueError("update_bias needs selection_bias=True and an initialized layer")

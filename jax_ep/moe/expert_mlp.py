@@ -26,7 +26,7 @@ def expert_mlp(
     activation: Activation = jax.nn.silu,
     implementation: gmm.Implementation = None,
 ) -> jax.Array:
-    """Each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
+    """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
     The product of the two halves is computed in float32, in one pass over them.
@@ -80,7 +80,10 @@ def forward(
     activation: Activation,
     implementation: gmm.Implementation,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """The output [R, H], and what `backward` needs; for operands of one varying-axes type."""
+    """Returns the output [R, H] and what `backward` needs.
+
+    The operands must be checked and have one varying-axes type.
+    """
     tokens = checkpoint_name(tokens, "dispatched_tokens")
     pre_0, pre_1 = (
         checkpoint_name(
@@ -99,10 +102,10 @@ def backward(
     activation: Activation,
     implementation: gmm.Implementation,
 ) -> tuple[jax.Array, ...]:
-    """The gradients of tokens, wi_0, wi_1, wo, and of the weights if there are any.
+    """Returns the gradients of tokens, wi_0, wi_1, wo, and of the weights if there are any.
 
-    With weights [R] float32 they are those of weights[:, None] * output: each weight multiplies
-    its row of the gated product, which the output is linear in.
+    With weights [R] float32 the gradients are those of weights[:, None] * output: each weight
+    multiplies its row of the gated product, which the output is linear in.
     """
     tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes = saved
     dgated = gmm.product(grad, wo, group_sizes, implementation, True)

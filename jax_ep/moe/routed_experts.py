@@ -45,17 +45,20 @@ def routed_experts(
     implementation: Implementation = None,
     matmul_implementation: MatmulImplementation = None,
 ) -> jax.Array:
-    """combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for bit.
+    """Runs the experts on received tokens and combines their outputs.
 
-    The gradients are those of that composition but for roundings: of the products w · g and of y
-    to the tokens' dtype, which are not made here, and of h, which is rounded after w instead.
+    The result is combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for
+    bit.
+
+    The gradients differ from those of that composition by roundings: the products w · g and y are
+    not rounded to the tokens' dtype, as they are not made, and h is rounded after w multiplies it.
 
     **What is kept for the backward pass**: what `expert_mlp` keeps, by the same names, and the
     weights. Under a `jax.checkpoint` that keeps none of it, the last product is not computed
     again, since no gradient needs y.
 
     Args:
-      received: of this rank's dispatch.
+      received: what this rank's `dispatch` returned.
       wi_0, wi_1, wo: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
       activation: as in `expert_mlp`.
@@ -101,8 +104,8 @@ def _backward(config, residuals, grad):
     dtokens, *dmatrices, drow_weights = backward(
         saved, grad_rows, row_weights, config.activation, config.matmul_implementation
     )
-    # Sent no sooner than the tokens' gradient, for which the ranks meet anyway: beside a product, a
-    # collective that waits for its peers takes multiprocessors from it.
+    # The weights' gradient is sent no sooner than the tokens', for which the ranks meet anyway: a
+    # collective that waits for its peers takes multiprocessors from a product that runs meanwhile.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     dweights = primitives.rows_to_choices(drow_weights, routes, **axis)
     return dtokens, *dmatrices, dweights, None, None
