@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from jax_ep.cli.flags import Error, Flags
 from jax_ep.exchange import memory, quantization
-from jax_ep.runtime import symmetric_memory
-from pallas_kernels.fabric import low_latency as ll
+from pallas_kernels.fabric import layout as heap
 
 FLAGS = Flags()
 _TOKENS = FLAGS.integer("tokens", 128, "T, tokens per rank.")
@@ -71,7 +70,7 @@ def collect() -> dict[str, Any]:
         "unavailable": unavailable,
         "message_bytes": memory.message_bytes(_HIDDEN.value),
         "others": others,
-        "ll_region_bytes": symmetric_memory.region_bytes(min(_RANKS.value, ll.MAX_DEVICES)),
+        "heap_bytes": heap.heap_bytes(_RANKS.value),
     }
 
 
@@ -124,9 +123,8 @@ def render(facts: dict[str, Any]) -> str:
             lines += [f"  {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
     lines += [
         "",
-        "Added to these: all_reduce and the other collectives, on every GPU of a process with N of "
-        f"them, up to {ll.MAX_DEVICES}, from the first program on with the low-latency protocol",
-        f"  {'symmetric memory':<38}{_mib(facts['ll_region_bytes']):>10}",
+        "All kernels together, on every GPU, once and for as long as the process lives",
+        f"  {'heap of symmetric memory':<38}{_mib(facts['heap_bytes']):>10}",
         "",
         "Low-latency buffers of other libraries, by their formulas; B = T, and a message of "
         f"P = {facts['message_bytes']} bytes",

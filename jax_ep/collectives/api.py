@@ -194,7 +194,7 @@ def _fused(
 ) -> tuple[jax.Array, jax.Array]:
     params = dict(axis_name=axes, num_ranks=num_ranks, eps=eps, algorithm=algorithm)
     normalized, new_residual = primitives.ep_all_reduce_rms_norm_p.bind(
-        primitives.lowered_for_devices(x), residual, scale, **params
+        jax_compat.lowered_anew_for_other_devices(x), residual, scale, **params
     )
     return normalized, new_residual
 
@@ -232,7 +232,7 @@ def _linear(
     if runs_on_xla:
         return collective.run(XlaCollectives(axes), x) if axes else x
     (out,) = collective.primitive.bind(
-        primitives.lowered_for_devices(x),
+        jax_compat.lowered_anew_for_other_devices(x),
         axis_name=axes,
         num_ranks=num_ranks,
         algorithm=algorithm,

@@ -19,8 +19,7 @@ from jax import lax
 
 from jax_ep.collectives import xla
 from jax_ep.collectives.algorithms import FUSED, is_low_latency
-from jax_ep.exchange import pallas as pallas_exchange
-from jax_ep.runtime import symmetric_memory
+from jax_ep.runtime.fabric import num_gpus, of_axis
 from jax_ep.runtime.jax_compat import match_varying, place
 from pallas_kernels.collectives import all_gather as all_gather_kernel
 from pallas_kernels.collectives import all_reduce as all_reduce_kernel
@@ -28,9 +27,9 @@ from pallas_kernels.collectives import all_reduce_rms_norm as all_reduce_rms_nor
 from pallas_kernels.collectives import all_to_all as all_to_all_kernel
 from pallas_kernels.collectives import low_latency as low_latency_kernels
 from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
-from pallas_kernels.fabric import low_latency
-from pallas_kernels.fabric.fabric import Mesh
+from pallas_kernels.fabric import layout, low_latency
 from pallas_kernels.fabric.plan import align_up, vector_length
+from pallas_kernels.fabric.sentinel_words import Regions
 from pallas_kernels.fabric.tiles import Plan, tile_length
 
 AxisName = tuple[str, ...]
@@ -118,13 +117,10 @@ class PallasCollectives:
     Attributes:
       algorithm: one of the operation that is called, other than "xla".
       axis_name: the mesh axes of the ranks.
-      devices: which GPU of this process is at each place of the mesh. Only the low-latency
-        protocol uses it.
     """
 
     algorithm: str
     axis_name: AxisName
-    devices: tuple[int, ...] = ()
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
         if self.algorithm == "multimem":
@@ -135,7 +131,7 @@ class PallasCollectives:
                 all_reduce_kernel.one_shot, low_latency_kernels.one_shot, flat, flat.size
             )
         else:
-            num_ranks = self._fabric.num_ranks
+            num_ranks = self._num_ranks
             shard = _padded_size(-(-x.size // num_ranks), x.dtype)
             padding = shard * num_ranks - x.size
             shards = jnp.pad(x.reshape(-1), (0, padding)) if padding else x
@@ -151,14 +147,14 @@ class PallasCollectives:
         return lax.bitcast_convert_type(out, x.dtype)
 
     def reduce_scatter(self, x: jax.Array) -> jax.Array:
-        shards = x.reshape(self._fabric.num_ranks, -1)
+        shards = x.reshape(self._num_ranks, -1)
         padded = _pad(shards)
         kernels = reduce_scatter_kernel.reduce_scatter, low_latency_kernels.reduce_scatter
         out = self._run(*kernels, padded, padded.shape[1])
         return out[: shards.shape[1]].reshape(-1, *x.shape[1:])
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
-        shards = self._bits(x).reshape(self._fabric.num_ranks, -1)
+        shards = self._bits(x).reshape(self._num_ranks, -1)
         padded = _pad(shards)
         kernels = all_to_all_kernel.all_to_all, low_latency_kernels.all_to_all
         out = self._run(*kernels, padded, padded.size)
@@ -169,40 +165,41 @@ class PallasCollectives:
     ) -> tuple[jax.Array, jax.Array]:
         if self.algorithm not in FUSED:
             return xla.unfused(self.all_reduce, x, residual, scale, eps=eps)
-        fabric, hidden, algorithm = self._fabric, x.shape[-1], self.algorithm
+        num_ranks, hidden, algorithm = self._num_ranks, x.shape[-1], self.algorithm
         if algorithm == "fused":
-            algorithm = _fused_algorithm(fabric.num_ranks, x.size * x.dtype.itemsize)
+            algorithm = _fused_algorithm(num_ranks, x.size * x.dtype.itemsize)
         rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
         num_rows, padded = rows.shape
-        grid = _RowGrid.of(algorithm, num_rows, padded, x.dtype, fabric.num_ranks)
+        grid = _RowGrid.of(algorithm, num_rows, padded, x.dtype, num_ranks)
         plan = _forced_plan.get() or Plan(grid.num_blocks, grid.num_warpgroups)
         two_shot = algorithm.startswith("fused_two_shot")
         sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
         if is_low_latency(algorithm):
             operands = match_varying((place(), rows, old, weights[0]), self.axis_name)
             results = all_reduce_rms_norm_kernel.all_reduce_rms_norm_ll(
-                *operands, channels=self._channels(), **sizes
+                *operands, channels=self._channels(x), **sizes
             )
         else:
             results = all_reduce_rms_norm_kernel.all_reduce_rms_norm(
-                rows, old, weights[0], fabric=fabric, **sizes
+                rows, old, weights[0], fabric=of_axis(self.axis_name, x), **sizes
             )
         normalized, new_residual = (out[:, :hidden].reshape(x.shape) for out in results)
         return normalized, new_residual
 
     @property
-    def _fabric(self) -> Mesh:
-        return pallas_exchange.mesh_fabric(self.axis_name)
+    def _num_ranks(self) -> int:
+        return lax.axis_size(self.axis_name)
 
-    def _channels(self) -> low_latency.Channels:
-        regions = symmetric_memory.here() if jax.default_backend() == "gpu" else None
-        assert not isinstance(regions, str), regions
-        return low_latency.Channels(
-            self._fabric.axes(),
-            self.devices,
-            regions or symmetric_memory.elsewhere(len(self.devices)),
-            self._fabric.timeout_s,
+    def _channels(self, like: jax.Array) -> low_latency.Channels:
+        fabric = of_axis(self.axis_name, like)
+        regions = Regions(
+            fabric.base + layout.TILES,
+            layout.STRIDE,
+            num_gpus(fabric),
+            layout.NUM_COUNTERS,
+            layout.num_slots(num_gpus(fabric)),
         )
+        return low_latency.Channels(fabric.axes, fabric.gpus, regions, fabric.timeout_s)
 
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
@@ -213,10 +210,10 @@ class PallasCollectives:
         S instead.
         """
         if not is_low_latency(self.algorithm):
-            return kernel(x, fabric=self._fabric, plan=_plan(num_elements, x.dtype))
+            return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
         here, x = match_varying((place(), x), self.axis_name)
         plan = _plan(x.shape[-1], x.dtype, for_low_latency=True)
-        return low_latency_kernel(here, x, channels=self._channels(), plan=plan)
+        return low_latency_kernel(here, x, channels=self._channels(x), plan=plan)
 
     def _bits(self, x: jax.Array) -> jax.Array:
         """Returns x as the kernels that only move it take it: unsigned integers of any dtype.

@@ -80,8 +80,8 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Pr
         chosen = selection.choose(op, algorithm, x, num_ranks, refusals)
         if chosen == "unfused":
             chosen = selection.choose("all_reduce", None, x, num_ranks, refusals)
-        function = functools.partial(run, _collectives(chosen, axis_name, program.devices))
-        return program.lower_by_position(function, *operands, **params)
+        function = functools.partial(run, _collectives(chosen, axis_name))
+        return program.lower(function, *operands, **params)
 
     def inline(
         x: jax.Array,
@@ -98,22 +98,12 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Pr
     return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)
 
 
-def _collectives(algorithm: str, axis_name: AxisName, devices: tuple[int, ...]) -> Collectives:
+def _collectives(algorithm: str, axis_name: AxisName) -> Collectives:
     if algorithm == "xla":
         return XlaCollectives(axis_name)
     from jax_ep.collectives.pallas import PallasCollectives  # loads Mosaic
 
-    return PallasCollectives(algorithm, axis_name, devices)
-
-
-def lowered_for_devices(x: jax.Array) -> jax.Array:
-    """Returns x; makes JAX lower the program again for other GPUs of this machine.
-
-    Programs with the low-latency protocol address GPUs by number.
-    """
-    if selection.is_of_this_machine(jax.sharding.get_abstract_mesh()):
-        return jax_compat.lowered_anew_for_other_devices(x)
-    return x
+    return PallasCollectives(algorithm, axis_name)
 
 
 def _linear(

@@ -12,8 +12,9 @@ import jax
 
 from jax_ep.collectives import table
 from jax_ep.collectives.algorithms import Algorithm, is_low_latency
-from jax_ep.runtime import availability, jax_compat, multicast
+from jax_ep.runtime import availability, multicast, symmetric_memory
 from jax_ep.runtime.jax_compat import Program
+from pallas_kernels.fabric import layout
 
 
 class Refusals(NamedTuple):
@@ -21,41 +22,17 @@ class Refusals(NamedTuple):
 
     Attributes:
       kernels: why none of the library's kernels can run.
-      low_latency: why none that uses the low-latency protocol can run.
     """
 
     kernels: str | None = None
-    low_latency: str | None = None
 
     @classmethod
     def of_program(cls, program: Program, axis_name: tuple[str, ...]) -> Refusals:
         """Returns those of a program that is being lowered, with ranks along `axis_name`."""
-        return cls(
-            availability.program_unavailable_reason(program, axis_name),
-            _low_latency_unavailable_reason(program),
-        )
+        return cls(availability.program_unavailable_reason(program, axis_name))
 
 
 _NOTHING_KNOWN = Refusals()
-
-
-def _low_latency_unavailable_reason(program: Program) -> str | None:
-    """Returns why a program cannot use the low-latency protocol; None if only the machine may."""
-    if program.for_export:
-        return "its program holds addresses of this process, and is to be exported"
-    mesh = program.mesh
-    if mesh is None or not is_of_this_machine(mesh):
-        return None
-    if reason := jax_compat.devices_unavailable_reason():
-        return reason
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        return "it needs to know the order of the GPUs, and shard_map was given an abstract mesh"
-    return None
-
-
-def is_of_this_machine(mesh: Any) -> bool:
-    """Returns whether this machine has GPUs, and as many as the mesh."""
-    return jax.default_backend() == "gpu" and mesh.size <= jax.device_count()
 
 
 def unavailable_reason(
@@ -80,8 +57,6 @@ def unavailable_reason(
         return reason
     if reason := availability.tracing_unavailable_reason():
         return reason
-    if is_low_latency(algorithm) and refusals.low_latency is not None:
-        return refusals.low_latency
     if jax.default_backend() != "gpu":  # the program is for another machine, which is not known
         return None
     if algorithm == "multimem":
@@ -89,10 +64,11 @@ def unavailable_reason(
     if reason := availability.unavailable_reason():
         return reason
     if is_low_latency(algorithm):
-        from jax_ep.runtime import symmetric_memory  # loads Mosaic
-
-        regions = symmetric_memory.here()
-        return regions if isinstance(regions, str) else None
+        found = symmetric_memory.domain()
+        if isinstance(found, str):
+            return found
+        if found.num_gpus > layout.MAX_DEVICES:
+            return f"it is for up to {layout.MAX_DEVICES} GPUs of a host, and has {found.num_gpus}"
     return None
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_ep.exchange import routes as routing
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
 from jax_ep.runtime import settings
+from jax_ep.runtime.fabric import of_axis
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
@@ -22,19 +22,22 @@ from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.sender import Payload
-from pallas_kernels.fabric.fabric import Mesh
 from pallas_kernels.fabric.plan import Plan
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
     """`Exchange.dispatch`."""
     padded = _pad_hidden(x, config)
-    fabric = mesh_fabric(config.axis_name)
+    fabric = of_axis(config.axis_name, padded)
     sizes = (fabric.num_ranks, *topk_idx.shape)
+    counts = None
+    if topk_idx.shape[0] > plans.FEW_TOKENS:  # more than one block of the kernel should count
+        counts = routing.count_experts(topk_idx, config.num_experts)
     received, rows, counts, group_sizes, expert_counts, *totals = dispatch_kernel.dispatch(
         padded,
         topk_idx,
-        routing.count_experts(topk_idx, config.num_experts),
+        counts,
+        num_experts=config.num_experts,
         fabric=fabric,
         plan=_dispatch_plan(padded, sizes, config),
         capacity=config.rows,
@@ -52,7 +55,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
         padded,
         routes.rows,
         routes.counts,
-        fabric=mesh_fabric(config.axis_name),
+        fabric=of_axis(config.axis_name, padded),
         plan=_dispatch_plan(padded, routes.rows.shape, config),
         capacity=config.rows,
         expert_alignment=config.expert_alignment,
@@ -71,7 +74,7 @@ def combine(
         topk_weights,
         routes.topk_idx,
         routes.rows,
-        fabric=mesh_fabric(config.axis_name),
+        fabric=of_axis(config.axis_name, padded),
         plan=_combine_plan(padded, routes.rows, config),
         num_experts=config.num_experts,
         wire_dtype=config.wire_dtype,
@@ -101,7 +104,7 @@ def combine_grad(
         topk_weights,
         y,
         *routes,
-        fabric=mesh_fabric(config.axis_name),
+        fabric=of_axis(config.axis_name, g),
         plan=plan,
         expert_alignment=config.expert_alignment,
     )
@@ -114,7 +117,7 @@ def rank_dispatch(
     """`Exchange.rank_dispatch`."""
     num_tokens, hidden = x.shape
     x = _pad_hidden(x, config)
-    fabric = mesh_fabric(config.axis_name)
+    fabric = of_axis(config.axis_name, x)
     plan = plans.rank_dispatch(
         _row(x, config),
         num_tokens=num_tokens,
@@ -144,19 +147,13 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
         None,
         routes.topk_idx,
         routes.local_topk_idx,
-        fabric=mesh_fabric(config.axis_name),
+        fabric=of_axis(config.axis_name, y),
         plan=_combine_plan(y, routes.local_topk_idx, config),
         num_experts=config.num_experts,
         by_rank=True,
         wire_dtype=config.wire_dtype,
     )
     return out[:, :hidden]
-
-
-def mesh_fabric(axis_name: tuple[str, ...]) -> Mesh:
-    """The ranks of the enclosing `shard_map` along these axes, as the kernels see them."""
-    sizes = tuple(lax.axis_size(name) for name in axis_name)
-    return Mesh(axis_name, sizes, settings.timeout_seconds())
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:

@@ -24,6 +24,7 @@ from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import (
     Program,
     define_primitive,
+    lowered_anew_for_other_devices,
     match_varying,
     replicated_over_explicit_axes,
     result_type,
@@ -109,7 +110,7 @@ def _primitive(
         def run(*leaves):
             return compute(exchange, *leaves, tree=tree, config=config)
 
-        return program.lower_by_position(run, *leaves)
+        return program.lower(run, *leaves)
 
     def inline(*leaves, tree, config):
         exchange = _select(config, availability.jax_unavailable_reason())
@@ -133,6 +134,7 @@ def _primitive(
         config = dataclasses.replace(config, list_words=0, grad_wire_dtype=None, quantized=False)
         leaves, tree = jax.tree.flatten(operands)
         leaves = match_varying(leaves, config.axis_name)
+        leaves[0] = lowered_anew_for_other_devices(leaves[0])
         returned = jax.tree.structure(results(*jax.tree.unflatten(tree, leaves), config))
         bind_leaves = functools.partial(primitive.bind, tree=tree, config=config)
         return jax.tree.unflatten(returned, replicated_over_explicit_axes(bind_leaves, *leaves))

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
 
-from jax_ep.runtime import cuda_driver, jax_compat
+from jax_ep.runtime import jax_compat, symmetric_memory
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 
@@ -41,8 +41,6 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
         return f"it needs NVIDIA GPUs, and the devices here are {', '.join(platforms)}"
     if reason := jax_unavailable_reason():
         return reason
-    if len({device.process_index for device in devices}) > 1:
-        return "it needs all GPUs in one process, and these belong to several"
     for device in devices:
         capability = getattr(device, "compute_capability", "0.0")
         if float(capability) < _OLDEST_CAPABILITY:
@@ -56,19 +54,6 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
                 f"it needs {SHARED_MEMORY_BYTES} bytes of shared memory for a thread block, and "
                 f"{device.device_kind} has {shared}"
             )
-    return _peers_unavailable_reason(devices)
-
-
-def _peers_unavailable_reason(devices: Sequence[jax.Device]) -> str | None:
-    """Names the first pair of GPUs without peer access; None if the driver names none."""
-    ordinals = [device.local_hardware_id for device in devices]
-    for device, row in zip(devices, cuda_driver.peer_access(ordinals) or (), strict=False):
-        for peer, can in zip(devices, row, strict=True):
-            if not can:
-                return (
-                    "it needs peer access between all GPUs, and the CUDA driver offers none from "
-                    f"GPU {device.id} to GPU {peer.id}"
-                )
     return None
 
 
@@ -114,16 +99,37 @@ def program_unavailable_reason(
         # A program for several platforms would branch over them, and XLA takes no collective there.
         platforms = ", ".join(program.platforms)
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
-    is_here = jax.default_backend() == "gpu"  # else this lowers for a machine that is not
+    if program.for_export:
+        return "its program holds addresses of this machine, and is to be exported"
     mesh = program.mesh
-    if mesh is not None and math.prod(mesh.shape[name] for name in axis_name) > 1:
-        if isinstance(mesh, Mesh):
-            ids = [device.id for device in mesh.devices.flat]
-            if sorted(ids) != list(range(len(ids))):
-                return f"it needs a mesh of the machine's first devices, and here it is of {ids}"
-        elif is_here and mesh.size < jax.device_count():  # a larger one is for another machine
-            return "it needs to know the devices, and shard_map was given an abstract mesh of some"
-    return unavailable_reason() if is_here else None
+    is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
+    if not is_here:  # this lowers for a machine that is not
+        return None
+    if reason := unavailable_reason() or jax_compat.devices_unavailable_reason():
+        return reason
+    if mesh is None:
+        return symmetric_memory.unavailable_reason(jax.local_devices()[:1])
+    devices = program.mesh_devices
+    if devices is None:
+        return (
+            "it needs to know the order of the GPUs, and shard_map was given an abstract mesh; use "
+            "jax.set_mesh or a mesh of devices"
+        )
+    for group in _groups(devices, mesh.axis_names, axis_name):
+        if any(device.process_index == jax.process_index() for device in group):
+            if reason := symmetric_memory.unavailable_reason(group):
+                return f"it needs GPUs that share memory, and {reason}"
+    return None
+
+
+def _groups(
+    devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
+) -> list[list[jax.Device]]:
+    """The devices of each group of ranks along some axes of a mesh."""
+    along = [axis_names.index(name) for name in axis_name]
+    size = math.prod(devices.shape[axis] for axis in along)
+    last = np.moveaxis(devices, along, range(-len(along), 0))
+    return [list(group) for group in last.reshape(-1, size)]
 
 
 def exchange_unavailable_reason(

@@ -8,6 +8,7 @@ need primitives, are refused with that reason.
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import json
 import warnings
@@ -141,6 +142,9 @@ def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.A
 # --------------------------------------------------------------------- programs that are lowered
 
 
+_concrete_mesh = _find("jax._src.mesh.get_concrete_mesh")  # None where JAX lacks it
+
+
 class Program:
     """The program that a primitive is being lowered in."""
 
@@ -171,48 +175,41 @@ class Program:
         return getattr(parameters, "for_export", True)
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        """Which GPU of this process is at each place of the mesh."""
-        return devices_by_place(self.mesh)
+    def mesh_devices(self) -> np.ndarray | None:
+        """The devices of `mesh`, in its shape; None where they are not known.
+
+        An abstract mesh is taken for that of `jax.set_mesh`, where it is its equal and JAX has the
+        means to say.
+        """
+        mesh = self.mesh
+        if isinstance(mesh, AbstractMesh):
+            ambient = None if _concrete_mesh is None else _concrete_mesh()
+            same = isinstance(ambient, Mesh) and ambient.shape_tuple == mesh.shape_tuple
+            mesh = ambient if same else None
+        return mesh.devices if isinstance(mesh, Mesh) else None
 
     @property
     def _axis_context(self) -> Any:
         return getattr(self._context.module_context, "axis_context", None)
 
     def lower(self, function: Callable[..., Any], *operands: Any, **params: Any) -> Any:
-        """Lowers a traceable function that returns several results."""
-        return _lower_fun(function, multiple_results=True)(self._context, *operands, **params)
+        """Lowers a traceable function that returns several results.
 
-    def lower_by_position(self, function: Callable[..., Any], *operands: Any, **params: Any) -> Any:
-        """`lower`, of kernels that know a rank by its position in the mesh.
-
-        So does XLA; but Mosaic's lowering takes the order of the devices for those positions, so
-        the program says that they are in order. Where JAX does not let a context be replaced, this
-        raises what Mosaic's lowering raises for a mesh of devices that are not.
+        While it is traced, it is in `current_program`.
         """
-        context, mesh = self._axis_context, self.mesh
-        if isinstance(mesh, Mesh):
-            devices = sorted(mesh.devices.flat, key=lambda device: device.id)
-        elif isinstance(mesh, AbstractMesh) and mesh.size == jax.device_count():
-            devices = jax.devices()
-        else:
-            devices = []
-        if mesh is None or not devices or not hasattr(context, "manual_axes"):
-            return self.lower(function, *operands, **params)
-        in_order = np.asarray(devices).reshape(tuple(mesh.shape.values()))
-        mesh = Mesh(in_order, mesh.axis_names, axis_types=mesh.axis_types)
-        axis_context = type(context)(mesh, context.manual_axes)
-        module = self._context.module_context.replace(axis_context=axis_context)
-        ordered = Program(self._context.replace(module_context=module))
-        return ordered.lower(function, *operands, **params)
+        token = _current.set(self)
+        try:
+            return _lower_fun(function, multiple_results=True)(self._context, *operands, **params)
+        finally:
+            _current.reset(token)
 
 
-def devices_by_place(mesh: Mesh | AbstractMesh | None) -> tuple[int, ...]:
-    """Which GPU of this process is at each place of a mesh; in order if the mesh is abstract."""
-    if isinstance(mesh, Mesh):
-        ordinals = [device.local_hardware_id for device in mesh.devices.flat]
-        return tuple(i if ordinal is None else ordinal for i, ordinal in enumerate(ordinals))
-    return tuple(range(mesh.size if mesh is not None else 1))
+_current: contextvars.ContextVar[Program | None] = contextvars.ContextVar("program", default=None)
+
+
+def current_program() -> Program | None:
+    """The program that is being lowered, within `Program.lower`."""
+    return _current.get()
 
 
 # -------------------------------------------------------------------------------------- primitives
@@ -310,7 +307,7 @@ _place_p = define_primitive(
 
 
 def place() -> jax.Array:
-    """[1] int32: which place of its mesh this device is at, as `devices_by_place` counts.
+    """[1] int32: which place of its mesh this device is at, in the order of its devices.
 
     Only kernels ask. ImportError where JAX lacks the dialect `stablehlo`.
     """
@@ -345,8 +342,11 @@ def devices_unavailable_reason() -> str | None:
 
 
 def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
-    """x, in a program that JAX lowers anew for other devices, unless it lacks the means."""
-    return _devices_p.bind(x)
+    """x, in a program that JAX lowers anew for other GPUs of this machine, if it has the means."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.default_backend() == "gpu" and mesh.size <= jax.device_count():
+        return _devices_p.bind(x)
+    return x
 
 
 # ------------------------------------------------------------------------------------- other state

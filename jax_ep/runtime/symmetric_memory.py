@@ -26,8 +26,6 @@ import jax_ep
 from jax_ep.runtime import cuda_driver, processes, settings
 from jax_ep.runtime.processes import Message, Refused
 from pallas_kernels.fabric import layout
-from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.sentinel_words import EMPTY, SLOT_BYTES, Regions
 
 # XLA's default is to run the kernels of a program one after the other.
 _CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=.?concurrent")
@@ -138,51 +136,6 @@ def describe() -> list[str]:
         )
     lines += [f"GPU {one} cannot address GPU {other}: {why}" for one, other, why in found.no_access]
     return lines
-
-
-def heap_bytes(num_gpus: int) -> int:
-    """What each GPU gives for as long as the process lives, header included."""
-    return layout.HEADER_BYTES + region_bytes(num_gpus)
-
-
-# ------------------------------------------------------------- the part of the low-latency protocol
-
-
-def elsewhere(num_devices: int) -> Regions:
-    """Where the regions would be on a machine that is not here."""
-    return _regions(layout.BASE, num_devices)
-
-
-def here() -> Regions | str:
-    """Where those of this process are, mapped by the first call; or why there are none."""
-    ordinals = [device.local_hardware_id for device in jax.local_devices()]
-    count = len(ordinals)
-    if count > ll.MAX_DEVICES:
-        return f"LL is for up to {ll.MAX_DEVICES} GPUs, and there are {count}"
-    if sorted(ordinals) != list(range(count)):
-        return f"LL needs all GPUs that the driver shows from the first on, and JAX has {ordinals}"
-    if jax.process_count() > 1:
-        return f"LL is for one process, and there are {jax.process_count()}"
-    found = domain()
-    if isinstance(found, str):
-        return found
-    return unavailable_reason(jax.local_devices()) or _regions(found.base, count)
-
-
-def region_bytes(num_devices: int) -> int:
-    """What the low-latency protocol takes of each GPU's heap."""
-    return 4 * ll.NUM_COUNTERS + SLOT_BYTES * ll.num_slots(num_devices)
-
-
-def _regions(base: int, num_devices: int) -> Regions:
-    start = base + layout.HEADER_BYTES
-    return Regions(start, layout.STRIDE, num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices))
-
-
-def _contents(num_gpus: int) -> list[tuple[int, int, int]]:
-    """What a heap holds at first: runs of (offset, 32-bit word, bytes)."""
-    slots = layout.HEADER_BYTES + 4 * ll.NUM_COUNTERS
-    return [(0, 0, slots), (slots, EMPTY, SLOT_BYTES * ll.num_slots(num_gpus))]
 
 
 # ----------------------------------------------------------------------------------------- set-up
@@ -341,7 +294,7 @@ class _Sharing:
             g: gpu["ordinal"] for g, (p, gpu) in enumerate(self.places) if p == me.process
         }
         self._base = layout.BASE
-        self._heap_bytes = heap_bytes(len(self.places))
+        self._heap_bytes = layout.heap_bytes(len(self.places))
         self._no_access: dict[tuple[int, int], str] = {}
         self._deltas: dict[int, int] = {}
 
@@ -427,7 +380,7 @@ class _Sharing:
                 descriptors.append(cuda_driver.export_fd(handle))
         finally:
             cuda_driver.release(handle)
-        for offset, word, num_bytes in _contents(len(self.places)):
+        for offset, word, num_bytes in layout.contents(len(self.places)):
             cuda_driver.fill(ordinal, self._heap(g) + offset, word, num_bytes)
         return length
 

@@ -68,7 +68,7 @@ def all_reduce_rms_norm(
         num_warpgroups=plan.num_warpgroups,
         out_type=body.out_type,
         scratch_types=body.scratch_types,
-        num_channels=1,
+        shared=(0, 3) if two_shot else (0,),
     )(x, residual, scale)
     return normalized, new_residual
 
@@ -175,9 +175,7 @@ class _Body:
     def rows_per_block(self) -> int:
         return pl.cdiv(self.num_rows, self.plan.num_blocks)
 
-    def __call__(
-        self, x, residual, scale, normalized, new_residual, *, semaphores, squares, together
-    ):
+    def __call__(self, x, residual, scale, normalized, new_residual, *, squares, together):
         fabric = self.fabric
         first = lax.axis_index("block") * self.rows_per_block
         num_rows = jnp.clip(self.num_rows - first, 0, self.rows_per_block)
@@ -195,18 +193,18 @@ class _Body:
             return _
 
         fabric.stage(0)
-        fabric.touch(x, *([normalized] if self.two_shot else []), semaphores)
+        fabric.connect()
         scales = self._row(fabric.mine(scale))
         residuals = operands(first) if self._one_row else None
         if self.two_shot:
             self._sum_share(x, normalized, first, num_rows)
             fabric.stage(1)
             self._meet(together)
-            self._signal(semaphores, release=True)
-            self._wait(semaphores)
+            self._signal(release=True)
+            self._wait()
             fabric.stage(2)
         if self._one_row:
-            signal = None if self.two_shot else lambda: self._signal(semaphores, release=False)
+            signal = None if self.two_shot else lambda: self._signal(release=False)
             norm(first, residuals, squares.at[0], signal)
         else:
             lax.fori_loop(0, num_rows, norm_row, None)
@@ -214,8 +212,8 @@ class _Body:
             if not self._one_row:
                 fabric.stage(1)
                 self._meet(together)
-                self._signal(semaphores, release=False)
-            self._wait(semaphores)
+                self._signal(release=False)
+            self._wait()
 
     def one_shot_low_latency(self, mail, x, residual, scale, *results, **scratch):
         """Runs the one-shot kernel. Every block has as many rows: some write the last row twice."""
@@ -348,7 +346,7 @@ class _Body:
         plgpu.barrier_arrive(together)
         plgpu.barrier_wait(together)
 
-    def _signal(self, semaphores, *, release):
+    def _signal(self, *, release):
         """Signals that this block has summed its share, or read all it needs.
 
         Its warpgroups have met before.
@@ -356,8 +354,8 @@ class _Body:
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            self.fabric.signal(semaphores, _SUMMED, release=release)
+            self.fabric.signal(_SUMMED, 1, release=release)
 
-    def _wait(self, semaphores):
+    def _wait(self):
         """Waits for the signal of this block of every rank."""
-        self.fabric.wait(semaphores, _SUMMED, 1, "all_reduce_rms_norm")
+        self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange import quantized_rows
-from pallas_kernels.exchange.plan import COMBINE_CHANNELS, Parts, Row, combine_receive_buffer
+from pallas_kernels.exchange.plan import Parts, Row, combine_receive_buffer
 from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window
@@ -105,7 +105,7 @@ def combine(
         num_warpgroups=3,
         out_type=[jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype), *call.receive_types],
         scratch_types=call.scratch_types(),
-        num_channels=COMBINE_CHANNELS,
+        shared=call.shared,
     )(*operands)
     return out
 
@@ -142,6 +142,13 @@ class _Combine:
         return Row(self.hidden, self.dtype, self.wire_dtype)
 
     @property
+    def shared(self) -> tuple[int, ...]:
+        """What peers reach: the weights, which they read, and the receive buffer."""
+        num_operands = 4 if self.weighted else 3
+        received = range(num_operands + 1, num_operands + 1 + len(self.parts))
+        return (*((3,) if self.weighted else ()), *received)
+
+    @property
     def parts(self) -> Parts:
         return self.row.parts
 
@@ -170,7 +177,7 @@ class _Combine:
         return types
 
     def __call__(
-        self, *refs: Any, semaphores: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
+        self, *refs: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
         **scratch: Any,
     ) -> None:  # fmt: skip
         y, topk_idx, rows, *rest = refs
@@ -182,16 +189,18 @@ class _Combine:
         @pl.when(warpgroup == 0)
         def _scout():
             self.fabric.stage(0)
+            if self.weighted:
+                self.fabric.connect()
             self._scout(y, rows, weights, ring, **scratch)
 
         @pl.when(warpgroup == 1)
         def _summer():
-            self.fabric.touch(*received)
-            self._sum_and_put(received, semaphores, ring, **scratch)
+            self.fabric.connect()
+            self._sum_and_put(received, ring, **scratch)
 
         @pl.when(warpgroup == 2)
         def _owner():
-            self._receive(topk_idx, received, out, semaphores, **scratch)
+            self._receive(topk_idx, received, out, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """This block's first token, the end of its tokens, and the number of its steps."""
@@ -271,7 +280,7 @@ class _Combine:
         used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
         fb.drain(ring.empty, used, self.plan.num_slots)
 
-    def _sum_and_put(self, received, semaphores, ring, *, slot_weights, sums, sent=None, **_):
+    def _sum_and_put(self, received, ring, *, slot_weights, sums, sent=None, **_):
         fabric, lag = self.fabric, self.plan.store_lag
         held = lag if sent is None else 0  # slots that wait for what was put from them
         rank, block = fabric.rank(), lax.axis_index("block")
@@ -320,9 +329,7 @@ class _Combine:
 
         def put_step(step, used):
             if self.steps_per_block > self.receive_steps:
-                fabric.wait(
-                    semaphores, _READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine"
-                )
+                fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             used_after, _, _ = lax.while_loop(
                 lambda state: state[2], take_slot, (used, step, jnp.bool_(True))
             )
@@ -336,7 +343,7 @@ class _Combine:
                     lambda: plgpu.wait_smem_to_gmem(0),
                 )
                 fabric.stage(1)
-                fabric.signal(semaphores, _PUT)
+                fabric.signal(_PUT, step)
 
             return used_after
 
@@ -346,7 +353,7 @@ class _Combine:
         @pl.when(num_steps > 0)
         def _():
             fabric.stage(1)
-            fabric.signal(semaphores, _PUT)
+            fabric.signal(_PUT, num_steps)
 
         ring.free_last(used, held)
 
@@ -398,14 +405,14 @@ class _Combine:
         plgpu.commit_smem()  # all have read the row or the sum, and the puts see the parts
         return parts
 
-    def _receive(self, topk_idx, received, out, semaphores, *, out_row, **_):
+    def _receive(self, topk_idx, received, out, *, out_row, **_):
         fabric, tiling, top_k = self.fabric, self.tiling, self.top_k
         block = lax.axis_index("block")
         first_token, end_token, num_steps = self._range()
         step_tokens = self.plan.step_tokens
 
         def receive_step(step, _):
-            fabric.wait(semaphores, _PUT, step + 1, "combine")
+            fabric.wait(_PUT, step + 1, "combine")
             fabric.stage(2)
             slot = lax.rem(step, self.receive_steps)
 
@@ -460,7 +467,7 @@ class _Combine:
             # Only what a peer will wait for: it puts step `step + receive_steps` next into here.
             @pl.when(step + self.receive_steps < num_steps)
             def _():
-                fabric.signal(semaphores, _READ)
+                fabric.signal(_READ, step + 1)
 
             return _
 

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.plan import COMBINE_GRAD_CHANNELS, Row, padded_columns
+from pallas_kernels.exchange.plan import Row, padded_columns
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
@@ -103,7 +103,7 @@ def combine_grad(
             jax.ShapeDtypeStruct((flat,), jnp.float32),
         ],
         scratch_types=call.scratch_types(),
-        num_channels=COMBINE_GRAD_CHANNELS,
+        shared=(0, 1, 7),
     )(
         g,
         window.pad(topk_weights.reshape(*lead, flat), 0),
@@ -147,7 +147,7 @@ class _CombineGrad:
         )
 
     def __call__(
-        self, *refs: Any, semaphores: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
+        self, *refs: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
         g_slots: Any, g_full: Any, g_empty: Any, **scratch: Any,
     ) -> None:  # fmt: skip
         g, weights, y, topk_idx, rows, counts, dy, dweights = refs
@@ -157,11 +157,13 @@ class _CombineGrad:
         @pl.when(warpgroup == 0)
         def _scout():
             self.fabric.stage(0)
+            self.fabric.connect()
             self._scout(g, y, rows, dweights, ring, g_ring, **scratch)
 
         @pl.when(warpgroup == 1)
         def _weigher():
-            self._weigh(weights, dy, dweights, semaphores, ring, g_ring, **scratch)
+            self.fabric.connect()
+            self._weigh(weights, dy, dweights, ring, g_ring, **scratch)
 
         @pl.when(warpgroup == 2)
         def _filler():
@@ -240,7 +242,7 @@ class _CombineGrad:
         fb.drain(ring.empty, used[0], self.plan.num_slots)
         fb.drain(g_ring.empty, used[1], self.plan.num_g_slots)
 
-    def _weigh(self, weights, dy, dweights, semaphores, ring, g_ring, *, window_weights, sums, **_):
+    def _weigh(self, weights, dy, dweights, ring, g_ring, *, window_weights, sums, **_):
         fabric, window, num_ranks = self.fabric, self.window, self.fabric.num_ranks
         lag, first_token = self.plan.store_lag, self._range()[0]
 
@@ -316,16 +318,15 @@ class _CombineGrad:
         # The scout has read all that it wants of peers, and what it wrote to them was written
         # before the last end of a window.
         fabric.stage(1)
-        fabric.signal(semaphores, _DONE)
+        fabric.signal(_DONE, 1)
         fabric.stage(2)
-        fabric.wait(semaphores, _DONE, 1, "the gradient of combine")
+        fabric.wait(_DONE, 1, "the gradient of combine")
 
     def _fill(self, g, topk_idx, counts, dy, dweights, **scratch):
         fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
         of_experts.fetch_counts(
             [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)], **scratch
         )
-        fabric.touch(g, dweights)  # for the others
 
         def clear_token(token, _):
             entries = [token * top_k + choice for choice in range(top_k)]

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.plan import DISPATCH_CHANNELS, Row
+from pallas_kernels.exchange.plan import Row
 from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
@@ -40,8 +40,9 @@ _COUNTED = 1024  # choices that a block counts at a time
 def dispatch(
     x: jax.Array,
     topk_idx: jax.Array,
-    counts: jax.Array,
+    counts: jax.Array | None,
     *,
+    num_experts: int,
     fabric: fb.Fabric,
     plan: Plan,
     capacity: int,
@@ -53,8 +54,9 @@ def dispatch(
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
-      counts: [E]: how often this rank chose each expert, of a type that holds T * K. Keep the dtype
-        narrow: every block of every rank reads the counts at its start.
+      counts: [E] int32: this rank's choices of each expert. None: the kernel counts them, which one
+        block of it does while the others wait, so for few tokens alone.
+      num_experts: E.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
@@ -67,17 +69,21 @@ def dispatch(
       rows [N, T, K] int32, counts [N, E] int32 of all ranks, and the layout of tokens, all int32:
       group_sizes [L], expert_counts [L], num_dropped [1], rows_needed [1].
     """
-    (num_tokens, top_k), num_experts = topk_idx.shape[-2:], counts.shape[-1]
+    num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        count_dtype=counts.dtype, routes_known=False, wire_dtype=wire_dtype,
+        count_dtype=jnp.int32, routes_known=False, wire_dtype=wire_dtype,
+        counted=counts is not None,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
+    operands = []
+    if counts is not None:
+        operands.append(pad_last(counts, kernel.expert_rows.count_width - num_experts))
     results = kernel.call(
         x,
         kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE),
-        pad_last(counts, kernel.expert_rows.count_width - num_experts),
+        *operands,
     )
     parts, (rows, all_counts, *layout) = kernel.split(results)
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
@@ -117,13 +123,14 @@ class _Dispatch:
 
     top_k: int
     routes_known: bool
+    counted: bool
     sender: Sender
     expert_rows: ExpertRows
 
     @classmethod
     def of(
         cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
-        routes_known, wire_dtype,
+        routes_known, wire_dtype, counted=True,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         row = x.shape[-1], x.dtype, wire_dtype
@@ -131,9 +138,17 @@ class _Dispatch:
         return cls(
             top_k,
             routes_known,
+            counted,
             Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
             ExpertRows(
-                fabric, plan, num_experts, capacity, alignment, count_dtype, Row(*row).parts
+                fabric,
+                plan,
+                num_experts,
+                capacity,
+                alignment,
+                count_dtype,
+                Row(*row).parts,
+                fetched=routes_known,
             ),
         )
 
@@ -144,6 +159,12 @@ class _Dispatch:
     @property
     def plan(self) -> Plan:
         return self.sender.plan
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        first = 3 if self.counted else 2
+        tokens = range(first, first + len(self.sender.parts))
+        return (1, *tokens) if self.routes_known else (*tokens, tokens.stop)
 
     @property
     def quantized(self) -> bool:
@@ -172,7 +193,7 @@ class _Dispatch:
             num_warpgroups=3,
             out_type=out_type,
             scratch_types=self._scratch_types(),
-            num_channels=DISPATCH_CHANNELS,
+            shared=self.shared,
         )(*operands)
 
     def _scratch_types(self) -> dict[str, Any]:
@@ -189,10 +210,11 @@ class _Dispatch:
             step_copies=plgpu.SMEM((sender.step_tokens * ranks, self.top_k), jnp.int32),
             copies=[plgpu.SMEM((copies, width), t) for width, t in sender.parts],
             laid_out=plgpu.Barrier(),
+            connected=plgpu.Barrier(),
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
         )
 
-    def __call__(self, *refs: Any, semaphores: Any, laid_out: Any, **scratch: Any) -> None:
+    def __call__(self, *refs: Any, laid_out: Any, connected: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         fabric, sender = self.fabric, self.sender
         tokens: Any  # the parts of what arrives
@@ -201,29 +223,36 @@ class _Dispatch:
             x, rows, counts, *tokens = refs
             choices, all_counts_ref = rows, None
         else:
-            x, choices, counts, *results = refs
+            x, choices, *results = refs
+            counts = results.pop(0) if self.counted else None
             tokens, (rows, all_counts_ref, *layout) = self.split(results)
 
         @pl.when(warpgroup == 0)
         def _sender():
             fabric.stage(0)
-            self._fetch_counts(counts, **scratch)
+            if self.routes_known:
+                self._fetch_counts(counts, **scratch)
+            else:
+                self._send_counts(choices, counts, **scratch)
             sender.fetch_first(x, **scratch)
-            fabric.touch(*tokens, *(() if self.routes_known else (rows,)))
             sources = functools.partial(self._sources, choices)
+            if self.routes_known:
+                fabric.connect()
             sender.open_window(sources, 0, **scratch)
             if not self.routes_known:
                 self._count_earlier(choices, **scratch)
+                self.expert_rows.receive_counts(**scratch)
             sender.make_ready(x, 0, **scratch)
             self.expert_rows.lay_out(all_counts_ref, **scratch)
             plgpu.barrier_arrive(laid_out)
+            if not self.routes_known:
+                plgpu.barrier_wait(connected)
             find = self._known_rows if self.routes_known else self._new_rows
             sender.send(
                 x,
                 sources,
                 tokens,
                 None if self.routes_known else rows,
-                semaphores,
                 lists_for=functools.partial(find, **scratch),
                 place_of=self._first_place,
                 **scratch,
@@ -239,16 +268,31 @@ class _Dispatch:
 
         @pl.when(warpgroup == 1)
         def _receiver():
-            self._receive(rows, tokens, semaphores, **scratch)
+            if not self.routes_known:  # the sender has enough to do
+                fabric.connect()
+                plgpu.barrier_arrive(connected)
+            self._receive(rows, tokens, **scratch)
 
     def _fetch_counts(self, counts, **scratch):
-        """Starts to load all ranks' counts, from here where routes are known, else from each."""
-        fabric = self.fabric
-        sources = [
-            (peer, fabric.mine(counts).at[peer] if self.routes_known else fabric.peer(counts, peer))
-            for peer in self.sender.peers()
-        ]
+        """Starts to load all ranks' counts, from this rank's copy."""
+        sources = [(peer, self.fabric.mine(counts).at[peer]) for peer in self.sender.peers()]
         self.expert_rows.fetch_counts(sources, **scratch)
+
+    def _send_counts(self, choices, counts, /, *, next_rows, **_):
+        """Block 0 sends every rank this rank's choices of each expert, counted first if need be."""
+        fabric, width = self.fabric, self.expert_rows.count_width
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _():
+            if counts is None:
+                fb.clear(next_rows, width)
+                fabric.barrier()
+                self._count(choices, self.sender.num_tokens * self.top_k, next_rows)
+                fabric.barrier()
+                fabric.send_words(next_rows.at[pl.ds(0, width)])
+                fabric.barrier()
+            else:
+                fabric.send_words(fabric.mine(counts))
 
     def _sources(self, choices):
         """What the sender reads: the rows of its tokens at every peer, or its own choices."""
@@ -257,25 +301,28 @@ class _Dispatch:
             return [fabric.mine(choices)]
         return [fabric.peer(choices, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
 
-    def _count_earlier(self, choices_ref, *, next_rows, **_):
+    def _count_earlier(self, choices, /, *, next_rows, **_):
         """Counts the choices of each expert by tokens of the blocks before, in `next_rows`."""
-        fabric = self.fabric
         fb.clear(next_rows, self.expert_rows.count_width)
-        fabric.barrier()
-        num_tokens, num_choices = self.sender.num_tokens, self.sender.window.total
-        end = jnp.minimum(self.sender.range()[0], num_tokens) * self.top_k
+        self.fabric.barrier()
+        end = jnp.minimum(self.sender.range()[0], self.sender.num_tokens) * self.top_k
+        self._count(choices, end, next_rows)
+        self.fabric.barrier()
+
+    def _count(self, choices, end, bins):
+        """Adds the first `end` of this rank's choices to the count of each expert."""
+        fabric, num_choices = self.fabric, self.sender.window.total
         width = min(_COUNTED, num_choices // LANES * LANES)
 
         def count(i, _):
             start = jnp.minimum(i * width, num_choices - width)
             entries = start + fb.iota(fabric, width)
-            experts = fb.load(fabric, fabric.mine(choices_ref).at[pl.ds(start, width)], 1)
+            experts = fb.load(fabric, fabric.mine(choices).at[pl.ds(start, width)], 1)
             new = (entries >= i * width) & (entries < end)
             experts = jnp.where(new, experts, fb.NOWHERE)
-            fb.count(fabric, next_rows, experts, self.expert_rows.num_experts)
+            fb.count(fabric, bins, experts, self.expert_rows.num_experts)
 
         lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
-        fabric.barrier()
 
     def _known_rows(self, entry, peers, *, choices, **_):
         """The row of each choice at each peer, [N][K], of known routes."""
@@ -321,7 +368,7 @@ class _Dispatch:
             place = jnp.where(kept, row, place)
         return place
 
-    def _receive(self, rows, tokens, semaphores, *, step_rows, step_copies, copies, copy_full, **_):
+    def _receive(self, rows, tokens, *, step_rows, step_copies, copies, copy_full, **_):
         fabric, num_copies = self.fabric, self.plan.num_copy_slots
         first_token, num_tokens = self.sender.range()
 
@@ -355,7 +402,7 @@ class _Dispatch:
 
         def receive_step(step, begun):
             """Copies a step's rows, of which the first goes into slot `begun` modulo the slots."""
-            fabric.wait(semaphores, PUT, step + 1, "dispatch")
+            fabric.wait(PUT, step + 1, "dispatch")
             fabric.stage(2)
             fabric.async_fence()
             count = self._list_copies(step, first_token, num_tokens, rows, step_rows, step_copies)
@@ -383,7 +430,7 @@ class _Dispatch:
 
         @pl.when(num_tokens == 0)
         def _():  # nothing comes, but peers may still be reading this rank's counts
-            fabric.wait(semaphores, PUT, 1, "dispatch")
+            fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
 

@@ -43,6 +43,7 @@ class ExpertRows:
     alignment: int
     count_dtype: Any
     parts: Sequence[tuple[int, Any]]
+    fetched: bool = True  # whether the counts are read from this rank's memory, or come from peers
 
     @property
     def num_local_experts(self) -> int:
@@ -60,7 +61,7 @@ class ExpertRows:
             scan=plgpu.SMEM((2 * width,), jnp.int32),
             block_ends=plgpu.SMEM((2, width), jnp.int32),  # of each expert's rows, and padded
             zeros=[plgpu.SMEM((Tiling.of(columns, t).padded,), t) for columns, t in self.parts],
-            counts_full=plgpu.Barrier(num_arrivals=ranks),
+            counts_full=plgpu.Barrier(num_arrivals=ranks if self.fetched else 1),
         )
 
     def fetch_counts(
@@ -69,6 +70,11 @@ class ExpertRows:
         """Starts to load all ranks' counts; a source is a rank and its counts [E]."""
         for rank, source in sources:
             plgpu.copy_gmem_to_smem(source, all_counts.at[rank], counts_full, oob_mode=fb.IN_BOUNDS)
+
+    def receive_counts(self, *, all_counts: Any, counts_full: Any, **_: Any) -> None:
+        """Waits for every rank's choices of each expert, as peers send them."""
+        self.fabric.receive_words(all_counts, "dispatch")
+        plgpu.barrier_arrive(counts_full)
 
     def lay_out(
         self, all_counts_ref: Any = None, *, all_counts: Any, counts_full: Any, scan: Any,

@@ -35,9 +35,8 @@ _WINDOW_TOKENS = 16
 _MAX_SLOTS = 16
 
 # The two regimes: up to this many tokens every microsecond counts, beyond it the link's bandwidth.
-_FEW_TOKENS = 256
-_NUM_BLOCKS = 128  # measured on 4 and 8 H200s, like the next line
-_NUM_BLOCKS_FOR_A_DISPATCH_OF_FEW_TOKENS = 64  # unless it quantizes
+FEW_TOKENS = 256
+_NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
 
 DISPATCH_CHANNELS = 1
 COMBINE_CHANNELS = 2
@@ -134,13 +133,6 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int) -> int:
     return counts + choices + lists
 
 
-def _dispatch_blocks(row: Row, num_tokens: int, num_blocks: int | None) -> int:
-    if num_blocks is None:
-        few = num_tokens <= _FEW_TOKENS and row.wire_dtype is None
-        num_blocks = _NUM_BLOCKS_FOR_A_DISPATCH_OF_FEW_TOKENS if few else _NUM_BLOCKS
-    return min(num_blocks, num_tokens)
-
-
 def dispatch(
     row: Row,
     *,
@@ -156,12 +148,13 @@ def dispatch(
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
     in_ring = row.room(words) // row.slot_bytes
-    few = num_tokens <= _FEW_TOKENS
+    few = num_tokens <= FEW_TOKENS
     num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(4, in_ring // 3))
     room = row.room(words) - num_copy_slots * row.sent_bytes
     num_slots = min(_MAX_SLOTS, room // row.slot_bytes)
+    blocks = min(num_blocks or _NUM_BLOCKS, num_tokens)
     return Plan(
-        num_blocks=_dispatch_blocks(row, num_tokens, num_blocks),
+        num_blocks=blocks,
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
@@ -206,7 +199,7 @@ def rank_dispatch(
     lists = _MAX_SLOTS * num_ranks * list_words
     num_slots = min(_MAX_SLOTS, row.room(choices + lists) // row.slot_bytes)
     return Plan(
-        num_blocks=_dispatch_blocks(row, num_tokens, num_blocks),
+        num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,

@@ -20,7 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.plan import DISPATCH_CHANNELS
 from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
@@ -98,7 +97,7 @@ class _RankDispatch:
                 jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
             ],
             scratch_types=self._scratch_types(),
-            num_channels=DISPATCH_CHANNELS,
+            shared=tuple(range(2, 3 + len(sender.parts))),
         )(*operands)
 
     def _scratch_types(self) -> dict[str, Any]:
@@ -109,7 +108,7 @@ class _RankDispatch:
             zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in sender.parts],
         )
 
-    def __call__(self, *refs: Any, semaphores: Any, **scratch: Any) -> None:
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
         x, choices, *tokens, lists = refs
         warpgroup = lax.axis_index("warpgroup")
         fabric, sender = self.fabric, self.sender
@@ -118,7 +117,7 @@ class _RankDispatch:
         def _sender():
             fabric.stage(0)
             sender.fetch_first(x, **scratch)
-            fabric.touch(*tokens, lists)
+            fabric.connect()
 
             def sources():
                 return [fabric.mine(choices)]
@@ -130,7 +129,6 @@ class _RankDispatch:
                 sources,
                 tokens,
                 lists,
-                semaphores,
                 lists_for=functools.partial(self._lists_for, **scratch),
                 place_of=self._place_of,
                 **scratch,
@@ -138,7 +136,7 @@ class _RankDispatch:
 
         @pl.when(warpgroup == 1)
         def _receiver():
-            self._receive_lists(lists, tokens, semaphores, **scratch)
+            self._receive_lists(lists, tokens, **scratch)
 
     def _lists_for(self, entry, peers, *, choices, **_):
         """This token's list for each rank, [N][words] in the order of `peers`."""
@@ -165,7 +163,7 @@ class _RankDispatch:
     def _any_expert(self, words):
         return fb.any_of(words[: self.top_k])
 
-    def _receive_lists(self, lists_ref, tokens, semaphores, *, step_rows, zeros, **_):
+    def _receive_lists(self, lists_ref, tokens, *, step_rows, zeros, **_):
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window
         num_ranks, step_tokens, width = fabric.num_ranks, sender.step_tokens, sender.num_words
         first_token, num_tokens = sender.range()
@@ -174,7 +172,7 @@ class _RankDispatch:
         plgpu.commit_smem()
 
         def receive_step(step, carry):
-            fabric.wait(semaphores, PUT, step + 1, "dispatch")
+            fabric.wait(PUT, step + 1, "dispatch")
             fabric.stage(2)
             step_token = first_token + step * step_tokens
             sources = ((source, fabric.mine(lists_ref), source) for source in range(num_ranks))
@@ -204,6 +202,6 @@ class _RankDispatch:
 
         @pl.when(num_steps == 0)
         def _():  # nothing comes, but peers may not leave before their last signal is heard
-            fabric.wait(semaphores, PUT, 1, "dispatch")
+            fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)

@@ -144,7 +144,7 @@ class Sender:
         open_window(self.fabric, self.window, entry, (choices, enumerate(refs)))
 
     def send(
-        self, x: Any, sources: Sources, tokens: Sequence[Any], lists_ref: Any, semaphores: Any, *,
+        self, x: Any, sources: Sources, tokens: Sequence[Any], lists_ref: Any, *,
         lists_for: Callable[[jax.Array, Sequence[jax.Array]], Sequence[List]],
         place_of: Callable[[List, jax.Array], jax.Array],
         choices: Any, slots: Any, lists: Any, full: Any, wide_slots: Any = None, **_: Any,
@@ -156,7 +156,6 @@ class Sender:
           sources: gives the arrays of words; called once for each window.
           tokens: the parts of what arrives, each [R, columns].
           lists_ref: [N, T·num_words] by source rank, where peers receive lists; None to send none.
-          semaphores: the kernel's.
           lists_for: (a token's first entry in `choices`, peers) -> a list for each peer.
           place_of: (the i-th token's list for a peer, i) -> its row at that peer, or NOWHERE.
         """
@@ -209,14 +208,14 @@ class Sender:
                     lambda: plgpu.wait_smem_to_gmem(0),
                 )
                 fabric.stage(1)
-                fabric.signal(semaphores, PUT)
+                fabric.signal(PUT, step)
 
             return carry
 
         lax.fori_loop(0, self.num_steps(), send_step, None)
         plgpu.wait_smem_to_gmem(0)
         fabric.stage(1)
-        fabric.signal(semaphores, PUT)
+        fabric.signal(PUT, jnp.maximum(self.num_steps(), 1))
 
     def _put_lists(
         self,

@@ -1,15 +1,15 @@
-"""Put, signal and wait between ranks: the layer that the kernels use to reach each other.
+"""What every kernel is written against: its rank, its peers' buffers, signals, and a way to run it.
 
-A kernel body asks the fabric for its rank, for a peer's buffer, and for a rendezvous. Two fabrics
-give the same body two ways to run:
+Two fabrics give the same kernel body two ways to run:
 
-  Mesh     each rank is a device of a mesh; a peer's buffer is a remote reference.
+  Gpus     each rank has a GPU; see `symmetric`.
   Stacked  all ranks' buffers are stacked along a leading axis of one array and the rank is a grid
            axis. The simulator of the tests makes a fabric of it that runs whole kernels, all ranks
            at once, in Pallas' GPU interpreter with race detection.
 
-A block communicates only with the blocks of its own index on other ranks. So a grid may be larger
-than the GPU without a deadlock, as long as every rank starts its blocks in order.
+A block talks only to the blocks of its own index on other ranks, but for what block 0 sends all of
+a peer's when it begins. So a grid may be larger than the GPU without a deadlock, as long as every
+rank starts its blocks in order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 class Ranks(Protocol):
-    """What a kernel's ranks run on: a fabric of this module, or the channels of `ll`."""
+    """What a kernel runs on."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -47,104 +47,57 @@ class Ranks(Protocol):
     def interpret(self) -> Any:
         """The options of Pallas' GPU interpreter; None on a GPU."""
 
+    @property
+    def operands(self) -> Sequence[jax.Array]:
+        """What the fabric needs from outside of the kernel: the first operands of it."""
+
+    def scratch_types(self, num_buffers: int) -> dict[str, Any]:
+        """What the fabric keeps in shared memory, where peers reach so many buffers."""
+
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a buffer of all ranks of this device, given that of one rank."""
 
+    def enter(
+        self, operands: Sequence[Any], buffers: Sequence[Any], *, name: str, num_blocks: int,
+        reads: bool, **scratch: Any,
+    ) -> None:  # fmt: skip
+        """Begins a call; see `symmetric.Gpus.enter`."""
 
-class OnDevices:
-    """Ranks with one device each."""
 
-    stacked = False
-    interpret = None
+class Fabric(Ranks, Protocol):
+    """What connects the ranks of a kernel."""
 
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape)
+    def connect(self) -> None:
+        """Waits until this warpgroup may use `peer`."""
+
+    def rank(self) -> jax.Array: ...
 
     def mine(self, ref: Any) -> Any:
         """This rank's part of a buffer."""
-        return ref
-
-    def barrier(self) -> None:
-        """Makes all threads of this warpgroup wait for each other."""
-        ptx.barrier()
-
-
-@dataclasses.dataclass(frozen=True)
-class Mesh(OnDevices):
-    """Ranks along one or several axes of the mesh of the enclosing `shard_map`."""
-
-    axis_names: tuple[str, ...]
-    axis_sizes: tuple[int, ...]
-    timeout_s: float = 100.0
-    delays_ns: tuple[tuple[int, ...], ...] = ()  # for tests: [stage][rank]
-
-    @property
-    def num_ranks(self) -> int:
-        size = 1
-        for axis_size in self.axis_sizes:
-            size *= axis_size
-        return size
-
-    def rank(self) -> jax.Array:
-        # A kernel that asks for its device is a collective one, even with nobody to talk to.
-        return lax.axis_index(self.axis_names) if self.num_ranks > 1 else jnp.int32(0)
 
     def peer(self, ref: Any, rank: Any) -> Any:
         """The same buffer on another rank."""
-        if self.num_ranks == 1:
-            return ref
-        return plgpu.remote_ref(ref, self._device_id(rank))
 
-    def touch(self, *refs: Any) -> None:
-        """Looks up the addresses of the peers' buffers ahead of their first use."""
-        if self.num_ranks > 1:
-            ptx.touch([self.peer(ref, rank) for ref in refs for rank in range(self.num_ranks)])
+    def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
+        """Tells every rank that this block has come to `count` on a channel."""
 
-    def signal(self, semaphores: Any, channel: int, *, release: bool = True) -> None:
-        """Signals every rank on this channel; releases what this warpgroup wrote before.
+    def wait(self, channel: int, count: Any, what: str) -> None:
+        """Waits until this block of every rank has come to `count` on a channel."""
 
-        Without `release` the signal orders this warpgroup's earlier reads alone: it arrives a
-        microsecond sooner, as it does not wait for writes under way.
-        """
-        mine = semaphores.at[channel, self.rank()]
-        peers = [self.peer(mine, rank) for rank in range(self.num_ranks)]
-        ptx.signal(peers, release=release)
+    def send_words(self, words: Any) -> None:
+        """Sends int32 words to every rank."""
 
-    def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
-        """Waits until every rank has signalled `count` times on this channel."""
-        from_ranks = [semaphores.at[channel, rank] for rank in range(self.num_ranks)]
-        axes = self.axes()
-        ptx.wait(from_ranks, count, timeout_s=self.timeout_s, what=what, axes=axes)
+    def receive_words(self, words: Any, what: str) -> None:
+        """Waits for the words of every rank."""
+
+    def barrier(self) -> None:
+        """All threads of this warpgroup come here before any goes on."""
 
     def async_fence(self) -> None:
-        """Makes what this warpgroup has waited for visible to its bulk copies."""
-        ptx.async_fence()
+        """What this warpgroup has waited for, its bulk copies see too."""
 
     def stage(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
-        hold_back(self.delays_ns, number, self.rank)
-
-    def axes(self) -> tuple[tuple[int, int], ...]:
-        """For each axis: its stride among the mesh's devices, and its size."""
-        if self.num_ranks == 1:
-            return ()
-        mesh = jax.sharding.get_abstract_mesh()
-        strides, stride = {}, 1
-        for name, size in reversed(mesh.shape.items()):
-            strides[name] = stride
-            stride *= size
-        return tuple(
-            (strides[name], size)
-            for name, size in zip(self.axis_names, self.axis_sizes, strict=True)
-        )
-
-    def _device_id(self, rank: Any) -> dict[str, jax.Array]:
-        device_id = {}
-        rank = jnp.asarray(rank, jnp.int32)
-        for name, size in reversed(list(zip(self.axis_names, self.axis_sizes, strict=True))):
-            device_id[name] = lax.rem(rank, jnp.int32(size))
-            rank = lax.div(rank, jnp.int32(size))
-        return device_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +108,19 @@ class Stacked:
     interpret: Any = None
 
     stacked = True
+    operands = ()
+
+    def scratch_types(self, num_buffers: int) -> dict[str, Any]:
+        return {}
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (self.num_ranks, *shape)
+
+    def enter(self, operands: Sequence[Any], buffers: Sequence[Any], **_: Any) -> None:
+        pass
+
+    def connect(self) -> None:
+        pass
 
     def rank(self) -> jax.Array:
         return lax.axis_index("rank")
@@ -165,17 +131,17 @@ class Stacked:
     def peer(self, ref: Any, rank: Any) -> Any:
         return ref.at[rank]
 
-    def touch(self, *refs: Any) -> None:
-        pass
-
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (self.num_ranks, *shape)
-
-    def signal(self, semaphores: Any, channel: int, *, release: bool = True) -> None:
+    def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
         raise NotImplementedError("ranks on one device signal each other only in the simulator.")
 
-    def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
+    def wait(self, channel: int, count: Any, what: str) -> None:
         raise NotImplementedError("ranks on one device wait for each other only in the simulator.")
+
+    def send_words(self, words: Any) -> None:
+        raise NotImplementedError("ranks on one device send words only in the simulator.")
+
+    def receive_words(self, words: Any, what: str) -> None:
+        raise NotImplementedError("ranks on one device receive words only in the simulator.")
 
     def barrier(self) -> None:
         raise NotImplementedError("ranks on one device meet only in the simulator.")
@@ -187,20 +153,6 @@ class Stacked:
         pass
 
 
-Fabric = Mesh | Stacked
-
-
-def hold_back(
-    delays_ns: Sequence[Sequence[int]], stage: int, rank: Callable[[], jax.Array]
-) -> None:
-    """Makes a rank wait at a stage for its time [stage][rank], if there is one."""
-    if stage < len(delays_ns):
-        delay, here = jnp.int32(0), rank()
-        for r, nanoseconds in enumerate(delays_ns[stage]):
-            delay = jnp.where(here == r, nanoseconds, delay)
-        ptx.pause(delay)
-
-
 def kernel(
     fabric: Ranks,
     body: Callable[..., None],
@@ -210,51 +162,57 @@ def kernel(
     num_warpgroups: int,
     out_type: Sequence[jax.ShapeDtypeStruct],
     scratch_types: dict[str, Any],
-    num_channels: int,
+    shared: Sequence[int] = (),
 ) -> Callable[..., Any]:
     """A kernel of `num_blocks` blocks per rank; `body` gets input, output and scratch refs.
 
-    `out_type` is one rank's. The channels of `signal` and `wait` come as the scratch ref
-    `semaphores`; the blocks of one index on all ranks share them. There are none where ranks are
-    stacked.
+    Args:
+      out_type: one rank's.
+      shared: which of the inputs and outputs, in this order, peers reach.
 
     Nothing but `fabric.barrier` orders the threads of a warpgroup: what one thread writes and
     another reads, in shared memory, needs a barrier between the two.
     """
-    scratch_types = dict(scratch_types)
+    of_fabric = fabric.scratch_types(len(shared))
+    grid: dict[str, Any] = dict(grid=(num_blocks,), grid_names=("block",))
     if fabric.stacked:
-        grid: dict[str, Any] = dict(
-            grid=(fabric.num_ranks, num_blocks), grid_names=("rank", "block")
-        )
-        run = functools.partial(body, semaphores=None) if num_channels else body
-    else:
-        grid = dict(grid=(num_blocks,), grid_names=("block",))
-        run = body
-        if num_channels:
-            semaphores = plgpu.SemaphoreType.REGULAR((num_channels, fabric.num_ranks))
-            scratch_types["semaphores"] = semaphores
-    call = plgpu.kernel(
-        run,
-        out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
-        scratch_types=scratch_types,
-        num_threads=num_warpgroups,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=fabric.interpret,
-        kernel_name=name,
-        **grid,
-    )
+        grid = dict(grid=(fabric.num_ranks, num_blocks), grid_names=("rank", "block"))
 
-    def kernel_of_32_bits(*operands: jax.Array) -> Any:
+    def call(*operands: jax.Array) -> Any:
+        num_own, reads = len(fabric.operands), any(i < len(operands) for i in shared)
+
+        def run(*refs: Any, **scratch: Any) -> None:
+            own, refs = refs[:num_own], refs[num_own:]
+            fabric.enter(
+                own,
+                [refs[i] for i in shared],
+                name=name,
+                num_blocks=num_blocks,
+                reads=reads,
+                **{key: scratch.pop(key) for key in of_fabric},
+            )
+            body(*refs, **scratch)
+
+        wanted = plgpu.kernel(
+            run,
+            out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
+            scratch_types={**scratch_types, **of_fabric},
+            num_threads=num_warpgroups,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            ),
+            interpret=fabric.interpret,
+            kernel_name=name,
+            **grid,
+        )
         # Whatever the caller's default integers are, the body's are int32: only 64-bit payloads,
         # which such a body moves but does not count with, need the wider types.
         wide = any(operand.dtype.itemsize == 8 for operand in operands)
         with jax.enable_x64(wide):
-            return call(*operands)
+            return wanted(*fabric.operands, *operands)
 
-    return kernel_of_32_bits
+    return call
 
 
 def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:

@@ -30,24 +30,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric import ptx, vectors
+from pallas_kernels.fabric.layout import (
+    MAX_DEVICES,
+    MAX_SLOTS,
+    MAX_WORKERS,
+)
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import Regions
 from pallas_kernels.fabric.tiles import Plan
 
-MAX_WORKERS = 512
-MAX_SLOTS = 4  # of a set
-MAX_DEVICES = 8
-NUM_COUNTERS = MAX_WORKERS * MAX_DEVICES
-
-
-def num_slots(num_devices: int) -> int:
-    """Of all channels to one GPU, where there are so many GPUs."""
-    return 2 * num_devices * MAX_WORKERS * MAX_SLOTS
-
 
 @dataclasses.dataclass(frozen=True)
-class Channels(fb.OnDevices):
+class Channels:
     """The channels between the ranks along some axes of a mesh, for one kernel.
 
     Attributes:
@@ -62,9 +57,28 @@ class Channels(fb.OnDevices):
     timeout_s: float = 100.0
     delays_ns: tuple[tuple[int, ...], ...] = ()  # for tests: [stage][rank]
 
+    stacked = False
+    interpret = None
+    operands = ()
+
     @property
     def num_ranks(self) -> int:
         return math.prod(size for _, size in self.axes)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def mine(self, ref: Any) -> Any:
+        return ref
+
+    def barrier(self) -> None:
+        ptx.barrier()
+
+    def scratch_types(self, num_buffers: int) -> dict[str, Any]:
+        return {}
+
+    def enter(self, operands: Sequence[Any], buffers: Sequence[Any], **_: Any) -> None:
+        pass
 
     def place(self, ref: Any) -> jax.Array:
         """Of this rank in the mesh, which `ref` refers to."""
@@ -72,7 +86,11 @@ class Channels(fb.OnDevices):
 
     def stage(self, number: int, rank: jax.Array) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
-        fb.hold_back(self.delays_ns, number, lambda: rank)
+        if number < len(self.delays_ns):
+            delay = jnp.int32(0)
+            for r, nanoseconds in enumerate(self.delays_ns[number]):
+                delay = jnp.where(rank == r, nanoseconds, delay)
+            ptx.pause(delay)
 
 
 class Mail:
@@ -203,5 +221,4 @@ def call(
         num_warpgroups=plan.num_warpgroups,
         out_type=out_type,
         scratch_types=scratch_types or {},
-        num_channels=0,
     )(place, *operands)

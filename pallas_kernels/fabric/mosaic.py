@@ -26,9 +26,11 @@ from pallas_kernels.fabric.plan import LANES
 _REQUIRED = (
     "jax.experimental.mosaic.gpu.FragmentedArray",
     "jax.experimental.mosaic.gpu.WGStridedFragLayout",
+    "jax.experimental.mosaic.gpu.launch_context.LaunchContext.to_remote",
     "jax.experimental.mosaic.gpu.utils.dtype_to_ir_type",
     "jax.experimental.mosaic.gpu.utils.getelementptr",
     "jax.experimental.mosaic.gpu.utils.memref_ptr",
+    "jax.experimental.mosaic.gpu.utils.ptr_as_memref",
     "jax.experimental.mosaic.gpu.utils.thread_idx",
     "jax.experimental.mosaic.gpu.utils.warp_tree_reduce",
     "jax.experimental.mosaic.gpu.utils.warpgroup_barrier",
@@ -245,9 +247,45 @@ def when(condition: Value) -> Iterator[None]:
         scf.yield_([])
 
 
-def device_id(context: Any) -> Value:
-    """The number of this device in the mesh of a collective kernel."""
-    return context.device_id()
+def element_at(memref: Value, index: Value) -> Value:
+    """The element of a 1D reference at an index of this thread's own."""
+    element = element_of(memref)
+    return llvm.load(element, element_pointer(pointer(memref), index, element))
+
+
+def thread() -> Value:
+    """The thread's number in its block."""
+    return mgpu.utils.thread_idx()
+
+
+def block_barrier() -> None:
+    """Emits a barrier of all threads of the block."""
+    gpu.barrier()
+
+
+def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
+    """Makes `plgpu.remote_ref(ref, entry)` the address of ref plus `offset(entry)`, in this kernel.
+
+    Mosaic asks its launch context where a buffer of a peer is. The context of the kernel is told so
+    here, in place of XLA's collective metadata or NVSHMEM.
+    """
+    if not callable(getattr(context, "to_remote", None)):
+        raise NotImplementedError(
+            f"the kernels need Mosaic's LaunchContext.to_remote, which JAX {jax.__version__} lacks."
+        )
+
+    def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
+        if on_host:
+            raise NotImplementedError("a peer is reached by bulk copies of contiguous rows alone")
+        kind = ir.MemRefType(ref.type)
+        strides, _ = kind.get_strides_and_offset()
+        there = ir.MemRefType.get(  # a pointer has the offset in it
+            kind.shape, kind.element_type, ir.StridedLayoutAttr.get(0, strides), kind.memory_space
+        )
+        place = llvm.inttoptr(pointer(ref).type, arith.addi(address(ref), offset(peer)))
+        return mgpu.utils.ptr_as_memref(place, there)
+
+    context.to_remote = to_remote
 
 
 # ---------------------------------------------------------------- what Pallas spells in two ways

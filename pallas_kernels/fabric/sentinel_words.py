@@ -17,15 +17,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic, ptx
+from pallas_kernels.fabric.layout import EMPTY, SLOT_BYTES, TILE_BYTES
 from pallas_kernels.fabric.mosaic import arith, ir, llvm, mgpu, scf, vector
-from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES, vector_length
+from pallas_kernels.fabric.plan import VECTOR_BYTES, vector_length
 
-EMPTY = 0xFFFFFFFF  # as floats NaNs, but not those of arithmetic: seldom anything that is sent
 _INSTEAD = 0xFFFFFFFE
 
-TILE_BYTES = LANES * VECTOR_BYTES
-_NOTES_BYTES = LANES * 4
-SLOT_BYTES = TILE_BYTES + _NOTES_BYTES
+_NOTES_BYTES = SLOT_BYTES - TILE_BYTES
 _WORDS = VECTOR_BYTES // 4
 _SCALAR = mosaic.SCALAR
 
@@ -139,7 +137,7 @@ class Regions:
                         ask_for_note,
                         lambda _: ptx.give_up(what, timeout_s, rank, scalars[count + j]),
                         timeout_s=timeout_s,
-                        num_values=1,
+                        types=[mosaic.integer_type(32)],
                     )
                     _store_word(pointer, mosaic.i32(EMPTY))
                     bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
@@ -153,7 +151,9 @@ class Regions:
                     scf.yield_(list(words))
                 return list(found.results)
 
-            words = ptx.poll(ask, late, timeout_s=timeout_s, num_values=_WORDS * count)
+            words = ptx.poll(
+                ask, late, timeout_s=timeout_s, types=[mosaic.integer_type(32)] * _WORDS * count
+            )
             for pointer in pointers:
                 _store(pointer, [mosaic.i32(EMPTY)] * _WORDS)
             return [

@@ -151,9 +151,9 @@ def call(
     `reads` and `puts`: whether the body reads other ranks' inputs, and writes to their outputs.
     """
 
-    def run(*refs: Any, semaphores: Any, finished: Any) -> None:
+    def run(*refs: Any, finished: Any) -> None:
         fabric.stage(0)
-        fabric.touch(*(refs[:-1] if reads else ()), *(refs[-1:] if puts else ()), semaphores)
+        fabric.connect()
         body(*refs)
         fabric.stage(1)
         plgpu.barrier_arrive(finished)
@@ -161,8 +161,8 @@ def call(
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
             plgpu.barrier_wait(finished)
-            fabric.signal(semaphores, _DONE, release=puts)
-            fabric.wait(semaphores, _DONE, 1, name)
+            fabric.signal(_DONE, 1, release=puts)
+            fabric.wait(_DONE, 1, name)
             fabric.stage(2)
 
     (out,) = fb.kernel(
@@ -173,6 +173,6 @@ def call(
         num_warpgroups=plan.num_warpgroups,
         out_type=[out_type],
         scratch_types=dict(finished=plgpu.Barrier(num_arrivals=plan.num_warpgroups)),
-        num_channels=1,
+        shared=(*range(len(operands) if reads else 0), *([len(operands)] if puts else [])),
     )(*operands)
     return out

@@ -116,7 +116,7 @@ def _select(
 SUMS_OF_WARPGROUP = _WARPS
 
 
-def partial_sums(fabric: fb.Fabric, value: jax.Array, ref: Any, elements: int) -> None:
+def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) -> None:
     """Writes float32 sums of a vector's parts, `SUMS_OF_WARPGROUP` of them, to shared memory."""
     if fabric.interpret:
         ref[...] = jnp.sum(value.reshape(_WARPS, -1), axis=1)

@@ -1,0 +1,54 @@
+"""What a kernel's ranks are connected by: the fabric of a mesh axis, in a program being lowered."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from jax_ep.runtime import jax_compat, settings, symmetric_memory
+from pallas_kernels.fabric import layout
+from pallas_kernels.fabric.symmetric import Gpus
+
+
+def of_axis(axis_name: tuple[str, ...], like: jax.Array) -> Gpus:
+    """The ranks along an axis of the enclosing `shard_map`.
+
+    Args:
+      axis_name: mesh axes.
+      like: an operand of the kernel; the fabric's own varies over the same axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    strides, stride = {}, 1
+    for name, size in reversed(mesh.shape.items()):
+        strides[name] = stride
+        stride *= size
+    axes = tuple((strides[name], lax.axis_size(name)) for name in axis_name)
+    place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
+    base, gpus = _where(mesh.size)
+    return Gpus(axes, gpus, place, base, settings.timeout_seconds())
+
+
+def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
+    """The address of GPU 0's heap, and the number of the GPU at each place of the mesh."""
+    if jax.default_backend() != "gpu":  # this lowers for a machine that is not here
+        return layout.BASE, tuple(range(num_places))
+    domain = symmetric_memory.domain()
+    assert not isinstance(domain, str), domain  # availability has asked
+    program = jax_compat.current_program()
+    devices = None if program is None else program.mesh_devices
+    if devices is None:
+        return domain.base, tuple(range(num_places))
+    numbers = domain.numbers
+    # A GPU of another host is in another domain, where its own process knows its number.
+    return domain.base, tuple(
+        numbers.get(device.id, device.local_hardware_id or 0) for device in devices.flat
+    )
+
+
+def num_gpus(fabric: Gpus) -> int:
+    """How many GPUs have a heap."""
+    if jax.default_backend() != "gpu":
+        return len(fabric.gpus)
+    domain = symmetric_memory.domain()
+    assert not isinstance(domain, str), domain
+    return domain.num_gpus

@@ -1,0 +1,489 @@
+"""The fabric of ranks that have a GPU each, over symmetric memory: see `layout` for where that is.
+
+A kernel enters the fabric: it learns the number of its call with each peer, and block 0 sends each
+of them where this rank's buffers are. `connect` waits for what the peers have sent; after it `peer`
+is address arithmetic, and every copy, load and store of Pallas reaches a peer's buffer. A signal is
+a word that only grows: the number of the call, then a count. So nothing is zeroed between calls,
+and ranks meet in one trip over the link.
+
+Why the memory of one call is free for the next: a call ends at a rank when it has heard from every
+peer, and a block of a peer says so last, when it has read all that this rank sent it. Two ranks
+make their calls in the same order, one at a time. So when a rank begins a call, each of its peers
+has ended, or has nothing left to read of, all that the two had before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import layout, mosaic, ptx
+from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, gpu, i32, i64, scalar
+from pallas_kernels.fabric.plan import LANES
+
+# A word that says where a buffer is: its address without the last four bits, a flag, and a tag,
+# which is as much of the call's number as there is room for.
+_ADDRESS_BITS, _TAG_BITS = 45, 18
+_NOT_SHARED = 1 << _TAG_BITS  # the flag: the buffer is outside the pool that other processes map
+_COUNT_BITS = 16  # of a signal, under the number of the call
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpus:
+    """Ranks along some axes of a mesh, each with a GPU of one domain.
+
+    Attributes:
+      axes: those of the ranks: the stride of each among the mesh's places, and its size.
+      gpus: the number of the GPU at each place of the mesh.
+      place: [1] int32, of this rank's GPU in the mesh: an operand of every kernel.
+      base: the address of GPU 0's heap.
+      timeout_s: how long a rank waits for a peer before it gives up.
+      delays_ns: for tests: [stage][rank].
+    """
+
+    axes: tuple[tuple[int, int], ...]
+    gpus: tuple[int, ...]
+    place: Any = None
+    base: int = layout.BASE
+    timeout_s: float = 100.0
+    delays_ns: tuple[tuple[int, ...], ...] = ()
+
+    stacked = False
+    interpret = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_calls", [])  # the one that is being traced, if any
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def mine(self, ref: Any) -> Any:
+        """This rank's part of a buffer."""
+        return ref
+
+    def barrier(self) -> None:
+        """All threads of this warpgroup come here before any goes on."""
+        ptx.barrier()
+
+    def async_fence(self) -> None:
+        """What this warpgroup has waited for, its bulk copies see too."""
+        ptx.async_fence()
+
+    def stage(self, number: int) -> None:
+        """Names a point of a kernel at which a test may hold ranks back by different times."""
+        if number < len(self.delays_ns):
+            delay, here = jnp.int32(0), self.rank()
+            for rank, nanoseconds in enumerate(self.delays_ns[number]):
+                delay = jnp.where(here == rank, nanoseconds, delay)
+            ptx.pause(delay)
+
+    def rank(self) -> jax.Array:
+        return self._call.rank
+
+    @property
+    def _call(self) -> _Call:
+        return self._calls[-1]  # type: ignore[attr-defined]
+
+    @property
+    def operands(self) -> Sequence[jax.Array]:
+        return (self.place,)
+
+    def scratch_types(self, num_buffers: int) -> dict[str, Any]:
+        """What a call keeps in shared memory: see `_Call.table`."""
+        return {"fabric_table": plgpu.SMEM((2 * self.num_ranks * (num_buffers + 1),), jnp.int32)}
+
+    def enter(
+        self,
+        operands: Sequence[Any],
+        buffers: Sequence[Any],
+        *,
+        name: str,
+        num_blocks: int,
+        reads: bool,
+        **scratch: Any,
+    ) -> None:
+        """Begins a call; every warpgroup of every block does, before anything else.
+
+        Args:
+          operands: the references of `self.operands`.
+          buffers: what peers write to or read, in the same order on every rank.
+          name: of the kernel, for messages.
+          num_blocks: of the kernel.
+          reads: whether peers read what this rank wrote to buffers before the call.
+          scratch: the references of `scratch_types`.
+        """
+        if num_blocks > layout.MAX_BLOCKS:
+            raise ValueError(f"{name} has {num_blocks} blocks of at most {layout.MAX_BLOCKS}.")
+        if len(buffers) > layout.MAX_BUFFERS or self.num_ranks > layout.MAX_GPUS:
+            raise ValueError(f"{name}: {len(buffers)} buffers of {self.num_ranks} ranks.")
+        place = operands[0][0]
+        rank, corner = jnp.int32(0), place
+        for stride, size in self.axes:
+            along = lax.rem(lax.div(place, jnp.int32(stride)), jnp.int32(size))
+            rank, corner = rank * size + along, corner - along * stride
+        table, offsets = scratch["fabric_table"], [0]
+        for stride, size in self.axes:
+            offsets = [offset + i * stride for offset in offsets for i in range(size)]
+        peers = [self._gpu(corner + offset) for offset in offsets]
+        call = _Call(rank, self._gpu(place), peers, table, list(buffers), name, reads)
+        self._calls[:] = [call]  # type: ignore[attr-defined]
+        num_ranks = self.num_ranks
+
+        def emit(context: Any, table: Any, here: Any, *args: Any) -> None:
+            here, peers, refs = scalar(here), list(map(scalar, args[:num_ranks])), args[num_ranks:]
+            lane, block = mosaic.lane(), _block()
+            heap = self._heap(here)
+            numbers, deltas = call.numbers(table), call.deltas(table)
+            # The number of this call with each peer, and from its addresses to those that serve
+            # here; numbers count from 1, so that memory of zeros is of no call.
+            peer = _of_lane(peers, lane)
+            counter = _at(heap, layout.CALLS, (peer, 8 * layout.MAX_BLOCKS), (block, 8))
+            with mosaic.when(_below(lane, num_ranks)):
+                number = arith.addi(_load(counter), i64(1))
+                _store_shared(_plus(numbers, (lane, 8)), number)
+            mosaic.reach_peers(context, lambda entry: _load_shared(_plus(deltas, (entry, 8))))
+            mosaic.barrier()
+            first = arith.cmpi(arith.CmpIPredicate.eq, block, i32(0))
+            thread = mosaic.thread()
+            if refs:
+                # All words are written in every call, so that none is left with an old tag.
+                sends = _below(thread, layout.MAX_BUFFERS * num_ranks)
+                with mosaic.when(arith.andi(first, sends)):
+                    self._send_addresses(call, heap, here, peers, refs, numbers, lane)
+            mosaic.block_barrier()
+            # All warpgroups of this block know the number: the next call has the next one, also
+            # at the blocks that this one does not have.
+            own = _below(thread, LANES)
+            for r, peer in enumerate(peers):
+                number = _load_shared(_plus(numbers, (i32(r), 8)))
+                for start in range(0, layout.MAX_BLOCKS, LANES * num_blocks):
+                    index = _plus(block, (i32(1), start), (lane, num_blocks))
+                    counter = _at(heap, layout.CALLS, (peer, 8 * layout.MAX_BLOCKS), (index, 8))
+                    with mosaic.when(arith.andi(own, _below(index, layout.MAX_BLOCKS))):
+                        _store(counter, number)
+
+        layouts = [REFERENCE, *[SCALAR] * (1 + num_ranks), *[REFERENCE] * len(buffers)]
+        mosaic.inline(emit, [table, call.here, *peers, *buffers], layouts)
+
+    def _send_addresses(self, call, heap, here, peers, refs, numbers, lane) -> None:
+        """Thread i: the address of buffer i // N, to rank i % N."""
+        buffer = arith.divui(lane, i32(self.num_ranks))
+        rank = arith.remui(lane, i32(self.num_ranks))
+        address = _of_lane([mosaic.address(ref) for ref in refs], buffer)
+        tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
+        start = _load(_at(heap, 8 * layout.POOL_START))
+        size = _load(_at(heap, 8 * layout.POOL_BYTES))
+        outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
+        flag = arith.select(outside, i64(_NOT_SHARED), i64(0))
+        word = arith.shli(arith.shrui(address, i64(4)), i64(_TAG_BITS + 1))
+        word = arith.ori(arith.ori(word, flag), tag)
+        there = _at(
+            self._heap(_of_lane(peers, rank)),
+            layout.ADDRESSES,
+            (here, 8 * layout.MAX_BUFFERS),
+            (buffer, 8),
+        )
+        _store(there, word, release=call.reads)
+
+    def connect(self) -> None:
+        """Waits until every rank has sent its buffers' addresses; then `peer` may be used.
+
+        What a rank has written to its buffers before the call is visible then, if peers read it.
+        """
+        call, num_ranks = self._call, self.num_ranks
+        if not call.buffers:
+            return
+
+        def emit(context: Any, table: Any, here: Any, rank: Any, *args: Any) -> None:
+            del context
+            peers, refs = list(map(scalar, args[:num_ranks])), args[num_ranks:]
+            lane, heap = mosaic.lane(), self._heap(scalar(here))
+            with mosaic.when(_below(lane, len(refs) * num_ranks)):
+                buffer = arith.divui(lane, i32(num_ranks))
+                source = arith.remui(lane, i32(num_ranks))
+                peer = _of_lane(peers, source)
+                number = _load_shared(_plus(call.numbers(table), (source, 8)))
+                delta = _load(_at(heap, 8 * layout.DELTA, (peer, 8)))
+                mask = i64(_NOT_SHARED - 1)
+                place = _at(heap, layout.ADDRESSES, (peer, 8 * layout.MAX_BUFFERS), (buffer, 8))
+
+                def ask() -> tuple[Value, list[Value]]:
+                    word = _load(place)
+                    # A block with nothing to do may find its peers at a later call.
+                    ahead = arith.andi(arith.subi(word, number), mask)
+                    behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
+                    return behind, [word]
+
+                (word,) = ptx.poll(
+                    ask,
+                    lambda _: ptx.give_up(call.name, self.timeout_s, scalar(rank), source),
+                    timeout_s=self.timeout_s,
+                    types=[mosaic.integer_type(64)],
+                )
+                hidden = arith.cmpi(
+                    arith.CmpIPredicate.ne, arith.andi(word, i64(_NOT_SHARED)), i64(0)
+                )
+                elsewhere = arith.cmpi(arith.CmpIPredicate.ne, delta, i64(0))
+                with mosaic.when(arith.andi(hidden, elsewhere)):
+                    ptx.refuse(call.name, scalar(rank), source)
+                address = arith.shli(arith.shrui(word, i64(_TAG_BITS + 1)), i64(4))
+                own = _of_lane([mosaic.address(ref) for ref in refs], buffer)
+                offset = arith.subi(arith.addi(address, delta), own)
+                _store_shared(_plus(call.deltas(table), (lane, 8)), offset)
+            if call.reads:
+                _acquire()
+                mosaic.asm("fence.proxy.async;", "~{memory}")
+            mosaic.barrier()
+
+        layouts = [REFERENCE, *[SCALAR] * (2 + num_ranks), *[REFERENCE] * len(call.buffers)]
+        operands = [call.table, call.here, call.rank, *call.peers, *call.buffers]
+        mosaic.inline(emit, operands, layouts)
+
+    def peer(self, ref: Any, rank: Any) -> Any:
+        """The same buffer on another rank."""
+        base = getattr(ref, "ref", ref)
+        buffer = next((i for i, other in enumerate(self._call.buffers) if other is base), None)
+        if buffer is None:
+            raise ValueError(f"{self._call.name}: peers reach only the buffers that are `shared`.")
+        entry = jnp.asarray(rank, jnp.int32) + buffer * self.num_ranks
+        return plgpu.remote_ref(ref, entry, pl.DeviceIdType.LOGICAL)
+
+    def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
+        """Tells every rank that this block has come to `count` on a channel, from 1 on.
+
+        What this warpgroup wrote before is visible to who sees the signal. Without `release` it
+        orders earlier reads alone, and arrives a microsecond sooner: it waits for no writes.
+        """
+        call = self._call
+
+        def emit(context: Any, table: Any, here: Any, count: Any, *peers: Any) -> None:
+            del context
+            lane = mosaic.lane()
+            peer = _of_lane(list(map(scalar, peers)), lane)
+            mosaic.barrier()
+            with mosaic.when(_below(lane, self.num_ranks)):
+                word = call.signal(table, lane, scalar(count))
+                _store(self._signal(peer, scalar(here), channel), word, release=release)
+
+        layouts = [REFERENCE, *[SCALAR] * (2 + self.num_ranks)]
+        operands = [call.table, call.here, jnp.asarray(count, jnp.int32), *call.peers]
+        mosaic.inline(emit, operands, layouts)
+
+    def wait(self, channel: int, count: Any, what: str) -> None:
+        """Waits until this block of every rank has come to `count` on a channel."""
+        call = self._call
+
+        def emit(context: Any, table: Any, here: Any, rank: Any, count: Any, *peers: Any) -> None:
+            del context
+            lane = mosaic.lane()
+            peer = _of_lane(list(map(scalar, peers)), lane)
+            some = arith.cmpi(arith.CmpIPredicate.ne, scalar(count), i32(0))
+            with mosaic.when(arith.andi(some, _below(lane, self.num_ranks))):
+                target = call.signal(table, lane, scalar(count))
+                place = self._signal(scalar(here), peer, channel)
+
+                def ask() -> tuple[Value, list[Value]]:
+                    return arith.cmpi(arith.CmpIPredicate.ult, _load(place), target), []
+
+                ptx.poll(
+                    ask,
+                    lambda _: ptx.give_up(what, self.timeout_s, scalar(rank), lane),
+                    timeout_s=self.timeout_s,
+                )
+            _acquire()
+            mosaic.barrier()
+
+        layouts = [REFERENCE, *[SCALAR] * (3 + self.num_ranks)]
+        operands = [call.table, call.here, call.rank, jnp.asarray(count, jnp.int32), *call.peers]
+        mosaic.inline(emit, operands, layouts)
+
+    def send_words(self, words: Any) -> None:
+        """Sends int32 words [W] to every rank; one warpgroup of one block does, once in a call.
+
+        Each goes with the number of the call, so that it says itself that it has arrived.
+        """
+        call, (count,) = self._call, words.shape
+
+        def emit(context: Any, table: Any, here: Any, words: Any, *peers: Any) -> None:
+            del context
+            for first in range(0, count, LANES):
+                index = arith.addi(mosaic.lane(), i32(first))
+                with mosaic.when(_below(index, count)):
+                    value = _widen(mosaic.element_at(words, index))
+                    for r, peer in enumerate(peers):
+                        number = _load_shared(_plus(call.numbers(table), (i32(r), 8)))
+                        word = arith.ori(arith.shli(number, i64(32)), value)
+                        _store(self._word(scalar(peer), scalar(here), index), word)
+
+        layouts = [REFERENCE, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
+        mosaic.inline(emit, [call.table, call.here, words, *call.peers], layouts)
+
+    def receive_words(self, words: Any, what: str) -> None:
+        """Waits for the words of every rank, and writes them to [N, W] int32 of shared memory."""
+        call, (_, count) = self._call, words.shape
+
+        def emit(context: Any, table: Any, here: Any, rank: Any, words: Any, *peers: Any) -> None:
+            del context
+            start = mosaic.address(words, 32)
+
+            def late(r: int, values: Sequence[Value]) -> None:
+                ptx.give_up(what, self.timeout_s, scalar(rank), i32(r))
+
+            for r, peer in enumerate(map(scalar, peers)):
+                number = _load_shared(_plus(call.numbers(table), (i32(r), 8)))
+                number = _narrow(number)
+                for first in range(0, count, LANES):
+                    index = arith.addi(mosaic.lane(), i32(first))
+                    place = self._word(scalar(here), peer, index)
+
+                    def ask(place: Any = place, number: Any = number) -> Any:
+                        word = _load(place)
+                        of_call = _narrow(arith.shrui(word, i64(32)))
+                        ahead = arith.subi(of_call, number)
+                        behind = arith.cmpi(arith.CmpIPredicate.slt, ahead, i32(0))
+                        return behind, [_narrow(word)]
+
+                    with mosaic.when(_below(index, count)):
+                        (value,) = ptx.poll(
+                            ask,
+                            functools.partial(late, r),
+                            timeout_s=self.timeout_s,
+                            types=[mosaic.integer_type(32)],
+                        )
+                        to = _plus(start, (i32(r), 4 * count), (index, 4))
+                        mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", to, value)
+            mosaic.barrier()
+
+        layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
+        mosaic.inline(emit, [call.table, call.here, call.rank, words, *call.peers], layouts)
+
+    # Addresses.
+
+    def _gpu(self, place: jax.Array) -> jax.Array:
+        if self.gpus == tuple(range(len(self.gpus))):
+            return place
+        number = jnp.int32(self.gpus[0])
+        for i, other in enumerate(self.gpus[1:], 1):
+            number = jnp.where(place == i, other, number)
+        return number
+
+    def _heap(self, number: Value) -> Value:
+        return _at(i64(self.base), 0, (number, layout.STRIDE))
+
+    def _signal(self, owner: Value, sender: Value, channel: int) -> Value:
+        """Of this block."""
+        start = layout.SIGNALS + 8 * layout.MAX_GPUS * layout.MAX_BLOCKS * channel
+        return _at(self._heap(owner), start, (_block(), 8 * layout.MAX_GPUS), (sender, 8))
+
+    def _word(self, owner: Value, sender: Value, index: Value) -> Value:
+        return _at(self._heap(owner), layout.WORDS, (sender, 8 * layout.MAX_WORDS), (index, 8))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A kernel's call, while the kernel is traced.
+
+    Attributes:
+      rank: [] int32, this one.
+      here: [] int32, its GPU's number.
+      peers: [] int32, of each rank.
+      table: in shared memory, 64-bit words: what to add to an address of each buffer here to get
+        that at each rank [buffers, N], and the number of the call with each rank [N].
+      buffers: what peers reach.
+      name: of the kernel.
+      reads: whether peers read what was written before the call.
+    """
+
+    rank: jax.Array
+    here: jax.Array
+    peers: list[jax.Array]
+    table: Any
+    buffers: list[Any]
+    name: str
+    reads: bool
+
+    def deltas(self, table: Value) -> Value:
+        return mosaic.address(table, 32)
+
+    def numbers(self, table: Value) -> Value:
+        return _plus(self.deltas(table), (i32(len(self.buffers)), 8 * len(self.peers)))
+
+    def signal(self, table: Value, rank: Value, count: Value) -> Value:
+        """The word that says that a rank has come to `count`."""
+        number = _load_shared(_plus(self.numbers(table), (rank, 8)))
+        return arith.ori(arith.shli(number, i64(_COUNT_BITS)), _widen(count))
+
+
+def _block() -> Value:
+    return arith.index_cast(mosaic.integer_type(32), gpu.block_id(gpu.Dimension.x))
+
+
+def _below(value: Value, count: int) -> Value:
+    return mosaic.below(value, arith.constant(value.type, count))
+
+
+def _widen(value: Value) -> Value:
+    return arith.extui(mosaic.integer_type(64), value)
+
+
+def _narrow(value: Value) -> Value:
+    return arith.trunci(mosaic.integer_type(32), value)
+
+
+def _of_lane(values: Sequence[Value], lane: Value) -> Value:
+    """The value of this thread's lane; of those past the last, the first one."""
+    value = values[0]
+    for i, other in enumerate(values[1:], 1):
+        value = arith.select(mosaic.equal(lane, i32(i)), other, value)
+    return value
+
+
+def _at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
+    """base + offset + the sum of index · size, in 64 bits."""
+    address = arith.addi(base, i64(offset))
+    for index, size in terms:
+        address = arith.addi(address, arith.muli(_widen(index), i64(size)))
+    return address
+
+
+def _plus(base: Value, *terms: tuple[Value, int]) -> Value:
+    """base + the sum of index · size, in 32 bits, as addresses of shared memory are."""
+    for index, size in terms:
+        base = arith.addi(base, arith.muli(index, i32(size)))
+    return base
+
+
+def _load(address: Value) -> Value:
+    text, word = "ld.relaxed.sys.global.b64 $0, [$1];", mosaic.integer_type(64)
+    return mosaic.asm(text, "=l,l,~{memory}", address, returns=word)
+
+
+def _store(address: Value, value: Value, *, release: bool = False) -> None:
+    order = "release" if release else "relaxed"
+    mosaic.asm(f"st.{order}.sys.global.b64 [$0], $1;", "l,l,~{memory}", address, value)
+
+
+def _acquire() -> None:
+    mosaic.asm("fence.acquire.sys;", "~{memory}")
+
+
+def _load_shared(address: Value) -> Value:
+    text, word = "ld.shared.b64 $0, [$1];", mosaic.integer_type(64)
+    return mosaic.asm(text, "=l,r,~{memory}", address, returns=word)
+
+
+def _store_shared(address: Value, value: Value) -> None:
+    mosaic.asm("st.shared.b64 [$0], $1;", "r,l,~{memory}", address, value)

@@ -1,0 +1,274 @@
+"""Whether kernels give the same bits in any number of processes, on the GPUs of this machine.
+
+`python processes_check.py` runs the same programs in one process and in one process for each GPU,
+which sees all GPUs or its own alone. It compares every result bit for bit, repeats the exchange
+while ranks are held back at random, times loops of calls, and prints a table. It exits with 1 if
+anything differs. pytest does not collect it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+AXIS = "expert"
+SIZES = dict(num_experts=16, top_k=4, num_tokens=67, hidden=1024)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=1000)
+    parser.add_argument("--process", help="NUMBER/COUNT, for those that are started")
+    parser.add_argument("--coordinator")
+    parser.add_argument("--results")
+    args = parser.parse_args()
+    if args.process is not None:
+        run(args)
+        return 0
+    count = number_of_gpus()
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {"one process": (1, False), "a process a GPU": (count, False)}
+        ways["each sees its own"] = (count, True)
+        expected, failed = None, 0
+        for name, (processes, own) in ways.items():
+            path = Path(folder) / name.replace(" ", "_")
+            texts = start(processes, own, path, args.repeats)
+            found = gather(path)
+            same = "reference" if expected is None else differences(expected, found)
+            expected = expected or found
+            failed += same not in ("reference", "same bits")
+            print(f"{name:<20}{len(found)} results, {same}; {texts}", flush=True)
+    return bool(failed)
+
+
+def number_of_gpus() -> int:
+    lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    return len(lines.stdout.splitlines())
+
+
+def start(processes: int, own: bool, path: Path, repeats: int) -> str:
+    """Runs the programs in so many processes; returns what the first one printed."""
+    path.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    running = []
+    for i in range(processes):
+        environment = dict(os.environ)
+        if own:
+            environment["CUDA_VISIBLE_DEVICES"] = str(i)
+        command = [sys.executable, __file__, "--process", f"{i}/{processes}"]
+        command += ["--coordinator", coordinator, "--results", str(path)]
+        command += ["--repeats", str(repeats)]
+        running.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    texts = [process.communicate(timeout=300)[0] for process in running]
+    if any(process.returncode for process in running):
+        raise SystemExit(
+            f"a process failed: {[p.returncode for p in running]}\n" + "\n".join(texts)
+        )
+    return texts[0].strip()
+
+
+def gather(path: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    for file in sorted(path.glob("*.npz")):
+        found.update(np.load(file))
+    return found
+
+
+def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> str:
+    names = [
+        name
+        for name in expected
+        if name not in found or expected[name].tobytes() != found[name].tobytes()
+    ]
+    return f"DIFFERENT: {', '.join(names)}" if names or set(found) - set(expected) else "same bits"
+
+
+def run(args: Any) -> None:
+    """One process's part."""
+    import jax
+
+    number, count = map(int, args.process.split("/"))
+    if count > 1:
+        ids = None if "CUDA_VISIBLE_DEVICES" in os.environ else [number]
+        jax.distributed.initialize(args.coordinator, count, number, local_device_ids=ids)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), (AXIS,))
+    results = {}
+    for name, program, operands in programs(mesh):
+        shards = jax.tree.leaves(program(*operands))
+        for i, array in enumerate(shards):
+            for shard in array.addressable_shards:
+                key = f"{name}.{i} at {shard.index[0].start or 0}"
+                results[key] = np.asarray(shard.data).view(np.uint8)
+    np.savez(Path(args.results) / f"{number}.npz", **results)
+    texts = [repeat(mesh, args.repeats), *times(mesh)]
+    if number == 0:
+        print(", ".join(texts))
+
+
+def sharded(mesh: Any, array: np.ndarray) -> Any:
+    import jax
+
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def inputs(mesh: Any, *, num_experts: int, top_k: int, num_tokens: int, hidden: int) -> list[Any]:
+    import jax.numpy as jnp
+
+    rng, rows = np.random.default_rng(0), mesh.size * num_tokens
+    choices = np.stack([rng.permutation(num_experts)[:top_k] for _ in range(rows)])
+    x = rng.standard_normal((rows, hidden)).astype(jnp.bfloat16)
+    weights = rng.random((rows, top_k)).astype(np.float32)
+    return [sharded(mesh, a) for a in (x, choices.astype(np.int32), weights)]
+
+
+def on_ranks(mesh: Any, function: Any) -> Any:
+    import jax
+
+    spec = jax.sharding.PartitionSpec(AXIS)
+    lifted = lambda *args: jax.tree.map(lambda leaf: leaf[None], function(*args))  # noqa: E731
+    return jax.jit(jax.shard_map(lifted, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+def exchange(num_experts: int, capacity: int) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    import jax_ep
+
+    def step(x: Any, choices: Any, weights: Any) -> Any:
+        def forward(x: Any, weights: Any) -> Any:
+            received = jax_ep.dispatch(
+                x,
+                choices,
+                num_experts=num_experts,
+                axis_name=AXIS,
+                capacity=capacity,
+                implementation="pallas",
+            )
+            y = received.tokens * 2
+            out = jax_ep.combine(y, received.handle, weights, implementation="pallas")
+            loss = jnp.sum(out.astype(jnp.float32) ** 2)
+            return loss, (received.tokens, received.group_sizes, out)
+
+        (loss, kept), gradients = jax.value_and_grad(forward, (0, 1), has_aux=True)(x, weights)
+        return kept, gradients, jax.lax.psum(loss, AXIS) + jnp.zeros_like(loss)
+
+    return step
+
+
+def programs(mesh: Any) -> Any:
+    import jax.numpy as jnp
+
+    import jax_ep
+
+    operands = inputs(mesh, **SIZES)
+    capacity = 3 * SIZES["num_tokens"] * SIZES["top_k"] // 4
+    yield "exchange", on_ranks(mesh, exchange(SIZES["num_experts"], capacity)), operands
+    x = operands[0]
+    for operation, algorithms in (
+        ("all_reduce", ("one_shot", "two_shot", "one_shot_ll", "two_shot_ll")),
+        ("all_gather", ("direct", "ll")),
+        ("reduce_scatter", ("direct", "ll")),
+        ("all_to_all", ("direct", "ll")),
+    ):
+        for algorithm in algorithms:
+            function = getattr(jax_ep, operation)
+
+            def collective(x: Any, function: Any = function, algorithm: str = algorithm) -> Any:
+                rows = x[: 32 * mesh.size]
+                out = function(rows, AXIS, algorithm=algorithm)
+                return out + jnp.zeros_like(x[:1])  # it varies over the ranks
+
+            yield f"{operation} {algorithm}", on_ranks(mesh, collective), [x]
+
+
+def repeat(mesh: Any, repeats: int) -> str:
+    """Repeats the exchange; every repeat must give the first one's bits, on all ranks."""
+    import jax
+
+    operands = inputs(mesh, **SIZES)
+    capacity = 3 * SIZES["num_tokens"] * SIZES["top_k"] // 4
+    program = on_ranks(mesh, exchange(SIZES["num_experts"], capacity))
+
+    def bits(results: Any) -> list[bytes]:
+        leaves = jax.tree.leaves(results)
+        return [np.asarray(s.data).tobytes() for leaf in leaves for s in leaf.addressable_shards]
+
+    expected, rng = bits(program(*operands)), np.random.default_rng(jax.process_index())
+    for i in range(repeats):
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.002)  # this process is late
+        results = program(*operands)
+        if i % 10 == 0 and bits(results) != expected:
+            raise SystemExit(f"repeat {i} differs")
+    if bits(results) != expected:
+        raise SystemExit("the last repeat differs")
+    return f"{repeats} repeats alike"
+
+
+def times(mesh: Any) -> list[str]:
+    """Wall microseconds of a call in a loop."""
+    import jax
+
+    import jax_ep
+
+    texts = []
+    for num_tokens in (128, 4096):
+        operands = inputs(mesh, num_experts=256, top_k=8, num_tokens=num_tokens, hidden=7168)
+        capacity = num_tokens * 9
+
+        def dispatch(x: Any, choices: Any) -> Any:
+            return jax_ep.dispatch(
+                x,
+                choices,
+                num_experts=256,
+                axis_name=AXIS,
+                capacity=capacity,  # noqa: B023
+                implementation="pallas",
+            )
+
+        def round_trip(x: Any, choices: Any, weights: Any) -> Any:
+            received = dispatch(x, choices)
+            return jax_ep.combine(
+                received.tokens, received.handle, weights, implementation="pallas"
+            )
+
+        for name, function in (
+            ("dispatch", lambda x, c, w: dispatch(x, c).tokens),
+            ("round trip", round_trip),
+        ):
+
+            def loop(x: Any, c: Any, w: Any, function: Any = function) -> Any:
+                def body(_: Any, x: Any) -> Any:
+                    out = jax.lax.optimization_barrier(function(x, c, w))
+                    return x.at[0, 0].add(out[0, 0] * 0)
+
+                return jax.lax.fori_loop(0, 100, body, x, unroll=5)
+
+            program = on_ranks(mesh, loop)
+            jax.block_until_ready(program(*operands))
+            walls = []
+            for _ in range(5):
+                start = time.perf_counter()
+                jax.block_until_ready(program(*operands))
+                walls.append((time.perf_counter() - start) * 1e4)
+            texts.append(f"{name} T={num_tokens} {np.median(walls):.1f} us")
+    return texts
+
+
+if __name__ == "__main__":
+    sys.exit(main())
