@@ -60,7 +60,8 @@ def workspace_bytes(
     x and topk_idx, y and the weights, `Dispatched.tokens`, the result of `combine`, cotangents and
     gradients are the caller's and not counted. The routes are, by the dispatch that makes them,
     though they live as long as the handle does; everything else is freed when the call returns,
-    and two calls never hold theirs at once unless XLA runs them at once.
+    and two calls never hold theirs at once unless XLA runs them at once. Not counted is the heap of
+    symmetric memory that "pallas" keeps on every GPU for as long as the process lives.
 
     For "xla" these are the arrays the program names. XLA may fuse some of them away, let those
     that are not needed at once share memory or lie where the results will be; or hold more where
@@ -290,7 +291,7 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
     else:
         sizes |= dict(top_k=shape.top_k, num_experts=shape.num_experts)
         plan = plans.dispatch(shape.row, num_blocks=num_blocks, **sizes)
-        held = plans.dispatch_workspace(plan, count_dtype=_count_dtype(shape), **sizes)
+        held = plans.dispatch_workspace(plan, **sizes)
     received = shape.capacity * shape.row.sent_bytes
     if shape.padded_hidden == shape.hidden and (shape.wire_dtype is None or shape.quantized):
         received = 0  # they are the caller's
@@ -300,18 +301,11 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
     }
 
 
-def _count_dtype(shape: _Shape) -> jnp.dtype:
-    """The dtype of the counts that peers read."""
-    topk_idx = jax.ShapeDtypeStruct((shape.num_tokens, shape.top_k), jnp.int32)
-    count = functools.partial(routes.count_experts, num_experts=shape.num_experts)
-    return jax.eval_shape(count, topk_idx).dtype
-
-
 def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
     if shape.by_rank:  # the lists are made anew
         return _pallas_dispatch(shape)
     held = _pallas_dispatch(shape)
-    return {name: held[name] for name in ("semaphores", "padded rows", "received rows")}
+    return {name: held[name] for name in ("padded rows", "received rows")}
 
 
 def _pallas_combine(shape: _Shape) -> dict[str, int]:
@@ -327,17 +321,7 @@ def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
         return _pallas_dispatch_like(shape)
     if shape.wire_dtype is not None:  # rows that came as it are weighed by XLA
         return _pallas_dispatch_like(shape) | _xla_grad_of_rows(shape)
-    plan = plans.combine_grad(
-        shape.row,
-        num_tokens=shape.num_tokens,
-        num_ranks=shape.num_ranks,
-        top_k=shape.top_k,
-        num_experts=shape.num_experts,
-        num_blocks=settings.num_blocks(),
-    )
-    return plans.combine_grad_workspace(plan, num_ranks=shape.num_ranks) | {
-        "padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity),  # g, y and dy
-    }
+    return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}  # g, y and dy
 
 
 def _xla_dispatch(shape: _Shape) -> dict[str, int]:

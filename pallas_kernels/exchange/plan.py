@@ -23,7 +23,6 @@ from pallas_kernels.fabric.plan import (
     Tiling,
     Window,
     align_up,
-    semaphore_bytes,
     vector_length,
 )
 
@@ -37,10 +36,6 @@ _MAX_SLOTS = 16
 # The two regimes: up to this many tokens every microsecond counts, beyond it the link's bandwidth.
 FEW_TOKENS = 256
 _NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
-
-DISPATCH_CHANNELS = 1
-COMBINE_CHANNELS = 2
-COMBINE_GRAD_CHANNELS = 1
 
 
 def padded_hidden(
@@ -170,21 +165,14 @@ def dispatch_workspace(
     num_ranks: int,
     top_k: int,
     num_experts: int,
-    count_dtype: jax.typing.DTypeLike,
 ) -> dict[str, int]:
-    """What `dispatch.dispatch` allocates: the routes, the padded counts, the semaphores."""
+    """What `dispatch.dispatch` allocates: the routes; the padded counts, if XLA counts."""
     entries = windows(plan, num_tokens, top_k)[0].total
     counts = count_width(num_experts)
     return {
         "routes": WORD_BYTES * num_ranks * (entries + counts),
-        "choices of each expert": counts * jnp.dtype(count_dtype).itemsize,
-        **dispatch_like_workspace(plan, num_ranks=num_ranks),
+        "choices of each expert": 0 if num_tokens <= FEW_TOKENS else WORD_BYTES * counts,
     }
-
-
-def dispatch_like_workspace(plan: Plan, *, num_ranks: int) -> dict[str, int]:
-    """What `dispatch.dispatch_like` allocates."""
-    return {"semaphores": semaphore_bytes(plan.num_blocks, DISPATCH_CHANNELS, num_ranks)}
 
 
 def rank_dispatch(
@@ -210,12 +198,9 @@ def rank_dispatch(
 def rank_dispatch_workspace(
     plan: Plan, *, num_tokens: int, num_ranks: int, list_words: int
 ) -> dict[str, int]:
-    """What `rank_dispatch.rank_dispatch` allocates: the lists, the semaphores."""
+    """What `rank_dispatch.rank_dispatch` allocates: the lists."""
     entries = windows(plan, num_tokens, list_words)[0].total
-    return {
-        "routes": WORD_BYTES * num_ranks * entries,
-        "semaphores": semaphore_bytes(plan.num_blocks, DISPATCH_CHANNELS, num_ranks),
-    }
+    return {"routes": WORD_BYTES * num_ranks * entries}
 
 
 # -------------------------------------------------------------------------------------- combine
@@ -269,12 +254,9 @@ def combine_receive_buffer(
 
 
 def combine_workspace(plan: Plan, row: Row, *, num_tokens: int, num_ranks: int) -> dict[str, int]:
-    """What `combine.combine` allocates: its receive buffer and semaphores."""
+    """What `combine.combine` allocates: its receive buffer."""
     parts = combine_receive_buffer(plan, row, num_tokens=num_tokens, num_ranks=num_ranks)
-    return {
-        "receive buffer": sum(part.size * part.dtype.itemsize for part in parts),
-        "semaphores": semaphore_bytes(plan.num_blocks, COMBINE_CHANNELS, num_ranks),
-    }
+    return {"receive buffer": sum(part.size * part.dtype.itemsize for part in parts)}
 
 
 # ------------------------------------------------------------------------- gradient of a combine
@@ -314,8 +296,3 @@ def combine_grad(
         window_tokens=_WINDOW_TOKENS,
         num_g_slots=num_g_slots,
     )
-
-
-def combine_grad_workspace(plan: Plan, *, num_ranks: int) -> dict[str, int]:
-    """What `combine_grad.combine_grad` allocates."""
-    return {"semaphores": semaphore_bytes(plan.num_blocks, COMBINE_GRAD_CHANNELS, num_ranks)}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
 SHARED_MEMORY_BYTES = 227 * 1024
-WORD_BYTES = 4  # of an int32, a float32 or a semaphore
+WORD_BYTES = 4  # of an int32 or a float32
 VECTOR_BYTES = 16  # the most that a thread loads or stores at a time
 _MAX_TILE = 8192  # 64 float32 registers of a thread
 
@@ -17,11 +17,6 @@ _MAX_TILE = 8192  # 64 float32 registers of a thread
 def vector_length(dtype: jax.typing.DTypeLike) -> int:
     """Elements of the dtype in a vector of 16 bytes."""
     return VECTOR_BYTES // jnp.dtype(dtype).itemsize
-
-
-def semaphore_bytes(num_blocks: int, num_channels: int, num_ranks: int) -> int:
-    """Global memory of the semaphores of one kernel call: see `fabric.kernel`."""
-    return WORD_BYTES * num_blocks * num_channels * num_ranks
 
 
 def align_up(value: int, multiple: int) -> int:

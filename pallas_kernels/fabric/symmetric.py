@@ -255,9 +255,13 @@ class Gpus:
     def peer(self, ref: Any, rank: Any) -> Any:
         """The same buffer on another rank."""
         base = getattr(ref, "ref", ref)
-        buffer = next((i for i, other in enumerate(self._call.buffers) if other is base), None)
-        if buffer is None:
-            raise ValueError(f"{self._call.name}: peers reach only the buffers that are `shared`.")
+        found = [i for i, other in enumerate(self._call.buffers) if other is base]
+        if not found:
+            raise ValueError(
+                f"{self._call.name}: peers do not reach a buffer of shape {base.shape} and dtype "
+                f"{base.dtype}; name it in `shared`."
+            )
+        (buffer,) = found
         entry = jnp.asarray(rank, jnp.int32) + buffer * self.num_ranks
         return plgpu.remote_ref(ref, entry, pl.DeviceIdType.LOGICAL)
 

@@ -294,6 +294,8 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
     text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     kernels = _KERNEL.findall(text)
     operands, results = map(tensors, kernels[-1])  # a gradient's comes last
+    place, *operands = operands  # of this rank in the mesh
+    assert place == ((1,), 4)
 
     itemsize = jnp.dtype(dtype).itemsize
     multiple = 512 if wire_dtype is not None else 128 // itemsize
@@ -328,7 +330,7 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
             of_layout = [((per_rank,), per_rank * 4)] * 2 + [((1,), 4)] * 2  # the caller's
             assert held[2:6] == of_layout
             held = [*held[:2], *held[6:]]
-        held += operands[num_inputs:-1]
+        held += operands[num_inputs:]
         if padded != hidden or (wire_dtype is not None and output == "dequantized"):
             held += received
         if padded != hidden:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from typing import Any
 
 import jax
@@ -19,6 +20,9 @@ import jax_ep
 from jax_ep.exchange import pallas as pallas_exchange
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
+from jax_ep.runtime import availability, jax_compat, symmetric_memory
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import layout
 
 DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
 COMBINE, GRADIENT = "ep_combine", "ep_combine_grad"
@@ -303,13 +307,19 @@ def test_quantized_sums_lower_where_they_are_served(shapes):
 def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
     model = dict(hidden=512, num_experts=256, top_k=8, num_ranks=8)
-    for operation, channels in (("dispatch", 1), ("combine", 2), ("combine_grad", 1)):
-        for num_tokens in (4096, 16):
-            held = jax_ep.workspace_bytes(operation, "pallas", num_tokens=num_tokens, **model)
-            assert held["semaphores"] == 4 * min(num_blocks, num_tokens) * channels * 8
-    text = lowered(Shapes(40, 512, 8, 256), "pallas", backward)
-    for channels in (1, 2):  # a semaphore for each block, channel and rank
-        assert f"tensor<{num_blocks * channels * 8}xi32>" in text
+    for num_tokens in (4096, 16):  # a block receives up to 4 sums of rows of 512 bfloat16
+        held = jax_ep.workspace_bytes("combine", "pallas", num_tokens=num_tokens, **model)
+        blocks = min(num_blocks, num_tokens)
+        assert held["receive buffer"] == blocks * min(4, -(-num_tokens // blocks)) * 8 * 1024
+    kernel, asked = fb.kernel, []
+
+    def note(*args: Any, num_blocks: int, **options: Any) -> Any:
+        asked.append(num_blocks)
+        return kernel(*args, num_blocks=num_blocks, **options)
+
+    monkeypatch.setattr(fb, "kernel", note)
+    found = kernels(lowered(Shapes(40, 512, 8, 256), "pallas", backward))
+    assert set(found) == {DISPATCH, LIKE, COMBINE, GRADIENT} and set(asked) == {num_blocks}
 
 
 @pytest.mark.parametrize("variable", ["JAX_EP_NUM_BLOCKS", "JAX_EP_TIMEOUT_SECONDS"])
@@ -322,38 +332,105 @@ def test_settings_that_make_no_sense_are_refused(variable, value, monkeypatch):
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
 @pytest.mark.parametrize(
-    ("order", "served"),
+    "order",
     quick(
-        [
-            (slice(None), True),
-            (slice(None, None, -1), True),
-            ([2, 0, 3, 1], True),
-            (slice(2, 4), False),
-        ],
-        ([2, 0, 3, 1], True),
-        (slice(2, 4), False),
+        [slice(None), slice(None, None, -1), [2, 0, 3, 1], slice(2, 4), [3, 1]],
+        [2, 0, 3, 1],
+        slice(2, 4),
     ),
+    ids=str,
 )
-def test_the_first_devices_are_served_in_any_order(order, served):
-    """Mosaic knows a peer by its place in the mesh; of other devices, None goes through XLA."""
+def test_any_devices_are_served_in_any_order(order):
     devices = np.asarray(jax.devices()[:4])[order]
     mesh = jax.sharding.Mesh(devices, ("expert",))
-    text = lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh)
-    assert bool(kernels(text)) == served
-    places = ",".join(map(str, range(len(devices))))
-    assert not served or f'xla_replica_ids = "{places}"' in text
+    assert kernels(lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh))
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
-@pytest.mark.parametrize(("num_gpus", "served"), [(0, True), (2, True), (1, True), (8, False)])
-def test_an_abstract_mesh_may_hide_which_devices_it_is_of(num_gpus, served, monkeypatch):
-    """Of all GPUs here it is clear; and a larger mesh than the machine is for another one."""
-    if num_gpus:
+@pytest.fixture
+def gpus(monkeypatch):
+    """Has the first devices taken for GPUs that share memory, numbered from the last one on."""
+
+    def pretend(num_gpus: int) -> list[jax.Device]:
+        devices = jax.devices()[:num_gpus]
+        numbers = {device.id: num_gpus - 1 - i for i, device in enumerate(devices)}
+        domain = types.SimpleNamespace(base=layout.BASE, numbers=numbers)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "device_count", lambda: num_gpus)
-        devices = jax.devices()[:num_gpus]
         monkeypatch.setattr(jax, "devices", lambda: devices)
-        monkeypatch.setattr("jax_ep.runtime.availability.unavailable_reason", lambda *_: None)
+        monkeypatch.setattr(availability, "unavailable_reason", lambda *_: None)
+        monkeypatch.setattr(jax_compat, "devices_unavailable_reason", lambda: None)
+        monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)
+        monkeypatch.setattr(symmetric_memory, "domain", lambda: domain)
+        return devices
+
+    return pretend
+
+
+@pytest.fixture
+def fabrics(monkeypatch):
+    """Those of the kernels that are traced."""
+    noted, kernel = [], fb.kernel
+
+    def note(fabric: Any, *args: Any, **options: Any) -> Any:
+        noted.append(fabric)
+        return kernel(fabric, *args, **options)
+
+    monkeypatch.setattr(fb, "kernel", note)
+    return noted
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1], [3, 1]], ids=str)
+def test_kernels_know_which_gpus_are_at_the_places_of_a_mesh(order, gpus, fabrics):
+    mesh = jax.sharding.Mesh(np.asarray(gpus(4))[order], ("expert",))
+    assert kernels(lowered(Shapes(8, 64, 2, 8, "float32"), "pallas", forward, mesh))
+    assert {fabric.gpus for fabric in fabrics} == {tuple(3 - i for i in order)}
+
+
+SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
+@pytest.mark.parametrize(("num_gpus", "served"), [(0, True), (1, True), (2, False), (8, False)])
+def test_an_abstract_mesh_hides_which_devices_it_is_of(num_gpus, served, gpus):
+    """A mesh that is larger than the machine is for another one."""
+    if num_gpus:
+        gpus(num_gpus)
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
-    text = lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh)
-    assert bool(kernels(text)) == served
+    assert bool(kernels(lowered(SHAPES_OF_TWO, None, forward, mesh))) == served
+    if not served:
+        with pytest.raises(ValueError, match="was given an abstract mesh; use jax.set_mesh"):
+            lowered(SHAPES_OF_TWO, "pallas", forward, mesh)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
+def test_the_mesh_that_is_set_says_which_devices_an_abstract_one_is_of(gpus, fabrics):
+    devices = np.asarray(gpus(4))[[3, 0]]
+    mesh = jax.sharding.Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert kernels(lowered(SHAPES_OF_TWO, "pallas", forward, mesh.abstract_mesh))
+    assert {fabric.gpus for fabric in fabrics} == {(0, 3)}
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
+def test_gpus_that_do_not_share_memory_are_refused_with_the_reason(gpus, monkeypatch):
+    mesh = jax.sharding.Mesh(np.asarray(gpus(2)), ("expert",))
+    monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: "the pool is gone")
+    with pytest.raises(ValueError, match="needs GPUs that share memory, and the pool is gone"):
+        lowered(SHAPES_OF_TWO, "pallas", forward, mesh)
+    assert not kernels(lowered(SHAPES_OF_TWO, None, forward, mesh))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
+def test_every_group_of_a_mesh_is_asked_whether_it_shares_memory(gpus, monkeypatch):
+    """Each along the axis of the experts, for itself."""
+    mesh = jax.sharding.Mesh(np.asarray(gpus(4)).reshape(2, 2), ("expert", "data"))
+    asked = []
+
+    def note(devices: Any) -> None:
+        asked.append(tuple(device.id for device in devices))
+
+    monkeypatch.setattr(symmetric_memory, "unavailable_reason", note)
+    shapes = dataclasses.replace(SHAPES_OF_TWO, mesh=(("expert", 2), ("data", 2)))
+    assert kernels(lowered(shapes, "pallas", forward, mesh))
+    assert set(asked) == {(0, 2), (1, 3)}

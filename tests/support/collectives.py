@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +14,28 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jax_ep.runtime import availability
+from jax_ep.runtime.fabric import of_axis
 from pallas_kernels.collectives.all_gather import all_gather
 from pallas_kernels.collectives.all_reduce import one_shot, two_shot
 from pallas_kernels.collectives.all_to_all import all_to_all
 from pallas_kernels.collectives.reduce_scatter import reduce_scatter
+from pallas_kernels.fabric.symmetric import Gpus
 from pallas_kernels.fabric.tiles import Plan
 from support.meshes import cuda_mesh
 
 AXIS = "expert"
+TIMEOUT_SECONDS = 20.0
 on_gpus = pytest.mark.skipif(
     bool(availability.unavailable_reason()), reason="needs the kernels' GPUs"
 )
+
+
+def ranks_here(
+    axis_names: tuple[str, ...], like: jax.Array, delays_ns: tuple[tuple[int, ...], ...] = ()
+) -> Gpus:
+    """See `of_axis`, within a shard_map over the first devices; a wait gives up early."""
+    fabric = of_axis(axis_names, like)
+    return dataclasses.replace(fabric, timeout_s=TIMEOUT_SECONDS, delays_ns=delays_ns)
 
 
 def by_rank(num_ranks: int, size: int) -> tuple[int, ...]:

@@ -7,13 +7,15 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
 
   signals and waits between ranks; they carry vector clocks, so races between ranks are found too,
   and the writes that they release: none, if the signal is a relaxed one;
+  words from rank to rank, which order nothing;
   groups of copies out of shared memory, counted as the hardware counts them;
   bounds of every access, where the interpreter would pad, clip or wrap;
   the regions of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
-  errors of its own: two blocks of the grid that touch the same memory, a rank that leaves while a
-  peer may still use its memory, a wait that nobody ends, a tile that is overtaken or that nobody
-  takes, and threads of a warpgroup that need a barrier between them. (The interpreter runs
-  a warpgroup as one thread.)
+  errors of its own: two blocks of the grid that touch the same memory, a peer's memory that is used
+  before `connect`, a rank that leaves while a peer may still use its memory, a wait that nobody
+  ends, a signal whose count does not grow, a tile that is overtaken or that nobody takes, and
+  threads of a warpgroup that need a barrier between them. (The interpreter runs a warpgroup as one
+  thread.)
 
 All of this rests on private parts of JAX 0.11 and newer; where one is missing, the tests that
 need it are skipped.
@@ -31,7 +33,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -95,11 +97,29 @@ class Simulated(fb.Stacked):
     def barrier(self) -> None:
         _on_host(_Barrier())
 
-    def signal(self, semaphores: Any, channel: int, *, release: bool = True) -> None:
-        _on_host(_Signal(channel, self.num_ranks, release))
+    def enter(
+        self, operands: Sequence[Any], buffers: Sequence[Any], *, num_blocks: int, **_: Any
+    ) -> None:
+        _on_host(_Enter(num_blocks))
 
-    def wait(self, semaphores: Any, channel: int, count: Any, what: str) -> None:
+    def connect(self) -> None:
+        _on_host(_Connect(self.num_ranks))
+
+    def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
+        _on_host(_Signal(channel, self.num_ranks, release), count)
+
+    def wait(self, channel: int, count: Any, what: str) -> None:
         _on_host(_Wait(channel, self.num_ranks, what), count)
+
+    def send_words(self, words: Any) -> None:
+        _on_host(_SendWords(), words[...])
+
+    def receive_words(self, words: Any, what: str) -> None:
+        row = jax.ShapeDtypeStruct(words.shape[1:], jnp.int32)
+        rows = _on_host(_ReceiveWords(self.num_ranks, what), returns=[row] * self.num_ranks)
+        for rank, received in enumerate(rows):
+            words[rank] = received
+        self.barrier()
 
     def stage(self, number: int) -> None:
         _on_host(_Pause(number))
@@ -258,20 +278,61 @@ class _Barrier:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Enter:
+    num_blocks: int
+
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        with simulation.changed:
+            simulation.num_blocks = self.num_blocks
+            simulation.entered.add(thread.block_id)
+            simulation.changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Connect:
+    """Orders nothing between ranks but the use of peers' memory after their kernels' begin."""
+
+    num_ranks: int
+
+    def run(self, simulation: _Simulation, thread: Any) -> None:
+        simulation.wait_until(
+            lambda: len(simulation.entered) == self.num_ranks,
+            lambda: f"rank {thread.block_id} waits to connect: only {simulation.entered} entered",
+        )
+        clock = simulation.memory.incr_clock(thread)
+        with simulation.changed:
+            simulation.connected[thread.block_id].append(clock)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Signal:
     channel: int
     num_ranks: int
     release: bool
 
-    def run(self, simulation: _Simulation, thread: Any) -> None:
+    def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
         simulation.lanes.barrier(thread)
         clock = simulation.memory.incr_clock(thread)
         with simulation.changed:
             visible = simulation.visible.after_signal(thread.block_id) if self.release else {}
             for rank in range(self.num_ranks):
                 signals = simulation.signals[self.channel, rank, thread.block_id]
-                signals.append((clock, visible))
+                last = signals[-1].count if signals else 0
+                if int(count) <= last:
+                    raise KernelError(
+                        f"rank {thread.block_id} signals {int(count)} on channel {self.channel}, "
+                        f"after {last}: counts must grow"
+                    )
+                signals.append(_Sent(int(count), clock, visible))
             simulation.changed.notify_all()
+
+
+class _Sent(NamedTuple):
+    """A signal: its count, the sender's clock, and which writes it releases."""
+
+    count: int
+    clock: Any
+    visible: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,25 +342,54 @@ class _Wait:
     what: str
 
     def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
-        memory, deadline = simulation.memory, time.monotonic() + WAIT_SECONDS
-        for rank in range(self.num_ranks):
+        memory, count = simulation.memory, int(count)
+        for rank in range(self.num_ranks) if count > 0 else ():
             signals = simulation.signals[self.channel, thread.block_id, rank]
-            while len(signals) < int(count):
-                with simulation.changed:
-                    simulation.changed.wait(0.1)
-                memory.check_failed()
-                if time.monotonic() > deadline:
-                    raise KernelError(
-                        f"{self.what}: rank {thread.block_id} waits for signal {int(count)} of "
-                        f"rank {rank} on channel {self.channel}, which has sent {len(signals)}"
-                    )
-            if count > 0:
-                with memory.lock:
-                    memory.clocks[thread].update(signals[int(count) - 1][0])
-                with simulation.changed:
-                    for _, visible in signals[: int(count)]:
-                        simulation.visible.wait(thread.block_id, visible)
+            simulation.wait_until(
+                lambda signals=signals: signals and signals[-1].count >= count,
+                lambda signals=signals, rank=rank: (
+                    f"{self.what}: rank {thread.block_id} waits for signal {count} of rank {rank} "
+                    f"on channel {self.channel}, which has sent {[s.count for s in signals]}"
+                ),
+            )
+            # Nothing tells whether a later one has been seen.
+            seen = next(signal for signal in signals if signal.count >= count)
+            with memory.lock:
+                memory.clocks[thread].update(seen.clock)
+            with simulation.changed:
+                simulation.visible.wait(thread.block_id, seen.visible)
         simulation.lanes.barrier(thread)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SendWords:
+    def run(self, simulation: _Simulation, thread: Any, words: Any) -> None:
+        with simulation.changed:
+            if thread.block_id in simulation.words:
+                raise KernelError(f"rank {thread.block_id} sends words twice in a call")
+            simulation.words[thread.block_id] = np.array(words)
+            simulation.changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReceiveWords:
+    num_ranks: int
+    what: str
+
+    def run(self, simulation: _Simulation, thread: Any) -> Any:
+        words = simulation.words
+        for rank in range(self.num_ranks):
+            simulation.wait_until(
+                lambda rank=rank: rank in words,
+                lambda rank=rank: (
+                    f"{self.what}: rank {thread.block_id} waits for the words of rank {rank}"
+                ),
+            )
+        clock, what = simulation.memory.incr_clock(thread), f"receipt of words by {thread}"
+        with simulation.changed:  # a rank's next call overwrites them
+            for rank in range(self.num_ranks):
+                simulation.remote_accesses.append((rank, clock.generic_clock, what))
+        return [words[rank] for rank in range(self.num_ranks)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -516,11 +606,19 @@ class _Simulation:
         self.writers: dict[Any, np.ndarray] = {}
         self.readers: dict[Any, np.ndarray] = {}
         self.block = 0
+        self._begin_call()
+
+    def _begin_call(self) -> None:
+        self.num_blocks = 1
+        self.finished_blocks = 0
+        self.entered: set[int] = set()  # ranks
+        self.words: dict[int, np.ndarray] = {}  # by sender
         self._begin_block()
 
     def _begin_block(self) -> None:
-        # (channel, to rank, from rank) -> of the signals sent, the clocks and what was visible
-        self.signals: dict[Any, list[Any]] = collections.defaultdict(list)
+        # (channel, to rank, from rank) -> the signals sent
+        self.signals: dict[Any, list[_Sent]] = collections.defaultdict(list)
+        self.connected: dict[int, list[Any]] = collections.defaultdict(list)  # by rank: clocks
         self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
         self.lanes = _Lanes()
         self.visible = _Visible()
@@ -532,6 +630,16 @@ class _Simulation:
     @property
     def memory(self) -> Any:
         return gpu_callbacks._get_shared_memory()
+
+    def wait_until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
+        """Raises `what` a thread waits for, if that is not done in time."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        with self.changed:
+            while not done():
+                self.changed.wait(0.1)
+                self.memory.check_failed()
+                if time.monotonic() > deadline:
+                    raise KernelError(what())
 
     def remembers(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Errors come back through the runtime as text: this keeps the first one."""
@@ -554,6 +662,8 @@ class _Simulation:
             raise KernelError(f"several ranks' memory at once: {what}")
         with self.changed:
             if owner != thread.block_id:
+                if not self.is_connected(thread):
+                    raise KernelError(f"a rank's memory before connect: {what}")
                 self.remote_accesses.append((owner, clock, what))
             if self.reads_ahead(key, access, write):
                 return
@@ -567,6 +677,13 @@ class _Simulation:
                 raise KernelError(f"block {self.block} of the grid touches another's: {what}")
             (self.writers if write else self.readers)[key][access.range] = self.block
 
+    def is_connected(self, thread: Any) -> bool:
+        """Whether what a thread does now comes after a `connect` of its block."""
+        now = self.memory.clocks[thread].generic_clock.clock
+        return any(
+            np.all(now >= clock.generic_clock.clock) for clock in self.connected[thread.block_id]
+        )
+
     def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
         """Whether this loads a vector of routes: of entries that may come later, and go unused."""
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
@@ -578,20 +695,24 @@ class _Simulation:
                 raise KernelError(f"{thread} takes the region of GPU {device} for its own")
 
     def finish_block(self) -> None:
-        """Nobody may use a rank's memory, semaphores included, once all of its threads left."""
+        """Nobody may use a rank's memory, or signal it, once all of its threads left."""
         left = [key for key, tiles in self.posted.items() if key in tiles]
         if left:
             raise KernelError(f"nobody has taken the tiles of these slots of GPUs: {left}")
         accesses = list(self.remote_accesses)
-        for (channel, owner, source), clocks in self.signals.items():
+        for (channel, owner, source), signals in self.signals.items():
             what = f"signal on channel {channel} of rank {source}"
-            accesses += [(owner, clock.generic_clock, what) for clock, _ in clocks]
+            accesses += [(owner, signal.clock.generic_clock, what) for signal in signals]
         for owner, clock, what in accesses if self.memory.detect_races else ():
             if np.any(clock.clock > self.exit_clocks[owner].generic_clock.clock):
                 raise KernelError(f"rank {owner} may leave before this has ended: {what}")
         self.visible.finish()
         self.block += 1
-        self._begin_block()
+        self.finished_blocks += 1
+        if self.finished_blocks == self.num_blocks:
+            self._begin_call()
+        else:
+            self._begin_block()
 
 
 def _check_bounds(where: tuple[Any, ...], shape: tuple[int, ...]) -> None:

@@ -230,16 +230,21 @@ class Problem:
 # The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
 
 
-def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the dispatch kernel: -> tokens, rows, counts, *layout."""
-    counts = jax.vmap(lambda idx: routes.count_experts(idx, problem.num_experts))(
-        jnp.asarray(problem.topk_idx)
-    )
+def dispatch(
+    problem: Problem, plan: Plan, fabric: Fabric, *, counted: bool = True, **options: Any
+) -> Any:
+    """A call of the dispatch kernel: -> tokens, rows, counts, *layout.
+
+    `counted`: whether it is given this rank's choices of each expert; else it counts them.
+    """
+    count = functools.partial(routes.count_experts, num_experts=problem.num_experts)
+    counts = jax.vmap(count)(jnp.asarray(problem.topk_idx)).astype(jnp.int32)
     return functools.partial(
         dispatch_kernel.dispatch,
         jnp.asarray(problem.x),
         jnp.asarray(problem.topk_idx),
-        counts,
+        counts if counted else None,
+        num_experts=problem.num_experts,
         fabric=fabric,
         plan=plan,
         capacity=problem.num_rows,

@@ -28,24 +28,46 @@ def faulty(kind: type[Simulated]) -> Simulated:
 
 
 class Impatient(Simulated):
-    def wait(self, semaphores, channel, count, what):
-        super().wait(semaphores, channel, 0, what)
+    def wait(self, channel, count, what):
+        super().wait(channel, 0, what)
 
 
 class Silent(Simulated):
-    def signal(self, semaphores, channel, *, release=True):
+    def signal(self, channel, count, *, release=True):
         pass
 
 
+class Repeating(Simulated):
+    def signal(self, channel, count, *, release=True):
+        super().signal(channel, count)
+        super().signal(channel, count)
+
+
 class Chatty(Simulated):
-    def signal(self, semaphores, channel, *, release=True):
-        super().signal(semaphores, channel)
-        super().signal(semaphores, channel)
+    def signal(self, channel, count, *, release=True):
+        super().signal(channel, 2 * count - 1)
+        super().signal(channel, 2 * count)
 
 
 class Overtaking(Simulated):
-    def signal(self, semaphores, channel, *, release=True):
-        super().signal(semaphores, channel, release=False)
+    def signal(self, channel, count, *, release=True):
+        super().signal(channel, count, release=False)
+
+
+class Unconnected(Simulated):
+    def connect(self):
+        pass
+
+
+class Wordless(Simulated):
+    def send_words(self, words):
+        pass
+
+
+class Wordy(Simulated):
+    def send_words(self, words):
+        super().send_words(words)
+        super().send_words(words)
 
 
 @pytest.mark.parametrize("kernel", quick([dispatch, combine], combine))
@@ -56,7 +78,7 @@ def test_a_wait_that_does_not_wait_is_found(kernel):
 
 def test_a_signal_that_is_never_sent_is_found(monkeypatch):
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
-    with pytest.raises(KernelError, match=r"rank . waits for signal 1 of rank .* has sent 0"):
+    with pytest.raises(KernelError, match=r"rank . waits for signal 1 of rank .* has sent \[\]"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Silent)))
 
 
@@ -64,6 +86,29 @@ def test_a_signal_that_is_never_sent_is_found(monkeypatch):
 def test_a_signal_too_many_is_found():
     with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Chatty)))
+
+
+def test_a_count_that_does_not_grow_is_found():
+    with pytest.raises(KernelError, match=r"signals 1 on channel 0, after 1: counts must grow"):
+        simulate(dispatch(PROBLEM, PLAN, faulty(Repeating)))
+
+
+@pytest.mark.parametrize("kernel", [dispatch, combine])
+def test_the_use_of_a_peer_before_connect_is_found(kernel):
+    with pytest.raises(KernelError, match="a rank's memory before connect"):
+        simulate(kernel(PROBLEM, PLAN, faulty(Unconnected)))
+
+
+def test_words_that_are_never_sent_are_found(monkeypatch):
+    """By who receives them, or by the warpgroup that waits for what follows."""
+    monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
+    with pytest.raises(KernelError, match=r"rank . waits for (the words|signal 1) of"):
+        simulate(dispatch(PROBLEM, PLAN, faulty(Wordless)))
+
+
+def test_words_that_are_sent_twice_are_found():
+    with pytest.raises(KernelError, match=r"rank . sends words twice in a call"):
+        simulate(dispatch(PROBLEM, PLAN, faulty(Wordy)))
 
 
 @pytest.mark.slow

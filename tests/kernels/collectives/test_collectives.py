@@ -24,6 +24,7 @@ from support.collectives import (
     norm_operands,
     on_gpus,
     operand,
+    ranks_here,
 )
 from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, expert_mesh
@@ -153,17 +154,22 @@ def test_multimem_lowers_to_jax_own_kernels():
 
 
 @needs_kernels
-def test_a_plan_can_be_forced():
-    def lower(plan):
+def test_a_plan_can_be_forced(monkeypatch):
+    kernel, asked = fb.kernel, []
+
+    def note(*args, num_blocks, num_warpgroups, **options):
+        asked.append((num_blocks, num_warpgroups))
+        return kernel(*args, num_blocks=num_blocks, num_warpgroups=num_warpgroups, **options)
+
+    monkeypatch.setattr(fb, "kernel", note)
+    for plan in (Plan(5, 2), None):
         with pallas_collectives.forced_plan(plan):
-            return lower_for_cuda(
+            lower_for_cuda(
                 lambda x: collectives.all_gather(x, AXIS, algorithm="direct"),
                 2,
                 jax.ShapeDtypeStruct((8, 8192), jnp.bfloat16),
             )
-
-    assert f"tensor<{2 * 5}xi32>" in lower(Plan(5, 2))  # a semaphore for each block and rank
-    assert f"tensor<{2 * 5}xi32>" not in lower(None)
+    assert asked[0] == (5, 2) and len(asked) == 2 and asked[1] != (5, 2)
 
 
 def test_plans_give_every_warpgroup_as_many_tiles():
@@ -202,9 +208,10 @@ def test_nobody_leaves_early(name, num_ranks):
         outs = expected(want)
         want = np.stack([next_operand(name, outs[r], r, num_ranks) for r in range(num_ranks)])
     for delay in delays(num_ranks):
-        fabric = fb.Mesh((AXIS,), (num_ranks,), 20.0, delay)
 
-        def loop(x, fabric=fabric):
+        def loop(x, delay=delay):
+            fabric = ranks_here((AXIS,), x, delay)
+
             def call(_, x):
                 out = kernel(x, fabric=fabric, plan=Plan(8, 4))
                 return next_operand(name, out, jax.lax.axis_index(AXIS), num_ranks)
@@ -225,11 +232,11 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
     mesh, calls = expert_mesh(num_ranks), 6
     arrays = norm_operands(num_ranks, 24, 2048, 2048, "bfloat16", "float32")
     for delay in delays(num_ranks):
-        fabric = fb.Mesh((AXIS,), (num_ranks,), 20.0, delay)
-        plan = Plan(num_blocks, 2)
-        options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
 
-        def loop(x, residual, scale, options=options):
+        def loop(x, residual, scale, delay=delay):
+            fabric, plan = ranks_here((AXIS,), x, delay), Plan(num_blocks, 2)
+            options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
+
             def call(_, results):
                 # Depends on the call before, and rewrites the operand that it has read.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)

@@ -658,12 +658,13 @@ def test_plans_give_workers_as_many_tiles_as_ll_holds():
 
 def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: Any) -> ll.Channels:
     """Within a shard_map over the mesh."""
-    fabric = fb.Mesh(axis_names, tuple(mesh.shape[name] for name in axis_names))
+    strides = {name: math.prod(mesh.axis_sizes[i + 1 :]) for i, name in enumerate(mesh.axis_names)}
+    axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
     if isinstance(mesh, AbstractMesh):  # this is lowered only
         devices = tuple(range(mesh.size))
-        return ll.Channels(fabric.axes(), devices, symmetric_memory.elsewhere(mesh.size), **options)
+        return ll.Channels(axes, devices, symmetric_memory.elsewhere(mesh.size), **options)
     devices = tuple(device.local_hardware_id for device in mesh.devices.flat)
-    return ll.Channels(fabric.axes(), devices, symmetric_memory.here(), **options)
+    return ll.Channels(axes, devices, symmetric_memory.here(), **options)
 
 
 # Kernels, tiles and plans of the calls that follow each other in a loop.

@@ -40,11 +40,14 @@ CASES = {
 
 
 @simulated
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "counting"])
 @pytest.mark.parametrize("case", quick([*CASES], "half", "overflow_of_blocks"))
-def test_dispatch(case):
+def test_dispatch(case, counted):
+    """`counted`: whether the kernel is given the counts that it sends to peers."""
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    tokens, rows, counts, *layout = simulate(dispatch(problem, plan, fabric))
+    call = dispatch(problem, plan, fabric, counted=counted)
+    tokens, rows, counts, *layout = simulate(call)
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")

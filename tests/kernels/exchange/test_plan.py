@@ -15,8 +15,8 @@ from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange.plan import Row
 from pallas_kernels.exchange.sender import Sender
-from pallas_kernels.fabric.fabric import Mesh
 from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Tiling, Window
+from pallas_kernels.fabric.symmetric import Gpus
 
 WIRE = jnp.float8_e4m3fn
 ROWS = [
@@ -108,7 +108,7 @@ def test_windows_of_a_sender_and_a_step_are_of_one_array(num_tokens, num_ranks, 
     for window, tokens in ((of_sender, plan.window_tokens), (of_step, plan.step_tokens)):
         alone = Window.of(tokens, plan, num_tokens, top_k)
         assert window == dataclasses.replace(alone, total=of_sender.total)
-    fabric = Mesh(("rank",), (num_ranks,))
+    fabric = Gpus(((1, num_ranks),), tuple(range(num_ranks)))
     sender = Sender(fabric, plan, num_tokens, 7168, jnp.bfloat16, None, num_words=top_k)
     assert (sender.window, sender.step_window) == (of_sender, of_step)
 
@@ -122,21 +122,23 @@ def test_a_workspace_is_the_size_of_its_arrays():
     assert scales.shape == (128, 3, 4, 1, 8) and scales.dtype == jnp.float32
     assert plans.combine_workspace(plan, row, **sizes) == {
         "receive buffer": math.prod(values.shape) + 4 * math.prod(scales.shape),
-        "semaphores": 4 * 128 * 2 * 4,
     }
     plan = plans.dispatch(row, top_k=6, num_experts=200, **sizes)
-    held = plans.dispatch_workspace(plan, top_k=6, num_experts=200, count_dtype=jnp.int16, **sizes)
+    held = plans.dispatch_workspace(plan, top_k=6, num_experts=200, **sizes)
     entries = plans.windows(plan, 300, 6)[0].total
     assert plans.count_width(200) == 2 * LANES
     assert held == {
         "routes": 4 * 4 * (entries + 256),
-        "choices of each expert": 2 * 256,
-        "semaphores": 4 * 128 * 4,
+        "choices of each expert": 4 * 256,
     }
+    few = sizes | dict(num_tokens=plans.FEW_TOKENS)  # which the kernel counts
+    plan = plans.dispatch(row, top_k=6, num_experts=200, **few)
+    held = plans.dispatch_workspace(plan, top_k=6, num_experts=200, **few)
+    assert held["choices of each expert"] == 0 < held["routes"]
 
 
 def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
-    """The result of a combine, then its receive buffer; two channels of semaphores."""
+    """The result of a combine, then its receive buffer, which peers reach."""
     asked: dict[str, Any] = {}
 
     def kernel(fabric: Any, body: Any, **options: Any) -> Any:
@@ -148,12 +150,12 @@ def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
     plan = plans.combine(row, top_k=2, **sizes)
     combine_kernel.combine(
         jnp.zeros((20, 512)), None, jnp.zeros((7, 2), jnp.int32), jnp.zeros((2, 7, 2), jnp.int32),
-        fabric=Mesh(("rank",), (2,)), plan=plan, num_experts=4,
+        fabric=Gpus(((1, 2),), (0, 1)), plan=plan, num_experts=4,
     )  # fmt: skip
     out, *received = asked["out_type"]
     assert out.shape == (7, 512)
     assert received == plans.combine_receive_buffer(plan, row, **sizes)
-    assert asked["num_channels"] == plans.COMBINE_CHANNELS
+    assert asked["shared"] == (4,)  # of three operands, the result and the buffer
 
 
 def test_planning_imports_no_pallas():

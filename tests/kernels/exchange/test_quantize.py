@@ -22,6 +22,7 @@ from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.fabric.symmetric import Gpus
 
 WIRE = jnp.float8_e4m3fn
 CASES = {
@@ -89,7 +90,7 @@ def quantize_rows(x: jax.Array) -> list[jax.Array]:
         row = lax.axis_index("block")
         plgpu.copy_gmem_to_smem(x_ref.at[row], wide, full, oob_mode=fb.IN_BOUNDS)
         plgpu.barrier_wait(full)
-        quantized_rows.quantize_row(fb.Mesh((), ()), wide, values, scales)
+        quantized_rows.quantize_row(Gpus((), ()), wide, values, scales)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(values, values_ref.at[row])
         plgpu.copy_smem_to_gmem(scales, scales_ref.at[row])
@@ -122,7 +123,7 @@ def add_rows(values: jax.Array, scales: jax.Array, sent: jax.Array, dtype: str) 
     def kernel(values_ref, scales_ref, sent_ref, out_ref, out):
         row, ranks = lax.axis_index("block"), range(num_ranks)
         out[...] = quantized_rows.add_rows(
-            fb.Mesh((), ()),
+            Gpus((), ()),
             [values_ref.at[rank, row] for rank in ranks],
             [scales_ref.at[rank, row] for rank in ranks],
             [sent_ref[rank, row] != 0 for rank in ranks],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.collectives import ranks_here
 from support.contract import Case as ContractCase
 from support.contract import assert_bitwise_equal, routing, small_integers, small_weights
 from support.kernels import needs_kernels
@@ -27,12 +30,15 @@ from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
 from jax_ep.exchange.routes import RankRoutes
 from jax_ep.runtime import availability
+from jax_ep.runtime.fabric import of_axis
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.fabric.symmetric import Gpus
 
 NUM_DEVICES = len(jax.devices())
 needs_gpus = pytest.mark.skipif(
@@ -42,24 +48,12 @@ needs_gpus = pytest.mark.skipif(
 
 KINDS = ("expert", "rank", "float8")
 WIRE = jnp.dtype(jnp.float8_e4m3fn)
-TIMEOUT_SECONDS = 20.0
 LONGEST_DELAY_NS = 200_000
 NUM_STAGES = 4
 
 
-@pytest.mark.parametrize("sizes", [(1,), (8,), (2, 4), (4, 1, 2)])
-def test_ranks_are_numbered_as_the_axes_name_them(sizes):
-    names = tuple("abc"[: len(sizes)])
-    fabric = fb.Mesh(names, sizes)
-    assert fabric.num_ranks == np.prod(sizes)
-    for rank in range(fabric.num_ranks):
-        coordinates = {name: int(i) for name, i in fabric._device_id(rank).items()}
-        expected = np.unravel_index(rank, sizes)
-        assert coordinates == dict(zip(names, map(int, expected), strict=True))
-
-
 def test_shapes_of_buffers():
-    assert fb.Mesh(("a",), (4,)).shape((2, 3)) == (2, 3)
+    assert Gpus(((1, 4),), (0, 1, 2, 3)).shape((2, 3)) == (2, 3)
     assert fb.Stacked(4).shape((2, 3)) == (4, 2, 3)
 
 
@@ -119,13 +113,15 @@ class Work:
             small_integers(rng, y_shape, jnp.dtype(self.dtype)),
         )
 
-    def by_kernels(self, fabric: fb.Mesh, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
+    def by_kernels(self, fabric: fb.Fabric, x: Any, topk_idx: Any, weights: Any, y: Any) -> Any:
         """Dispatches, other payloads along their routes, combines, and a gradient."""
         num_experts = self.num_experts
         common: dict[str, Any] = dict(fabric=fabric, plan=self.plan)
         by_expert = dict(common, capacity=self.capacity, expert_alignment=self.alignment)
         by_rank = dict(common, num_experts=num_experts)
-        counts = routes.count_experts(topk_idx, num_experts)
+        # Both ways: counts that the kernel makes, and those that it is given.
+        counts = routes.count_experts(topk_idx, num_experts).astype(jnp.int32)
+        new = dict(by_expert, num_experts=num_experts)
 
         if self.kind == "rank":
             sent = rank_dispatch_kernel.rank_dispatch(x, topk_idx, weights, **by_rank)
@@ -135,12 +131,13 @@ class Work:
 
         if self.kind == "float8":
             by_expert["wire_dtype"] = by_rank["wire_dtype"] = WIRE
-            sent, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **by_expert)
+            new["wire_dtype"] = WIRE
+            sent, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **new)
             again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
             ranked, *_ = rank_dispatch_kernel.rank_dispatch(x, topk_idx, None, **by_rank)
             return *sent, *again, *ranked
 
-        tokens, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **by_expert)
+        tokens, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, None, **new)
         again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
         out = combine_kernel.combine(y, weights, topk_idx, rows, **by_rank)
         plain = combine_kernel.combine(y, None, topk_idx, rows, **by_rank)
@@ -183,21 +180,25 @@ class Work:
         grads = xla_exchange.combine_grad(whole(x), weights, y, route, by_expert)
         return dispatch(x), dispatch(-x), out, plain, *grads
 
-    def fabric(self, seed: int | None = None) -> fb.Mesh:
-        """One whose ranks are late by random times, unless there is no seed."""
-        fabric = fb.Mesh(("expert",), (self.num_ranks,), TIMEOUT_SECONDS)
+    def fabric(self, like: jax.Array, seed: int | None = None) -> Gpus:
+        """One whose ranks are late by random times, unless there is no seed; in a `shard_map`."""
         if seed is None:
-            return fabric
+            return ranks_here(("expert",), like)
         rng = np.random.default_rng(seed)
         delays = rng.integers(0, LONGEST_DELAY_NS, (NUM_STAGES, self.num_ranks))
         delays[rng.random(delays.shape) < 0.3] = 0
-        return dataclasses.replace(fabric, delays_ns=tuple(map(tuple, delays.tolist())))
+        return ranks_here(("expert",), like, tuple(map(tuple, delays.tolist())))
 
-    def differences(self, fabric: fb.Mesh, repeats: int, *inputs: jax.Array) -> jax.Array:
+    def run(self, seed: int | None, *inputs: jax.Array) -> Any:
+        return self.by_kernels(self.fabric(inputs[0], seed), *inputs)
+
+    def differences(self, seed: int | None, repeats: int, *inputs: jax.Array) -> jax.Array:
         """[1]: elements that differ, in `repeats` runs, from the first run.
 
         Every run has two dispatches in flight, of different tokens, and all that follows them.
         """
+
+        fabric = self.fabric(inputs[0], seed)
 
         def bits(array: jax.Array) -> jax.Array:
             return lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
@@ -249,10 +250,9 @@ def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:
 def test_the_programs_for_gpus_lower(work):
     mesh = cuda_mesh((work.num_ranks,), ("expert",))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]
-    fabric = work.fabric(seed=0)
     for function, times in (
-        (lambda *inputs: work.by_kernels(fabric, *inputs), 1),
-        (lambda *inputs: work.differences(fabric, 1000, *inputs), 4),
+        (functools.partial(work.run, 0), 1),
+        (functools.partial(work.differences, 0, 1000), 4),
     ):
         traced = on_all_ranks(function, mesh).trace(*shapes)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -267,7 +267,7 @@ def test_the_programs_give_as_many_results_as_xla(kind):
     work = Work(2, kind=kind)
     mesh = cuda_mesh((2,), ("expert",))
     inputs = work.inputs()
-    kernels = on_all_ranks(lambda *a: work.by_kernels(work.fabric(), *a), mesh)
+    kernels = on_all_ranks(functools.partial(work.run, None), mesh)
     by_xla = on_all_ranks(work.by_xla, mesh)
     results = jax.eval_shape(kernels, *inputs)
     expected = jax.eval_shape(by_xla, *inputs, *quantized(inputs[0]))
@@ -278,26 +278,30 @@ def test_the_programs_give_as_many_results_as_xla(kind):
     ("sizes", "names"),
     [((8,), "a"), ((2, 4), "ab"), ((2, 4), "ba"), ((2, 4), "a"), ((2, 2, 2), "ca")],
 )
-def test_a_device_knows_its_rank(sizes, names):
-    """What a wait that gives up computes from the device's number is `lax.axis_index`."""
+@pytest.mark.parametrize("gpus", [tuple(range(8)), (3, 1, 4, 15, 9, 2, 6, 5)], ids=str)
+def test_a_gpu_knows_its_rank_and_its_peers(sizes, names, gpus, monkeypatch):
+    """A kernel computes from its place in the mesh what `lax.axis_index` is, and who is who."""
     mesh = AbstractMesh(sizes, tuple("abc"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes))
-    axes = []
+    traced = []
 
     def trace(x: jax.Array) -> jax.Array:
-        fabric = fb.Mesh(tuple(names), tuple(lax.axis_size(name) for name in names))
-        axes.extend(fabric.axes())
+        traced.append(of_axis(tuple(names), x))
         return x
 
     spec = P(mesh.axis_names)
     jax.eval_shape(jax.shard_map(trace, mesh=mesh, in_specs=spec, out_specs=spec), np.zeros(8))
-    for device in range(8):
-        place = dict(zip(mesh.axis_names, np.unravel_index(device, sizes), strict=True))
-        along = [mesh.shape[name] for name in names]
-        expected = np.ravel_multi_index([place[name] for name in names], along)
-        rank = 0
-        for stride, size in axes:
-            rank = rank * size + device // stride % size
-        assert rank == expected
+    monkeypatch.setattr(mosaic, "inline", lambda *_: None)
+    fabric, along = dataclasses.replace(traced[0], gpus=gpus), [mesh.shape[n] for n in names]
+    assert fabric.num_ranks == np.prod(along)
+    for number in range(8):
+        place = dict(zip(mesh.axis_names, np.unravel_index(number, sizes), strict=True))
+        operands = [jnp.full((1,), number, jnp.int32)]
+        fabric.enter(operands, [], name="", num_blocks=1, reads=False, fabric_table=None)
+        assert fabric.rank() == np.ravel_multi_index([place[name] for name in names], along)
+        assert fabric._call.here == gpus[number]
+        for rank, gpu in enumerate(fabric._call.peers):
+            there = place | dict(zip(names, np.unravel_index(rank, along), strict=True))
+            assert gpu == gpus[np.ravel_multi_index(list(there.values()), sizes)]
 
 
 @needs_kernels
@@ -306,7 +310,7 @@ def test_a_wait_that_gives_up_names_op_rank_and_peer(num_ranks):
     work = Work(num_ranks)
     mesh = cuda_mesh((num_ranks,), ("expert",))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]
-    program = on_all_ranks(lambda *inputs: work.by_kernels(work.fabric(), *inputs), mesh)
+    program = on_all_ranks(functools.partial(work.run, None), mesh)
     text = program.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     for op in ("dispatch", "combine"):
         message = f"jax_ep: {op}: rank %d waited over 20 s for rank %d (block %d); giving up."
@@ -330,8 +334,7 @@ def test_ranks_out_of_step_change_nothing(kind, num_ranks, top_k):
     inputs = work.inputs()
     expected = jax.device_get(on_all_ranks(work.by_xla, mesh)(*inputs, *quantized(inputs[0])))
     for seed in (None, 0, 1):  # a program for each
-        fabric = work.fabric(seed)
-        program = on_all_ranks(lambda *args, fabric=fabric: work.by_kernels(fabric, *args), mesh)
+        program = on_all_ranks(functools.partial(work.run, seed), mesh)
         results = jax.device_get(program(*inputs))
         for name, got, want in zip(work.names, results, expected, strict=True):
             assert_bitwise_equal(got, want, f"{name}, seed {seed}")
@@ -343,8 +346,7 @@ def test_ranks_out_of_step_change_nothing(kind, num_ranks, top_k):
 def test_a_thousand_repeats_are_alike(kind, seed, repeats):
     work = Work(max(gpu_counts()), kind=kind)
     mesh = Mesh(np.asarray(jax.devices()[: work.num_ranks]), ("expert",))
-    fabric = work.fabric(seed)
-    program = on_all_ranks(lambda *inputs: work.differences(fabric, repeats, *inputs), mesh)
+    program = on_all_ranks(functools.partial(work.differences, seed, repeats), mesh)
     different = np.asarray(program(*work.inputs()))
     np.testing.assert_array_equal(different, np.zeros(work.num_ranks))
 
@@ -356,14 +358,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep.exchange import pallas as pallas_exchange
+from jax_ep.runtime.fabric import of_axis
 from test_fabric import Work, on_all_ranks
 
 LATE_RANK, DELAY_NS = 1, 2_000_000_000
 
 
 def run(*inputs):
-    fabric = pallas_exchange.mesh_fabric(("expert",))
+    fabric = of_axis(("expert",), inputs[0])
     delays = tuple(DELAY_NS * (rank == LATE_RANK) for rank in range(fabric.num_ranks))
     return work.by_kernels(dataclasses.replace(fabric, delays_ns=(delays,)), *inputs)
 
@@ -387,6 +389,7 @@ def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:
     two_axes = devices[: 2 * half].reshape(2, half)
     return {
         "subset": lambda: (Mesh(devices[-half:], ("expert",)), "expert"),
+        "one_of_two": lambda: (Mesh(devices[1::2][::-1], ("expert",)), "expert"),
         "data_expert": lambda: (Mesh(two_axes, ("data", "expert")), "expert"),
         "expert_data": lambda: (Mesh(two_axes, ("expert", "data")), "expert"),
         "both": lambda: (Mesh(two_axes, ("a", "b")), ("a", "b")),
@@ -400,9 +403,7 @@ def meshes() -> dict[str, Callable[[], tuple[Mesh, str | tuple[str, ...]]]]:
 @needs_gpus
 @pytest.mark.parametrize("kind", meshes())
 def test_any_mesh_of_one_host(kind):
-    """The kernels give what XLA gives; where devices are not the first ones, they refuse."""
-    if kind == "subset" and NUM_DEVICES < 4:
-        pytest.skip("needs a subset of two devices that are not the first")
+    """The kernels give what XLA gives, whichever GPUs there are, in any order."""
     mesh, axis_name = meshes()[kind]()
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     num_ranks = int(np.prod([mesh.shape[name] for name in names]))
@@ -413,7 +414,7 @@ def test_any_mesh_of_one_host(kind):
     topk_idx = rng.integers(-1, work.num_experts, (rows, work.top_k)).astype(np.int32)
     weights = small_weights(rng, topk_idx.shape, np.float32)
 
-    def run(implementation: Any) -> Any:
+    def run(implementation: Any, mesh_is_set: bool = kind == "abstract") -> Any:
         def on_one_rank(x: jax.Array, topk_idx: jax.Array, weights: jax.Array) -> Any:
             sent = jax_ep.dispatch(
                 x,
@@ -431,14 +432,14 @@ def test_any_mesh_of_one_host(kind):
         abstract = mesh.abstract_mesh if kind == "abstract" else mesh
         sharded = jax.shard_map(on_one_rank, mesh=abstract, in_specs=spec, out_specs=spec)
         arrays = jax.device_put((x, topk_idx, weights), NamedSharding(mesh, spec))
-        return jax.device_get(jax.jit(sharded)(*arrays))
+        with jax.set_mesh(mesh) if mesh_is_set else contextlib.nullcontext():
+            return jax.device_get(jax.jit(sharded)(*arrays))
 
     expected = run("xla")
-    if kind == "subset":
-        with pytest.raises(ValueError, match="devices"):
-            run("pallas")
-        results = run(None)
-    else:
-        results = run("pallas")
-    for name, got, want in zip(("dispatch", "combine", "psum"), results, expected, strict=True):
+    if kind == "abstract":
+        with pytest.raises(ValueError, match="was given an abstract mesh; use jax.set_mesh"):
+            run("pallas", mesh_is_set=False)
+    for name, got, want in zip(
+        ("dispatch", "combine", "psum"), run("pallas"), expected, strict=True
+    ):
         assert_bitwise_equal(got, want, name)

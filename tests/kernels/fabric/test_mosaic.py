@@ -50,10 +50,10 @@ from jax.experimental.pallas import mosaic_gpu
 sys.modules["{module}"] = None
 from pallas_kernels.collectives.all_gather import all_gather
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.fabric import Mesh
+from pallas_kernels.fabric.symmetric import Gpus
 from pallas_kernels.fabric.tiles import Plan
 assert "{module}" in mosaic.unavailable_reason()
-fabric = Mesh((), ())
+fabric = Gpus((), (0,), jnp.zeros((1,), jnp.int32))
 x = jax.ShapeDtypeStruct((1024,), jnp.float32)
 traced = jax.jit(lambda x: all_gather(x, fabric=fabric, plan=Plan(1, 1))).trace(x)
 try:
