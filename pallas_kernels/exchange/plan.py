@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.exchange.quantize import BLOCK, ROW_MULTIPLE
+from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.plan import (
     LANES,
     SHARED_MEMORY_BYTES,
@@ -87,12 +88,16 @@ class Row:
 
 
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
-    """Whether every kernel of the exchange has the slots that it needs at these sizes."""
+    """Whether every kernel of the exchange has the slots that it needs at these sizes.
+
+    And whether a rank's counts fit the words that ranks send each other.
+    """
     words = _dispatch_words(num_ranks, top_k, num_experts)
     # A slot of a combine is free again once its row is summed, if sums have slots of their own.
     slots_of_combine = 3 if row.wire_dtype is None else 2
     return (
-        row.room(words) // row.slot_bytes >= 3
+        count_width(num_experts) <= layout.MAX_WORDS
+        and row.room(words) // row.slot_bytes >= 3
         and _combine_slots(row, num_ranks, top_k) >= slots_of_combine
         and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 3
     )

@@ -320,6 +320,8 @@ class Gpus:
         Each goes with the number of the call, so that it says itself that it has arrived.
         """
         call, (count,) = self._call, words.shape
+        if count > layout.MAX_WORDS:
+            raise ValueError(f"{call.name} sends {count} words of at most {layout.MAX_WORDS}.")
 
         def emit(context: Any, table: Any, here: Any, words: Any, *peers: Any) -> None:
             del context

@@ -48,7 +48,7 @@ from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.sentinel_words import TILE_BYTES, Regions
 from support.kernels import KERNELS_RUN, WHY_NOT
 
-WAIT_SECONDS = 30.0  # for a signal; these tiny problems take a few seconds altogether
+WAIT_SECONDS = 30.0  # for a rank, while none of them does anything
 DEADLOCK_SECONDS = 90.0  # for a whole kernel
 
 _missing = ""
@@ -606,6 +606,7 @@ class _Simulation:
         self.writers: dict[Any, np.ndarray] = {}
         self.readers: dict[Any, np.ndarray] = {}
         self.block = 0
+        self.last_step = time.monotonic()  # of any thread
         self._begin_call()
 
     def _begin_call(self) -> None:
@@ -632,13 +633,13 @@ class _Simulation:
         return gpu_callbacks._get_shared_memory()
 
     def wait_until(self, done: Callable[[], Any], what: Callable[[], str]) -> None:
-        """Raises `what` a thread waits for, if that is not done in time."""
-        deadline = time.monotonic() + WAIT_SECONDS
+        """Raises `what` a thread waits for, when nobody has done anything for long enough."""
         with self.changed:
+            self.last_step = time.monotonic()
             while not done():
                 self.changed.wait(0.1)
                 self.memory.check_failed()
-                if time.monotonic() > deadline:
+                if time.monotonic() > self.last_step + WAIT_SECONDS:
                     raise KernelError(what())
 
     def remembers(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -658,6 +659,7 @@ class _Simulation:
         """Notes an access to global memory, where every buffer is stacked by rank."""
         shape, owner = self.memory.buffer_shape_and_dtype(key).shape, access.range[0]
         what = f"{'write to' if write else 'read of'} {shape}{access.range} by {thread}"
+        self.last_step = time.monotonic()
         if not isinstance(owner, int):
             raise KernelError(f"several ranks' memory at once: {what}")
         with self.changed:
@@ -793,6 +795,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     @gpu_callbacks.fail_on_exception
     @simulation.remembers
     def get(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, *args, **kw) -> Any:
+        simulation.last_step = time.monotonic()
         if found := shared(keys, transforms):
             key, where, content = found
             with simulation.changed:
@@ -802,6 +805,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     @gpu_callbacks.fail_on_exception
     @simulation.remembers
     def swap(token: Any, location: Any, thread: Any, keys: Any, transforms: Any, val, *args, **kw):
+        simulation.last_step = time.monotonic()
         if found := shared(keys, transforms):
             key, where, content = found
             with simulation.changed:

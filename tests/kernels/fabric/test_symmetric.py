@@ -1,0 +1,214 @@
+"""The fabric of GPUs over symmetric memory, as far as it is to be seen without any."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.kernels import needs_kernels
+from support.meshes import cuda_mesh
+
+import jax_ep
+from jax_ep.runtime import symmetric_memory
+from jax_ep.runtime.fabric import of_axis
+from pallas_kernels.exchange import plan as plans
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import layout
+from pallas_kernels.fabric.symmetric import Gpus
+
+AXIS = "expert"
+
+
+def lowered(function: Any, num_ranks: int, *arrays: jax.ShapeDtypeStruct) -> str:
+    """For CUDA; shapes are those of one rank."""
+    mesh, spec = cuda_mesh((num_ranks,), (AXIS,)), P(AXIS)
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    arrays = tuple(
+        jax.ShapeDtypeStruct((num_ranks * a.shape[0], *a.shape[1:]), a.dtype) for a in arrays
+    )
+    return jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def arrays(num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """x, topk_idx and weights."""
+    return (
+        jax.ShapeDtypeStruct((num_tokens, 512), jnp.bfloat16),
+        jax.ShapeDtypeStruct((num_tokens, 4), jnp.int32),
+        jax.ShapeDtypeStruct((num_tokens, 4), jnp.float32),
+    )
+
+
+def send(x: Any, topk_idx: Any, weights: Any, **options: Any) -> Any:
+    return jax_ep.dispatch(
+        x, topk_idx, num_experts=16, axis_name=AXIS, implementation="pallas", **options
+    )
+
+
+def dispatch(x: Any, topk_idx: Any, weights: Any) -> Any:
+    return send(x, topk_idx, weights).tokens
+
+
+def rank_dispatch(x: Any, topk_idx: Any, weights: Any) -> Any:
+    sent = send(x, topk_idx, weights, layout="rank", topk_weights=weights)
+    return sent.tokens, sent.topk_weights
+
+
+def combine(x: Any, topk_idx: Any, weights: Any) -> Any:
+    sent = send(x, topk_idx, weights)
+    return jax_ep.combine(sent.tokens, sent.handle, weights, implementation="pallas")
+
+
+def gradient(x: Any, topk_idx: Any, weights: Any) -> Any:
+    """Of a dispatch and a combine: four kernels, of which none is left out."""
+
+    def total(x: Any, weights: Any) -> Any:
+        return jnp.sum(combine(x, topk_idx, weights).astype(jnp.float32) ** 2)
+
+    return jax.grad(total, argnums=(0, 1))(x, weights)
+
+
+OPS = {"dispatch": 1, "rank_dispatch": 1, "combine": 2, "gradient": 4}
+COLLECTIVES = [
+    ("all_reduce", "one_shot"),
+    ("all_reduce", "two_shot"),
+    ("all_gather", "direct"),
+    ("reduce_scatter", "direct"),
+    ("all_to_all", "direct"),
+]
+
+
+def assert_alone(text: str, num_kernels: int) -> None:
+    """Nothing of XLA's or of NVSHMEM's connects the ranks, and each call is one kernel."""
+    calls = [line for line in text.splitlines() if "stablehlo.custom_call @mosaic_gpu" in line]
+    assert len(calls) == num_kernels
+    assert "uses_xla_collective_metadata = true" not in text
+    assert "nvshmem" not in text.lower()
+    for other in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"):
+        assert f"stablehlo.{other}" not in text
+    for call in calls:  # its first operand is this rank's place, and no result is given to it
+        operands = call.rpartition(" : (")[2]
+        assert operands.startswith("tensor<1xi32>"), call
+        assert "output_operand_aliases = []" in call or "output_operand_aliases" not in call
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("op", OPS)
+def test_an_exchange_is_kernels_alone(op, num_ranks):
+    assert_alone(lowered(globals()[op], num_ranks, *arrays(plans.FEW_TOKENS)), OPS[op])
+
+
+@needs_kernels
+@pytest.mark.parametrize(("op", "algorithm"), COLLECTIVES)
+def test_a_collective_is_a_kernel_alone(op, algorithm):
+    run = functools.partial(getattr(jax_ep, op), axis_name=AXIS, algorithm=algorithm)
+    assert_alone(lowered(run, 4, jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)), 1)
+
+
+@needs_kernels
+def test_few_tokens_are_counted_by_the_kernel():
+    """Whose only operands then are the place, the rows and the choices; of more, XLA counts."""
+    for num_tokens, num_operands in ((plans.FEW_TOKENS, 3), (plans.FEW_TOKENS + 1, 4)):
+        text = lowered(dispatch, 2, *arrays(num_tokens))
+        (call,) = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+        operands, _, _ = call.rpartition(" : (")[2].partition(") -> ")
+        assert operands.count("tensor<") == num_operands
+
+
+# ------------------------------------------------------------------------------------------ layout
+
+
+def test_the_parts_of_a_heap_follow_each_other():
+    words = {
+        "CALLS": layout.MAX_GPUS * layout.MAX_BLOCKS,
+        "SIGNALS": layout.NUM_CHANNELS * layout.MAX_BLOCKS * layout.MAX_GPUS,
+        "ADDRESSES": layout.MAX_GPUS * layout.MAX_BUFFERS,
+        "WORDS": layout.MAX_GPUS * layout.MAX_WORDS,
+    }
+    end = 8 * (layout.DELTA + layout.MAX_GPUS)
+    assert max(layout.MAGIC, layout.POOL_START, layout.POOL_BYTES) < layout.DELTA
+    assert end <= layout.HEADER_BYTES
+    for name, size in words.items():
+        start = getattr(layout, name)
+        assert start >= end and start % 8 == 0, name
+        end = start + layout.WORD_BYTES * size
+    assert layout.TILES >= end and layout.TILES % 128 == 0
+    for num_gpus in (1, 2, 8, layout.MAX_GPUS):
+        assert layout.TILES < symmetric_memory.heap_bytes(num_gpus) <= layout.STRIDE
+
+
+def test_a_heap_is_of_zeros_up_to_the_tiles():
+    """The numbers of calls and signals count from there."""
+    (offset, word, size), *_ = symmetric_memory._contents(2)
+    assert (offset, word) == (0, 0) and size >= layout.TILES
+
+
+def test_sizes_that_send_more_words_than_there_are_do_not_fit():
+    """A dispatch sends as many as experts, padded."""
+    row, sizes = plans.Row(64, jnp.bfloat16), dict(num_ranks=1, top_k=1)
+    assert plans.count_width(layout.MAX_WORDS) == layout.MAX_WORDS
+    assert plans.fits_shared_memory(row, num_experts=layout.MAX_WORDS, **sizes)
+    assert not plans.fits_shared_memory(row, num_experts=layout.MAX_WORDS + 1, **sizes)
+
+
+# ---------------------------------------------------------------------------- what a kernel may ask
+
+
+def kernel(
+    like: jax.Array, *, num_blocks: int = 1, num_buffers: int = 1, reached: int = 0
+) -> list[jax.Array]:
+    """Reads buffer `reached` of rank 0; peers reach the first `num_buffers`."""
+    count = max(num_buffers, reached + 1)
+
+    def body(*refs: Any) -> None:
+        fabric.connect()
+        source, out = refs[reached], refs[-1]
+        out[...] = fb.load(fabric, fabric.peer(source, 0), 1)
+
+    fabric = of_axis((AXIS,), like)
+    return fb.kernel(
+        fabric,
+        body,
+        name="ep_try",
+        num_blocks=num_blocks,
+        num_warpgroups=1,
+        out_type=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
+        scratch_types={},
+        shared=tuple(range(num_buffers)),
+    )(*[like] * count)
+
+
+LIKE = jax.ShapeDtypeStruct((128,), jnp.int32)
+
+
+@needs_kernels
+def test_a_kernel_may_have_as_much_as_there_is():
+    sizes = dict(num_blocks=layout.MAX_BLOCKS, num_buffers=layout.MAX_BUFFERS)
+    text = lowered(functools.partial(kernel, **sizes), layout.MAX_GPUS, LIKE)
+    assert "ep_try" in text and "uses_xla_collective_metadata = true" not in text
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "message"),
+    [
+        (2, dict(num_blocks=layout.MAX_BLOCKS + 1), "ep_try has 2049 blocks of at most 2048"),
+        (2, dict(num_buffers=layout.MAX_BUFFERS + 1), "ep_try: 5 buffers of 2 ranks"),
+        (layout.MAX_GPUS + 1, {}, "ep_try: 1 buffers of 17 ranks"),
+        (2, dict(reached=1), r"ep_try: peers do not reach .*\(128,\) and dtype int32.*`shared`"),
+    ],
+    ids=["blocks", "buffers", "ranks", "peer"],
+)
+def test_a_kernel_that_asks_for_too_much_is_refused(num_ranks, options, message):
+    with pytest.raises(ValueError, match=message):
+        lowered(functools.partial(kernel, **options), num_ranks, LIKE)
+
+
+def test_ranks_of_several_axes_are_so_many():
+    assert Gpus(((4, 2), (1, 4)), tuple(range(8))).num_ranks == math.prod((2, 4))
+    assert Gpus((), (0,)).num_ranks == 1
