@@ -383,7 +383,7 @@ def fabrics(monkeypatch):
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1], [3, 1]], ids=str)
 def test_kernels_know_which_gpus_are_at_the_places_of_a_mesh(order, gpus, fabrics):
     mesh = jax.sharding.Mesh(np.asarray(gpus(4))[order], ("expert",))
-    assert kernels(lowered(Shapes(8, 64, 2, 8, "float32"), "pallas", forward, mesh))
+    assert kernels(lowered(Shapes(8, 64, 2, 8, "float32"), None, forward, mesh))
     assert {fabric.gpus for fabric in fabrics} == {tuple(3 - i for i in order)}
 
 
@@ -408,7 +408,7 @@ def test_the_mesh_that_is_set_says_which_devices_an_abstract_one_is_of(gpus, fab
     devices = np.asarray(gpus(4))[[3, 0]]
     mesh = jax.sharding.Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
-        assert kernels(lowered(SHAPES_OF_TWO, "pallas", forward, mesh.abstract_mesh))
+        assert kernels(lowered(SHAPES_OF_TWO, None, forward, mesh.abstract_mesh))
     assert {fabric.gpus for fabric in fabrics} == {(0, 3)}
 
 
@@ -416,8 +416,11 @@ def test_the_mesh_that_is_set_says_which_devices_an_abstract_one_is_of(gpus, fab
 def test_gpus_that_do_not_share_memory_are_refused_with_the_reason(gpus, monkeypatch):
     mesh = jax.sharding.Mesh(np.asarray(gpus(2)), ("expert",))
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: "the pool is gone")
-    with pytest.raises(ValueError, match="needs GPUs that share memory, and the pool is gone"):
-        lowered(SHAPES_OF_TWO, "pallas", forward, mesh)
+    program: Any = types.SimpleNamespace(
+        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=mesh.devices
+    )
+    reason = availability.program_unavailable_reason(program, ("expert",))
+    assert reason == "it needs GPUs that share memory, and the pool is gone"
     assert not kernels(lowered(SHAPES_OF_TWO, None, forward, mesh))
 
 
@@ -432,5 +435,5 @@ def test_every_group_of_a_mesh_is_asked_whether_it_shares_memory(gpus, monkeypat
 
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", note)
     shapes = dataclasses.replace(SHAPES_OF_TWO, mesh=(("expert", 2), ("data", 2)))
-    assert kernels(lowered(shapes, "pallas", forward, mesh))
+    assert kernels(lowered(shapes, None, forward, mesh))
     assert set(asked) == {(0, 2), (1, 3)}
