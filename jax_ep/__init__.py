@@ -32,11 +32,11 @@ from jax_ep.moe.routing import (
     top_k_routing,
     update_expert_bias,
 )
+from jax_ep.version import __version__ as __version__
 
 if _TYPE_CHECKING:
     from jax_ep import linen, nnx, placement, reference
 
-__version__ = "0.1.0"
 
 __all__ = [
     "Dispatched",

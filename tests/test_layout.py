@@ -37,6 +37,8 @@ ELSEWHERE = {
     "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
     # What a machine offers is asked together.
+    "jax_ep/runtime/fabric.py": "tests/exchange/test_pallas.py",
+    "jax_ep/version.py": "tests/cli/test_info.py",
     "jax_ep/runtime/availability.py": "tests/runtime/test_jax_compat.py",
     "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
     # One table of kernels, and what each of them must give.
@@ -53,7 +55,7 @@ ELSEWHERE = {
     "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/windows.py": "tests/kernels/exchange/test_combine.py",
-    "pallas_kernels/fabric/layout.py": "tests/kernels/exchange/test_dispatch.py",
+    "pallas_kernels/fabric/layout.py": "tests/kernels/fabric/test_symmetric.py",
     "pallas_kernels/fabric/low_latency.py": "tests/kernels/collectives/test_low_latency.py",
     "pallas_kernels/fabric/ptx.py": "tests/kernels/fabric/test_fabric.py",
     "pallas_kernels/fabric/sentinel_words.py": "tests/kernels/collectives/test_low_latency.py",

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import jax_ep
+from jax_ep import version
 from jax_ep.runtime import cuda_driver, processes, settings
 from jax_ep.runtime.processes import Message, Refused
 from pallas_kernels.fabric import layout
@@ -188,7 +188,7 @@ def _domain() -> Domain | str:
             store=processes.store(),
             timeout_s=settings.timeout_seconds(),
             array_address=_array_address,
-            jax_ep_version=jax_ep.__version__,
+            jax_ep_version=version.__version__,
         )
     )
 

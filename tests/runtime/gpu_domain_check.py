@@ -120,10 +120,10 @@ def _process(number: int, count: int, address: str) -> dict[str, Any]:
         jax.distributed.initialize(
             address, count, number, local_device_ids=0 if local is None else int(local)
         )
-    import jax_ep
+    from jax_ep import version
     from jax_ep.runtime import symmetric_memory
 
-    jax_ep.__version__ = os.environ.get("CHECK_VERSION", jax_ep.__version__)
+    version.__version__ = os.environ.get("CHECK_VERSION", version.__version__)
     jax.devices()
     begin = time.monotonic()
     domain = symmetric_memory.domain()
