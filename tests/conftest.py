@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault(processes.COMPILES_FAST, "1")
 
 
+@pytest.hookimpl(optionalhook=True)  # there may be no pytest-xdist
 def pytest_xdist_auto_num_workers() -> int | None:
     """The workers of `-n auto`: one for each core, up to `MOST_WORKERS`.
 

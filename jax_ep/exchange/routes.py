@@ -100,11 +100,10 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """[T, K] -> [E]: how often each expert is chosen, int16 where that is sure to hold it."""
+    """[T, K] -> [E] int32: how often each expert is chosen."""
     # By experts, not by choices: XLA makes one kernel of that.
     chosen = jnp.arange(num_experts)[:, None] == topk_idx.reshape(1, -1)
-    counts = jnp.sum(chosen, axis=1, dtype=jnp.int32)
-    return counts.astype(jnp.int16) if topk_idx.size <= jnp.iinfo(jnp.int16).max else counts
+    return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
 
 def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:

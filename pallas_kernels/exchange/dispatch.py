@@ -69,6 +69,8 @@ def dispatch(
       rows [N, T, K] int32, counts [N, E] int32 of all ranks, and the layout of tokens, all int32:
       group_sizes [L], expert_counts [L], num_dropped [1], rows_needed [1].
     """
+    if counts is not None and counts.dtype != jnp.int32:
+        raise TypeError(f"counts must be int32, but has dtype {counts.dtype}.")
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(

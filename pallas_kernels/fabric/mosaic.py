@@ -26,7 +26,7 @@ from pallas_kernels.fabric.plan import LANES
 _REQUIRED = (
     "jax.experimental.mosaic.gpu.FragmentedArray",
     "jax.experimental.mosaic.gpu.WGStridedFragLayout",
-    "jax.experimental.mosaic.gpu.launch_context.LaunchContext.to_remote",
+    "jax.experimental.mosaic.gpu.launch_context.LaunchContext",
     "jax.experimental.mosaic.gpu.utils.dtype_to_ir_type",
     "jax.experimental.mosaic.gpu.utils.getelementptr",
     "jax.experimental.mosaic.gpu.utils.memref_ptr",

@@ -83,7 +83,14 @@ class Gpus:
         ptx.async_fence()
 
     def stage(self, number: int) -> None:
-        """Names a point of a kernel at which a test may hold ranks back by different times."""
+        """Names a point of a kernel at which a test may hold ranks back by different times.
+
+        Stage 0 is where a rank enters a call.
+        """
+        if number > 0:
+            self._hold_back(number)
+
+    def _hold_back(self, number: int) -> None:
         if number < len(self.delays_ns):
             delay, here = jnp.int32(0), self.rank()
             for rank, nanoseconds in enumerate(self.delays_ns[number]):
@@ -138,8 +145,10 @@ class Gpus:
         for stride, size in self.axes:
             offsets = [offset + i * stride for offset in offsets for i in range(size)]
         peers = [self._gpu(corner + offset) for offset in offsets]
+        name = name.removeprefix("ep_")
         call = _Call(rank, self._gpu(place), peers, table, list(buffers), name, reads)
         self._calls[:] = [call]  # type: ignore[attr-defined]
+        self._hold_back(0)
         num_ranks = self.num_ranks
 
         def emit(context: Any, table: Any, here: Any, *args: Any) -> None:

@@ -9,18 +9,20 @@ import pytest
 
 import jax_ep.cli
 from jax_ep.exchange import memory
+from pallas_kernels.fabric import layout
 
 
 def test_the_command_prints_every_figure(capsys):
     assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
     text = capsys.readouterr().out
     assert "1820" in text and "receive buffer" in text and "gathered tokens" in text
-    assert re.search(r"symmetric memory +80\.02\n", text)
+    heap = layout.heap_bytes(8) / 2**20
+    assert re.search(rf"heap of symmetric memory +{re.escape(f'{heap:.2f}')}\n", text)
     for other in memory.OTHER_LIBRARIES:
         assert other.formula in text and other.source in text
     for implementation in memory.IMPLEMENTATIONS:
-        for layout in memory.LAYOUTS:
-            assert f'implementation="{implementation}", layout="{layout}"' in text
+        for order in memory.LAYOUTS:
+            assert f'implementation="{implementation}", layout="{order}"' in text
     assert all(f"\n  {name}" in text for name in memory.OPERATIONS)
     assert jax_ep.cli.main(["jax_ep", "memory", "--json", "--tokens=64", "--dtype=float32"]) == 0
     facts = json.loads(capsys.readouterr().out)
