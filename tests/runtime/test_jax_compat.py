@@ -185,12 +185,59 @@ def test_old_versions_of_jax_have_no_kernels(monkeypatch):
         assert reason == "it needs JAX 0.11 or newer, and this is JAX 0.10.2"
 
 
-def test_devices_by_place():
-    devices = np.asarray(jax.devices()[::-1])
-    ordinals = tuple(device.local_hardware_id for device in devices)
-    assert jax_compat.devices_by_place(Mesh(devices, ("a",))) == ordinals
-    assert jax_compat.devices_by_place(AbstractMesh((4,), ("a",))) == (0, 1, 2, 3)
-    assert jax_compat.devices_by_place(None) == (0,)
+def test_a_program_to_export_has_no_kernels():
+    parameters = types.SimpleNamespace(for_export=True)
+    to_export = program(platforms=("cuda",), lowering_parameters=parameters)
+    reason = availability.program_unavailable_reason(to_export, ("expert",))
+    oldest = jax.__version_info__ >= (0, 11)
+    assert reason and ("addresses of this machine, and is to be exported" in reason) == oldest
+
+
+def devices_of(mesh: Any) -> np.ndarray | None:
+    return program(axis_context=types.SimpleNamespace(mesh=mesh)).mesh_devices
+
+
+def test_the_devices_of_a_mesh():
+    devices = np.asarray(jax.devices()[::-1]).reshape(-1, 1)
+    mesh = Mesh(devices, ("a", "b"))
+    np.testing.assert_array_equal(devices_of(mesh), devices)
+    assert devices_of(None) is None and program().mesh_devices is None
+    assert devices_of(mesh.abstract_mesh) is None
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(devices_of(mesh.abstract_mesh), devices)
+        for shape, names in (
+            ((len(devices) + 1, 1), ("a", "b")),
+            ((len(devices), 1), ("a", "c")),
+            ((len(devices),), ("a",)),
+        ):
+            assert devices_of(AbstractMesh(shape, names)) is None
+    assert devices_of(mesh.abstract_mesh) is None
+
+
+def test_an_abstract_mesh_is_of_unknown_devices_where_jax_does_not_say(monkeypatch):
+    mesh = Mesh(np.asarray(jax.devices()), ("a",))
+    monkeypatch.setattr(jax_compat, "_concrete_mesh", None)
+    with jax.set_mesh(mesh):
+        assert devices_of(mesh.abstract_mesh) is None
+        assert devices_of(mesh) is not None
+
+
+def test_the_program_is_known_while_it_is_lowered(monkeypatch):
+    def lower_fun(function: Any, multiple_results: bool) -> Any:
+        return lambda context, *operands, **params: function(*operands, **params)
+
+    def fail() -> None:
+        raise KeyError
+
+    monkeypatch.setattr(jax_compat, "_lower_fun", lower_fun)
+    outer, inner = program(), program()
+    assert jax_compat.current_program() is None
+    assert outer.lower(jax_compat.current_program) is outer
+    assert outer.lower(lambda: inner.lower(jax_compat.current_program)) is inner
+    assert outer.lower(lambda: (inner.lower(tuple), jax_compat.current_program())[1]) is outer
+    with pytest.raises(KeyError):
+        outer.lower(fail)
+    assert jax_compat.current_program() is None
 
 
 def test_operands_outside_of_shard_map_stay_as_they_are():

@@ -1,8 +1,7 @@
-"""Where LL serves, and why not where it doesn't; its regions, mapped by a driver that is a fake."""
+"""Where low-latency collectives run, and why not; heaps that a fake of the driver maps."""
 
 from __future__ import annotations
 
-import re
 import struct
 import types
 from typing import Any
@@ -15,17 +14,17 @@ from jax import export
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.fake_cuda import FakeCuda, open_descriptors
+from support.kernels import needs_kernels
 from support.meshes import cuda_mesh, expert_mesh
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.pallas import payload_unavailable_reason
+from jax_ep.collectives.pallas import PallasCollectives, payload_unavailable_reason
 from jax_ep.collectives.selection import Refusals
-from jax_ep.runtime import availability, cuda_driver, jax_compat, symmetric_memory
+from jax_ep.runtime import availability, cuda_driver, symmetric_memory
+from jax_ep.runtime.symmetric_memory import Domain, Gpu
 from pallas_kernels.fabric import layout
-from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.sentinel_words import EMPTY, SLOT_BYTES, Regions
 
 AXIS = "expert"
 BY_LL = [
@@ -35,7 +34,6 @@ BY_LL = [
     ("reduce_scatter", "ll"),
     ("all_to_all", "ll"),
 ]
-REGIONS = Regions(2**40, 2**30, 4, ll.NUM_COUNTERS, ll.num_slots(4))
 MIB = 2**20
 
 
@@ -70,6 +68,7 @@ def test_a_mesh_of_cpus_is_refused(op, algorithm):
         mapped(collective(op, algorithm), expert_mesh(2)).trace(jnp.zeros((8, 512)))
 
 
+@needs_kernels
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
@@ -106,6 +105,7 @@ def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
             lower(collective(op, algorithm), (num_ranks * (per_rank + step),), dtype, num_ranks)
 
 
+@needs_kernels
 def test_payloads_of_other_kinds_are_refused():
     for op, algorithm in BY_LL:
         with pytest.raises(ValueError, match=f'"{algorithm}".*x is float8_e4m3fn, not one of bfl'):
@@ -119,36 +119,62 @@ def test_payloads_of_other_kinds_are_refused():
     assert "@mosaic_gpu" in lower(collective("all_reduce", "one_shot_ll"), (2, 1), jnp.float16)
 
 
+@needs_kernels
 @pytest.mark.parametrize(("op", "algorithm"), BY_LL)
-def test_a_program_to_export_has_no_addresses(op, algorithm):
+def test_a_program_to_export_holds_no_addresses(op, algorithm, monkeypatch):
     mesh, x = cuda_mesh((2,), (AXIS,)), jax.ShapeDtypeStruct((8, 512), jnp.float32)
-    named = mapped(collective(op, algorithm), mesh)
-    message = f'{op}: algorithm="{algorithm}".*holds addresses of this process, and is to be exp'
+    message = f'{op}: algorithm="{algorithm}".*holds addresses of this machine, and is to be exp'
     with pytest.raises(ValueError, match=message):
-        export.export(named, platforms=["cuda"])(x)
+        export.export(mapped(collective(op, algorithm), mesh), platforms=["cuda"])(x)
+    taken_for_gpus(monkeypatch)
+    monkeypatch.setattr(symmetric_memory, "domain", lambda: domain_of(2))
+    monkeypatch.setattr(collectives_table, "lookup", fastest(algorithm))
     exported = export.export(mapped(collective(op, None), mesh), platforms=["cuda"])(x)
-    assert not re.search(r"ep_\w+_ll", exported.mlir_module())
+    assert "mosaic_gpu" not in exported.mlir_module()
 
 
+@needs_kernels
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
-    """An abstract mesh has no order of devices, and arrays may be on them in any."""
+    """An abstract mesh has no order of devices, unless `jax.set_mesh` says which it is of."""
     found = []
 
     def note(op, algorithm, x, num_ranks, refusals):
-        found.append(refusals.low_latency)
+        found.append(refusals.kernels)
         return "xla"
 
+    taken_for_gpus(monkeypatch)
     monkeypatch.setattr(selection, "choose", note)
-    monkeypatch.setattr(availability, "program_unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)
     mesh = Mesh(np.asarray(jax.devices()[::order]), (AXIS,))
-    x = jax.device_put(jnp.zeros((mesh.size * 8, 4)), NamedSharding(mesh, P(AXIS)))
-    for of_shard_map in (mesh, mesh.abstract_mesh):
+    x = jax.ShapeDtypeStruct((mesh.size * 8, 4), jnp.float32)
+
+    def look(of_shard_map: Any) -> str | None:
         program = mapped(collective("all_gather", None), of_shard_map).trace(x)
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, "default_backend", lambda: "gpu")
-            program.lower()
-    assert found[0] is None and "order of the GPUs" in found[1]
+        program.lower(lowering_platforms=("cuda",))
+        return found.pop()
+
+    assert look(mesh) is None
+    reason = look(mesh.abstract_mesh)
+    assert reason is not None and "order of the GPUs" in reason and "jax.set_mesh" in reason
+    with jax.set_mesh(mesh):
+        assert look(mesh.abstract_mesh) is None
+
+
+def taken_for_gpus(monkeypatch: Any) -> None:
+    """Takes the devices here for GPUs that the kernels run on; there need be none."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(availability, "unavailable_reason", lambda: None)
+
+
+def domain_of(num_gpus: int) -> Domain:
+    gpus = tuple(Gpu(g, g, 0, f"0000:{g:02x}:00.0", 0, 0) for g in range(num_gpus))
+    return Domain(layout.BASE, layout.STRIDE, layout.heap_bytes(num_gpus), gpus)
+
+
+def fastest(algorithm: str) -> Any:
+    """A table in which an algorithm is the fastest, and "xla" comes next."""
+    return lambda *_, can_run: algorithm if can_run(algorithm) else "xla"
 
 
 class Chosen:
@@ -157,11 +183,10 @@ class Chosen:
     def __init__(self, monkeypatch: Any) -> None:
         self._patch = monkeypatch.setattr
         self.asked = 0
-        self._patch(jax, "default_backend", lambda: "gpu")
-        self._patch(availability, "unavailable_reason", lambda: None)
+        taken_for_gpus(monkeypatch)
         self._patch(availability, "tracing_unavailable_reason", lambda: None)
         self.table("ll")
-        self.regions(REGIONS)
+        self.domain(domain_of(4))
 
     def table(self, fastest: str) -> None:
         """Of the times in which "direct" is faster than "xla", and `fastest` than both."""
@@ -171,12 +196,12 @@ class Chosen:
         table = {capability: {"all_gather": measured}}
         self._patch(collectives_table, "current", lambda: table)
 
-    def regions(self, regions: Regions | str) -> None:
-        def here() -> Regions | str:
+    def domain(self, domain: Domain | str) -> None:
+        def ask() -> Domain | str:
             self.asked += 1
-            return regions
+            return domain
 
-        self._patch(symmetric_memory, "here", here)
+        self._patch(symmetric_memory, "domain", ask)
 
     def __call__(self, algorithm: str | None = None, size: int = 1024, **options: Any) -> str:
         x = jax.ShapeDtypeStruct((size,), options.pop("dtype", jnp.bfloat16))
@@ -198,24 +223,33 @@ def test_without_ll_the_next_best_serves(chosen):
     assert chosen(size=2 * MIB) == "ll" and chosen(size=2 * MIB + 8) == "direct"
     assert chosen(dtype=jnp.float8_e4m3fn) == "direct"
     assert chosen(kernels="these are CPUs") == "xla"
-    chosen.regions("the driver gives none")
+    chosen.domain("the driver gives none")
     assert chosen() == "direct"
     with pytest.raises(ValueError, match='algorithm="ll" cannot run here: the driver gives none'):
         chosen("ll")
 
 
-def test_programs_that_ll_cannot_serve_have_the_other_kernels(chosen):
+def test_programs_without_kernels_have_xla(chosen):
     reason = "it is to be exported"
-    assert chosen(low_latency=reason) == chosen("direct", low_latency=reason) == "direct"
-    with pytest.raises(ValueError, match=f'"ll" cannot run here: {reason}'):
-        chosen("ll", low_latency=reason)
-    chosen.table("xla")
-    assert chosen(low_latency=reason) == chosen() == "xla"
+    assert chosen(kernels=reason) == chosen("xla", kernels=reason) == "xla"
+    for algorithm in ("ll", "direct"):
+        with pytest.raises(ValueError, match=f'"{algorithm}" cannot run here: {reason}'):
+            chosen(algorithm, kernels=reason)
+    assert chosen.asked == 0
 
 
-def test_memory_is_taken_by_programs_that_use_ll_only(chosen):
-    """Every GPU gives some for as long as the process lives."""
-    chosen("direct"), chosen("xla"), chosen(low_latency="it is to be exported")
+def test_more_gpus_than_ll_is_for_are_refused(chosen):
+    chosen.domain(domain_of(layout.MAX_DEVICES))
+    assert chosen() == chosen("ll") == "ll"
+    chosen.domain(domain_of(layout.MAX_DEVICES + 1))
+    assert chosen() == chosen("direct") == "direct"
+    with pytest.raises(ValueError, match="it is for up to 8 GPUs of a host, and has 9"):
+        chosen("ll")
+
+
+def test_the_domain_is_asked_for_ll_only(chosen):
+    """Here; the program that is lowered has asked it of all kernels before."""
+    chosen("direct"), chosen("xla")
     chosen.table("direct")
     chosen()
     assert chosen.asked == 0
@@ -223,7 +257,7 @@ def test_memory_is_taken_by_programs_that_use_ll_only(chosen):
     assert chosen.asked == 1
 
 
-# ----------------------------------------------------------------------------------------- regions
+# -------------------------------------------------------------------------------------------- heaps
 
 
 @pytest.fixture
@@ -231,16 +265,17 @@ def machine(monkeypatch):
     """Makes these GPUs of a fake driver what JAX has here, in its order."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
-    def make(*ordinals: int, **driver: Any) -> FakeCuda:
+    def make(*ordinals: int, first_id: int = 10, **driver: Any) -> FakeCuda:
         library = FakeCuda(list(range(max(ordinals) + 1)), **driver)
         gpus = [
             types.SimpleNamespace(
-                id=10 + i, local_hardware_id=ordinal, platform="gpu", process_index=0
+                id=first_id + i, local_hardware_id=ordinal, platform="gpu", process_index=0
             )
             for i, ordinal in enumerate(ordinals)
         ]
         for name in ("devices", "local_devices"):
             monkeypatch.setattr(jax, name, lambda: gpus)
+        monkeypatch.setattr(jax, "device_count", lambda: len(gpus))
         pools = {gpu.id: library.pool(gpu.local_hardware_id, 2**20) for gpu in gpus}
         monkeypatch.setattr(symmetric_memory, "_array_address", lambda device: pools[device.id])
         monkeypatch.setattr(cuda_driver, "_libcuda", lambda: library)
@@ -260,7 +295,7 @@ def test_heaps_are_mapped_once_for_all_gpus(machine):
     domain = symmetric_memory.domain()
     assert domain is symmetric_memory.domain()
     assert (domain.base, domain.stride, domain.num_gpus) == (layout.BASE, layout.STRIDE, 3)
-    assert domain.heap_bytes == symmetric_memory.heap_bytes(3)
+    assert domain.heap_bytes == layout.heap_bytes(3)
     assert domain.numbers == {10: 1, 11: 0, 12: 2} and domain.gpus_of_process == {0: 3}
     for gpu in domain.gpus:
         heap = library.mapping(domain.base + gpu.number * domain.stride)
@@ -283,52 +318,98 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine):
         header = words(1 - g, heap, layout.HEADER_BYTES // 8)
         assert header[:3] == [layout.MAGIC_VALUE, *layout.ANY_ADDRESS] and not any(header[3:])
         contents = cuda_driver.read(g, heap, domain.heap_bytes)[layout.HEADER_BYTES :]
-        counters = 4 * ll.NUM_COUNTERS
-        assert contents[:counters] == bytes(counters)
-        empty = EMPTY.to_bytes(4, "little")
-        assert contents[counters:] == empty * (SLOT_BYTES * ll.num_slots(2) // 4)
+        slots = layout.TILES + 4 * layout.NUM_COUNTERS - layout.HEADER_BYTES
+        assert contents[:slots] == bytes(slots)
+        empty = layout.EMPTY.to_bytes(4, "little")
+        assert contents[slots:] == empty * (layout.SLOT_BYTES * layout.num_slots(2) // 4)
 
 
-def test_regions_are_behind_the_header(machine):
-    machine(0, 1)
-    regions = symmetric_memory.here()
-    assert regions == symmetric_memory.elsewhere(2)
-    assert regions.base == layout.BASE + layout.HEADER_BYTES and regions.stride == layout.STRIDE
+@pytest.fixture
+def channels(monkeypatch):
+    """Lowers a low-latency collective for places of these devices; returns its channels.
+
+    CPUs stand for the GPUs of `machine`.
+    """
+    found = []
+    make = PallasCollectives._channels
+
+    def note(self: PallasCollectives, like: Any) -> Any:
+        found.append(make(self, like))
+        return found[-1]
+
+    def lower_for(devices: Any) -> Any:
+        mesh = Mesh(np.asarray(devices), (AXIS,))
+        x = jax.ShapeDtypeStruct((8 * len(devices), 512), jnp.float32)
+        traced = mapped(collective("all_gather", None), mesh).trace(x)
+        assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        return found.pop()
+
+    taken_for_gpus(monkeypatch)
+    monkeypatch.setattr(PallasCollectives, "_channels", note)
+    monkeypatch.setattr(collectives_table, "lookup", fastest("ll"))
+    return lower_for
 
 
-def test_regions_have_room():
+@needs_kernels
+def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
+    devices = np.asarray(jax.devices())
+    if len(devices) < 3:
+        pytest.skip("needs three devices")
+    machine(1, 0, 2, first_id=devices[0].id)
+    assert symmetric_memory.domain().numbers == {0: 1, 1: 0, 2: 2}
+    for order in ([0, 1, 2], [2, 0], [1, 2]):
+        made = channels(devices[order])
+        assert made.devices == tuple((1, 0, 2)[i] for i in order)
+        assert made.num_ranks == len(order)
+        regions = made.regions
+        assert regions.base == layout.BASE + layout.TILES and regions.stride == layout.STRIDE
+        assert (regions.num_devices, regions.num_counters) == (3, layout.NUM_COUNTERS)
+        assert regions.num_slots == layout.num_slots(3)
+
+
+def test_heaps_have_room():
     """For all slots of all senders, apart from each other, on vectors' boundaries."""
-    for num_devices in range(1, ll.MAX_DEVICES + 1):
-        regions = symmetric_memory.elsewhere(num_devices)
-        assert symmetric_memory.heap_bytes(num_devices) <= regions.stride
-        assert regions.base % 128 == 0 and 4 * regions.num_counters % 16 == 0
-        assert symmetric_memory.region_bytes(
-            num_devices
-        ) == 4 * ll.NUM_COUNTERS + SLOT_BYTES * ll.num_slots(num_devices)
+    for num_gpus in range(1, layout.MAX_GPUS + 1):
+        assert layout.heap_bytes(num_gpus) <= layout.STRIDE
+        end = 0
+        for offset, _, num_bytes in layout.contents(num_gpus):
+            assert offset == end and offset % 16 == 0 and num_bytes % 4 == 0
+            end = offset + num_bytes
+        assert end == layout.heap_bytes(num_gpus)
+        senders = min(num_gpus, layout.MAX_DEVICES)
+        last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * layout.MAX_SLOTS
+        assert last + layout.MAX_SLOTS == layout.num_slots(num_gpus)
+        slots = layout.TILES + 4 * layout.MAX_WORKERS * layout.MAX_DEVICES
+        assert end == slots + layout.SLOT_BYTES * layout.num_slots(num_gpus)
+    assert layout.TILES % 128 == 0
 
 
-def test_other_addresses_do_in_one_process(machine):
-    machine(0, 1, taken=range(layout.BASE, layout.BASE + 1))
-    domain, regions = symmetric_memory.domain(), symmetric_memory.here()
-    assert domain.base != layout.BASE and regions.base == domain.base + layout.HEADER_BYTES
+@needs_kernels
+def test_other_addresses_do_in_one_process(machine, channels):
+    devices = jax.devices()[:2]
+    if len(devices) < 2:
+        pytest.skip("needs two devices")
+    machine(0, 1, first_id=devices[0].id, taken=range(layout.BASE, layout.BASE + 1))
+    domain = symmetric_memory.domain()
+    assert domain.base != layout.BASE
     assert words(0, domain.base + domain.stride, 1) == [layout.MAGIC_VALUE]
+    assert channels(devices).regions.base == domain.base + layout.TILES
 
 
 def test_too_many_gpus_are_refused(machine):
-    library = machine(*range(9))
-    assert symmetric_memory.here() == "LL is for up to 8 GPUs, and there are 9"
-    assert not library.calls
-    machine(*range(17))
+    library = machine(*range(17))
     assert "up to 16 GPUs, and this host has 17" in symmetric_memory.domain()
+    assert not library.called("cuMemAddressReserve", "cuMemCreate")
 
 
-@pytest.mark.parametrize("ordinals", [(1,), (0, 2), (1, 2, 3)])
-def test_regions_of_gpus_that_are_not_the_first_are_refused(machine, ordinals):
+@pytest.mark.parametrize("ordinals", [(1,), (0, 2), (3, 1, 2)])
+def test_gpus_need_not_be_the_first(machine, ordinals):
     library = machine(*ordinals)
-    reason = symmetric_memory.here()
-    assert "from the first on" in reason and str(list(ordinals)) in reason
-    assert not library.calls
-    assert symmetric_memory.domain().numbers == {10 + i: i for i in range(len(ordinals))}
+    domain = symmetric_memory.domain()
+    assert domain.numbers == {10 + i: sorted(ordinals).index(o) for i, o in enumerate(ordinals)}
+    for g, ordinal in enumerate(sorted(ordinals)):
+        heap = library.mapping(domain.base + g * domain.stride)
+        assert heap.memory.gpu == ordinal and heap.access == set(ordinals)
 
 
 @pytest.mark.parametrize(
@@ -348,12 +429,12 @@ def test_regions_of_gpus_that_are_not_the_first_are_refused(machine, ordinals):
 def test_a_driver_that_refuses_is_a_reason_and_keeps_nothing(machine, function):
     library = machine(0, 1, refuses=function)
     before = open_descriptors()
-    reason = symmetric_memory.here()
+    reason = symmetric_memory.domain()
     assert f"{function.split()[0]}: out of memory" in reason
     assert len(library.mappings) == 2 and not library.memories and not library.reserved
     assert open_descriptors() == before
     num_calls = len(library.calls)
-    assert symmetric_memory.here() == reason and len(library.calls) == num_calls
+    assert symmetric_memory.domain() == reason and len(library.calls) == num_calls
 
 
 def test_gpus_without_peer_access_are_a_reason_where_they_meet(machine):
@@ -365,7 +446,6 @@ def test_gpus_without_peer_access_are_a_reason_where_they_meet(machine):
     assert reason == (
         "GPU 12 cannot address the memory of GPU 10: cuMemSetAccess: peer access is not supported"
     )
-    assert symmetric_memory.here() == reason
     assert symmetric_memory.describe()[-1].startswith("GPU 2 cannot address GPU 0: cuMemSetAccess")
 
 
@@ -374,6 +454,42 @@ def test_gpus_of_another_host_are_a_reason(machine):
     there = types.SimpleNamespace(id=3, process_index=1)
     reason = symmetric_memory.unavailable_reason([*jax.devices(), there])
     assert reason == "GPU 3 of process 1 belongs to another host than GPU 10 of process 0"
+
+
+@needs_kernels
+def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monkeypatch):
+    """Along the axis of the ranks alone."""
+    machine(0, 1, 2, 3, no_access={(3, 1)})
+    taken_for_gpus(monkeypatch)
+    devices = np.empty((2, 2), object)
+    devices.flat = jax.devices()  # 11 and 13 are along "a", in its second group
+
+    def reason(*axis_name: str) -> str | None:
+        mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"))
+        program: Any = types.SimpleNamespace(
+            platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
+        )
+        return availability.program_unavailable_reason(program, axis_name)
+
+    assert reason("b") is None
+    refused = "it needs GPUs that share memory, and GPU 13 cannot address the memory of GPU 11: "
+    for axis_name in (("a",), ("a", "b"), ("b", "a")):
+        assert (reason(*axis_name) or "").startswith(refused)
+
+
+@needs_kernels
+@pytest.mark.parametrize("mesh", [None, types.SimpleNamespace(size=1, axis_names=("a",))])
+def test_programs_are_refused_where_there_is_no_domain(machine, monkeypatch, mesh):
+    machine(0, refuses="cuMemCreate")
+    taken_for_gpus(monkeypatch)
+    program: Any = types.SimpleNamespace(
+        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=None
+    )
+    if mesh is not None:
+        program.mesh_devices = np.empty(1, object)
+        program.mesh_devices[0] = jax.devices()[0]
+    reason = availability.program_unavailable_reason(program, ("a",))
+    assert reason is not None and "cuMemCreate: out of memory" in reason
 
 
 def test_a_pool_of_another_kind_serves_one_process(machine):
@@ -401,7 +517,7 @@ def test_other_platforms_are_refused():
 def test_without_a_driver_there_is_a_reason(machine, monkeypatch):
     machine(0)
     monkeypatch.setattr(cuda_driver, "_libcuda", lambda: None)
-    assert "there is no driver" in symmetric_memory.here()
+    assert "there is no driver" in symmetric_memory.domain()
 
 
 def test_an_array_has_an_address_while_a_program_is_traced():
@@ -421,24 +537,26 @@ def test_an_array_has_an_address_while_a_program_is_traced():
 
 
 @pytest.mark.skipif(bool(availability.unavailable_reason()), reason="needs the kernels' GPUs")
-def test_regions_of_this_machine():
-    regions = symmetric_memory.here()
-    assert isinstance(regions, Regions) and regions.num_devices == len(jax.local_devices())
+def test_the_domain_of_this_machine():
+    domain = symmetric_memory.domain()
+    assert isinstance(domain, Domain)
+    assert domain.gpus_of_process[jax.process_index()] == len(jax.local_devices())
+    assert symmetric_memory.unavailable_reason(jax.local_devices()) is None
 
 
+@needs_kernels
 @pytest.mark.parametrize("op", ["all_gather", "all_reduce_rms_norm"])
 def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
-    """LL knows GPUs by number, and JAX would run what it lowered for some on others."""
+    """Kernels know GPUs by number, and JAX would run what it lowered for some on others."""
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered_for = []
 
-    def devices_by_place(mesh: Any) -> tuple[int, ...]:
-        lowered_for.append([device.id for device in mesh.devices])
-        return (0, 1)
+    def note(program: Any, axis_name: Any) -> None:
+        lowered_for.append([device.id for device in program.mesh_devices.flat])
 
-    monkeypatch.setattr(jax_compat, "devices_by_place", devices_by_place)
+    monkeypatch.setattr(availability, "program_unavailable_reason", note)
     monkeypatch.setattr(collectives_table, "lookup", lambda *_, **__: "xla")
 
     def run(x: jax.Array) -> Any:

@@ -45,7 +45,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.sentinel_words import TILE_BYTES, Regions
+from pallas_kernels.fabric.layout import NUM_COUNTERS, TILE_BYTES, num_slots
+from pallas_kernels.fabric.sentinel_words import Regions
 from support.kernels import KERNELS_RUN, WHY_NOT
 
 WAIT_SECONDS = 30.0  # for a rank, while none of them does anything
@@ -197,7 +198,7 @@ def simulated_channels(
     """See `ll.Channels`; in a new memory by default."""
     devices = tuple(devices)
     num_devices = max(devices) + 1
-    sizes = num_devices, ll.NUM_COUNTERS, ll.num_slots(num_devices)
+    sizes = num_devices, NUM_COUNTERS, num_slots(num_devices)
     regions = SimulatedRegions(0, 0, *sizes, memory or LLMemory())
     options = InterpretGPUParams(detect_races=detect_races)
     return kind(tuple(axes), devices, regions, interpret=options)

@@ -32,6 +32,7 @@ from support.collectives import (
     norm_operands,
     on_gpus,
     operand,
+    regions_of,
 )
 from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
@@ -41,13 +42,12 @@ from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
-from jax_ep.collectives.pallas import PallasCollectives
-from jax_ep.runtime import jax_compat, symmetric_memory
+from jax_ep.runtime import availability, jax_compat, symmetric_memory
 from pallas_kernels.collectives import low_latency as ll_collectives
 from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm_ll
 from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import layout, tiles
 from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric import tiles
 from pallas_kernels.fabric.low_latency import Mail
 from pallas_kernels.fabric.tiles import Plan, tile_length
 
@@ -200,7 +200,7 @@ def test_all_reduce_rms_norm(case, two_shot):
 
 @needs_kernels
 def test_what_needs_more_than_there_is_is_refused():
-    channels = ll.Channels(((1, 2),), (0, 1), symmetric_memory.elsewhere(2))
+    channels = ll.Channels(((1, 2),), (0, 1), regions_of(2))
     for name, size, plan in (
         ("all_gather", 5 * 512, Plan(1, 1)),  # five slots
         ("two_shot", 3 * 512, Plan(1, 1)),  # six
@@ -227,9 +227,11 @@ def test_what_needs_more_than_there_is_is_refused():
 class _Late:
     """Rank 0 is held back, for long."""
 
+    seconds: float = 0.05
+
     def run(self, simulation: Any, thread: Any, rank: Any) -> None:
         del simulation, thread
-        time.sleep(0.05 * (int(rank) == 0))
+        time.sleep(self.seconds * (int(rank) == 0))
 
 
 class LateToTake(SimulatedChannels):
@@ -238,6 +240,14 @@ class LateToTake(SimulatedChannels):
     def stage(self, number, rank):
         if number == 1:
             simulator._on_host(_Late(), rank)
+
+
+class VeryLateToTake(SimulatedChannels):
+    """So late that even on a busy machine the others have made all the calls that they can."""
+
+    def stage(self, number, rank):
+        if number == 1:
+            simulator._on_host(_Late(1.0), rank)
 
 
 class LateToCome(SimulatedChannels):
@@ -289,7 +299,6 @@ def several_calls(
             num_warpgroups=x.shape[1] // tile,
             out_type=[jax.ShapeDtypeStruct(x.shape[1:], x.dtype)],
             scratch_types={},
-            num_channels=0,
         )
         return kernel(places(len(x)), jnp.asarray(x))[0]
 
@@ -363,7 +372,7 @@ class OneSetForAllSenders(Mail):
 @simulated
 @pytest.mark.parametrize("protocol", [AlwaysTheSameSet, NeverClosed])
 def test_a_set_that_is_used_twice_is_overtaken(protocol):
-    channels = one_axis(2, kind=LateToTake)
+    channels = one_axis(2, kind=VeryLateToTake)
     with pytest.raises(KernelError, match="a tile of rank 1 overtakes one that nobody has taken"):
         several_calls(integers(2), [channels], calls=4, kind=protocol)
 
@@ -416,7 +425,7 @@ def test_sending_one_way_only_is_overtaken():
         mail.close()
         return part
 
-    channels = one_axis(2, kind=LateToTake)
+    channels = one_axis(2, kind=VeryLateToTake)
     several_calls(integers(2), [channels], calls=2, call=broadcast)  # as many as there are sets
     with pytest.raises(KernelError, match="a tile of rank 1 overtakes"):
         several_calls(integers(2), [channels], calls=3, call=broadcast)
@@ -467,7 +476,7 @@ def test_every_slot_has_a_place_of_its_own():
     """Of both sets, all senders, workers and slots: a dense numbering of what a GPU has."""
     num_devices = 3
     mail = Mail.__new__(Mail)
-    mail.channels = ll.Channels(((1, 3),), (0, 1, 2), symmetric_memory.elsewhere(num_devices))
+    mail.channels = ll.Channels(((1, 3),), (0, 1, 2), regions_of(num_devices))
     mail._worker = jnp.arange(ll.MAX_WORKERS)
     found = [
         np.asarray(mail._slot(jnp.int32(sender), jnp.int32(calls), slot))
@@ -475,7 +484,7 @@ def test_every_slot_has_a_place_of_its_own():
         for calls in (6, 7)
         for slot in range(ll.MAX_SLOTS)
     ]
-    count = ll.num_slots(num_devices)
+    count = layout.num_slots(num_devices)
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
 
 
@@ -582,30 +591,54 @@ def noted_calls(monkeypatch):
     return noted
 
 
+AXES_OF_A_PROGRAM = [("a", ((2, 2),)), ("b", ((1, 2),)), (("b", "a"), ((1, 2), (2, 2)))]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """The first five devices, taken for GPUs that share memory, by number; the last is number 0."""
+    devices = jax.devices()[4::-1]
+    if len(devices) < 5:
+        pytest.skip("needs 5 devices")
+    domain = symmetric_memory.Domain(
+        base=layout.BASE + 2**40,
+        stride=layout.STRIDE,
+        heap_bytes=layout.heap_bytes(5),
+        gpus=tuple(symmetric_memory.Gpu(i, d.id, 0, "", 0, 0) for i, d in enumerate(devices)),
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(availability, "unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(jax_compat, "devices_unavailable_reason", lambda: None)
+    monkeypatch.setattr(jax_compat, "platform_of_traced_mesh", lambda: "gpu")
+    monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)
+    monkeypatch.setattr(symmetric_memory, "domain", lambda: domain)
+    return devices
+
+
 @needs_kernels
-def test_channels_of_a_program(noted_calls):
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 4, 1)], ids=str)
+def test_channels_of_a_program(order, gpus, noted_calls):
     """Which GPU is at which place, and how the ranks lie among the places."""
-    spec, order = P(("a", "b")), (2, 0, 3, 1)
-    for axis_name, axes in (("a", ((2, 2),)), ("b", ((1, 2),)), ("ba", ((1, 2), (2, 2)))):
-
-        def trace(x, axis_name=axis_name):
-            return PallasCollectives("ll", tuple(axis_name), order).all_gather(x)
-
-        mesh = cuda_mesh((2, 2), ("a", "b"))
-        mapped = jax.shard_map(trace, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        jax.eval_shape(mapped, jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16))
+    mesh = Mesh(np.asarray([gpus[number] for number in order]).reshape(2, 2), ("a", "b"))
+    for axis_name, axes in AXES_OF_A_PROGRAM:
+        lower_on(mesh, axis_name, "all_gather", "ll", (16, 1024), "bfloat16")
         channels, _ = noted_calls[-1]
         assert channels.axes == axes and channels.devices == order
         assert channels.num_ranks == math.prod(size for _, size in axes)
+        # Of all GPUs: programs of some of them use the same slots.
+        assert channels.regions == regions_of(5, layout.BASE + 2**40)
 
 
-def test_devices_by_place():
-    devices_of = jax_compat.devices_by_place
-    devices = np.asarray(jax.devices()[::-1])
-    ordinals = tuple(device.local_hardware_id for device in devices)
-    assert devices_of(Mesh(devices, (AXIS,))) == ordinals
-    assert devices_of(Mesh(devices.reshape(-1, 1), ("a", AXIS))) == ordinals
-    assert devices_of(AbstractMesh((4,), (AXIS,))) == (0, 1, 2, 3)
+@needs_kernels
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the machine here is known")
+def test_channels_of_a_program_for_another_machine(noted_calls):
+    """Whose GPUs are at the places of their numbers."""
+    mesh = cuda_mesh((2, 3), ("a", "b"))
+    lower_on(mesh, "b", "all_gather", "ll", (18, 1024), "bfloat16")
+    channels, _ = noted_calls[-1]
+    assert channels.axes == ((1, 3),) and channels.devices == tuple(range(6))
+    assert channels.regions == regions_of(6)
 
 
 @needs_kernels
@@ -662,9 +695,11 @@ def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: A
     axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
     if isinstance(mesh, AbstractMesh):  # this is lowered only
         devices = tuple(range(mesh.size))
-        return ll.Channels(axes, devices, symmetric_memory.elsewhere(mesh.size), **options)
-    devices = tuple(device.local_hardware_id for device in mesh.devices.flat)
-    return ll.Channels(axes, devices, symmetric_memory.here(), **options)
+        return ll.Channels(axes, devices, regions_of(mesh.size), **options)
+    domain = symmetric_memory.domain()
+    assert not isinstance(domain, str), domain
+    devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)
+    return ll.Channels(axes, devices, regions_of(domain.num_gpus, domain.base), **options)
 
 
 # Kernels, tiles and plans of the calls that follow each other in a loop.

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.collectives import regions_of
 from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
 
 import jax_ep
-from jax_ep.runtime import symmetric_memory
 from jax_ep.runtime.fabric import of_axis
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric import fabric as fb
@@ -139,13 +139,26 @@ def test_the_parts_of_a_heap_follow_each_other():
         end = start + layout.WORD_BYTES * size
     assert layout.TILES >= end and layout.TILES % 128 == 0
     for num_gpus in (1, 2, 8, layout.MAX_GPUS):
-        assert layout.TILES < symmetric_memory.heap_bytes(num_gpus) <= layout.STRIDE
+        assert layout.TILES < layout.heap_bytes(num_gpus) <= layout.STRIDE
 
 
 def test_a_heap_is_of_zeros_up_to_the_tiles():
     """The numbers of calls and signals count from there."""
-    (offset, word, size), *_ = symmetric_memory._contents(2)
+    (offset, word, size), *_ = layout.contents(2)
     assert (offset, word) == (0, 0) and size >= layout.TILES
+
+
+def test_tiles_are_polled_where_a_heap_is_empty():
+    """The regions of counters, slots and notes are a heap's zeros and empty words, to its end."""
+    for num_gpus in range(1, layout.MAX_DEVICES + 1):
+        regions, (_, (empty, word, size)) = regions_of(num_gpus), layout.contents(num_gpus)
+        slots = regions.base - layout.BASE + 4 * regions.num_counters
+        assert (empty, word) == (slots, layout.EMPTY) and slots % 128 == 0
+        assert size == layout.SLOT_BYTES * regions.num_slots
+        assert layout.heap_bytes(num_gpus) == empty + size
+        slots_of_pair = 2 * layout.MAX_WORKERS * layout.MAX_SLOTS
+        assert regions.num_slots == slots_of_pair * num_gpus
+        assert regions.num_counters >= layout.MAX_WORKERS * num_gpus
 
 
 def test_sizes_that_send_more_words_than_there_are_do_not_fit():
