@@ -67,7 +67,7 @@ def collect() -> dict[str, Any]:
         ],
         "peer_access": _peer_access(devices),
         "symmetric_memory": symmetric_memory.describe(),
-        "pallas_unavailable": availability.unavailable_reason(devices),
+        "pallas_unavailable": _pallas_unavailable_reason(devices),
     }
 
 
@@ -101,6 +101,13 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _pallas_unavailable_reason(devices: list[jax.Device]) -> str | None:
+    """Why the kernels cannot run between the GPUs of this process, or None if they can."""
+    if reason := availability.unavailable_reason(devices):
+        return reason
+    return symmetric_memory.unavailable_reason(jax.local_devices())
+
+
 def _peer_access(devices: list[jax.Device]) -> tuple[tuple[bool, ...], ...] | None:
     local = [d for d in devices if d.process_index == jax.process_index()]
     if len(local) < 2 or local[0].platform != "gpu":
@@ -118,6 +125,6 @@ def _render_peers(facts: dict[str, Any]) -> str:
     if peers is None:
         if facts["backend"] == "gpu" and len(facts["devices"]) > 1:
             return "unknown: the driver does not say"
-        return "not applicable: needs two GPUs of one process"
+        return "not applicable: asked of two GPUs of one process"
     missing = [f"{i}->{j}" for i, row in enumerate(peers) for j, can in enumerate(row) if not can]
     return f"missing between GPUs {', '.join(missing)}" if missing else "between all GPUs"

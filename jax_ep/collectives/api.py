@@ -20,15 +20,16 @@ machine it picks "xla". A named algorithm that cannot run is an error that says 
   "multimem"  all_reduce: JAX's own kernels, in which the NVLink switch sums float32 and
               broadcasts. Needs multicast memory. None never picks it.
 
-The library's kernels (all algorithms but "xla" and "multimem") need the GPUs of one process. They
-sum in float32, in rank order, and round once: all ranks get the same bits, on every run.
+The library's kernels (all algorithms but "xla" and "multimem") run between GPUs of one host, in any
+number of processes. They sum in float32, in rank order, and round once: all ranks get the same
+bits, on every run.
 
-The low-latency protocol, which None may pick, counts calls. Two programs that share two or more
-GPUs must start in the same order on all of them: start them from one thread. XLA must not overlap
-the calls of a program: leave `xla_gpu_command_buffer_scheduling_mode` at its default (a concurrent
-mode in XLA_FLAGS is refused), and use no streams of your own. Where these rules are broken, sums
-are wrong and nothing reports it. A rank waits for its peers' data inside the kernel; if a peer is
-late by JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with an error.
+The kernels count their calls. Two programs that share two or more GPUs must start in the same
+order on all of them: start them from one thread. XLA must not overlap the kernels of a program:
+leave `xla_gpu_command_buffer_scheduling_mode` at its default (a concurrent mode in XLA_FLAGS is
+refused), and use no streams of your own. Where these rules are broken, results are wrong and
+nothing reports it. A rank waits for its peers inside the kernel; if a peer is late by
+JAX_EP_TIMEOUT_SECONDS (default 100), the program ends with an error.
 """
 
 from __future__ import annotations

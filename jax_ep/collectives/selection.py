@@ -1,7 +1,7 @@
 """Which algorithm of a collective runs, and why one cannot.
 
-Only what a program needs is asked: a program for CPUs loads no kernels, and one that does not use
-the low-latency protocol allocates no symmetric memory.
+Only what a program needs is asked: a program for CPUs loads no kernels and allocates no symmetric
+memory.
 """
 
 from __future__ import annotations

@@ -30,10 +30,9 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array) -> Gpus:
 
 def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     """The address of GPU 0's heap, and the number of the GPU at each place of the mesh."""
-    if jax.default_backend() != "gpu":  # this lowers for a machine that is not here
+    domain = _domain(num_places)
+    if domain is None:
         return layout.BASE, tuple(range(num_places))
-    domain = symmetric_memory.domain()
-    assert not isinstance(domain, str), domain  # availability has asked
     program = jax_compat.current_program()
     devices = None if program is None else program.mesh_devices
     if devices is None:
@@ -47,8 +46,14 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
 
 def num_gpus(fabric: Gpus) -> int:
     """How many GPUs have a heap."""
-    if jax.default_backend() != "gpu":
-        return len(fabric.gpus)
+    domain = _domain(len(fabric.gpus))
+    return len(fabric.gpus) if domain is None else domain.num_gpus
+
+
+def _domain(num_places: int) -> symmetric_memory.Domain | None:
+    """This machine's; None where a program is lowered for a machine that is not here."""
+    if jax.default_backend() != "gpu" or num_places > jax.device_count():
+        return None
     domain = symmetric_memory.domain()
-    assert not isinstance(domain, str), domain
-    return domain.num_gpus
+    assert not isinstance(domain, str), domain  # availability has asked
+    return domain

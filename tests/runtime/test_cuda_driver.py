@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import pytest
 from support.fake_cuda import GRANULARITY, FakeCuda, open_descriptors
+from support.kernels import needs_kernels
 
 from jax_ep.cli import info
 from jax_ep.runtime import availability, cuda_driver, multicast
@@ -84,6 +85,7 @@ def test_peer_access_of_all_pairs(install):
     assert cuda_driver.peer_access([0, 1]) == ((True, True), (True, True))
 
 
+@needs_kernels
 def test_gpus_with_little_shared_memory_are_refused(install):
     install(Driver())
     (small,) = gpus(0)
@@ -115,6 +117,7 @@ def test_the_driver_is_asked_once(install):
     assert library.asked == 6
 
 
+@needs_kernels
 def test_which_pairs_have_access_is_not_asked_of_the_kernels_gpus(install):
     """Symmetric memory finds that out, by mapping it."""
     library = install(Driver(no_access=frozenset({(3, 1)})))
