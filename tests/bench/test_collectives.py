@@ -52,7 +52,7 @@ def test_bench_measures_2_4_and_8_ranks_by_default(capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--ops=psum"], "--ops: 'psum' is not one of all_reduce"),
+        (["--ops=psum"], "--ops=psum: 'psum' is not one of all_reduce"),
         (["--rows=7", "--ranks=2"], "--rows: 7 is not a multiple of 2"),
         (["--plans=4x4"], "--plans: '4x4' is not like"),
         (["--ranks=4096"], "--ranks: 4096 ranks, but"),
