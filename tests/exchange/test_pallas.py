@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
 from support.selection import quick
 
@@ -23,6 +24,8 @@ from jax_ep.exchange.interface import Config
 from jax_ep.runtime import availability, jax_compat, symmetric_memory
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import layout
+
+pytestmark = needs_kernels  # what older versions of JAX refuse is in tests/runtime
 
 DISPATCH, LIKE = "ep_dispatch", "ep_dispatch_like"
 COMBINE, GRADIENT = "ep_combine", "ep_combine_grad"
