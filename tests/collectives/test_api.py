@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh, mesh
 
 from jax_ep.collectives import api as collectives
@@ -486,6 +487,7 @@ def test_payloads_that_the_kernels_cannot_sum_are_refused():
         )
 
 
+@needs_kernels
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_kernels_are_refused_where_shard_map_leaves_axes_out(kind):
     small = cuda_mesh((2, 2), ("data", AXIS), kind)
@@ -515,6 +517,7 @@ def test_nothing_is_chosen_for_a_machine_that_is_not_here():
         assert "mosaic" not in lower_for_cuda(function(op), (16, 8192), jnp.bfloat16)
 
 
+@needs_kernels  # where there are none, it is XLA's collective
 def test_the_jaxpr_names_the_collective():
     small = cuda_mesh((2,), (AXIS,))
     for op in LINEAR:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.contract import AXIS
+from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from support.selection import quick
 
@@ -253,6 +254,7 @@ def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
     return found
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("name", "layout", "wire_dtype", "output"),
     [

@@ -30,6 +30,7 @@ from support.contract import (
     small_weights,
     with_nan_elsewhere,
 )
+from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
 from support.selection import quick
 
@@ -385,6 +386,7 @@ def lower_for_gpus(function: Any, *shapes: Any) -> str:
 TOKENS, CHOICES = ((8 * 16, 1024), "bfloat16"), ((8 * 16, 4), "int32")
 
 
+@needs_kernels
 @pytest.mark.parametrize("output", ["dequantized", "quantized"])
 def test_the_kernels_quantize_and_write_both_parts(output):
     case = Case(8, 16, 1024, 4, 32, capacity=64)
@@ -400,6 +402,7 @@ def test_the_kernels_quantize_and_write_both_parts(output):
     assert all("(tensor<64x1024xf8E4M3FN>, tensor<64x8xf32>" in call for call in calls)
 
 
+@needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_the_kernels_quantize_sums(layout):
@@ -422,6 +425,7 @@ def test_the_kernels_quantize_sums(layout):
     assert "all_to_all" not in text and "all_gather" not in text
 
 
+@needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
 def test_rows_too_long_to_quantize_their_sums_are_refused():
     """Where the kernels cannot serve, None is XLA's, and their name is an error."""

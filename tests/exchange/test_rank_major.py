@@ -289,7 +289,10 @@ def test_dispatch_errors(options, message):
         ({"y": ((1, 4, 8), "float32")}, r"y must have one row .*\(1, 5\).* \(1, 4, 8\)"),
         ({"y": ((5, 8), "float32")}, r"y must be a floating array \[N, T, H\], but has shape"),
         ({"y": ((1, 5, 8), "int32")}, r"y must be a floating array"),
-        ({"topk_weights": ((5, 2), "float32")}, r"topk_weights must be None in the rank layout"),
+        (
+            {"topk_weights": ((5, 2), "float32")},
+            r"topk_weights must be None in the rank-major layout",
+        ),
     ],
 )
 def test_combine_errors(change, message):

@@ -11,6 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from support import meshes
+from support.kernels import needs_kernels
 from support.selection import quick
 
 from jax_ep.matmul.api import available_implementations
@@ -193,6 +194,7 @@ def test_inside_shard_map(mesh_shape, check_vma):
         assert_close(mine, want, "float32")
 
 
+@needs_kernels
 def test_lowers_for_cuda():
     bf16 = jnp.bfloat16
     shapes = (

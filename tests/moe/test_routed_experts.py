@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.contract import AXIS, Case, implementations, most_ranks, per_rank, routing
+from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
 from support.selection import quick
 
@@ -285,6 +286,7 @@ def test_what_is_kept_and_what_is_computed_again():
     assert again(apart=True) - again(apart=False) == 1, "the product by wo"
 
 
+@needs_kernels
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
 def test_lowers_for_cuda_without_float32_rows(check_vma):
     """Nothing of receive-buffer size is made in float32 but within one fused pass of the gate."""

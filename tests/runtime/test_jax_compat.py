@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
+from support.kernels import needs_kernels
 
 from jax_ep.runtime import availability, jax_compat
 
@@ -145,6 +146,7 @@ def test_xla_computes_the_same_without(path, found):
         np.testing.assert_array_equal(got[name], everything[name], err_msg=name)
 
 
+@needs_kernels
 @pytest.mark.parametrize("path", OF_PRIMITIVES)
 def test_the_kernels_refuse_and_name_what_is_missing(path, found):
     assert found[path]["pallas"].startswith('ValueError: implementation="pallas"')
