@@ -500,7 +500,9 @@ def test_kernels_are_refused_where_shard_map_leaves_axes_out(kind):
             in_specs=SHARDED,
             out_specs=SHARDED,
         )
-        x = jax.ShapeDtypeStruct((4, 8192), jnp.float32)
+        # Where axes are Explicit, an operand is sharded as in_specs has it.
+        sharding = NamedSharding(small, SHARDED) if kind == AxisType.Explicit else None
+        x = jax.ShapeDtypeStruct((4, 8192), jnp.float32, sharding=sharding)
         return str(jax.make_jaxpr(mapped)(x))
 
     for algorithm in ("direct", "ll"):

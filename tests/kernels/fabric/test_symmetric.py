@@ -213,7 +213,7 @@ def test_a_kernel_may_have_as_much_as_there_is():
         (2, dict(num_blocks=layout.MAX_BLOCKS + 1), "ep_try has 2049 blocks of at most 2048"),
         (2, dict(num_buffers=layout.MAX_BUFFERS + 1), "ep_try: 5 buffers of 2 ranks"),
         (layout.MAX_GPUS + 1, {}, "ep_try: 1 buffers of 17 ranks"),
-        (2, dict(reached=1), r"ep_try: peers do not reach .*\(128,\) and dtype int32.*`shared`"),
+        (2, dict(reached=1), r"try: peers do not reach .*\(128,\) and dtype int32.*`shared`"),
     ],
     ids=["blocks", "buffers", "ranks", "peer"],
 )
