@@ -313,7 +313,8 @@ def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     for num_tokens in (4096, 16):  # a block receives up to 4 sums of rows of 512 bfloat16
         held = jax_ep.workspace_bytes("combine", "pallas", num_tokens=num_tokens, **model)
         blocks = min(num_blocks, num_tokens)
-        assert held["receive buffer"] == blocks * min(4, -(-num_tokens // blocks)) * 8 * 1024
+        # Rows of 512 are received as tiles of 1024 columns.
+        assert held["receive buffer"] == blocks * min(4, -(-num_tokens // blocks)) * 8 * 2048
     kernel, asked = fb.kernel, []
 
     def note(*args: Any, num_blocks: int, **options: Any) -> Any:
