@@ -398,7 +398,7 @@ def test_the_kernels_quantize_and_write_both_parts(output):
     text = lower_for_gpus(send, TOKENS, CHOICES)
     calls = [line for line in text.splitlines() if "@mosaic_gpu_v2" in line]
     assert len(calls) == 2
-    assert all("(tensor<16x1024xbf16>" in call for call in calls)
+    assert all("(tensor<1xi32>, tensor<16x1024xbf16>" in call for call in calls)
     assert all("(tensor<64x1024xf8E4M3FN>, tensor<64x8xf32>" in call for call in calls)
 
 
