@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ _REQUIRED = (
     "jax.experimental.mosaic.gpu.utils.thread_idx",
     "jax.experimental.mosaic.gpu.utils.warp_tree_reduce",
     "jax.experimental.mosaic.gpu.utils.warpgroup_barrier",
+    "jax.experimental.pallas.DeviceIdType",
     "jax.experimental.pallas.mosaic_gpu.inline_mgpu",
     "jaxlib.mlir.dialects.arith.constant",
     "jaxlib.mlir.dialects.gpu.printf",
@@ -48,10 +50,11 @@ _REQUIRED = (
 def _find(path: str) -> Any:
     """The object at a dotted path, or None where this JAX lacks it."""
     module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ImportError:
-        return None
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        try:
+            return getattr(importlib.import_module(module), name, None)
+        except ImportError:
+            return None
 
 
 def unavailable_reason() -> str | None:
@@ -263,8 +266,17 @@ def block_barrier() -> None:
     gpu.barrier()
 
 
+def remote_ref(ref: Any, entry: jax.Array) -> Any:
+    """A buffer of a peer's, as `reach_peers` finds it by `entry`, an int32.
+
+    JAX 0.12 has deprecated numbers of devices, in favour of their places in a mesh.
+    """
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return plgpu.remote_ref(ref, entry, _find("jax.experimental.pallas.DeviceIdType").LOGICAL)
+
+
 def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
-    """Makes `plgpu.remote_ref(ref, entry)` the address of ref plus `offset(entry)`, in this kernel.
+    """Makes `remote_ref(ref, entry)` the address of ref plus `offset(entry)`, in this kernel.
 
     Mosaic asks its launch context where a buffer of a peer is. The context of the kernel is told so
     here, in place of XLA's collective metadata or NVSHMEM.

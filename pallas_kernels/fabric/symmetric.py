@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import layout, mosaic, ptx
@@ -272,7 +271,7 @@ class Gpus:
             )
         (buffer,) = found
         entry = jnp.asarray(rank, jnp.int32) + buffer * self.num_ranks
-        return plgpu.remote_ref(ref, entry, pl.DeviceIdType.LOGICAL)
+        return mosaic.remote_ref(ref, entry)
 
     def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
         """Tells every rank that this block has come to `count` on a channel, from 1 on.
