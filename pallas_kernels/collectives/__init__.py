@@ -1,1 +1,1 @@
-"""Kernels of the collectives."""
+"""GPU kernels of the collectives: all-reduce, all-gather, reduce-scatter, all-to-all."""

@@ -10,7 +10,10 @@ from pallas_kernels.fabric.tiles import Plan, Tiles
 
 
 def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """Gathers [S] of every rank into [N, S], rank r's at r. Stacked: [N, S] -> [N, N, S]."""
+    """Gathers x [S] of every rank into [N, S], that of rank r at index r.
+
+    With stacked ranks, [N, S] becomes [N, N, S].
+    """
     (size,) = x.shape[-1:]
 
     def body(x_ref, out_ref):

@@ -1,10 +1,11 @@
-"""All-reduce by two algorithms, which give every rank the same bits.
+"""All-reduce by two algorithms, each of which gives every rank the same bits.
 
-  one_shot  every rank reads all ranks' inputs and sums them: one trip, N times the bytes;
-  two_shot  every rank sums its own shard, and writes the sum into all ranks' outputs:
-            2 (N - 1) / N times the bytes, of which half are reads.
+  one_shot  every rank reads all ranks' inputs and sums them; N - 1 times the input crosses its
+            link, in one trip;
+  two_shot  every rank sums its own shard of all inputs and writes the sum into all ranks' outputs;
+            2 (N - 1) / N times the input crosses its link, half of it reads.
 
-One-shot and two-shot are the names of vLLM's and TensorRT-LLM's custom all-reduces.
+One-shot and two-shot are the names that vLLM and TensorRT-LLM use for these.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pallas_kernels.fabric.tiles import Plan, Tiles
 
 
 def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """Sums [S] floating over ranks in float32, rounded once. Stacked: [N, S] -> [N, S].
+    """Sums x [S] floating over ranks in one shot, in float32 and rounded once.
 
-    S is a whole number of vectors of 16 bytes and at least one tile.
+    S is a whole number of vectors of 16 bytes and at least one tile. With stacked ranks, [N, S]
+    becomes [N, S].
     """
     (size,) = x.shape[-1:]
 
@@ -35,7 +37,11 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
 
 
 def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """Sums [N, S] floating over ranks, shard r at rank r. Stacked: [N, N, S] -> [N, N, S]."""
+    """Sums x [N, S] floating over ranks in two shots, in float32 and rounded once.
+
+    Rank r sums shard r. S is a whole number of vectors of 16 bytes and at least one tile. With
+    stacked ranks, [N, N, S] becomes [N, N, S].
+    """
     num_shards, size = x.shape[-2:]
 
     def body(x_ref, out_ref):

@@ -1,13 +1,15 @@
 """All-reduce, residual add and RMSNorm in one pass over the data.
 
-Each block owns some rows of [T, H], the same on every rank; its warpgroups share each row.
+Block b of every rank handles the same rows of [T, H]; its warpgroups share each row.
 
-  one_shot  a rank reads each of its rows from all ranks, and goes on from registers;
-  two_shot  of a block's rows every rank sums a share and writes it to all ranks, into what becomes
-            their output; once all shares are there, each goes on from its own memory.
+  one_shot  every rank reads its block's rows from all ranks, sums them, and normalizes the sums
+            from registers;
+  two_shot  every rank sums a share of its block's rows and writes the sums to the `normalized`
+            output of all ranks; once all shares have arrived, each rank normalizes them in place.
 
-What follows the sum is every rank's own, so the residual need not be the same on all of them. The
-fusion is TokenWeave's (Gond et al., 2025); theirs splits the normalization over ranks as well.
+Every rank adds its own residual and normalizes all rows itself, so residuals may differ between
+ranks. The fusion is TokenWeave's (Gond et al., 2025), which also splits the normalization over
+ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from pallas_kernels.fabric import tiles, vectors
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.tiles import Plan
 
-_SUMMED = 0  # channel: this block has summed its share (two_shot), or read all it needs (one_shot)
+# Channel: this block has put the sums of its share (two_shot), or read all it needs (one_shot).
+_SUMMED = 0
 
 
 def all_reduce_rms_norm(
@@ -42,21 +45,24 @@ def all_reduce_rms_norm(
     fabric: fb.Fabric,
     plan: Plan,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums x over ranks, adds the residual, normalizes. Stacked: every array has a leading N.
+    """Sums x over ranks, adds the residual, and normalizes each row by its root mean square.
+
+    With stacked ranks, every array has a leading axis of N.
 
     Args:
-      x: [T, H] floating; H is whole vectors of 16 bytes of it, and at least one tile.
+      x: [T, H] floating; a row is whole vectors of 16 bytes, and at least one tile.
       residual: [T, H] floating.
-      scale: [H] floating: multiplies the normalized rows.
+      scale: [H] floating; multiplies the normalized rows.
       eps: added to the mean square.
-      hidden: how many columns are real; the others are zeros, and not counted by the mean.
+      hidden: how many of the H columns are data; the others are zeros that the mean leaves out.
       two_shot: whether every rank sums a share of the rows, instead of all of them.
       fabric: how ranks reach each other.
-      plan: number of blocks and of warpgroups per row; one vector to a thread at a time.
+      plan: number of blocks, and of warpgroups that share a row; its num_vectors is not used.
 
     Returns:
-      normalized [T, H], x's dtype, and new_residual [T, H], residual's dtype. Both the sum and
-      the new residual are rounded to their dtypes before they are used.
+      normalized [T, H] of x's dtype, and new_residual [T, H] of residual's dtype. The sum is
+      rounded to x's dtype before the residual is added; the new residual is rounded to its dtype
+      before it is normalized.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, fabric, plan)
@@ -85,9 +91,11 @@ def all_reduce_rms_norm_ll(
     channels: ll.Channels,
     plan: Plan,
 ) -> tuple[jax.Array, jax.Array]:
-    """`all_reduce_rms_norm` over the low-latency protocol: see `ll.call`.
+    """Sums x over ranks, adds the residual and normalizes, over the low-latency protocol.
 
-    With `two_shot` a block has one row for each rank.
+    Arguments and results are those of `all_reduce_rms_norm`, bit for bit, but for `place`, [1]
+    int32, the place of this GPU in the mesh, and `channels`, by which ranks reach each other. With
+    `two_shot` a block handles one row for each rank.
 
     Raises:
       ValueError: the plan has too few blocks, or needs more slots than there are.
@@ -117,7 +125,7 @@ def all_reduce_rms_norm_ll(
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The kernel: its static arguments, and its body."""
+    """The kernel of `all_reduce_rms_norm`: its static arguments, and its body."""
 
     num_rows: int
     padded: int
@@ -159,7 +167,7 @@ class _Body:
 
     @property
     def _one_row(self) -> bool:
-        """Whether each block has one row: then its own operands load while it waits for peers."""
+        """Whether each block has one row, so that it may load its operands before it waits."""
         return self.plan.num_blocks == self.num_rows
 
     @property
@@ -168,7 +176,7 @@ class _Body:
 
     @property
     def tiles_of_warpgroup(self) -> int:
-        """Tiles of a row that each warpgroup has."""
+        """The number of tiles of a row that each warpgroup handles."""
         return pl.cdiv(self.tiles_per_row, self.plan.num_warpgroups)
 
     @property
@@ -216,7 +224,10 @@ class _Body:
             self._wait()
 
     def one_shot_low_latency(self, mail, x, residual, scale, *results, **scratch):
-        """Runs the one-shot kernel. Every block has as many rows: some write the last row twice."""
+        """Runs the one-shot kernel over the low-latency protocol.
+
+        Every block handles `rows_per_block` rows: past the end, it computes the last row again.
+        """
         first = lax.axis_index("block") * self.rows_per_block
         rows = [jnp.minimum(first + i, self.num_rows - 1) for i in range(self.rows_per_block)]
         count = self.tiles_of_warpgroup
@@ -231,7 +242,11 @@ class _Body:
             self._norm_low_latency(i, sums, row, old, scales, *results, **scratch)
 
     def two_shot_low_latency(self, mail, x, residual, scale, *results, **scratch):
-        """Runs the two-shot kernel. Each rank sums one row of a block; past the end, the last."""
+        """Runs the two-shot kernel over the low-latency protocol.
+
+        Each rank sums one of its block's N rows, and sends the sums to all ranks. Past the end, it
+        computes the last row again.
+        """
         first = lax.axis_index("block") * self.fabric.num_ranks
         ranks, count = [mail.rank, *mail.peers], self.tiles_of_warpgroup
         mine, *others = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
@@ -250,7 +265,7 @@ class _Body:
             self._norm_low_latency(i + 1, sums, row, old, scales, *results, **scratch)
 
     def _norm_low_latency(self, i, sums, row, old, scales, *results, squares, together):
-        """Normalizes and stores the i-th row of a block, from its sums."""
+        """Adds the residual to the sums of a block's i-th row, normalizes and stores it."""
         normalized, new_residual = results
         refs = (normalized, new_residual, squares.at[i % 2], together)
         self._norm(sums, row, old, scales, *refs, signal=None)
@@ -263,7 +278,7 @@ class _Body:
         ]
 
     def _sum_share(self, x, out, first, num_rows):
-        """Sums every N-th tile of the block's rows into all ranks' `out`."""
+        """Sums this rank's share, every N-th tile of the block's rows, into all ranks' `out`."""
         fabric, per_row = self.fabric, jnp.int32(self.tiles_per_row)
         rank, warpgroup = fabric.rank(), lax.axis_index("warpgroup")
         share = fabric.num_ranks * self.plan.num_warpgroups
@@ -281,7 +296,7 @@ class _Body:
         lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
 
     def _row_of_sums(self, x, normalized, row):
-        """This warpgroup's tiles of a row of sums."""
+        """Returns this warpgroup's tiles of a row of sums, reading peers if in one shot."""
         if not self.two_shot:
             return [
                 tiles.sum_of_ranks(self.fabric, x, row, where).astype(self.dtype)
@@ -292,7 +307,11 @@ class _Body:
     def _norm(
         self, sums, row, residuals, scales, normalized, new_residual, squares, together, signal
     ):
-        """Calls `signal`, if given, once all warpgroups have read their parts of the row."""
+        """Adds the residual to a row of sums, normalizes it, and stores both results.
+
+        `sums`, `residuals` and `scales` are this warpgroup's tiles. `signal`, if given, is called
+        once all warpgroups have read their parts of the row.
+        """
         fabric, vector, warpgroup = self.fabric, self.vector, lax.axis_index("warpgroup")
         totals = [
             (total.astype(jnp.float32) + old.astype(jnp.float32)).astype(self.residual_dtype)
@@ -309,7 +328,7 @@ class _Body:
         self._meet(together)
         if signal:
             signal()
-        fabric.barrier()  # `together` orders the warpgroups, this the threads of each
+        fabric.barrier()  # `together` orders the warpgroups; this orders the threads of each
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
             total_square = total_square + squares[i]
@@ -319,7 +338,10 @@ class _Body:
             tiles.store(fabric, normalized.at[row, where], normal.astype(self.dtype))
 
     def _my_tiles(self):
-        """Slices of a row: this warpgroup's tiles, the last moved back to end with the row."""
+        """Returns the slices of a row that are this warpgroup's tiles.
+
+        The last tile of a row is moved back so that it ends with the row.
+        """
         return [self._slice(index) for index in self._my_indices()]
 
     def _my_indices(self):
@@ -332,7 +354,10 @@ class _Body:
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
     def _own(self, i, value):
-        """Zeros a tile's elements that another tile of the row counts."""
+        """Sets those elements of this warpgroup's i-th tile to 0 that the tile before also has.
+
+        So the sum of squares counts no element of an overlap twice.
+        """
         index = self._my_indices()[i]
         exact = self.tiles_per_row * self.tile == self.padded
         if exact and (i + 1) * self.plan.num_warpgroups <= self.tiles_per_row:
@@ -347,9 +372,9 @@ class _Body:
         plgpu.barrier_wait(together)
 
     def _signal(self, *, release):
-        """Signals that this block has summed its share, or read all it needs.
+        """Signals that this block has put the sums of its share, or read all that it needs.
 
-        Its warpgroups have met before.
+        The caller has made the block's warpgroups wait for each other before.
         """
 
         @pl.when(lax.axis_index("warpgroup") == 0)
@@ -357,5 +382,5 @@ class _Body:
             self.fabric.signal(_SUMMED, 1, release=release)
 
     def _wait(self):
-        """Waits for the signal of this block of every rank."""
+        """Waits for the signal of the block of this index of every rank."""
         self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

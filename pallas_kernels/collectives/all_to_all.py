@@ -12,7 +12,10 @@ from pallas_kernels.fabric.tiles import Plan, Tiles
 
 
 def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """Sends shard r of [N, S] to rank r; returns [N, S] by source. Stacked: [N, N, S] twice."""
+    """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
+
+    With stacked ranks, [N, N, S] becomes [N, N, S].
+    """
     num_ranks, size = x.shape[-2:]
 
     def body(x_ref, out_ref):

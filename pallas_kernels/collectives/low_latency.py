@@ -1,7 +1,12 @@
-"""The collectives over the low-latency protocol: faster for payloads of up to some megabytes.
+"""The collectives over the low-latency protocol: faster for payloads of up to a few megabytes.
 
-Each has the operands and results of the function of its name in the modules next to this one, bit
-for bit. `fabric.low_latency` has the protocol.
+Each function gives the results of the collective of its name in `all_reduce`, `all_gather`,
+`reduce_scatter` and `all_to_all`, bit for bit; these wait for each other's signals instead.
+`fabric.low_latency` describes the protocol.
+
+In each function `place` is [1] int32, the place of this GPU in the mesh, `channels` is how ranks
+reach each other, and `plan` gives the number of blocks. S is a whole number of vectors of 16 bytes
+and at least one tile.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from pallas_kernels.fabric.tiles import Plan, tile_length
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """All-reduce: [S] -> [S]. Every rank sends all of its input to all ranks, and sums."""
+    """Sums x [S] over ranks: every rank sends its whole input to all ranks, and sums all."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
@@ -34,7 +39,7 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
 
 
 def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """All-reduce: [N, S] -> [N, S]. Every rank sums the shard that all send it, sends the sum."""
+    """Sums x [N, S] over ranks: rank r receives and sums shard r, and sends the sum to all."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, (tile, total) in enumerate(_sums_of_shard(mail, where, x_ref)):
@@ -49,7 +54,7 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
 
 
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """Gathers [S] of every rank into [N, S]."""
+    """Gathers x [S] of every rank into [N, S], that of rank r at index r."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
@@ -64,7 +69,7 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
 
 
 def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """Sums shard r of [N, S] at rank r: [S]."""
+    """Sums x [N, S] over ranks, and returns at rank r the shard r of the sum, [S]."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for tile, total in _sums_of_shard(mail, where, x_ref):
@@ -74,7 +79,7 @@ def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: 
 
 
 def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """Sends shard r of [N, S] to rank r; returns [N, S] by source."""
+    """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
@@ -89,7 +94,7 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
 
 
 def _sums_of_shard(mail: Mail, where: Sequence[Any], x_ref: Any) -> Iterator[tuple[Any, jax.Array]]:
-    """Sends every rank its shard; yields this rank's tiles and their sums as they arrive."""
+    """Sends every rank its shard of x; yields (slice, sum) for each tile of this rank's shard."""
     for slot, tile in enumerate(where):
         mail.post(slot, [tiles.load(mail.channels, x_ref.at[peer, tile]) for peer in mail.peers])
     mail.stage(1)
@@ -98,7 +103,7 @@ def _sums_of_shard(mail: Mail, where: Sequence[Any], x_ref: Any) -> Iterator[tup
 
 
 def _store_what_arrives(mail: Mail, where: Sequence[Any], x: jax.Array, out_ref: Any) -> None:
-    """Stores each peer's tiles at the index of that peer."""
+    """Receives the tiles that each peer sends, and stores them to out_ref[peer]."""
     for slot, tile in enumerate(where):
         parts = mail.collect(slot, (tile.size,), x.dtype, exact=True)
         for peer, part in zip(mail.peers, parts, strict=True):
@@ -115,11 +120,13 @@ def _call(
     slots_per_tile: int,
     name: str,
 ) -> jax.Array:
-    """Runs `body` on a worker's mail, its tiles of the last axis, and the refs of x and the result.
+    """Runs a collective's kernel over the low-latency protocol, and returns its result.
 
-    The last axes of x and of `shape`, the result's, have the same size: whole vectors of 16 bytes,
-    and at least one tile. Every worker has the same number of tiles: some share the last one, which
-    is moved back to end with the axis, and write the same values.
+    `body` is called with a worker's `Mail`, the slices of the last axis that are its tiles, and
+    references to x and the result, which has the given shape. The last axes of x and of the result
+    have the same size: whole vectors of 16 bytes, and at least one tile. Every worker has the same
+    number of tiles. Some workers share the last tile, which is moved back so that it ends with the
+    axis; they write the same values.
     """
     size, tile = shape[-1], tile_length(x.dtype)
     num_tiles = pl.cdiv(pl.cdiv(size, tile), plan.num_workers)

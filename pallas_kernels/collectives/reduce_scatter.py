@@ -10,9 +10,10 @@ from pallas_kernels.fabric.tiles import Plan, Tiles
 
 
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
-    """Sums shard r of [N, S] floating at rank r, in float32. Stacked: [N, N, S] -> [N, S].
+    """Sums x [N, S] floating over ranks, and returns at rank r the shard r of the sum, [S].
 
-    The sum is taken in rank order and rounded once.
+    The sum is taken in float32 and rank order, and rounded once. With stacked ranks, [N, N, S]
+    becomes [N, S].
     """
     (size,) = x.shape[-1:]
 

@@ -1,1 +1,1 @@
-"""Kernels of dispatch and combine."""
+"""GPU kernels of dispatch and combine, and of their gradients."""

@@ -1,17 +1,17 @@
-"""Combine: partial sums next to the experts, one row per (token, rank) back to the token's owner.
+"""Combine: sums rows next to the experts, and sends one row per (token, rank) to the token's owner.
 
-Each block has a range of tokens of every owner, a step of a few tokens at a time, and three
-warpgroups:
+The owner of a token is the rank whose token it is. Block b of every rank handles the same range of
+tokens of every owner, a step of a few tokens at a time, with three warpgroups:
 
   scout    finds the rows of each (owner, token) and fetches them into a ring in shared memory;
-  summer   sums them in float32, weighted, and puts the sum into the owner's receive buffer,
-           rounded to the rows' dtype, or to a narrower one with a scale for every 128 values;
-  owner    waits until every rank has put this step's sums, adds them in rank order, and writes
-           the result.
+  summer   sums these rows in float32, weighted, and puts the sum into the owner's receive buffer,
+           rounded to the rows' dtype, or quantized with a scale for every 128 values;
+  owner    waits until every rank has put the sums of a step for this rank's tokens, adds them in
+           rank order, and writes the result.
 
 The receive buffer is a ring of steps: a summer may put step i into a peer's receive buffer once the
-peer's owner has read step i - plan.receive_steps of it. A rank's last wait is for the last sums
-meant for it, and peers send nothing that is not waited for, so no rank leaves early.
+peer's owner warpgroup has read step i - plan.receive_steps. A rank ends only after the last sums
+sent to it have arrived, and peers send nothing that is not waited for.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Tiling, Window
 
-# What a slot of the ring holds. A sum of one row is both first and last.
+# Bits of the kind of a slot: the first and the last row of a sum (a sum of one row is both), a sum
+# without a row, and the end of a step.
 _FIRST, _LAST, _NO_ROW, _END_OF_STEP = 1, 2, 4, 8
 
-_PUT, _READ = 0, 1  # channels: a step's sums are in the receive buffer; a step's sums were read
+_PUT, _READ = 0, 1  # channels: a step's sums are in the receive buffer; a step's sums are read
 
 
 def combine(
@@ -51,25 +52,25 @@ def combine(
     by_rank: bool = False,
     wire_dtype: Any = None,
 ) -> jax.Array:
-    """Weighs rows, sums them, and sends the sums back to the tokens' owners.
+    """Multiplies rows by their weights, sums them by token, and returns the sums to their owners.
 
-    Stacked ranks: every array has a leading rank axis.
+    With stacked ranks, every array has a leading axis of N.
 
     Args:
       y: [R, H]; H · itemsize a multiple of 128 bytes.
-      topk_weights: [T, K] float32, or None for a plain sum.
+      topk_weights: [T, K] float32, or None for a sum without weights.
       topk_idx: [T, K] int32.
-      rows: [N, T, K] int32, from the dispatch: the row of each choice or, `by_rank`, its local
-        expert; less than 0 where the choice is of another rank's expert.
+      rows: [N, T, K] int32, a result of the dispatch: the row of each choice or, with `by_rank`,
+        its local expert; less than 0 where the choice is of another rank's expert.
       fabric: how ranks reach each other.
       plan: number of blocks, depth of the ring and of the receive buffer.
       num_experts: E.
-      by_rank: whether y has one row for each (owner, token), at owner · T + token.
+      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
       wire_dtype: None; or float8_e4m3fn, in which sums are sent, with a scale for every 128
         values; then H is a multiple of 512.
 
     Returns:
-      [T, H], y's dtype.
+      The sum of each of this rank's tokens, [T, H] of y's dtype.
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead = rows.shape[:-3]
@@ -112,7 +113,7 @@ def combine(
 
 @dataclasses.dataclass(frozen=True)
 class _Combine:
-    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
+    """The kernel of `combine`: its static arguments, and the warpgroups' code."""
 
     num_ranks: int
     num_tokens: int
@@ -143,7 +144,7 @@ class _Combine:
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """What peers reach: the weights, which they read, and the receive buffer."""
+        """The indices of the buffers that peers reach: weights, if any, and the receive buffer."""
         num_operands = 4 if self.weighted else 3
         received = range(num_operands + 1, num_operands + 1 + len(self.parts))
         return (*((3,) if self.weighted else ()), *received)
@@ -203,7 +204,7 @@ class _Combine:
             self._receive(topk_idx, received, out, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """This block's first token, the end of its tokens, and the number of its steps."""
+        """Returns this block's first token, the end of its tokens, and the number of its steps."""
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         step_tokens = jnp.int32(self.plan.step_tokens)
         return first, first + count, lax.div(count + (step_tokens - 1), step_tokens)
@@ -255,7 +256,7 @@ class _Combine:
                         used = lax.cond(held[choice], fetch, lambda used: used, used)
                         seen = seen + held[choice].astype(jnp.int32)
 
-                    def put_zeros(used):  # the owner expects a sum, but every row was dropped
+                    def put_zeros(used):  # the owner waits for a sum, but all its rows were dropped
                         slot = ring.open(used, _FIRST | _LAST | _NO_ROW, owner, step_token)
                         plgpu.barrier_arrive(ring.full.at[slot])
                         return used + 1
@@ -282,7 +283,7 @@ class _Combine:
 
     def _sum_and_put(self, received, ring, *, slot_weights, sums, sent=None, **_):
         fabric, lag = self.fabric, self.plan.store_lag
-        held = lag if sent is None else 0  # slots that wait for what was put from them
+        held = lag if sent is None else 0  # slots that puts may still be reading
         rank, block = fabric.rank(), lax.axis_index("block")
         num_steps = self._range()[2]
 
@@ -313,7 +314,7 @@ class _Combine:
                 if sent is None:
                     parts = [ring.rows.at[slot, pl.ds(0, self.hidden)]]
                 else:
-                    # A place that no put still reads.
+                    # No put reads this place of the ring of quantized sums any more.
                     place = lax.rem(used, jnp.int32(lag + 1))
                     parts = self._quantized(ring.rows, slot, sums, sent, place, as_it_is)
                 for part, ref, (columns, _) in zip(parts, received, self.parts, strict=True):
@@ -334,7 +335,7 @@ class _Combine:
                 lambda state: state[2], take_slot, (used, step, jnp.bool_(True))
             )
 
-            # The sums of the step before have arrived once only slots of this one are under way.
+            # Once only puts of this step are under way, the sums of the step before have arrived.
             @pl.when(step > 0)
             def _():
                 lax.cond(
@@ -358,9 +359,9 @@ class _Combine:
         ring.free_last(used, held)
 
     def _add(self, slots, slot, kind, weight, sums, *, quantized_next):
-        """sums (+)= weight * slots[slot], row by row of a token.
+        """Adds weight * slots[slot] to `sums`, or begins a new sum if the row is its first.
 
-        The last sum stays in `sums` if it is quantized next, and else goes into the slot.
+        A sum's last row leaves the sum in `sums` if it is quantized next, and else in the slot.
         """
         fabric, tiling = self.fabric, self.tiling
 
@@ -394,7 +395,10 @@ class _Combine:
         lax.fori_loop(0, tiling.num_tiles, add_tile, None)
 
     def _quantized(self, slots, slot, sums, sent, place, as_it_is):
-        """Quantizes the slot's row if it is sent as it is, else the sum: the parts, at `place`."""
+        """Quantizes a sum into the ring `sent` at `place`, and returns its parts there.
+
+        The sum is the slot's row if that is sent as it is, and else `sums`.
+        """
         fabric = self.fabric
         columns, parts = pl.ds(0, self.hidden), [part.at[place] for part in sent]
         lax.cond(
@@ -402,7 +406,7 @@ class _Combine:
             lambda: quantized_rows.quantize_row(fabric, slots.at[slot, columns], *parts),
             lambda: quantized_rows.quantize_row(fabric, sums.at[columns], *parts),
         )
-        plgpu.commit_smem()  # all have read the row or the sum, and the puts see the parts
+        plgpu.commit_smem()  # all threads have read the row or the sum; puts see the parts
         return parts
 
     def _receive(self, topk_idx, received, out, *, out_row, **_):
@@ -464,7 +468,7 @@ class _Combine:
             tokens = jnp.minimum(end_token - first_token - step * step_tokens, step_tokens)
             lax.fori_loop(0, tokens, receive_token, None)
 
-            # Only what a peer will wait for: it puts step `step + receive_steps` next into here.
+            # Signal only if peers will wait for it: they put step `step + receive_steps` here next.
             @pl.when(step + self.receive_steps < num_steps)
             def _():
                 fabric.signal(_READ, step + 1)

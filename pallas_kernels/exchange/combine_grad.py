@@ -1,19 +1,20 @@
-"""The gradient of a weighted combine, of the rows and of the weights, in one pass over the rows.
+"""The gradient of a weighted combine, for rows and weights, in one pass over the rows.
 
-Each block has a range of tokens of every owner, and three warpgroups:
+The owner of a token is the rank whose token it is. Block b of every rank handles the same range of
+tokens of every owner, with three warpgroups:
 
   scout    finds the rows of each (owner, token), and fetches the token's cotangent from its owner
-           and the rows of y, each into a ring in shared memory; of dropped choices it writes zeros
-           to the owner's dweights;
-  weigher  multiplies a cotangent with each of its rows: the sum over the columns goes to the
-           owner's dweights, and the cotangent times the weight takes the row's place in the ring
-           and goes to its place in dy;
-  filler   writes zeros to the rows of dy that receive nothing, and to dweights where this rank's
+           into one ring in shared memory and the rows of y into another; for a dropped choice it
+           writes zero to the owner's dweights;
+  weigher  multiplies a cotangent with each of its rows. The sum of the product over the columns
+           goes to the owner's dweights. The cotangent times the weight replaces the row in the ring
+           and is put to its row of dy;
+  filler   writes zeros to the rows of dy that have no token, and to dweights where this rank's
            choices are of no expert.
 
 A cotangent crosses the link once per (token, rank), read by the rank that needs it. Every rank
 knows the routes, so a block waits for its peers only at its end: it signals that it has read their
-memory and written its part of their results, and waits for the same signal of each.
+memory and written its part of their results, and waits for the same signal of each peer.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from pallas_kernels.fabric.plan import LANES, Plan, Window, pad_last, vector_len
 
 _DONE = 0  # channel, signalled once
 
-# What a slot of the ring of rows holds: the first or the last row of a cotangent, or both or none.
+# Bits of the kind of a slot of the ring of rows: the first and the last row of a cotangent (both
+# may be set), and the end of a window.
 _FIRST, _LAST, _END_OF_WINDOW = 1, 2, 4
 
 
@@ -55,24 +57,27 @@ def combine_grad(
     plan: Plan,
     expert_alignment: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cotangents of y and of the weights. Stacked ranks: every array has a leading rank axis.
+    """Computes the cotangents of a weighted combine's rows y and of its weights.
+
+    With stacked ranks, every array has a leading axis of N.
 
     Args:
       g: [T, H], the cotangent of the combine's result; H · itemsize a multiple of 128 bytes.
       topk_weights: [T, K] float32.
       y: [R, H], of g's dtype.
       topk_idx: [T, K] int32.
-      rows: [N, T, K] int32, from the dispatch: the row of each choice, or less than 0 if it has
-        none here; one that is not less than R was dropped.
-      counts: [N, E] int32: every rank's choices of each expert.
+      rows: [N, T, K] int32, a result of the dispatch: the row of each choice, or less than 0 where
+        the choice is of another rank's expert; a row of R or more was dropped.
+      counts: [N, E] int32, how many choices of each rank are of each expert.
       fabric: how ranks reach each other.
       plan: number of blocks, and depth of the two rings.
-      expert_alignment: each expert's block starts at a multiple of this.
+      expert_alignment: the rows of each expert start at a multiple of this.
 
     Returns:
-      dy [R, H], y's dtype: the weight times the cotangent, in float32 and rounded once; zero in
-      rows that receive nothing. dweights [T, K] float32: the product of cotangent and row, summed
-      in one fixed order; zero for choices of no expert and dropped ones.
+      dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
+      zero in rows without a token. dweights [T, K] float32: the inner product of cotangent and row,
+      summed in an order that is the same on every run; zero for choices that are of no expert or
+      were dropped.
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, flat = rows.shape[:-3], num_tokens * top_k
@@ -117,7 +122,7 @@ def combine_grad(
 
 @dataclasses.dataclass(frozen=True)
 class _CombineGrad:
-    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
+    """The kernel of `combine_grad`: its static arguments, and the warpgroups' code."""
 
     num_tokens: int
     hidden: int
@@ -171,7 +176,7 @@ class _CombineGrad:
             self._fill(g, topk_idx, counts, dy, dweights, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array]:
-        """This block's first token, and the end of its tokens."""
+        """Returns this block's first token, and the end of its tokens."""
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
         return first, first + count
 
@@ -180,7 +185,7 @@ class _CombineGrad:
         return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
 
     def _owner(self, i: jax.Array | int) -> jax.Array:
-        """The i-th rank in this block's order."""
+        """Returns the i-th rank in the order in which this block handles owners."""
         offset = fb.first_peer(self.fabric)
         return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
 
@@ -252,7 +257,10 @@ class _CombineGrad:
                 yield owner, fabric.peer(weights, owner)
 
         def multiply(slot, g_slot, weight):
-            """Writes row * g to the sums, and weight * g in place of the slot's row."""
+            """Multiplies a cotangent with a row and with a weight, both from slots.
+
+            Writes partial sums of row * cotangent to `sums`, and weight * cotangent over the row.
+            """
             vector = vector_length(self.dtype)
             size = LANES * vector
             total: Any = None
@@ -262,7 +270,7 @@ class _CombineGrad:
                 cotangent = cotangent.astype(jnp.float32)
                 row = fb.load(fabric, ring.rows.at[slot, columns], vector).astype(jnp.float32)
                 product = cotangent * row
-                if first + size > self.hidden:  # nothing was fetched past the row
+                if first + size > self.hidden:  # shared memory past the row's end was not written
                     inside = fb.iota(fabric, size, vector) < self.hidden - first
                     product = jnp.where(inside, product, jnp.zeros_like(product))
                 total = product if total is None else total + product
@@ -302,7 +310,7 @@ class _CombineGrad:
 
         def weigh_window(index, used):
             entry = (first_token + index * window.tokens) * self.top_k
-            # The end of the window before this one was a rendezvous of this warpgroup.
+            # The last slot of the window before ended in a barrier of this warpgroup.
             start = open_window(fabric, window, entry, (window_weights, sources()), in_use=False)
             *used, _ = lax.while_loop(
                 lambda state: state[2],
@@ -315,8 +323,8 @@ class _CombineGrad:
         used, _ = lax.fori_loop(0, self._num_windows(), weigh_window, (zero, zero))
         plgpu.wait_smem_to_gmem(0)
         ring.free_last(used, lag)
-        # The scout has read all that it wants of peers, and what it wrote to them was written
-        # before the last end of a window.
+        # All rows that the scout read from peers have arrived here, and it wrote to peers before it
+        # marked the end of the last window.
         fabric.stage(1)
         fabric.signal(_DONE, 1)
         fabric.stage(2)

@@ -1,16 +1,16 @@
-"""Dispatch: every rank puts its rows straight into their final places at the peers.
+"""Dispatch into the expert-major layout: every rank puts its rows into their final places at peers.
 
-Each block has a range of tokens, the same on every rank, and three warpgroups:
+Block b of every rank handles the same range of tokens, with three warpgroups:
 
-  sender    reads the peers' counts, computes the rows of each token, puts it into its first row at
-            every rank that gets it, and puts the list of all its rows to that rank, too;
-  receiver  waits for a step of tokens, and copies those that several experts of this rank get
-            from their first row to the others;
-  filler    writes zeros to the rows of this rank's receive buffer that receive nothing.
+  sender    reads the counts of all ranks, computes the rows of each token, and puts the token into
+            the first of its rows at every rank that gets it, with a list of all its rows there;
+  receiver  waits for each step of tokens, and copies a token that several experts of this rank get
+            from its first row to its other rows;
+  filler    writes zeros to the rows of this rank's output that receive no token.
 
-So a row crosses the link once per (token, rank) and is fanned out in local memory; there is no
-staging buffer. No rank leaves early: its last wait is for the last rows meant for it, and what a
-peer reads of its inputs is read before that peer's last signal.
+So a row crosses the link once per (token, rank) and is fanned out in local memory, with no staging
+buffer. A rank ends only after the last rows sent to it have arrived. What a peer reads of this
+rank's inputs, it reads before its own last signal, so that memory is free when the kernel ends.
 """
 
 from __future__ import annotations
@@ -49,25 +49,30 @@ def dispatch(
     expert_alignment: int,
     wire_dtype: Any = None,
 ) -> tuple[Any, ...]:
-    """Computes the routes and sends the rows. Stacked ranks: every array has a leading rank axis.
+    """Computes the routes of a dispatch and sends the rows, in one kernel.
+
+    With stacked ranks, every array has a leading axis of N.
 
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
-      counts: [E] int32: this rank's choices of each expert. None: the kernel counts them, which one
-        block of it does while the others wait, so for few tokens alone.
+      counts: [E] int32, how many of this rank's choices are of each expert. If None, one block of
+        the kernel counts them while the others wait, which is fast only for few tokens.
       num_experts: E.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
-      expert_alignment: each expert's block starts at a multiple of this.
-      wire_dtype: None; or float8_e4m3fn, in which the rows travel and arrive, with a scale for
+      expert_alignment: the rows of each expert start at a multiple of this.
+      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
         every 128 values; then H is a multiple of 512.
 
     Returns:
-      tokens [R, H], or with a wire_dtype two of them, (rows [R, H], scales [R, H / 128]);
-      rows [N, T, K] int32, counts [N, E] int32 of all ranks, and the layout of tokens, all int32:
-      group_sizes [L], expert_counts [L], num_dropped [1], rows_needed [1].
+      A tuple of seven: tokens [R, H], or with a wire_dtype (rows [R, H], scales [R, H / 128]);
+      rows [N, T, K] int32, the row on this rank of each choice of each source rank, and -1 where
+      the choice is of another rank's expert; counts [N, E] int32 of all ranks; group_sizes [L]
+      int32, rows of each local expert's group with padding; expert_counts [L] int32, without
+      padding; num_dropped [1] int32, rows that did not fit; rows_needed [1] int32, the capacity
+      that would hold all.
     """
     if counts is not None and counts.dtype != jnp.int32:
         raise TypeError(f"counts must be int32, but has dtype {counts.dtype}.")
@@ -103,9 +108,10 @@ def dispatch_like(
     expert_alignment: int,
     wire_dtype: Any = None,
 ) -> Payload:
-    """Sends x [T, H] along known routes, rows [N, T, K] and counts [N, E]: tokens [R, H].
+    """Sends x [T, H] along the routes of an earlier dispatch, and returns its tokens.
 
-    The arguments and tokens are those of `dispatch`.
+    `rows` [N, T, K] and `counts` [N, E] are results of `dispatch`; the other arguments and the
+    result are those of `dispatch` too.
     """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
@@ -121,7 +127,7 @@ def dispatch_like(
 
 @dataclasses.dataclass(frozen=True)
 class _Dispatch:
-    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
+    """The kernel of `dispatch` and `dispatch_like`: static arguments, and the warpgroups' code."""
 
     top_k: int
     routes_known: bool
@@ -173,7 +179,7 @@ class _Dispatch:
         return self.sender.wire_dtype is not None
 
     def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Splits results into the parts of received rows, and all others."""
+        """Splits the kernel's results into the parts of received rows, and all others."""
         num_parts = len(self.sender.parts)
         return results[:num_parts], results[num_parts:]
 
@@ -202,7 +208,7 @@ class _Dispatch:
         copies, ranks, sender = self.plan.num_copy_slots, self.fabric.num_ranks, self.sender
         types: dict[str, Any] = {}
         if not self.routes_known:
-            # Where each expert's next row goes; one entry more, for choices of no expert.
+            # The next row of each expert. Entries after the last expert take choices of none.
             types["next_rows"] = plgpu.SMEM((self.expert_rows.count_width + LANES,), jnp.int32)
         return dict(
             **types,
@@ -219,7 +225,7 @@ class _Dispatch:
     def __call__(self, *refs: Any, laid_out: Any, connected: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         fabric, sender = self.fabric, self.sender
-        tokens: Any  # the parts of what arrives
+        tokens: Any  # the parts of the received rows
         layout: Any = ()
         if self.routes_known:
             x, rows, counts, *tokens = refs
@@ -270,18 +276,21 @@ class _Dispatch:
 
         @pl.when(warpgroup == 1)
         def _receiver():
-            if not self.routes_known:  # the sender has enough to do
+            if not self.routes_known:  # connects here, to leave the sender less to do
                 fabric.connect()
                 plgpu.barrier_arrive(connected)
             self._receive(rows, tokens, **scratch)
 
     def _fetch_counts(self, counts, **scratch):
-        """Starts to load all ranks' counts, from this rank's copy."""
+        """Starts to load the counts of all ranks, [N, E], from this rank's memory."""
         sources = [(peer, self.fabric.mine(counts).at[peer]) for peer in self.sender.peers()]
         self.expert_rows.fetch_counts(sources, **scratch)
 
     def _send_counts(self, choices, counts, /, *, next_rows, **_):
-        """Block 0 sends every rank this rank's choices of each expert, counted first if need be."""
+        """Sends every rank, from block 0, this rank's number of choices of each expert.
+
+        Counts the choices first if `counts` is None.
+        """
         fabric, width = self.fabric, self.expert_rows.count_width
 
         @pl.when(lax.axis_index("block") == 0)
@@ -297,14 +306,18 @@ class _Dispatch:
                 fabric.send_words(fabric.mine(counts))
 
     def _sources(self, choices):
-        """What the sender reads: the rows of its tokens at every peer, or its own choices."""
+        """Returns what the sender reads routes from.
+
+        With known routes these are each peer's rows of this rank's tokens, else this rank's choices
+        of experts.
+        """
         fabric = self.fabric
         if not self.routes_known:
             return [fabric.mine(choices)]
         return [fabric.peer(choices, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
 
     def _count_earlier(self, choices, /, *, next_rows, **_):
-        """Counts the choices of each expert by tokens of the blocks before, in `next_rows`."""
+        """Counts in `next_rows` how often the tokens of earlier blocks choose each expert."""
         fb.clear(next_rows, self.expert_rows.count_width)
         self.fabric.barrier()
         end = jnp.minimum(self.sender.range()[0], self.sender.num_tokens) * self.top_k
@@ -312,7 +325,7 @@ class _Dispatch:
         self.fabric.barrier()
 
     def _count(self, choices, end, bins):
-        """Adds the first `end` of this rank's choices to the count of each expert."""
+        """Adds the first `end` of this rank's choices to `bins`, which counts them by expert."""
         fabric, num_choices = self.fabric, self.sender.window.total
         width = min(_COUNTED, num_choices // LANES * LANES)
 
@@ -327,14 +340,14 @@ class _Dispatch:
         lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
 
     def _known_rows(self, entry, peers, *, choices, **_):
-        """The row of each choice at each peer, [N][K], of known routes."""
+        """Reads, from known routes, the row of each choice of a token at each peer: [N][K]."""
         entries = [entry + choice for choice in range(self.top_k)]
         return [[choices[peer, e] for e in entries] for peer in peers]
 
     def _new_rows(self, entry, peers, *, choices, next_rows, **_):
-        """The row of each choice at each peer, [N][K]; counts this token in `next_rows`."""
+        """Computes the row of each choice of a token at each peer, [N][K]; advances `next_rows`."""
         of_experts = self.expert_rows
-        # Read where each expert's next row goes, all threads, then count this token's choices.
+        # All threads read each expert's next row before any counts this token's choices.
         experts = [choices[0, entry + choice] for choice in range(self.top_k)]
         valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]
         experts = [
@@ -362,7 +375,7 @@ class _Dispatch:
         ]
 
     def _first_place(self, rows, i):
-        """The first of a token's rows at a peer that is not dropped, or NOWHERE."""
+        """Returns the first of a token's rows at a peer that is not dropped, or NOWHERE."""
         del i
         place = jnp.int32(fb.NOWHERE)
         for row in reversed(rows):
@@ -396,14 +409,17 @@ class _Dispatch:
             plgpu.barrier_wait(copy_full.at[slot])
             if self.quantized:
                 lax.cond(
-                    i + num_copies <= count,  # as many were begun after this one, but for the last
+                    i + num_copies <= count,  # if so, num_copies - 1 copies were begun after this
                     lambda: short_copies.wait(fabric, num_copies - 1),
                     lambda: short_copies.wait(fabric, 0),
                 )
             self._put_copies(i, slot, tokens, step_copies, copies)
 
         def receive_step(step, begun):
-            """Copies a step's rows, of which the first goes into slot `begun` modulo the slots."""
+            """Copies a step's rows to their further places; returns how many have been copied.
+
+            `begun` rows were copied in earlier steps; the next slot is `begun` modulo the slots.
+            """
             fabric.wait(PUT, step + 1, "dispatch")
             fabric.stage(2)
             fabric.async_fence()
@@ -431,16 +447,17 @@ class _Dispatch:
         lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
-        def _():  # nothing comes, but peers may still be reading this rank's counts
+        def _():  # no token is received, but peers may still be reading this rank's counts
             fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
 
     def _list_copies(self, step, first_token, num_tokens, rows, step_rows, step_copies):
-        """Lists the rows of a step that go to several places here, and returns their count.
+        """Lists the tokens of a step that have several rows on this rank; returns their count.
 
-        step_copies[:count] are the places of each, the first of which already has the row. The
-        block has `num_tokens` tokens from `first_token` on of every rank.
+        step_copies[:count, :K] becomes the rows of each, NOWHERE for choices without one. The first
+        of them has already been received. The block handles `num_tokens` tokens of every source
+        rank, from `first_token` on.
         """
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
@@ -458,7 +475,7 @@ class _Dispatch:
                     places.append(jnp.where(here, row, fb.NOWHERE))
                     held = held + here.astype(jnp.int32)
                 for choice, place in enumerate(places):
-                    step_copies[count, choice] = place  # stays if the next one is counted on
+                    step_copies[count, choice] = place  # overwritten unless `count` is raised below
                 count = count + (held > 1).astype(jnp.int32)
             return count
 
@@ -468,7 +485,7 @@ class _Dispatch:
         return count
 
     def _put_copies(self, i, slot, tokens, step_copies, copies):
-        """Puts the i-th listed row, which is in `slot`, to all of its places but the first."""
+        """Copies the i-th listed token, which is in `slot`, to all of its rows but the first."""
         fabric = self.fabric
         copied_from = step_copies[i, 0] >= 0
         for choice in range(1, self.top_k):

@@ -1,7 +1,7 @@
-"""The layout of expert-major rows: where each expert's rows lie, and zeros where there are none.
+"""The expert-major layout within a kernel: where each expert's rows lie, and zeros in the gaps.
 
-Both follow from how often each rank chose each expert. Every thread block computes the layout for
-itself, in one warpgroup; another may write the zeros.
+The layout follows from how often each rank chose each expert. One warpgroup of every thread block
+computes it; another may write the zeros.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from pallas_kernels.fabric.plan import Plan, Tiling
 
 @dataclasses.dataclass(frozen=True)
 class ExpertRows:
-    """Computes the layout and fills in zeros: its methods are steps of a kernel.
+    """Computes the expert-major layout and fills its gaps; its methods are steps of a kernel.
 
-    `scratch` is the scratch memory of that kernel, `scratch_types` what it must hold.
+    The kernel has the scratch that `scratch_types` returns, and passes it to the methods by name.
 
     Attributes:
       fabric: how ranks reach each other.
       plan: number of blocks.
       num_experts: E.
       capacity: R.
-      alignment: each expert's block starts at a multiple of this.
-      count_dtype: the dtype of the counts that are fetched.
+      alignment: the rows of each expert start at a multiple of this.
+      count_dtype: the dtype of the counts.
       parts: columns and dtype of each part of a row.
+      fetched: whether counts are loaded from this rank's memory, or received from peers.
     """
 
     fabric: fb.Fabric
@@ -43,7 +44,7 @@ class ExpertRows:
     alignment: int
     count_dtype: Any
     parts: Sequence[tuple[int, Any]]
-    fetched: bool = True  # whether the counts are read from this rank's memory, or come from peers
+    fetched: bool = True
 
     @property
     def num_local_experts(self) -> int:
@@ -51,7 +52,7 @@ class ExpertRows:
 
     @property
     def count_width(self) -> int:
-        """Entries of the counts that are fetched: E, padded."""
+        """Entries of a rank's counts in memory: E, padded to whole vectors."""
         return count_width(self.num_experts)
 
     def scratch_types(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class ExpertRows:
         return dict(
             all_counts=plgpu.SMEM((ranks, width), self.count_dtype),
             scan=plgpu.SMEM((2 * width,), jnp.int32),
-            block_ends=plgpu.SMEM((2, width), jnp.int32),  # of each expert's rows, and padded
+            block_ends=plgpu.SMEM((2, width), jnp.int32),  # ends without and with padding
             zeros=[plgpu.SMEM((Tiling.of(columns, t).padded,), t) for columns, t in self.parts],
             counts_full=plgpu.Barrier(num_arrivals=ranks if self.fetched else 1),
         )
@@ -67,12 +68,12 @@ class ExpertRows:
     def fetch_counts(
         self, sources: Sequence[tuple[Any, Any]], *, all_counts: Any, counts_full: Any, **_: Any
     ) -> None:
-        """Starts to load all ranks' counts; a source is a rank and its counts [E]."""
+        """Starts to load all ranks' counts; `sources` pairs each rank with its counts [E]."""
         for rank, source in sources:
             plgpu.copy_gmem_to_smem(source, all_counts.at[rank], counts_full, oob_mode=fb.IN_BOUNDS)
 
     def receive_counts(self, *, all_counts: Any, counts_full: Any, **_: Any) -> None:
-        """Waits for every rank's choices of each expert, as peers send them."""
+        """Receives every rank's number of choices of each expert."""
         self.fabric.receive_words(all_counts, "dispatch")
         plgpu.barrier_arrive(counts_full)
 
@@ -80,10 +81,11 @@ class ExpertRows:
         self, all_counts_ref: Any = None, *, all_counts: Any, counts_full: Any, scan: Any,
         block_ends: Any, next_rows: Any = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Computes where each expert's rows start and end at its rank.
+        """Computes where each expert's rows start and end on the expert's rank.
 
-        `next_rows` holds how many choices of each expert this rank makes before this block's; it
-        becomes the row of its first choice here. `all_counts_ref` [N, E] takes all counts.
+        On entry, `next_rows` has how many choices of each expert this rank's earlier blocks make;
+        it becomes the row of this block's first choice of each. Block 0 writes all counts to
+        `all_counts_ref` [N, E]. Either may be None.
         """
         fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
         num_ranks, rank = fabric.num_ranks, fabric.rank()
@@ -97,7 +99,7 @@ class ExpertRows:
         if self.alignment > 1:
             alignment = jnp.int32(self.alignment)
             sizes = lax.div(total + (alignment - 1), alignment) * alignment
-        # An inclusive scan over each rank's experts: `scan` holds zeros, then the sums so far.
+        # Inclusive scan over each rank's experts. `scan` is zeros, then the sums of the last round.
         local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
         fb.clear(scan, width)
         ends, shift = sizes, 1
@@ -129,7 +131,10 @@ class ExpertRows:
         self, group_sizes: Any, expert_counts: Any, num_dropped: Any, rows_needed: Any, *,
         block_ends: Any, **_: Any,
     ) -> None:  # fmt: skip
-        """Writes the layout of this rank's rows: see `dispatch.dispatch`."""
+        """Writes this rank's group_sizes, expert_counts, num_dropped and rows_needed, in block 0.
+
+        `dispatch.dispatch` describes these results.
+        """
         fabric, per_rank = self.fabric, self.num_local_experts
         first_expert = fabric.rank() * per_rank
 
@@ -150,7 +155,7 @@ class ExpertRows:
             fabric.mine(rows_needed)[0] = end
 
     def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
-        """Writes zeros to the rows of this rank that receive nothing; `tokens` has their parts."""
+        """Writes zeros to the rows of `tokens`, an array for each part, that receive no token."""
         plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
         for part in zeros:

@@ -1,8 +1,9 @@
-"""How the kernels of the exchange are spread over blocks and shared memory, and what they allocate.
+"""How the exchange's kernels are spread over blocks and shared memory, and what they allocate.
 
-A function named after a kernel gives its `Plan`. One that ends in `_workspace` gives the buffers
-that a call of the kernel allocates besides results that its caller keeps: name -> bytes per rank.
-The kernels take the shapes of these buffers from here.
+A function named after a kernel returns the kernel's `Plan`. A function whose name ends in
+`_workspace` returns the buffers that a call of the kernel allocates besides the results that its
+caller keeps: a dict from name to bytes per rank. The kernels take the shapes of these buffers from
+here.
 
 Nothing here imports Pallas or Mosaic, so sizes are known where kernels do not run.
 """
@@ -30,11 +31,11 @@ from pallas_kernels.fabric.plan import (
 Parts = list[tuple[int, jax.typing.DTypeLike]]
 
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
-_PADDING_BYTES = 16 * 1024  # of shared memory: what its pieces are aligned to, and barriers
+_PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
 _MAX_SLOTS = 16
 
-# The two regimes: up to this many tokens every microsecond counts, beyond it the link's bandwidth.
+# Up to this many tokens per rank, latency decides the time of a call; beyond, the link's bandwidth.
 FEW_TOKENS = 256
 _NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
 
@@ -42,19 +43,23 @@ _NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
 def padded_hidden(
     hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None = None
 ) -> int:
-    """Columns that the kernels need for H: whole 128-byte lines, and whole parts if quantized."""
+    """Returns H rounded up to what the kernels need, in columns.
+
+    A row must be whole lines of 128 bytes; a row that is quantized must be a multiple of
+    ROW_MULTIPLE columns.
+    """
     columns = _ROW_BYTES // jnp.dtype(dtype).itemsize
     return align_up(hidden, columns if wire_dtype is None else ROW_MULTIPLE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a kernel's input, and the form in which it is sent.
+    """The size of a row of a kernel's input, and of the form in which it is sent.
 
     Attributes:
-      hidden: H, padded.
-      dtype: of the input.
-      wire_dtype: what rows are quantized to before they are sent; None if they are not.
+      hidden: H, padded as `padded_hidden` says.
+      dtype: the input's dtype.
+      wire_dtype: the dtype that rows are quantized to before they are sent, or None.
     """
 
     hidden: int
@@ -74,12 +79,15 @@ class Row:
 
     @property
     def slot_bytes(self) -> int:
-        """Shared memory of a slot of a sender's ring: a quantized row has its input there too."""
+        """Bytes of shared memory of a slot of a sender's ring.
+
+        If rows are quantized, a slot holds the input row and the quantized row.
+        """
         wide = self.hidden * jnp.dtype(self.dtype).itemsize
         return wide if self.wire_dtype is None else wide + self.sent_bytes
 
     def room(self, words: int) -> int:
-        """Bytes of shared memory that so many words and a row of zeros leave."""
+        """Returns the bytes of shared memory next to `words` 32-bit words and a row of zeros."""
         zeros = sum(
             Tiling.of(columns, dtype).padded * jnp.dtype(dtype).itemsize
             for columns, dtype in self.parts
@@ -88,12 +96,13 @@ class Row:
 
 
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
-    """Whether every kernel of the exchange has the slots that it needs at these sizes.
+    """Returns whether all kernels of the exchange can run at these sizes.
 
-    And whether a rank's counts fit the words that ranks send each other.
+    Shared memory must hold the slots that each needs, and the words that a rank sends its peers
+    must suffice for its counts.
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
-    # A slot of a combine is free again once its row is summed, if sums have slots of their own.
+    # With a wire_dtype, a combine puts its sums from slots of their own, and needs fewer for rows.
     slots_of_combine = 3 if row.wire_dtype is None else 2
     return (
         count_width(num_experts) <= layout.MAX_WORDS
@@ -107,9 +116,10 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
 
 
 def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window]:
-    """The words that a sender, and those of a step that a receiver, holds in shared memory.
+    """Returns the windows of lists in shared memory: the sender's, and the receiver's of one step.
 
-    Both load from arrays [T * num_words], which are padded for the wider of the two.
+    A token has `num_words` words. Both windows are of flat arrays [T * num_words], which are padded
+    for the wider of the two.
     """
     both = [
         Window.of(tokens, plan, num_tokens, num_words)
@@ -121,12 +131,12 @@ def windows(plan: Plan, num_tokens: int, num_words: int) -> tuple[Window, Window
 
 
 def count_width(num_experts: int) -> int:
-    """E, padded to whole vectors of a warpgroup: entries of an array of counts."""
+    """Returns the entries of an array of counts: E, padded to whole vectors of a warpgroup."""
     return align_up(num_experts, LANES)
 
 
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int) -> int:
-    """int32 words of routes, lists and counts that a dispatch holds in shared memory."""
+    """Returns the int32 words of routes, lists and counts that a dispatch has in shared memory."""
     choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
     lists = (_MAX_SLOTS + 2) * num_ranks * top_k
     counts = (5 + num_ranks) * count_width(num_experts) + LANES
@@ -142,9 +152,9 @@ def dispatch(
     num_experts: int,
     num_blocks: int | None = None,
 ) -> Plan:
-    """The plan of `dispatch.dispatch` and `dispatch.dispatch_like` of T tokens of K choices.
+    """Returns the plan of `dispatch.dispatch` and `dispatch.dispatch_like`.
 
-    `num_blocks`: how many thread blocks to use at most; None for those measured to be fastest.
+    `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
     in_ring = row.room(words) // row.slot_bytes
@@ -171,7 +181,10 @@ def dispatch_workspace(
     top_k: int,
     num_experts: int,
 ) -> dict[str, int]:
-    """What `dispatch.dispatch` allocates: the routes; the padded counts, if XLA counts."""
+    """Returns the bytes that `dispatch.dispatch` allocates, by name of the buffer.
+
+    These are the routes and, beyond FEW_TOKENS tokens, the counts, which XLA then makes.
+    """
     entries = windows(plan, num_tokens, top_k)[0].total
     counts = count_width(num_experts)
     return {
@@ -183,9 +196,10 @@ def dispatch_workspace(
 def rank_dispatch(
     row: Row, *, num_tokens: int, num_ranks: int, list_words: int, num_blocks: int | None = None
 ) -> Plan:
-    """The plan of `rank_dispatch.rank_dispatch`, which copies nothing after it has arrived.
+    """Returns the plan of `rank_dispatch.rank_dispatch`.
 
-    `list_words`: K; or 2 K if weights are sent with the choices. `num_blocks`: as in `dispatch`.
+    `list_words` is K, or 2 K if weights are sent with the choices. `num_blocks` is the most thread
+    blocks to use; None is the number measured to be fastest.
     """
     choices = align_up(_WINDOW_TOKENS * list_words, LANES)
     choices += num_ranks * align_up(2 * list_words, LANES)
@@ -203,7 +217,7 @@ def rank_dispatch(
 def rank_dispatch_workspace(
     plan: Plan, *, num_tokens: int, num_ranks: int, list_words: int
 ) -> dict[str, int]:
-    """What `rank_dispatch.rank_dispatch` allocates: the lists."""
+    """Returns the bytes that `rank_dispatch.rank_dispatch` allocates, by name: its lists."""
     entries = windows(plan, num_tokens, list_words)[0].total
     return {"routes": WORD_BYTES * num_ranks * entries}
 
@@ -212,9 +226,10 @@ def rank_dispatch_workspace(
 
 
 def _combine_slots(row: Row, num_ranks: int, top_k: int) -> int:
-    """Rows that a combine has room for in shared memory, besides a sum, a result and the routes.
+    """Returns how many rows of y a combine's ring has room for in shared memory.
 
-    With a wire_dtype, also besides the quantized sums that are being sent: see `_sums_under_way`.
+    The rest holds a sum, a result, the routes and, with a wire_dtype, the quantized sums that are
+    being put: `_sums_under_way` and one more.
     """
     itemsize = jnp.dtype(row.dtype).itemsize
     columns = Tiling.of(row.hidden, row.dtype).padded
@@ -229,14 +244,17 @@ def _combine_slots(row: Row, num_ranks: int, top_k: int) -> int:
 
 
 def _sums_under_way(slots: int) -> int:
-    """The puts of a combine that may not have been read from shared memory yet."""
+    """Returns how many puts of a combine may still be reading shared memory at a time."""
     return slots // 3
 
 
 def combine(
     row: Row, *, num_tokens: int, num_ranks: int, top_k: int, num_blocks: int | None = None
 ) -> Plan:
-    """The plan of `combine.combine` for T tokens of K choices. `num_blocks`: as in `dispatch`."""
+    """Returns the plan of `combine.combine`.
+
+    `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
+    """
     slots = _combine_slots(row, num_ranks, top_k)
     return Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
@@ -251,7 +269,10 @@ def combine(
 def combine_receive_buffer(
     plan: Plan, row: Row, *, num_tokens: int, num_ranks: int
 ) -> list[jax.ShapeDtypeStruct]:
-    """The arrays that peers put their sums into: [blocks, steps, N, step tokens, columns] each."""
+    """Returns the types of the arrays that peers put their sums into.
+
+    There is one array for each part of a row, [blocks, steps, N, tokens of a step, columns].
+    """
     steps = min(plan.receive_steps, plan.steps_per_block(num_tokens))
     sums = (plan.num_blocks, steps, num_ranks, plan.step_tokens)
     padded = dataclasses.replace(row, hidden=Tiling.of(row.hidden, row.dtype).padded)
@@ -259,7 +280,7 @@ def combine_receive_buffer(
 
 
 def combine_workspace(plan: Plan, row: Row, *, num_tokens: int, num_ranks: int) -> dict[str, int]:
-    """What `combine.combine` allocates: its receive buffer."""
+    """Returns the bytes that `combine.combine` allocates, by name: its receive buffer."""
     parts = combine_receive_buffer(plan, row, num_tokens=num_tokens, num_ranks=num_ranks)
     return {"receive buffer": sum(part.size * part.dtype.itemsize for part in parts)}
 
@@ -268,15 +289,18 @@ def combine_workspace(plan: Plan, row: Row, *, num_tokens: int, num_ranks: int) 
 
 
 def padded_columns(row: Row) -> int:
-    """Columns of a row in the shared memory of `combine_grad`: whole vectors for every thread."""
+    """Returns the columns of a row in the shared memory of `combine_grad`.
+
+    They are H, rounded up to whole vectors of 16 bytes for every thread.
+    """
     return align_up(row.hidden, LANES * vector_length(row.dtype))
 
 
 def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
-    """Rows that the gradient of a combine has room for in shared memory."""
+    """Returns how many rows the gradient of a combine has room for in shared memory."""
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = (4 + num_ranks) * count_width(num_experts)
-    sent = Row(row.hidden, row.dtype)  # it quantizes nothing
+    sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
     row_bytes = padded_columns(row) * jnp.dtype(row.dtype).itemsize
     return sent.room(window_words + count_words) // row_bytes
 
@@ -290,7 +314,10 @@ def combine_grad(
     num_experts: int,
     num_blocks: int | None = None,
 ) -> Plan:
-    """The plan of `combine_grad.combine_grad`. `num_blocks`: as in `dispatch`."""
+    """Returns the plan of `combine_grad.combine_grad`.
+
+    `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
+    """
     slots = _combine_grad_slots(row, num_ranks, top_k, num_experts)
     num_g_slots = max(1, min(6, slots // 3))
     num_slots = min(_MAX_SLOTS, slots - num_g_slots)

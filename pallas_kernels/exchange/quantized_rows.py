@@ -1,6 +1,6 @@
 """Quantizes rows to float8 and back within a kernel, by a whole warpgroup.
 
-`quantize` has the format.
+The format is that of `pallas_kernels.exchange.quantize`: a float32 scale for every 128 values.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.fabric.plan import LANES
 
 _WARP = 32
-_VALUES = BLOCK // _WARP  # of a thread
-_INFINITY = 0x7F800000  # as bits; NaNs are above it
+_VALUES = BLOCK // _WARP  # values of a block that a thread holds
+_INFINITY = 0x7F800000  # the bits of a float32 infinity; those of NaNs are larger
 _NAN = 0x7FC00000
-_AT_ONCE = 7  # blocks of a warp whose steps overlap
+_AT_ONCE = 7  # blocks of values that a warp quantizes at a time, so that their steps overlap
 _GLOBAL_MEMORY = 1  # address space
 
 
 def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> None:
-    """Quantizes one row in shared memory, [H] of up to 4 bytes, by a whole warpgroup.
+    """Quantizes one row in shared memory, [H] floating of up to 4 bytes, by a whole warpgroup.
 
-    H is a multiple of `ROW_MULTIPLE`. A warp takes a block at a time, a thread 4 of its values.
-    Whoever reads `values` and `scales`, or writes to `source`, needs a barrier first.
+    Writes `values` [H] float8_e4m3fn and `scales` [H / 128] float32, in shared memory too. H is a
+    multiple of `ROW_MULTIPLE`. A warp handles a block of 128 values at a time, a thread 4 of them.
+    The caller needs a barrier before it reads `values` and `scales`, or writes to `source`.
     """
     if fabric.interpret:
         values[...], scales[...] = quantize(source[...], values.dtype)
@@ -79,17 +80,20 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
 
 
 def _quantize_block(elements: Value, element_type: Any) -> tuple[Value, Value]:
-    """Quantizes a thread's 4 elements of its warp's block: 4 float8 in an int32, and the scale."""
+    """Quantizes a thread's 4 elements of the block of 128 that its warp holds.
+
+    Returns the 4 float8, packed in an int32, and the float32 scale of the block.
+    """
     i32, f32 = mosaic.integer_type(32), mosaic.float_type()
     wide, finite = [], []
-    largest = mosaic.i32(0)  # as bits: those of floats that are not negative have their order
+    largest = mosaic.i32(0)  # bits of a float: bits of nonnegative floats are ordered as the floats
     for i in range(_VALUES):
         element = llvm.extractelement(elements, mosaic.i32(i))
         wide.append(element if element_type == f32 else arith.extf(f32, element))
         magnitude = arith.andi(arith.bitcast(i32, wide[i]), mosaic.i32(0x7FFFFFFF))
         finite.append(arith.cmpi(arith.CmpIPredicate.ult, magnitude, mosaic.i32(_INFINITY)))
         largest = arith.maxui(largest, arith.select(finite[i], magnitude, mosaic.i32(0)))
-    # Its operand makes it a rendezvous of the warp: no branch may come around it.
+    # The mask names all threads of the warp, so none may branch around this instruction.
     largest = mosaic.asm("redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", largest, returns=i32)
     scale = arith.mulf(arith.bitcast(f32, largest), mosaic.f32(SCALE_OF_LARGEST))
     scale = arith.maximumf(scale, mosaic.f32(MIN_SCALE))
@@ -112,10 +116,11 @@ def _quantize_block(elements: Value, element_type: Any) -> tuple[Value, Value]:
 
 
 def _reciprocal(scale: Value) -> Value:
-    """Computes 1 / scale, rounded as IEEE 754 says.
+    """Computes 1 / scale, rounded to nearest as IEEE 754 says.
 
-    These are the steps of `rcp.rn` where nothing is subnormal, without its branch for the rest, so
-    that blocks overlap.
+    Takes the steps of PTX's `rcp.rn` for values that are not subnormal, and leaves out its branch
+    for those that are, so that the compiler can interleave several blocks. Scales and their
+    reciprocals are never subnormal.
     """
     return mosaic.asm(
         "{ .reg .f32 near, error;"
@@ -136,11 +141,11 @@ def add_rows(
     sent: Sequence[jax.Array],
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """Dequantizes rows of this rank's global memory and sums them in order: [H] of `dtype`.
+    """Dequantizes rows in this rank's global memory and sums them in order.
 
-    values[i] is [H] and scales[i] is [H / 128]; H is a multiple of `ROW_MULTIPLE`. A row that was
-    not `sent`, a scalar bool, counts as zeros, whatever is in its place. Sums are float32 until
-    they are rounded at the end; none is -0.0.
+    values[i] is [H] float8 and scales[i] is [H / 128] float32; H is a multiple of `ROW_MULTIPLE`.
+    Row i counts as zeros, whatever its memory holds, unless the scalar bool sent[i] is true.
+    Returns [H] of `dtype` in registers. The sum is float32, is rounded once, and is never -0.0.
     """
     (hidden,) = values[0].shape
     if fabric.interpret:
@@ -171,7 +176,7 @@ def add_rows(
             ]
 
         totals, ahead = [], load(0)
-        for i in range(num_vectors):  # the next vectors are under way while these are added
+        for i in range(num_vectors):  # the next vectors are loaded while these are added
             loaded, ahead = ahead, load(i + 1) if i + 1 < num_vectors else []
             totals.append(_rounded(_add_vectors(loaded, elements), dtype))
         return mosaic.array_of(totals, (hidden,), elements)
@@ -185,7 +190,7 @@ def add_rows(
 def _load_quantized(
     values: Value, scales: Value, column: Value, elements: int, taken: Value
 ) -> tuple[list[Value], Value]:
-    """Loads a thread's vector of float8, in words of 4, and its scale; zeros unless `taken`."""
+    """Loads a thread's vector of float8, as words of 4, and its scale; zeros unless `taken`."""
     i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
     block = arith.divui(column, mosaic.i32(BLOCK))
     pointer = llvm.PointerType.get(_GLOBAL_MEMORY)
@@ -203,7 +208,7 @@ def _load_quantized(
 
 
 def _add_vectors(loaded: Sequence[tuple[list[Value], Value]], elements: int) -> Value:
-    """Sums vectors of float8, each times its scale, in order from 0."""
+    """Sums vectors of float8, each multiplied by its scale, in order and starting from 0."""
     f32 = mosaic.float_type()
     total = [mosaic.f32(0.0)] * elements
     for words, scale in loaded:

@@ -1,11 +1,14 @@
-"""Dispatch into the rank-major layout: each row at the place of its (source rank, token).
+"""Dispatch into the rank-major layout: token t of source rank r lies in row r · T + t.
 
-The place of a token at a peer is rank · T + token, known without counting anything, and it gets one
-row there however many of its experts live there. So nothing is exchanged before the rows leave, and
-nothing is copied after they have arrived. Two warpgroups to a block:
+The row of a token at a peer follows from the source rank and the token alone, and a token has one
+row there however many of its experts are there. So nothing is exchanged before rows are sent, and
+nothing is copied after they have arrived. Block b of every rank handles the same tokens, with two
+warpgroups:
 
-  sender    see `sender`; its lists hold local expert ids (or none) and, if asked for, weights;
-  receiver  reads the lists as they arrive, and writes zeros where a token has no expert here.
+  sender    puts rows and lists to the peers (`sender` describes it); a list holds a token's local
+            expert ids at the peer, -1 for choices of other ranks, and, if asked for, weights;
+  receiver  reads the lists as they arrive, and writes zeros to the row of a token that has no
+            expert on this rank.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ def rank_dispatch(
     plan: Plan,
     wire_dtype: Any = None,
 ) -> tuple[Payload, jax.Array, jax.Array | None]:
-    """Sends the rows and lists. Stacked ranks: every array has a leading rank axis.
+    """Sends rows, and lists of their experts and weights, to the rank-major layout of each rank.
+
+    With stacked ranks, every array has a leading axis of N.
 
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
@@ -45,12 +50,14 @@ def rank_dispatch(
       num_experts: E.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the ring.
-      wire_dtype: as in `dispatch`.
+      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
+        every 128 values; then H is a multiple of 512.
 
     Returns:
-      tokens [N · T, H], or with a wire_dtype rows and scales as in `dispatch`;
-      local_topk_idx [N, T, K] int32 (-1 where the choice is not of this rank),
-      and topk_weights [N, T, K] (0 there), or None.
+      tokens [N · T, H], or with a wire_dtype (rows [N · T, H], scales [N · T, H / 128]);
+      local_topk_idx [N, T, K] int32, -1 where the choice is of another rank's expert;
+      topk_weights [N, T, K] float32, 0 where the choice is of another rank's expert, or None if
+      none were given.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -73,11 +80,11 @@ def rank_dispatch(
 
 @dataclasses.dataclass(frozen=True)
 class _RankDispatch:
-    """The kernel: its static arguments, and its body warpgroup by warpgroup."""
+    """The kernel of `rank_dispatch`: its static arguments, and the warpgroups' code."""
 
     num_experts: int
     top_k: int
-    sender: Sender  # its lists hold `top_k` experts, and as many weights or none
+    sender: Sender  # its lists hold `top_k` experts, and then as many weights or none
 
     @property
     def fabric(self) -> fb.Fabric:
@@ -139,7 +146,7 @@ class _RankDispatch:
             self._receive_lists(lists, tokens, **scratch)
 
     def _lists_for(self, entry, peers, *, choices, **_):
-        """This token's list for each rank, [N][words] in the order of `peers`."""
+        """Returns the list that each of `peers` gets of the token whose words start at `entry`."""
         words = [choices[0, entry + i] for i in range(self.sender.num_words)]
         experts, weights = words[: self.top_k], words[self.top_k :]
         per_rank = jnp.int32(self.num_experts // self.fabric.num_ranks)
@@ -201,7 +208,7 @@ class _RankDispatch:
         lax.fori_loop(0, num_steps, receive_step, None)
 
         @pl.when(num_steps == 0)
-        def _():  # nothing comes, but peers may not leave before their last signal is heard
+        def _():  # no token is received, but this rank must not end before its peers have signalled
             fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)

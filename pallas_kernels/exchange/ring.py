@@ -16,24 +16,25 @@ from pallas_kernels.fabric import fabric as fb
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Both warpgroups take the same turns in order, counted from 0; turn i is of slot i modulo S.
+    """A ring of S slots for rows in shared memory, between a filler and an emptier warpgroup.
 
-    A turn completes each of its slot's barriers once: `full`, when the row that the filler fetches
-    has arrived, or by the filler's own arrival if it fetches none; then `empty`, when the other
-    warpgroup, which has waited for `full`, frees the slot. The filler leaves when all slots are
-    empty: see `fabric.drain`.
+    Both take the same turns in order, counted from 0; turn i uses slot i modulo S. A turn completes
+    each of its slot's barriers once. First `full`: when the row that the filler fetches has
+    arrived, or by the filler's own arrival if it fetches none. Then `empty`: when the emptier,
+    which has waited for `full`, frees the slot. The filler ends after all slots are empty, by
+    `fabric.drain`.
     """
 
     rows: Any  # [S, columns]
     full: Any  # [S] barriers
     empty: Any  # [S] barriers
-    notes: Any = None  # [S, words] int32 on what a slot holds
+    notes: Any = None  # [S, words] int32 that say what each slot holds
 
     def slot(self, turn: jax.Array) -> jax.Array:
         return lax.rem(turn, jnp.int32(self.rows.shape[0]))
 
     def open(self, turn: jax.Array, *notes: Any) -> jax.Array:
-        """Waits until the turn's slot is empty, writes its notes, and returns it."""
+        """Waits until the slot of a turn is empty, writes its notes, and returns the slot."""
         slot = self.slot(turn)
 
         @pl.when(turn >= self.rows.shape[0])
@@ -45,15 +46,15 @@ class Ring:
         return slot
 
     def fetch(self, slot: jax.Array, row: Any) -> None:
-        """Starts to fill an open slot with a row of global memory, of no more columns than it."""
+        """Starts to copy a row of global memory, of at most the slot's columns, to an open slot."""
         place = self.rows.at[slot, pl.ds(0, row.shape[0])]
         plgpu.copy_gmem_to_smem(row, place, self.full.at[slot], oob_mode=fb.IN_BOUNDS)
 
     def free(self, turn: jax.Array, lag: int) -> None:
-        """Frees the slot of `lag` turns before, if there was such a turn.
+        """Frees the slot of turn `turn` - `lag`, if there was such a turn.
 
-        Where rows are put from the slots, every turn's puts are a group of their own, empty or
-        not, and all groups but the last `lag` have been read.
+        Where rows are put from slots, the caller closes one group of puts, perhaps empty, in each
+        turn, and has waited until all groups but the last `lag` have read their slots.
         """
 
         @pl.when(turn >= lag)
@@ -61,7 +62,7 @@ class Ring:
             plgpu.barrier_arrive(self.empty.at[self.slot(turn - lag)])
 
     def free_last(self, turns: jax.Array, lag: int) -> None:
-        """Frees the slots of the last `lag` of so many turns, once all puts have read them."""
+        """Frees the slots of the last `lag` of `turns` turns; all puts must have read them."""
 
         def free(turn: jax.Array, _: None) -> None:
             plgpu.barrier_arrive(self.empty.at[self.slot(turn)])

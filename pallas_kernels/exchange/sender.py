@@ -1,10 +1,10 @@
-"""A ring of rows in shared memory, from which a block sends its tokens to every peer.
+"""The sender of both dispatches: one warpgroup of a block, which sends the block's tokens to peers.
 
-One warpgroup of a block takes the block's tokens in order. It fetches a token's row, quantizes it
-if there is a wire_dtype, and puts it straight to its place at every rank that gets it. If peers
-receive lists, it also puts to each a list of words that says what the token is there for. A step of
-tokens is signalled while the next one is being sent. The kernel decides what the lists say, and
-where a row goes.
+It takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
+quantizes it if there is a wire_dtype, and puts it into its final row at every rank that gets it. If
+peers receive lists, it also puts a list of words to each peer that says which of the peer's experts
+get the token. A step of tokens is signalled while the next one is being sent. The kernel that uses
+the sender decides what the lists say, and which row a token gets.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Window
 
-PUT = 0  # channel, signalled once for each step, and once where there is none
+PUT = 0  # channel: signalled after each step, and once by a block that has no step
 
 Payload = jax.Array | tuple[jax.Array, ...]
-List = Sequence[jax.Array]  # a token's words
-Sources = Callable[[], Sequence[Any]]  # gives references, each [T·num_words], to read words from
+List = Sequence[jax.Array]  # the words of a token that a peer receives
+Sources = Callable[[], Sequence[Any]]  # returns references, each [T·num_words], to read words from
 
 
 def payload(parts: Sequence[jax.Array]) -> Payload:
-    """The parts of received rows: one array, or rows and their scales."""
+    """Returns received rows as results show them: one array, or a tuple of rows and scales."""
     return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sender:
-    """Sends a block's tokens: its methods are steps of a kernel.
+    """Sends a block's tokens to peers; its methods are steps of a kernel.
 
-    `scratch` is the scratch memory of that kernel, `scratch_types` what it must hold.
+    The kernel has the scratch that `scratch_types` returns, and passes it to the methods by name.
 
     Attributes:
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the ring.
       num_tokens: T.
-      hidden: H, of a row as it is fetched.
-      dtype: likewise.
-      wire_dtype: None, or what rows are quantized to.
-      num_words: int32 words that are known of a token, and words of a list.
-      num_sources: arrays that the words are read from.
+      hidden: H, the columns of an input row.
+      dtype: the dtype of an input row.
+      wire_dtype: the dtype that rows are quantized to, or None.
+      num_words: int32 words of routes for each token, and words of a list.
+      num_sources: how many arrays hold routes of this rank's tokens.
     """
 
     fabric: fb.Fabric
@@ -73,12 +73,12 @@ class Sender:
 
     @property
     def window(self) -> Window:
-        """The words that shared memory holds at a time."""
+        """The window of routes that the sender holds in shared memory at a time."""
         return windows(self.plan, self.num_tokens, self.num_words)[0]
 
     @property
     def step_window(self) -> Window:
-        """The words of a step."""
+        """The window of lists that holds the words of one step."""
         return windows(self.plan, self.num_tokens, self.num_words)[1]
 
     def scratch_types(self) -> dict[str, Any]:
@@ -89,12 +89,12 @@ class Sender:
             lists=plgpu.SMEM((slots, self.fabric.num_ranks, self.num_words), jnp.int32),
             full=plgpu.Barrier(num_barriers=(slots,)),
         )
-        if self.wire_dtype is not None:  # rows as they are before
+        if self.wire_dtype is not None:  # input rows, before they are quantized
             types["wide_slots"] = plgpu.SMEM((slots, self.hidden), self.dtype)
         return types
 
     def range(self) -> tuple[jax.Array, jax.Array]:
-        """This block's first token, and the number of its tokens."""
+        """Returns this block's first token, and the number of its tokens."""
         return self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
 
     def num_steps(self) -> jax.Array:
@@ -102,13 +102,13 @@ class Sender:
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
     def peers(self) -> list[jax.Array]:
-        """All ranks, in this block's order."""
+        """Returns all ranks, in the order in which this block sends to them."""
         num_ranks = self.fabric.num_ranks
         offset = fb.first_peer(self.fabric)
         return [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
 
     def fetch_first(self, x: Any, **scratch: Any) -> None:
-        """Starts to fetch the rows of the first tokens into the ring."""
+        """Starts to fetch the rows of this block's first tokens, as many as the ring has slots."""
         first, count = self.range()
 
         def fetch(i: jax.Array, _: None) -> None:
@@ -119,7 +119,7 @@ class Sender:
     def make_ready(
         self, x: Any, i: Any, *, slots: Any, full: Any, wide_slots: Any = None, **_: Any
     ) -> None:
-        """Waits for the i-th token's row, and quantizes it if there is a wire_dtype."""
+        """Waits until the i-th token's row is in its slot; quantizes it if wire_dtype is set."""
         first_token, num_tokens = self.range()
         slot = lax.rem(i, jnp.int32(self.plan.num_slots))
 
@@ -129,7 +129,7 @@ class Sender:
             if wide_slots is not None:
                 parts = [part.at[slot] for part in slots]
                 quantized_rows.quantize_row(self.fabric, wide_slots.at[slot], *parts)
-                plgpu.commit_smem()  # all have read the wide row, and the puts see the other
+                plgpu.commit_smem()  # all threads have read the input row; puts see the quantized
                 ahead = i + self.plan.num_slots
 
                 @pl.when(ahead < num_tokens)
@@ -138,7 +138,7 @@ class Sender:
                     self._fetch(x, first_token + ahead, ahead, **rings)
 
     def open_window(self, sources: Sources, i: Any, *, choices: Any, **_: Any) -> None:
-        """Loads the words of tokens from the i-th on, a row of `choices` from each source."""
+        """Loads the words of this block's tokens from the i-th on, from each source."""
         first_token, refs = self.range()[0], sources()
         entry = (first_token + i) * self.num_words
         open_window(self.fabric, self.window, entry, (choices, enumerate(refs)))
@@ -149,12 +149,15 @@ class Sender:
         place_of: Callable[[List, jax.Array], jax.Array],
         choices: Any, slots: Any, lists: Any, full: Any, wide_slots: Any = None, **_: Any,
     ) -> None:  # fmt: skip
-        """Sends all tokens of this block. The first window is open, and the first row ready.
+        """Sends all tokens of this block.
+
+        The caller has opened the first window (`open_window`) and waited for the first row
+        (`make_ready`).
 
         Args:
           x: [T, H].
-          sources: gives the arrays of words; called once for each window.
-          tokens: the parts of what arrives, each [R, columns].
+          sources: returns the arrays of words; called once for each window.
+          tokens: the parts of the peers' received rows, each [R, columns].
           lists_ref: [N, T·num_words] by source rank, where peers receive lists; None to send none.
           lists_for: (a token's first entry in `choices`, peers) -> a list for each peer.
           place_of: (the i-th token's list for a peer, i) -> its row at that peer, or NOWHERE.
@@ -183,7 +186,7 @@ class Sender:
                 self._put_lists(lists, slot, lists_ref, rank, entry, peers, lists_of_peers)
             plgpu.commit_smem_to_gmem_group()
 
-            # Once a slot's puts have read it, it takes the next token.
+            # A slot takes another token once its puts have read it.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
             if wide_slots is None:
                 ahead = i - lag + num_slots
@@ -201,7 +204,7 @@ class Sender:
             lax.fori_loop(begin, end, send_token, None)
 
             @pl.when(step > 0)
-            def _() -> None:  # with only this step under way, the one before has arrived
+            def _() -> None:  # once only this step's puts are under way, the last step has arrived
                 lax.cond(
                     end - begin == step_tokens,
                     lambda: plgpu.wait_smem_to_gmem(step_tokens),
@@ -227,7 +230,10 @@ class Sender:
         peers: Sequence[jax.Array],
         lists_of_peers: Sequence[List],
     ) -> None:
-        """Puts each peer's list of a token to `lists_ref`[rank, entry:] there, through a slot."""
+        """Puts a token's list for each peer to lists_ref[rank, entry:] of that peer.
+
+        The lists pass through `slot` of `lists` in shared memory, if bulk copies can take them.
+        """
         fabric, num_words = self.fabric, self.num_words
         if num_words % 4:  # bulk copies are of whole 16 bytes
             for peer, words in zip(peers, lists_of_peers, strict=True):

@@ -1,4 +1,4 @@
-"""Windows of routes: parts of flat arrays of words that a block holds in shared memory."""
+"""Loads windows of routes: parts of flat arrays of words that a block holds in shared memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def open_window(
 
     Args:
       fabric: how ranks reach each other.
-      window: how many entries it has.
-      entry: the first one that the warpgroup needs.
-      *held: (buffer [n, window.width] in shared memory, its n sources); a source is a row of the
-        buffer, the array [..., window.total] of any rank that it is loaded from, and the indices of
-        that array's leading dimensions.
-      in_use: whether threads of the warpgroup may still read the window before this one.
+      window: how many entries the window has.
+      entry: the first entry that the warpgroup needs.
+      *held: pairs of a buffer [n, window.width] in shared memory and its n sources. A source is a
+        tuple: the buffer's row, the array [..., window.total] of any rank that is loaded into it,
+        and the indices of that array's leading dimensions.
+      in_use: whether threads of the warpgroup may still read the previous window.
 
     Returns:
-      Which entry of the arrays is the first of the window.
+      The index, in the arrays, of the window's first entry.
     """
     start = window.start(entry)
     entries = pl.ds(start, window.width)

@@ -1,1 +1,1 @@
-"""How kernels reach other ranks: put, signal, wait, polled tiles; and the PTX under them."""
+"""How kernels reach other ranks: puts, signals, waits, the low-latency protocol, and their PTX."""

@@ -1,15 +1,15 @@
-"""What every kernel is written against: its rank, its peers' buffers, signals, and a way to run it.
+"""The interface every kernel is written against: ranks, peers' buffers, signals, and a launch.
 
-Two fabrics give the same kernel body two ways to run:
+Two fabrics run the same kernel body:
 
   Gpus     each rank has a GPU; see `symmetric`.
   Stacked  all ranks' buffers are stacked along a leading axis of one array and the rank is a grid
-           axis. The simulator of the tests makes a fabric of it that runs whole kernels, all ranks
-           at once, in Pallas' GPU interpreter with race detection.
+           axis. The tests' simulator extends it to run whole kernels, all ranks at once, in Pallas'
+           GPU interpreter with race detection.
 
-A block talks only to the blocks of its own index on other ranks, but for what block 0 sends all of
-a peer's when it begins. So a grid may be larger than the GPU without a deadlock, as long as every
-rank starts its blocks in order.
+A block communicates only with the blocks of its own index on other ranks, except for addresses and
+words, which block 0 sends to all blocks of a peer. So a grid may have more blocks than the GPU can
+run at a time without a deadlock, as long as every rank starts its blocks in order.
 """
 
 from __future__ import annotations
@@ -29,72 +29,72 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import ptx
 from pallas_kernels.fabric.plan import LANES
 
-NOWHERE = -1  # in place of a row, or of an expert
+NOWHERE = -1  # stands for "no row" and for "no expert"
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 class Ranks(Protocol):
-    """What a kernel runs on."""
+    """The ranks that a kernel runs on, and the memory that a fabric adds to each kernel."""
 
     @property
     def num_ranks(self) -> int: ...
 
     @property
     def stacked(self) -> bool:
-        """Whether all of them are on one device."""
+        """Whether all ranks are on one device."""
 
     @property
     def interpret(self) -> Any:
-        """The options of Pallas' GPU interpreter; None on a GPU."""
+        """The options of Pallas' GPU interpreter, or None where the kernel runs on a GPU."""
 
     @property
     def operands(self) -> Sequence[jax.Array]:
-        """What the fabric needs from outside of the kernel: the first operands of it."""
+        """The fabric's own operands, which every kernel takes before those of its caller."""
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """What the fabric keeps in shared memory, where peers reach so many buffers."""
+        """Returns the fabric's own scratch, for a kernel of which peers reach `num_buffers`."""
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a buffer of all ranks of this device, given that of one rank."""
+        """Returns the shape of a buffer on this device, given its shape on one rank."""
 
     def enter(
         self, operands: Sequence[Any], buffers: Sequence[Any], *, name: str, num_blocks: int,
         reads: bool, **scratch: Any,
     ) -> None:  # fmt: skip
-        """Begins a call; see `symmetric.Gpus.enter`."""
+        """Begins a call of the kernel; `symmetric.Gpus.enter` describes the arguments."""
 
 
 class Fabric(Ranks, Protocol):
-    """What connects the ranks of a kernel."""
+    """The ranks of a kernel, and the ways in which they communicate."""
 
     def connect(self) -> None:
-        """Waits until this warpgroup may use `peer`."""
+        """Waits until every rank's buffers are known, so that this warpgroup may use `peer`."""
 
     def rank(self) -> jax.Array: ...
 
     def mine(self, ref: Any) -> Any:
-        """This rank's part of a buffer."""
+        """Returns this rank's part of a buffer."""
 
     def peer(self, ref: Any, rank: Any) -> Any:
-        """The same buffer on another rank."""
+        """Returns the reference to the same buffer on another rank."""
 
     def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
-        """Tells every rank that this block has come to `count` on a channel."""
+        """Signals `count` on a channel to the block of this index on every rank."""
 
     def wait(self, channel: int, count: Any, what: str) -> None:
-        """Waits until this block of every rank has come to `count` on a channel."""
+        """Waits until the block of this index on every rank has signalled `count` on a channel."""
 
     def send_words(self, words: Any) -> None:
-        """Sends int32 words to every rank."""
+        """Sends int32 words [W] to every rank."""
 
     def receive_words(self, words: Any, what: str) -> None:
-        """Waits for the words of every rank."""
+        """Waits for the words that every rank sends, and writes them to `words` [N, W]."""
 
     def barrier(self) -> None:
-        """All threads of this warpgroup come here before any goes on."""
+        """Waits until all threads of this warpgroup have reached this barrier."""
 
     def async_fence(self) -> None:
-        """What this warpgroup has waited for, its bulk copies see too."""
+        """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
 
     def stage(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
@@ -102,7 +102,10 @@ class Fabric(Ranks, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """Ranks stacked along the leading axis of every buffer of one device."""
+    """Ranks stacked along the leading axis of every buffer of one device.
+
+    Methods by which ranks communicate raise NotImplementedError: the tests' simulator has them.
+    """
 
     num_ranks: int
     interpret: Any = None
@@ -164,14 +167,23 @@ def kernel(
     scratch_types: dict[str, Any],
     shared: Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """A kernel of `num_blocks` blocks per rank; `body` gets input, output and scratch refs.
+    """Builds a function of arrays that launches a kernel of `num_blocks` blocks per rank.
 
     Args:
-      out_type: one rank's.
-      shared: which of the inputs and outputs, in this order, peers reach.
+      fabric: the ranks, and how they reach each other.
+      body: the kernel's body; it is given references to inputs and outputs, and scratch by name.
+      name: the kernel's name in profiles and messages.
+      num_blocks: thread blocks per rank.
+      num_warpgroups: warpgroups per block.
+      out_type: shape and dtype of each output on one rank.
+      scratch_types: the scratch that `body` takes, by name.
+      shared: indices of the buffers that peers reach, counted over inputs and then outputs.
 
-    Nothing but `fabric.barrier` orders the threads of a warpgroup: what one thread writes and
-    another reads, in shared memory, needs a barrier between the two.
+    Returns:
+      A function of the inputs that returns the outputs.
+
+    Only `fabric.barrier` orders the threads of a warpgroup: where one thread reads what another
+    wrote to shared memory, the body needs a barrier between the two.
     """
     of_fabric = fabric.scratch_types(len(shared))
     grid: dict[str, Any] = dict(grid=(num_blocks,), grid_names=("block",))
@@ -206,8 +218,8 @@ def kernel(
             kernel_name=name,
             **grid,
         )
-        # Whatever the caller's default integers are, the body's are int32: only 64-bit payloads,
-        # which such a body moves but does not count with, need the wider types.
+        # The body counts in int32, whatever the caller's default integers are. Only payloads of 64
+        # bits, which a body moves and does not count with, need 64-bit types to be enabled.
         wide = any(operand.dtype.itemsize == 8 for operand in operands)
         with jax.enable_x64(wide):
             return wanted(*fabric.operands, *operands)
@@ -216,7 +228,7 @@ def kernel(
 
 
 def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
-    """Loads a contiguous 1D vector into registers, `vector` neighbours to a thread."""
+    """Loads a contiguous 1D array into registers, `vector` neighbouring elements to a thread."""
     if fabric.interpret:
         return ref[...]
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector)
@@ -224,7 +236,10 @@ def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:
 
 
 def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) -> None:
-    """Starts a copy from shared memory, in the open group; without a branch on a GPU."""
+    """Starts a copy from shared to global memory if `predicate` holds, without a branch on a GPU.
+
+    The copy joins the group of copies that is open.
+    """
     if not fabric.interpret:
         plgpu.copy_smem_to_gmem(source, destination, predicate=predicate, commit_group=False)
         return
@@ -235,7 +250,7 @@ def put_if(fabric: Fabric, predicate: jax.Array, source: Any, destination: Any) 
 
 
 def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
-    """[size] int32 in registers, `vector` neighbours to a thread."""
+    """Returns 0, 1, … size - 1 as int32 in registers, `vector` neighbours to a thread."""
     if fabric.interpret:
         return jnp.arange(size, dtype=jnp.int32)
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
@@ -243,13 +258,16 @@ def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
 
 
 def clear(ref: Any, size: int) -> None:
-    """ref[:size] = 0, for whole vectors of int32."""
+    """Sets ref[:size] of int32 to 0; `size` is a multiple of LANES."""
     for start in range(0, size, LANES):  # a store of more zeros wants a power of two of them
         ref[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.int32)
 
 
 def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
-    """bins[v] += 1 in shared memory for each of the values [n] in registers that is in range."""
+    """Adds 1 to bins[v] in shared memory for each v of `values` with 0 <= v < num_bins.
+
+    `values` is [n] int32 in registers.
+    """
     if fabric.interpret:
         found = jnp.sum(values[:, None] == jnp.arange(bins.shape[0]), axis=0, dtype=jnp.int32)
         bins[...] += jnp.where(jnp.arange(bins.shape[0]) < num_bins, found, 0)
@@ -258,17 +276,20 @@ def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
 
 
 def first_peer(fabric: Fabric) -> jax.Array:
-    """The rank, modulo N, that a block communicates with first; blocks differ in it."""
+    """Returns the rank, modulo N, that this block communicates with first.
+
+    Neighbouring blocks begin at different ranks, to spread the load over the links.
+    """
     return fabric.rank() + lax.axis_index("block")
 
 
 def any_of(places: Sequence[jax.Array]) -> jax.Array:
-    """Whether any of the places is a row, and not NOWHERE."""
+    """Returns whether any of the places is a row's index, so not NOWHERE."""
     return functools.reduce(operator.or_, [place >= 0 for place in places])
 
 
 def drain(empty: Any, used: jax.Array, num_slots: int) -> None:
-    """Waits until every slot of a ring that was ever filled is empty again."""
+    """Waits until every slot of a ring is empty again, after `used` fillings of `num_slots`."""
 
     def wait(i: jax.Array, _: None) -> None:
         plgpu.barrier_wait(empty.at[lax.rem(used - 1 - i, jnp.int32(num_slots))])

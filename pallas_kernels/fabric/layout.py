@@ -1,14 +1,16 @@
-"""Where symmetric memory is, and what the header of a GPU's heap says. Without Pallas or JAX.
+"""The layout of symmetric memory: where each GPU's heap is, and what is where in it.
 
-A *domain* is the GPUs of a host that address each other, numbered from 0 in every process alike.
-Each has a *heap*: that of GPU g begins at `BASE + g * STRIDE` in every process. It starts with a
-header of 64-bit words, little-endian, which the owner's process writes once, before any kernel
-runs. What follows is the kernels' own: zero, or as they ask.
+A *domain* is the GPUs of a host that address each other, with the same numbers in every process.
+Each GPU has a *heap*; that of GPU g begins at `BASE + g * STRIDE` in every process. A heap starts
+with a header of 64-bit little-endian words, which the owner's process writes once, before any
+kernel runs. The rest belongs to the kernels; `contents` says what it holds at first.
 
-An array of XLA's lies in its GPU's *pool*. Where GPU g's process knows it by address a, the GPUs
-of this process reach it by address `a + header[DELTA + g]`, modulo 2**64, if a is in the part of
-g's pool that is shared: `header[POOL_START] <= a < header[POOL_START] + header[POOL_BYTES]`, both
-of g's own header.
+XLA's arrays lie in the *pool* of their GPU. An array that GPU g's process knows by address a is
+reached from another GPU at the address `a + header[DELTA + g]`, modulo 2**64, where the header is
+that of the GPU which reaches. This holds if a lies in the shared part of g's pool, so if
+`header[POOL_START] <= a < header[POOL_START] + header[POOL_BYTES]` with g's own header.
+
+Imports neither JAX nor Pallas.
 """
 
 MAX_GPUS = 16
@@ -27,11 +29,11 @@ DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
 VERSION = 1  # of this layout
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
 
-# Of a domain of one process: every address of its GPUs is valid for all of them.
+# (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
 ANY_ADDRESS = (0, 1 << 63)
 
-# What kernels keep in a heap, by offset, zero at first. Sizes are for MAX_GPUS, so that a program
-# knows its places whatever the machine.
+# Offsets in a heap of what kernels keep there; zero at first. Sizes are those for MAX_GPUS, so that
+# offsets in a program do not depend on the machine.
 MAX_BLOCKS = 2048  # of a kernel
 MAX_BUFFERS = 4  # of a kernel, that peers reach
 MAX_WORDS = 4096  # that a rank sends to a peer at a time
@@ -40,12 +42,13 @@ CALLS = HEADER_BYTES  # [MAX_GPUS, MAX_BLOCKS]: calls with each peer so far; thi
 SIGNALS = CALLS + WORD_BYTES * MAX_GPUS * MAX_BLOCKS  # [NUM_CHANNELS, MAX_BLOCKS, MAX_GPUS]
 ADDRESSES = SIGNALS + WORD_BYTES * NUM_CHANNELS * MAX_BLOCKS * MAX_GPUS  # [MAX_GPUS, MAX_BUFFERS]
 WORDS = ADDRESSES + WORD_BYTES * MAX_GPUS * MAX_BUFFERS  # [MAX_GPUS, MAX_WORDS]
-TILES = WORDS + WORD_BYTES * MAX_GPUS * MAX_WORDS  # what tiles are polled in
+TILES = WORDS + WORD_BYTES * MAX_GPUS * MAX_WORDS  # memory of the low-latency protocol
 
-# Tiles that a receiver polls, behind the counters of their channels: see `low_latency`.
-EMPTY = 0xFFFFFFFF  # a 32-bit word that has not arrived; as a float a NaN, but none of arithmetic
+# Memory of the low-latency protocol (`low_latency`): counters of calls, then slots that tiles
+# arrive in.
+EMPTY = 0xFFFFFFFF  # the sentinel: a 32-bit word that has not arrived; arithmetic makes no such NaN
 MAX_WORKERS = 512  # warpgroups of a kernel that send tiles
-MAX_SLOTS = 4  # tiles of a worker that are on their way to a peer at a time
+MAX_SLOTS = 4  # tiles that a worker may send to a peer in one call
 MAX_DEVICES = 8  # GPUs that send tiles to each other
 NUM_COUNTERS = MAX_WORKERS * MAX_DEVICES
 TILE_BYTES = 2048
@@ -53,17 +56,17 @@ SLOT_BYTES = TILE_BYTES + 512  # a tile, and a note of each of its 128 threads
 
 
 def num_slots(num_gpus: int) -> int:
-    """Slots of a heap: two sets for each worker of each GPU."""
+    """Returns how many slots a heap has: two sets for each worker of each GPU."""
     return 2 * min(num_gpus, MAX_DEVICES) * MAX_WORKERS * MAX_SLOTS
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:
-    """What a heap holds at first: runs of (offset, 32-bit word, bytes)."""
+    """Returns what a heap holds at first: runs of (offset, repeated 32-bit word, bytes)."""
     slots = TILES + 4 * NUM_COUNTERS
     return [(0, 0, slots), (slots, EMPTY, SLOT_BYTES * num_slots(num_gpus))]
 
 
 def heap_bytes(num_gpus: int) -> int:
-    """What each GPU gives for as long as the process lives."""
+    """Returns the bytes of a GPU's heap, which it keeps for as long as the process lives."""
     offset, _, size = contents(num_gpus)[-1]
     return offset + size

@@ -1,20 +1,20 @@
-"""LL: tiles that say themselves that they have arrived, so that a call needs no rendezvous.
+"""The low-latency protocol: receivers poll the payload itself, so a call needs no rendezvous.
 
-LL is NCCL's name for low-latency transfers in which the receiver polls the data. Every GPU owns
-memory that outlives the calls and that its peers write to (`ll_memory`). A word of all ones stands
-there wherever nothing has arrived: a receiver polls a tile until none of its words is that, takes
-it, and puts the word back. (As in TensorRT-LLM's Lamport all-reduces, which mark what is empty by
-a negative zero.)
+Every GPU has slots that outlive the calls and that its peers write tiles to (`layout` says where
+they are, `sentinel_words` reads and writes them). A slot that is empty holds a sentinel in every
+32-bit word, all ones. A receiver polls a slot until none of its words is the sentinel, takes the
+tile, and writes the sentinel back. This is the protocol of TensorRT-LLM's Lamport all-reduces,
+whose sentinel is a negative zero; NCCL's protocol LL stores a flag next to each word instead.
 
-  a worker   is a warpgroup of a kernel, by its number; workers of one number talk to each other;
-  a channel  leads from a worker on one GPU to that on another. It has two sets of slots of a tile
-             each, which calls use in turn: both ends count the calls.
+  a worker   is a warpgroup of a kernel; it communicates with the workers of its number on peers;
+  a channel  leads from a worker on one GPU to the worker of the same number on another. It has two
+             sets of slots, one tile to a slot, which calls use in turn. Both ends count the calls.
 
-So a set is empty when it is used again. A sender begins its third call when it has received all
-that its peer sent in the second, which the peer began when its first had ended, and with that left
-the set empty. This holds if two GPUs call each other one call at a time, and both in the same
-order, and if every worker that takes part in a call sends something to each peer. What orders the
-accesses of one call and the next is that a kernel begins when the one before has ended.
+A set is empty when it is used again, for this reason. A sender begins its third call after it has
+received all that its peer sent in the second. The peer began the second call after it had ended the
+first, which emptied the set. This holds if two GPUs make their calls with each other one at a time
+and in the same order, and if every worker that takes part in a call sends something to each peer.
+Accesses of consecutive calls are ordered because a kernel begins when the one before has ended.
 """
 
 from __future__ import annotations
@@ -46,16 +46,19 @@ class Channels:
     """The channels between the ranks along some axes of a mesh, for one kernel.
 
     Attributes:
-      axes: those of the ranks: the stride of each among the mesh's places, and its size.
-      devices: which GPU is at which place of the mesh.
-      regions: the GPUs' memory.
+      axes: (stride, size) of each mesh axis that ranks lie along; the stride is counted in places
+        of the mesh, its devices in row-major order.
+      devices: the number of the GPU at each place of the mesh.
+      regions: the GPUs' memory for counters and slots.
+      timeout_s: how many seconds a rank waits for a peer before it ends the program.
+      delays_ns: nanoseconds for which tests hold a rank back, [stage][rank].
     """
 
     axes: tuple[tuple[int, int], ...]
     devices: tuple[int, ...]
     regions: Regions
     timeout_s: float = 100.0
-    delays_ns: tuple[tuple[int, ...], ...] = ()  # for tests: [stage][rank]
+    delays_ns: tuple[tuple[int, ...], ...] = ()
 
     stacked = False
     interpret = None
@@ -81,7 +84,7 @@ class Channels:
         pass
 
     def place(self, ref: Any) -> jax.Array:
-        """Of this rank in the mesh, which `ref` refers to."""
+        """Returns this rank's place in the mesh, which `ref` [1] int32 holds."""
         return ref[0]
 
     def stage(self, number: int, rank: jax.Array) -> None:
@@ -94,16 +97,16 @@ class Channels:
 
 
 class Mail:
-    """A worker's channels, open for one call; a kernel opens them once.
+    """A worker's channels to and from its peers during one call; a kernel opens them once.
 
     Attributes:
-      rank: this one.
-      peers: the other ranks, from the next one on.
+      rank: this rank.
+      peers: the other ranks, from the next higher one on, modulo N.
     """
 
     def __init__(self, channels: Channels, place: jax.Array, worker: jax.Array, what: str):
         self.channels, self._worker, self._what = channels, worker, what
-        self.rank, corner = jnp.int32(0), place  # that of rank 0
+        self.rank, corner = jnp.int32(0), place  # `corner` becomes the place of rank 0
         for stride, size in channels.axes:
             along = lax.rem(lax.div(place, jnp.int32(stride)), jnp.int32(size))
             self.rank, corner = self.rank * size + along, corner - along * stride
@@ -117,7 +120,7 @@ class Mail:
     def post(self, slot: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
         """Sends each peer its tile, to a slot of this call's set.
 
-        `exact`: every bit of a NaN, too, arrives at peers who collect it so.
+        With `exact` here and in `collect`, the bits of NaNs arrive unchanged too.
         """
         for device, calls, tile in zip(self._there, self._calls, tiles_of_peers, strict=True):
             number = self._slot(self._here, calls, slot)
@@ -126,7 +129,10 @@ class Mail:
     def collect(
         self, slot: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
     ) -> list[jax.Array]:
-        """Waits for the tile that each peer has sent to a slot of this call's set."""
+        """Receives the tile that each peer sends to a slot of this call's set.
+
+        With `exact` here and in `post`, the bits of NaNs arrive unchanged too.
+        """
         slots = [
             self._slot(device, calls, slot)
             for device, calls in zip(self._there, self._calls, strict=True)
@@ -144,14 +150,17 @@ class Mail:
         )
 
     def sum(self, slot: int, mine: jax.Array) -> jax.Array:
-        """This rank's tile and those that arrive, summed in rank order in float32, and rounded."""
+        """Receives a tile of each peer and adds them to `mine`: in rank order, rounded once.
+
+        The sum is taken in float32, and has the dtype of `mine`.
+        """
         parts = [mine, *self.collect(slot, mine.shape, mine.dtype)]
         parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
         return total.astype(mine.dtype)
 
     def close(self) -> None:
-        """This call has ended."""
+        """Ends this call, by counting it for each peer."""
         calls = [calls + 1 for calls in self._calls]
         self.channels.regions.write(self._here, self._counters, calls)
 
@@ -159,7 +168,7 @@ class Mail:
         self.channels.stage(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
-        """From rank 0's place to that of a rank."""
+        """Returns the difference between the places in the mesh of a rank and of rank 0."""
         offset = jnp.int32(0)
         for stride, size in reversed(self.channels.axes):
             offset = offset + lax.rem(rank, jnp.int32(size)) * stride
@@ -176,7 +185,10 @@ class Mail:
         return device
 
     def _slot(self, sender: jax.Array, calls: jax.Array, slot: int) -> jax.Array:
-        """The number of a slot of the channel from a GPU, among the receiver's."""
+        """Returns the number, among the receiver's slots, of this worker's slot for GPU `sender`.
+
+        `calls` is how many calls the two GPUs have made; it selects one of the two sets.
+        """
         set_of_sender = (calls & 1) * self.channels.regions.num_devices + sender
         return (set_of_sender * MAX_WORKERS + self._worker) * MAX_SLOTS + slot
 
@@ -193,12 +205,24 @@ def call(
     name: str,
     scratch_types: dict[str, Any] | None = None,
 ) -> list[jax.Array]:
-    """Runs `body` on a worker's mail, the refs of operands and results, and those of scratch.
+    """Runs a kernel over the low-latency protocol.
 
     Args:
-      place: [1] int32, of this GPU in the mesh.
-      out_type: one rank's.
-      num_slots: that `body` uses; what it sends it also collects.
+      body: called with a worker's `Mail`, references to operands and results, and scratch by name.
+      place: [1] int32, the place of this GPU in the mesh.
+      operands: the kernel's inputs.
+      out_type: shape and dtype of each result on one rank.
+      channels: the ranks, and the memory that they reach each other by.
+      plan: number of blocks, and of warpgroups per block.
+      num_slots: slots of each channel that `body` uses; it receives from each that it sends to.
+      name: the kernel's name in profiles and messages.
+      scratch_types: the scratch that `body` takes, by name.
+
+    Returns:
+      The results.
+
+    Raises:
+      ValueError: the plan has too many workers, or `body` needs too many slots.
     """
     if plan.num_workers > MAX_WORKERS or num_slots > MAX_SLOTS:
         raise ValueError(

@@ -1,12 +1,12 @@
-"""The one door to Mosaic's internals: everything private or unstable of JAX that the kernels touch.
+"""The one door to Mosaic's internals: everything private or unstable of JAX that kernels touch.
 
-Pallas names most of what a kernel does. The rest is emitted as MLIR, for one thread of a
-warpgroup, by functions that `inline` runs while the kernel is lowered: they need MLIR's dialects,
-the registers of Mosaic's arrays, the numbers of threads, and PTX. JAX promises nothing about these.
+Pallas expresses most of a kernel. The rest is emitted as MLIR, for one thread of a warpgroup, by
+functions that `inline` runs while the kernel is lowered. These functions need MLIR's dialects, the
+registers of Mosaic's arrays, thread numbers, and PTX, whose interfaces JAX does not keep stable.
 
-Where JAX lacks one of them, this module and the kernels can be imported nevertheless;
-`unavailable_reason` names what is missing, and a kernel that needs it raises NotImplementedError
-with that reason when it is lowered.
+Where JAX lacks one of these names, this module and the kernels can still be imported:
+`unavailable_reason` gives what is missing, and a kernel that needs it raises NotImplementedError
+when it is lowered.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _REQUIRED = (
 
 
 def _find(path: str) -> Any:
-    """The object at a dotted path, or None where this JAX lacks it."""
+    """Returns the object at a dotted path, or None where this JAX lacks it."""
     module, _, name = path.rpartition(".")
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         try:
@@ -58,13 +58,13 @@ def _find(path: str) -> Any:
 
 
 def unavailable_reason() -> str | None:
-    """What of Mosaic this JAX lacks that the kernels need, or None if it has all of it."""
+    """Returns which of Mosaic's names that kernels need this JAX lacks, or None if it has all."""
     missing = [path for path in _REQUIRED if _find(path) is None]
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
 
 
 class _Missing:
-    """Stands for a module that this JAX lacks."""
+    """Stand-in for a module that this JAX lacks; each use raises NotImplementedError."""
 
     def __init__(self, path: str):
         self._path = path
@@ -82,7 +82,7 @@ def _module(path: str) -> Any:
         return _Missing(path)
 
 
-# For functions that emit MLIR; where JAX lacks one, its first use raises.
+# Modules for functions that emit MLIR; the first use of one that JAX lacks raises.
 mgpu = _module("jax.experimental.mosaic.gpu")
 ir = _module("jaxlib.mlir.ir")
 arith = _module("jaxlib.mlir.dialects.arith")
@@ -94,37 +94,41 @@ vector = _module("jaxlib.mlir.dialects.vector")
 Value = Any  # an MLIR value
 Array = Any  # a Mosaic array in registers
 
-# How operands and results of `inline` lie in registers.
+# Layouts of operands and results of `inline`; `strided` makes those of arrays.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def strided(shape: Sequence[int], elements: int) -> Any:
-    """The layout in which neighbouring threads hold neighbouring vectors of so many elements."""
+    """Returns the layout in which neighbouring threads hold neighbouring vectors of `elements`."""
     return plgpu.Layout.WG_STRIDED(tuple(shape), vec_size=elements)
 
 
 def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
-    """The type of a result of `inline` in the layout `strided`."""
+    """Returns the type of an `inline` result that lies in registers in the layout `strided`."""
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
 def inline(
     emit: Callable[..., Any], operands: Sequence[Any], layouts: Sequence[Any], returns: Any = None
 ) -> Any:
-    """Runs `emit(context, *operands)` where the kernel that is being traced is lowered.
+    """Runs `emit(context, *operands)` when the kernel that is being traced is lowered.
 
     Args:
-      emit: emits MLIR for one thread; a reference comes as a memref, an array in registers as one
-        of Mosaic's. Returns arrays as `returns` has them.
+      emit: emits MLIR for one thread. It is given Mosaic's launch context, a memref for each
+        reference, and a FragmentedArray for each array in registers. It returns arrays of the types
+        in `returns`.
       operands: references, and arrays in registers.
-      layouts: of each operand: `REFERENCE`, `SCALAR` or one made by `strided`.
-      returns: the type of the result, a list of them, or None.
+      layouts: the layout of each operand: `REFERENCE`, `SCALAR` or one made by `strided`.
+      returns: the type of the result, a list of types, or None if there is no result.
+
+    Returns:
+      An array in registers, a list of them, or None, as `returns` says.
     """
     if returns is None:
 
         def emit_nothing(context: Any, *values: Any) -> None:
-            emit(context, *values)  # whatever it returns
+            emit(context, *values)  # drops what emit returns
 
         return plgpu.inline_mgpu(arg_types=tuple(layouts))(emit_nothing)(*operands)
     return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=returns)(emit)(*operands)
@@ -138,7 +142,7 @@ def integer_type(bits: int) -> Any:
 
 
 def float_type() -> Any:
-    """The type of a float32."""
+    """Returns MLIR's type of a float32."""
     return ir.F32Type.get()
 
 
@@ -147,7 +151,7 @@ def element_type(dtype: Any) -> Any:
 
 
 def element_of(memref: Value) -> Any:
-    """The type of a reference's elements."""
+    """Returns the MLIR type of a memref's elements."""
     return ir.MemRefType(memref.type).element_type
 
 
@@ -160,7 +164,7 @@ def vector_length_of(value: Value) -> int:
 
 
 def i32(value: int) -> Value:
-    """A constant of 32 bits, signed or not."""
+    """Emits a 32-bit constant, from a Python integer read as signed or unsigned."""
     signed = value - 2**32 if value >= 2**31 else value
     return arith.constant(integer_type(32), signed)
 
@@ -178,7 +182,7 @@ def equal(a: Value, b: Value) -> Value:
 
 
 def below(a: Value, b: Value) -> Value:
-    """Whether a < b, unsigned."""
+    """Emits whether a < b, compared as unsigned integers."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
@@ -186,44 +190,47 @@ def below(a: Value, b: Value) -> Value:
 
 
 def barrier() -> None:
-    """Emits a barrier of the warpgroup."""
+    """Emits a barrier of all threads of the warpgroup."""
     mgpu.utils.warpgroup_barrier()
 
 
 def lane() -> Value:
-    """The thread's number in its warpgroup."""
+    """Emits the number of the thread in its warpgroup, from 0 to LANES - 1."""
     return arith.remui(mgpu.utils.thread_idx(), i32(LANES))
 
 
 def pointer(memref: Value) -> Value:
-    """The address of a reference's first element."""
+    """Emits the pointer to the first element of a memref."""
     return mgpu.utils.memref_ptr(memref)
 
 
 def element_pointer(base: Value, index: Value, element: Any) -> Value:
-    """The address of an element of this type behind a base address."""
+    """Emits the pointer to element `index` of type `element` counted from the pointer `base`."""
     return mgpu.utils.getelementptr(base, [index], element)
 
 
 def address(memref: Value, bits: int = 64) -> Value:
-    """The address as an integer."""
+    """Emits the address of a memref's first element as an integer of `bits` bits."""
     return llvm.ptrtoint(integer_type(bits), pointer(memref))
 
 
 def scalar(array: Array) -> Value:
-    """The register of a scalar."""
+    """Returns the MLIR value of a scalar array, whose only register it is."""
     return array.registers.item()
 
 
 def registers(array: Array) -> list[Value]:
-    """A thread's registers, each a vector of the layout's length."""
+    """Returns the registers of an array in one thread, each a vector of the layout's length."""
     return list(array.registers.flat)
 
 
 def array_of(
     values: Sequence[Value], shape: Sequence[int], elements: int, is_signed: bool | None = None
 ) -> Array:
-    """An array in the layout `strided` of a thread's registers; `is_signed`: None for floats."""
+    """Makes an array in the layout `strided` from the vectors that one thread holds.
+
+    `is_signed` tells signed from unsigned integers and is None for floats.
+    """
     return mgpu.FragmentedArray(
         _registers=np.array(list(values), dtype=object),
         _layout=mgpu.WGStridedFragLayout(tuple(shape), elements),
@@ -232,18 +239,22 @@ def array_of(
 
 
 def warp_sum(value: Value, threads: int) -> Value:
-    """The float32 sum over the threads of a warp."""
+    """Emits the float32 sum of `value` over groups of `threads` neighbouring threads of a warp."""
     return mgpu.utils.warp_tree_reduce(value, arith.addf, threads)
 
 
 def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None) -> Value:
-    """Emits PTX that the compiler neither drops nor moves over another such instruction."""
+    """Emits inline PTX that the compiler neither drops nor reorders with other inline PTX.
+
+    `constraints` are LLVM's, one for the result, if any, and one for each operand; `returns` is the
+    result's MLIR type.
+    """
     return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
 
 
 @contextlib.contextmanager
 def when(condition: Value) -> Iterator[None]:
-    """What is emitted within runs in the threads whose condition (i1) holds."""
+    """Opens a branch: what is emitted within it runs in the threads whose i1 condition holds."""
     branch = scf.IfOp(condition)
     with ir.InsertionPoint(branch.then_block):
         yield
@@ -251,13 +262,13 @@ def when(condition: Value) -> Iterator[None]:
 
 
 def element_at(memref: Value, index: Value) -> Value:
-    """The element of a 1D reference at an index of this thread's own."""
+    """Emits a load of the element of a 1D memref at an index that may differ between threads."""
     element = element_of(memref)
     return llvm.load(element, element_pointer(pointer(memref), index, element))
 
 
 def thread() -> Value:
-    """The thread's number in its block."""
+    """Emits the number of the thread in its block."""
     return mgpu.utils.thread_idx()
 
 
@@ -267,19 +278,20 @@ def block_barrier() -> None:
 
 
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
-    """A buffer of a peer's, as `reach_peers` finds it by `entry`, an int32.
+    """Returns a reference to a peer's copy of a buffer.
 
-    JAX 0.12 has deprecated numbers of devices, in favour of their places in a mesh.
+    `entry`, an int32, selects the offset to the peer's copy: see `reach_peers`. Mosaic takes it for
+    the number of a device; JAX 0.12 has deprecated such numbers in favour of places in a mesh.
     """
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         return plgpu.remote_ref(ref, entry, _find("jax.experimental.pallas.DeviceIdType").LOGICAL)
 
 
 def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
-    """Makes `remote_ref(ref, entry)` the address of ref plus `offset(entry)`, in this kernel.
+    """Makes `remote_ref(ref, entry)` in this kernel the address of ref plus `offset(entry)`.
 
-    Mosaic asks its launch context where a buffer of a peer is. The context of the kernel is told so
-    here, in place of XLA's collective metadata or NVSHMEM.
+    Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
+    XLA's collective metadata or NVSHMEM. This replaces the context's method `to_remote`.
     """
     if not callable(getattr(context, "to_remote", None)):
         raise NotImplementedError(
@@ -291,7 +303,7 @@ def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
             raise NotImplementedError("a peer is reached by bulk copies of contiguous rows alone")
         kind = ir.MemRefType(ref.type)
         strides, _ = kind.get_strides_and_offset()
-        there = ir.MemRefType.get(  # a pointer has the offset in it
+        there = ir.MemRefType.get(  # offset 0: the pointer already includes the offset
             kind.shape, kind.element_type, ir.StridedLayoutAttr.get(0, strides), kind.memory_space
         )
         place = llvm.inttoptr(pointer(ref).type, arith.addi(address(ref), offset(peer)))
@@ -300,13 +312,13 @@ def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
     context.to_remote = to_remote
 
 
-# ---------------------------------------------------------------- what Pallas spells in two ways
+# ----------------------------------------------------------- what Pallas names by version of JAX
 
 
 def store_plain(ref: Any, values: jax.Array) -> None:
-    """Stores registers to unswizzled rows in shared memory, with bank conflicts.
+    """Stores an array in registers to unswizzled shared memory, accepting bank conflicts.
 
-    JAX 0.12 refuses them unless they are asked for; JAX 0.11 has no way to ask.
+    JAX 0.12 refuses such a store without `optimized=False`; JAX 0.11 lacks that argument.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, values, optimized=False)

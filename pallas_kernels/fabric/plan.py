@@ -1,4 +1,7 @@
-"""Plans of kernels: blocks, tokens per block, windows and tiles. Importable without Pallas."""
+"""How a kernel's work is cut: blocks, tokens per block, windows of routes, tiles of a row.
+
+Imports neither Pallas nor Mosaic.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import jax.numpy as jnp
 LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
 SHARED_MEMORY_BYTES = 227 * 1024
 WORD_BYTES = 4  # of an int32 or a float32
-VECTOR_BYTES = 16  # the most that a thread loads or stores at a time
+VECTOR_BYTES = 16  # the most that one instruction of a thread loads or stores
 _MAX_TILE = 8192  # 64 float32 registers of a thread
 
 
 def vector_length(dtype: jax.typing.DTypeLike) -> int:
-    """Elements of the dtype in a vector of 16 bytes."""
+    """Returns how many elements of a dtype a vector of 16 bytes holds."""
     return VECTOR_BYTES // jnp.dtype(dtype).itemsize
 
 
@@ -25,16 +28,16 @@ def align_up(value: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one kernel call.
+    """Static choices of one call of an exchange kernel.
 
     Attributes:
       num_blocks: thread blocks per rank.
       num_slots: rows that the ring in shared memory holds.
-      store_lag: how many slots may wait for their outgoing writes to be read.
+      store_lag: how many slots may wait until their outgoing copies have read them.
       window_tokens: tokens whose routes a block holds in shared memory at a time.
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
-      receive_steps: steps that a rank's receive buffer holds (combine).
+      receive_steps: steps that a combine's receive buffer holds.
       num_g_slots: cotangents that the gradient of a combine holds in a second ring.
     """
 
@@ -50,7 +53,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_slots:
             raise ValueError(f"store_lag must be less than num_slots, but the plan is {self}.")
-        if self.receive_steps < 2:  # a step is announced when the next one is under way
+        if self.receive_steps < 2:  # a step is signalled when the next one is under way
             raise ValueError(f"receive_steps must be at least 2, but the plan is {self}.")
 
     def tokens_per_block(self, num_tokens: int) -> int:
@@ -60,7 +63,7 @@ class Plan:
         return -(-self.tokens_per_block(num_tokens) // self.step_tokens)
 
     def tokens_of_block(self, block: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-        """A block's first token and the number of its tokens, the same on every rank."""
+        """Returns a block's first token and the number of its tokens, the same on every rank."""
         per_block = self.tokens_per_block(num_tokens)
         first = block * per_block
         return first, jnp.clip(num_tokens - first, 0, per_block)
@@ -68,7 +71,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Which routes a block holds in shared memory at a time: whole vectors of the flat [T·K]."""
+    """The part of a flat array of routes, [T·K], that a block holds in shared memory at a time."""
 
     tokens: int  # tokens of a window
     width: int  # entries loaded: tokens · K, rounded up to whole vectors
@@ -81,7 +84,7 @@ class Window:
         return cls(tokens, width, max(width, num_tokens * top_k))
 
     def start(self, entry: jax.Array) -> jax.Array:
-        """The first entry to load, so that the window holds `entry` and stays in bounds."""
+        """Returns the first entry to load so that the window holds `entry` and is in bounds."""
         return jnp.minimum(entry, self.total - self.width)
 
     def pad(self, flat: jax.Array, value: int) -> jax.Array:
@@ -89,7 +92,7 @@ class Window:
 
 
 def pad_last(array: jax.Array, amount: int, value: int = 0) -> jax.Array:
-    """Appends `amount` entries to the last axis."""
+    """Appends `amount` entries of `value` to the last axis of an array."""
     widths = [(0, 0)] * (array.ndim - 1) + [(0, amount)]
     return jnp.pad(array, widths, constant_values=value)
 
@@ -98,8 +101,8 @@ def pad_last(array: jax.Array, amount: int, value: int = 0) -> jax.Array:
 class Tiling:
     """The tiles in which a row is held in registers: whole vectors, the last tile padded."""
 
-    vector: int  # neighbouring columns to a thread: 16 bytes
-    tile: int  # columns at a time
+    vector: int  # neighbouring columns that a thread holds: 16 bytes
+    tile: int  # columns that a warpgroup holds at a time
     num_tiles: int
 
     @classmethod

@@ -1,4 +1,7 @@
-"""The few instructions that Pallas has no fast name for, for a whole warpgroup at a time."""
+"""PTX that Pallas lacks or is slow at: barriers, polling, timeouts, counting, fences.
+
+A whole warpgroup runs each function at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,23 @@ def poll(
     timeout_s: float,
     types: Sequence[Any] = (),
 ) -> list[Value]:
-    """Asks until there is nothing to wait for, thread by thread; what came with the last answer.
+    """Emits a loop in which each thread polls until its condition holds or the time is over.
 
     Args:
-      ask: emits a question: whether to wait on (i1), and values of `types`.
-      late: emits what to do, given those, when `timeout_s` has passed.
+      ask: emits one poll: whether to go on waiting (i1), and the values that it read.
+      late: emits what to do after the timeout, given the values of the last poll.
+      timeout_s: seconds before a thread runs `late`.
+      types: MLIR types of the values.
+
+    Returns:
+      The values of the last poll.
     """
     i1, i32, i64 = (mosaic.integer_type(bits) for bits in (1, 32, 64))
     limit = arith.constant(i64, int(timeout_s * 1e9))
     start = _global_timer()
 
     def in_time(polls: Value) -> Value:
-        """Asks the clock now and then: it is slow to answer."""
+        """Emits whether the timeout lies ahead; reads the clock, which is slow, in few polls."""
         often = mosaic.i32(_POLLS_PER_CLOCK - 1)
         now = mosaic.equal(arith.andi(polls, often), often)
         clock = scf.IfOp(now, [i1], has_else=True)
@@ -63,13 +71,13 @@ def poll(
 
 
 def load_word(pointer: Value) -> Value:
-    """32 bits as they are in any GPU's memory by now."""
+    """Emits a relaxed load, at the system's scope, of 32 bits of any GPU's memory."""
     text = "ld.relaxed.sys.global.b32 $0, [$1];"
     return mosaic.asm(text, "=r,l", pointer, returns=mosaic.integer_type(32))
 
 
 def give_up(what: str, timeout_s: float, rank: Value, peer: Value) -> None:
-    """Prints who waited for whom, and traps."""
+    """Prints which rank waited in vain for which, and traps."""
     waited = f"waited over {timeout_s:g} s for"
     _trap(f"{what}: rank %d {waited} rank %d (block %d); giving up", rank, peer)
 
@@ -91,7 +99,7 @@ def _trap(text: str, rank: Value, peer: Value) -> None:
 
 
 def pause(nanoseconds: Any) -> None:
-    """Makes the warpgroup sleep: for tests in which ranks are out of step."""
+    """Delays the warpgroup, for tests that hold ranks back by different times."""
 
     def emit(context: Any, duration: Any) -> None:
         del context
@@ -108,7 +116,10 @@ def pause(nanoseconds: Any) -> None:
 
 
 def count(bins: Any, values: Any, num_bins: int) -> None:
-    """bins[v] += 1, in shared memory, for each of a vector of values below `num_bins`."""
+    """Adds 1 to bins[v] in shared memory for each v of `values` with 0 <= v < num_bins.
+
+    `values` is a vector of int32 in registers.
+    """
 
     def emit(context: Any, bins: Value, values: Any) -> None:
         del context
@@ -124,7 +135,7 @@ def count(bins: Any, values: Any, num_bins: int) -> None:
 
 
 def async_fence() -> None:
-    """Makes what this thread has seen written visible to its bulk copies."""
+    """Makes the writes that this thread has seen visible to its bulk copies."""
     mosaic.inline(lambda context: mosaic.asm("fence.proxy.async;"), [], [])
 
 

@@ -1,8 +1,9 @@
-"""The words of LL buffers: where they are, and how a warpgroup writes, polls and counts with them.
+"""Memory of the low-latency protocol: how a warpgroup sends, polls and counts by 32-bit words.
 
-Every GPU has a region of memory that its peers write to: counters, slots of a tile each, and a note
-of each thread to each slot. A word that is `EMPTY` has not arrived. Where a tile itself has such a
-word, `_INSTEAD` is sent; where it has either of the two, a note tells which it was.
+Every GPU has a region of memory: counters of its calls, slots that each hold a tile of a peer, and
+for each slot a note from each of the sender's 128 threads. `EMPTY` is the sentinel: a word that has
+not arrived. A payload word that equals the sentinel is sent as `_INSTEAD`. Where a receiver needs
+exact bits, the sender's thread also writes a note that says which of its words were replaced.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _SCALAR = mosaic.SCALAR
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """The regions of a process's GPUs.
+    """The GPUs' memory for the low-latency protocol, one region of it on each GPU.
 
     Attributes:
-      base: the address of GPU 0's.
-      stride: from the region of a GPU to that of the next one, in bytes.
-      num_devices: how many GPUs have one.
-      num_counters: of a region.
-      num_slots: of a region.
+      base: the address of GPU 0's region.
+      stride: bytes from the region of a GPU to that of the next one.
+      num_devices: how many GPUs have a region.
+      num_counters: counters of a region, 32 bits each.
+      num_slots: slots of a region, one tile each.
     """
 
     base: int
@@ -47,9 +48,9 @@ class Regions:
     num_slots: int
 
     def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Writes a tile into a slot of a GPU, which must be empty.
+        """Sends a tile to a slot of a GPU, which must be empty.
 
-        If it need not be `exact`, as who takes it knows, a NaN may arrive as another.
+        Without `exact`, which the receiver must pass alike, a NaN may arrive as another NaN.
         """
 
         def emit(ctx: Any, device: Any, slot: Any, array: Any) -> None:
@@ -97,10 +98,10 @@ class Regions:
         what: str,
         exact: bool,
     ) -> list[jax.Array]:
-        """Waits for the tiles of a GPU's own slots, takes them and leaves the slots empty.
+        """Receives the tiles in slots of this GPU, and leaves the slots empty.
 
-        Traps after `timeout_s`, with a message that names `what`, the rank, and which of the peers,
-        one for each slot, has sent nothing.
+        `peers` has the sender for each slot. After `timeout_s` seconds the kernel traps, with a
+        message that names `what`, this rank, and a peer whose tile has not arrived.
         """
         count = len(slots)
 
@@ -122,7 +123,11 @@ class Regions:
                 ptx.give_up(what, timeout_s, rank, peer)
 
             def as_sent(j: int, words: Sequence[ir.Value]) -> list[ir.Value]:
-                """What a thread has received, or what its note says."""
+                """Emits a thread's words of slot j as they were before sentinels were replaced.
+
+                If a word is `_INSTEAD`, waits for the sender's note, which says whether it was
+                the sentinel.
+                """
                 i32 = ir.IntegerType.get_signless(32)
                 noted = _any([_is(_INSTEAD, word) for word in words])
                 found = scf.IfOp(noted, [i32] * _WORDS, has_else=True)
@@ -168,7 +173,7 @@ class Regions:
         )
 
     def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
-        """Counters of a GPU's own."""
+        """Reads counters of this GPU."""
 
         def emit(ctx: Any, device: Any, *counters: Any) -> Any:
             del ctx
@@ -189,7 +194,7 @@ class Regions:
     def write(
         self, device: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
     ) -> None:
-        """Sets counters of a GPU's own, once all threads of the warpgroup are here."""
+        """Sets counters of this GPU, after a barrier of all threads of the warpgroup."""
         count = len(counters)
 
         def emit(ctx: Any, device: Any, *scalars: Any) -> None:
@@ -212,13 +217,13 @@ class Regions:
         return arith.addi(self._region(device), _times(counter, 4))
 
     def _slot(self, device: ir.Value, slot: ir.Value) -> ir.Value:
-        """Where this thread's part of a slot is."""
+        """Emits the address of this thread's 16 bytes of a slot."""
         start = arith.addi(self._region(device), mosaic.i64(4 * self.num_counters))
         part = _times(mosaic.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
 
     def _note(self, device: ir.Value, slot: ir.Value) -> ir.Value:
-        """Where this thread's note to a slot is."""
+        """Emits the address of this thread's note for a slot, a 32-bit word."""
         start = arith.addi(
             self._region(device), mosaic.i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
         )
@@ -226,7 +231,7 @@ class Regions:
 
 
 def _by_slot(words: Sequence[ir.Value]) -> list[Sequence[ir.Value]]:
-    """The words of several slots, slot by slot."""
+    """Splits a flat list of words into one list for each slot."""
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
 
 

@@ -1,7 +1,8 @@
-"""Copies of short rows into shared memory, in any number of whole 16 bytes.
+"""Copies of short rows from global to shared memory, of any multiple of 16 bytes.
 
-Pallas' own copies from global memory are of multiples of 128 bytes, a share for each thread to
-announce. These go 16 bytes to a thread, in groups that each thread counts for itself.
+Pallas' own copies must be multiples of 128 bytes, since each of the 128 threads announces an equal
+share. Here each thread copies 16 bytes at a time with `cp.async`, and waits for its own copies by
+groups.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES
 
 
 def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
-    """Starts a copy of a contiguous 1D part of this rank's global memory, in the open group."""
+    """Starts a copy of a contiguous 1D part of this rank's global memory to shared memory.
+
+    The copy joins the open group, which `commit_group` closes.
+    """
     if fabric.interpret:
         destination[...] = source[...]
         return
@@ -47,14 +51,14 @@ def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
 
 
 def commit_group(fabric: fb.Fabric) -> None:
-    """Closes the open group, which may be empty."""
+    """Closes the open group of copies, which may be empty."""
     _all_threads(fabric, "cp.async.commit_group;")
 
 
 def wait(fabric: fb.Fabric, allowed: int) -> None:
-    """Waits for all but the last `allowed` groups; makes what they brought visible to bulk copies.
+    """Waits for all groups of copies but the last `allowed`, and shows their data to bulk copies.
 
-    Every thread waits for its own part of a group, and then for all threads of the warpgroup.
+    Every thread waits for its own part of each group, and then for the warpgroup's other threads.
     """
     _all_threads(fabric, f"cp.async.wait_group {allowed};")
     plgpu.commit_smem()

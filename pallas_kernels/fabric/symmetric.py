@@ -1,15 +1,15 @@
-"""The fabric of ranks that have a GPU each, over symmetric memory: see `layout` for where that is.
+"""The fabric of ranks that have a GPU each, over symmetric memory (`layout` says where that is).
 
-A kernel enters the fabric: it learns the number of its call with each peer, and block 0 sends each
-of them where this rank's buffers are. `connect` waits for what the peers have sent; after it `peer`
-is address arithmetic, and every copy, load and store of Pallas reaches a peer's buffer. A signal is
-a word that only grows: the number of the call, then a count. So nothing is zeroed between calls,
-and ranks meet in one trip over the link.
+A kernel first enters the fabric: it learns the number of its call with each peer, and its block 0
+sends each peer the addresses of this rank's buffers. `connect` waits for the addresses that peers
+send; after it `peer` is address arithmetic, and every copy, load and store of Pallas reaches a
+peer's buffer. A signal is a word that only grows: the number of the call in its high bits, a count
+in its low bits. So nothing is zeroed between calls, and ranks meet in one trip over the link.
 
-Why the memory of one call is free for the next: a call ends at a rank when it has heard from every
-peer, and a block of a peer says so last, when it has read all that this rank sent it. Two ranks
-make their calls in the same order, one at a time. So when a rank begins a call, each of its peers
-has ended, or has nothing left to read of, all that the two had before.
+Why the memory of one call may be used by the next: a call ends at a rank when every peer's last
+signal has arrived, and a peer's block sends it after it has read all that this rank sent it. Two
+ranks make their calls in the same order, one at a time. So when a rank begins a call, each of its
+peers has ended every earlier call of the two, or has nothing of it left to read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pallas_kernels.fabric import layout, mosaic, ptx
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, gpu, i32, i64, scalar
 from pallas_kernels.fabric.plan import LANES
 
-# A word that says where a buffer is: its address without the last four bits, a flag, and a tag,
-# which is as much of the call's number as there is room for.
+# Bits of a word that gives a buffer's address, from the highest: the address without its last four
+# bits, a flag, and a tag, the low bits of the call's number.
 _ADDRESS_BITS, _TAG_BITS = 45, 18
 _NOT_SHARED = 1 << _TAG_BITS  # the flag: the buffer is outside the pool that other processes map
-_COUNT_BITS = 16  # of a signal, under the number of the call
+_COUNT_BITS = 16  # the low bits of a signal, which hold the count; the call's number is above them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,13 @@ class Gpus:
     """Ranks along some axes of a mesh, each with a GPU of one domain.
 
     Attributes:
-      axes: those of the ranks: the stride of each among the mesh's places, and its size.
+      axes: (stride, size) of each mesh axis that ranks lie along; the stride is counted in places
+        of the mesh, its devices in row-major order.
       gpus: the number of the GPU at each place of the mesh.
-      place: [1] int32, of this rank's GPU in the mesh: an operand of every kernel.
+      place: [1] int32, the place of this rank's GPU in the mesh; an operand of every kernel.
       base: the address of GPU 0's heap.
-      timeout_s: how long a rank waits for a peer before it gives up.
-      delays_ns: for tests: [stage][rank].
+      timeout_s: how many seconds a rank waits for a peer before it ends the program.
+      delays_ns: nanoseconds for which tests hold a rank back, [stage][rank].
     """
 
     axes: tuple[tuple[int, int], ...]
@@ -60,7 +61,7 @@ class Gpus:
     interpret = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_calls", [])  # the one that is being traced, if any
+        object.__setattr__(self, "_calls", [])  # holds the call that is being traced, if any
 
     @property
     def num_ranks(self) -> int:
@@ -70,21 +71,21 @@ class Gpus:
         return tuple(shape)
 
     def mine(self, ref: Any) -> Any:
-        """This rank's part of a buffer."""
+        """Returns this rank's part of a buffer."""
         return ref
 
     def barrier(self) -> None:
-        """All threads of this warpgroup come here before any goes on."""
+        """Waits until all threads of this warpgroup have reached this barrier."""
         ptx.barrier()
 
     def async_fence(self) -> None:
-        """What this warpgroup has waited for, its bulk copies see too."""
+        """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
         ptx.async_fence()
 
     def stage(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times.
 
-        Stage 0 is where a rank enters a call.
+        Stage 0 is where a rank enters a call; there `enter` itself holds ranks back.
         """
         if number > 0:
             self._hold_back(number)
@@ -108,7 +109,7 @@ class Gpus:
         return (self.place,)
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        """What a call keeps in shared memory: see `_Call.table`."""
+        """Returns the shared memory that a call needs for `_Call.table`."""
         return {"fabric_table": plgpu.SMEM((2 * self.num_ranks * (num_buffers + 1),), jnp.int32)}
 
     def enter(
@@ -121,15 +122,15 @@ class Gpus:
         reads: bool,
         **scratch: Any,
     ) -> None:
-        """Begins a call; every warpgroup of every block does, before anything else.
+        """Begins a call; every warpgroup of every block runs this before anything else.
 
         Args:
-          operands: the references of `self.operands`.
-          buffers: what peers write to or read, in the same order on every rank.
-          name: of the kernel, for messages.
-          num_blocks: of the kernel.
+          operands: the references to `self.operands`.
+          buffers: the buffers that peers write to or read, in the same order on every rank.
+          name: the kernel's name, for messages.
+          num_blocks: the kernel's number of blocks.
           reads: whether peers read what this rank wrote to buffers before the call.
-          scratch: the references of `scratch_types`.
+          scratch: the references to the memory of `scratch_types`.
         """
         if num_blocks > layout.MAX_BLOCKS:
             raise ValueError(f"{name} has {num_blocks} blocks of at most {layout.MAX_BLOCKS}.")
@@ -155,8 +156,9 @@ class Gpus:
             lane, block = mosaic.lane(), _block()
             heap = self._heap(here)
             numbers, deltas = call.numbers(table), call.deltas(table)
-            # The number of this call with each peer, and from its addresses to those that serve
-            # here; numbers count from 1, so that memory of zeros is of no call.
+            # Write to shared memory the number of this call with each peer. Numbers count from 1,
+            # so that a word of zeros belongs to no call. Offsets to a peer's buffers follow in
+            # `connect`; `reach_peers` makes copies add them.
             peer = _of_lane(peers, lane)
             counter = _at(heap, layout.CALLS, (peer, 8 * layout.MAX_BLOCKS), (block, 8))
             with mosaic.when(_below(lane, num_ranks)):
@@ -167,13 +169,13 @@ class Gpus:
             first = arith.cmpi(arith.CmpIPredicate.eq, block, i32(0))
             thread = mosaic.thread()
             if refs:
-                # All words are written in every call, so that none is left with an old tag.
+                # Every call writes all address words, so that no word keeps an old call's tag.
                 sends = _below(thread, layout.MAX_BUFFERS * num_ranks)
                 with mosaic.when(arith.andi(first, sends)):
                     self._send_addresses(call, heap, here, peers, refs, numbers, lane)
             mosaic.block_barrier()
-            # All warpgroups of this block know the number: the next call has the next one, also
-            # at the blocks that this one does not have.
+            # All warpgroups of this block have read the call's number, so it may be stored as the
+            # last one. Blocks that this kernel lacks get it too: the next call may have them.
             own = _below(thread, LANES)
             for r, peer in enumerate(peers):
                 number = _load_shared(_plus(numbers, (i32(r), 8)))
@@ -187,7 +189,7 @@ class Gpus:
         mosaic.inline(emit, [table, call.here, *peers, *buffers], layouts)
 
     def _send_addresses(self, call, heap, here, peers, refs, numbers, lane) -> None:
-        """Thread i: the address of buffer i // N, to rank i % N."""
+        """Sends the address of buffer i // N to rank i % N, in thread i."""
         buffer = arith.divui(lane, i32(self.num_ranks))
         rank = arith.remui(lane, i32(self.num_ranks))
         address = _of_lane([mosaic.address(ref) for ref in refs], buffer)
@@ -207,9 +209,10 @@ class Gpus:
         _store(there, word, release=call.reads)
 
     def connect(self) -> None:
-        """Waits until every rank has sent its buffers' addresses; then `peer` may be used.
+        """Waits until every rank has sent its buffers' addresses; after that, `peer` may be used.
 
-        What a rank has written to its buffers before the call is visible then, if peers read it.
+        If peers read buffers (`reads` of `enter`), what a rank wrote to them before the call is
+        visible after this.
         """
         call, num_ranks = self._call, self.num_ranks
         if not call.buffers:
@@ -230,7 +233,8 @@ class Gpus:
 
                 def ask() -> tuple[Value, list[Value]]:
                     word = _load(place)
-                    # A block with nothing to do may find its peers at a later call.
+                    # The tag may be a later call's: a peer does not wait for a block that has no
+                    # work. Compare modulo the tag's range.
                     ahead = arith.andi(arith.subi(word, number), mask)
                     behind = arith.cmpi(arith.CmpIPredicate.ugt, ahead, i64(_NOT_SHARED // 2))
                     return behind, [word]
@@ -261,7 +265,7 @@ class Gpus:
         mosaic.inline(emit, operands, layouts)
 
     def peer(self, ref: Any, rank: Any) -> Any:
-        """The same buffer on another rank."""
+        """Returns the reference to the same buffer on another rank."""
         base = getattr(ref, "ref", ref)
         found = [i for i, other in enumerate(self._call.buffers) if other is base]
         if not found:
@@ -274,10 +278,11 @@ class Gpus:
         return mosaic.remote_ref(ref, entry)
 
     def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
-        """Tells every rank that this block has come to `count` on a channel, from 1 on.
+        """Signals `count`, at least 1, on a channel to the block of this index on every rank.
 
-        What this warpgroup wrote before is visible to who sees the signal. Without `release` it
-        orders earlier reads alone, and arrives a microsecond sooner: it waits for no writes.
+        With `release`, who sees the signal also sees what this warpgroup wrote before it. Without,
+        the signal only comes after this warpgroup's earlier reads; it waits for no writes, and so
+        arrives about a microsecond sooner.
         """
         call = self._call
 
@@ -295,7 +300,10 @@ class Gpus:
         mosaic.inline(emit, operands, layouts)
 
     def wait(self, channel: int, count: Any, what: str) -> None:
-        """Waits until this block of every rank has come to `count` on a channel."""
+        """Waits until the block of this index on every rank has signalled `count` on a channel.
+
+        `what` names the wait in the message that ends the program after `timeout_s`.
+        """
         call = self._call
 
         def emit(context: Any, table: Any, here: Any, rank: Any, count: Any, *peers: Any) -> None:
@@ -323,9 +331,10 @@ class Gpus:
         mosaic.inline(emit, operands, layouts)
 
     def send_words(self, words: Any) -> None:
-        """Sends int32 words [W] to every rank; one warpgroup of one block does, once in a call.
+        """Sends int32 words [W] to every rank; one warpgroup of one block does so once in a call.
 
-        Each goes with the number of the call, so that it says itself that it has arrived.
+        Each word is stored together with the number of the call, by which the receiver sees that it
+        has arrived.
         """
         call, (count,) = self._call, words.shape
         if count > layout.MAX_WORDS:
@@ -346,7 +355,10 @@ class Gpus:
         mosaic.inline(emit, [call.table, call.here, words, *call.peers], layouts)
 
     def receive_words(self, words: Any, what: str) -> None:
-        """Waits for the words of every rank, and writes them to [N, W] int32 of shared memory."""
+        """Waits for the words of every rank; writes them to `words` [N, W] int32 in shared memory.
+
+        `what` names the wait in the message that ends the program after `timeout_s`.
+        """
         call, (_, count) = self._call, words.shape
 
         def emit(context: Any, table: Any, here: Any, rank: Any, words: Any, *peers: Any) -> None:
@@ -398,7 +410,7 @@ class Gpus:
         return _at(i64(self.base), 0, (number, layout.STRIDE))
 
     def _signal(self, owner: Value, sender: Value, channel: int) -> Value:
-        """Of this block."""
+        """Returns the address, in `owner`'s heap, of the signal from GPU `sender` to this block."""
         start = layout.SIGNALS + 8 * layout.MAX_GPUS * layout.MAX_BLOCKS * channel
         return _at(self._heap(owner), start, (_block(), 8 * layout.MAX_GPUS), (sender, 8))
 
@@ -408,17 +420,17 @@ class Gpus:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A kernel's call, while the kernel is traced.
+    """A call of a kernel, while the kernel is traced.
 
     Attributes:
-      rank: [] int32, this one.
-      here: [] int32, its GPU's number.
-      peers: [] int32, of each rank.
-      table: in shared memory, 64-bit words: what to add to an address of each buffer here to get
-        that at each rank [buffers, N], and the number of the call with each rank [N].
-      buffers: what peers reach.
-      name: of the kernel.
-      reads: whether peers read what was written before the call.
+      rank: [] int32, this rank.
+      here: [] int32, the number of this rank's GPU.
+      peers: the number of each rank's GPU, [] int32 each.
+      table: 64-bit words in shared memory: the offset from each buffer's address here to its
+        address at each rank, [buffers, N], then the number of the call with each rank, [N].
+      buffers: the references that peers reach.
+      name: the kernel's name, for messages.
+      reads: whether peers read what was written to buffers before the call.
     """
 
     rank: jax.Array
@@ -436,7 +448,7 @@ class _Call:
         return _plus(self.deltas(table), (i32(len(self.buffers)), 8 * len(self.peers)))
 
     def signal(self, table: Value, rank: Value, count: Value) -> Value:
-        """The word that says that a rank has come to `count`."""
+        """Returns the word that signals `count` in this call with `rank`."""
         number = _load_shared(_plus(self.numbers(table), (rank, 8)))
         return arith.ori(arith.shli(number, i64(_COUNT_BITS)), _widen(count))
 
@@ -458,7 +470,7 @@ def _narrow(value: Value) -> Value:
 
 
 def _of_lane(values: Sequence[Value], lane: Value) -> Value:
-    """The value of this thread's lane; of those past the last, the first one."""
+    """Returns values[lane], or values[0] where lane is past the last."""
     value = values[0]
     for i, other in enumerate(values[1:], 1):
         value = arith.select(mosaic.equal(lane, i32(i)), other, value)
@@ -466,7 +478,7 @@ def _of_lane(values: Sequence[Value], lane: Value) -> Value:
 
 
 def _at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
-    """base + offset + the sum of index · size, in 64 bits."""
+    """Returns base + offset + the sum of index · size over `terms`, in 64 bits."""
     address = arith.addi(base, i64(offset))
     for index, size in terms:
         address = arith.addi(address, arith.muli(_widen(index), i64(size)))
@@ -474,7 +486,7 @@ def _at(base: Value, offset: int, *terms: tuple[Value, int]) -> Value:
 
 
 def _plus(base: Value, *terms: tuple[Value, int]) -> Value:
-    """base + the sum of index · size, in 32 bits, as addresses of shared memory are."""
+    """Returns base + the sum of index · size over `terms`, in 32 bits, as shared memory needs."""
     for index, size in terms:
         base = arith.addi(base, arith.muli(index, i32(size)))
     return base

@@ -1,12 +1,12 @@
-"""Tiles of flat arrays in registers, sums over ranks and a rendezvous: shared by the collectives.
+"""What the collectives' kernels share: tiles of flat arrays, sums over ranks, and the final wait.
 
-A collective's payload is flat and cut into tiles, of which every warpgroup takes its share: 16
-bytes to a thread and instruction, straight between registers and any rank's memory. Nothing is
-staged in shared memory, and many threads with a few loads each hide the link's latency.
+A collective's payload is flat and cut into tiles, of which every warpgroup takes its share. A
+thread moves 16 bytes with each instruction, directly between registers and any rank's memory.
+Nothing is staged in shared memory; many threads with a few loads each hide the link's latency.
 
-All ranks' inputs are readable when a kernel starts. None of its blocks leaves before the block of
-the same index on every other rank has touched its last byte, so when the kernel ends, no rank
-reads this rank's input or writes its output any more.
+After `fabric.connect`, all ranks' inputs are readable. A block ends only after the block of the
+same index on every other rank has made its last access to another rank's memory. So when the
+kernel ends, no rank reads this rank's input or writes to its output any more.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.plan import LANES, vector_length
 
-_DONE = 0  # channel: this block has touched its last byte of any other rank
+_DONE = 0  # channel: this block has made its last access to another rank's memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static choices of one kernel call.
+    """Static choices of one call of a collective's kernel.
 
     Attributes:
       num_blocks: thread blocks per rank.
@@ -45,26 +45,26 @@ class Plan:
 
     @property
     def num_workers(self) -> int:
-        """Warpgroups of all blocks."""
+        """The number of warpgroups of all blocks; each is a worker."""
         return self.num_blocks * self.num_warpgroups
 
     def worker(self) -> jax.Array:
-        """The number of this warpgroup among them; within a kernel."""
+        """Returns, within a kernel, the index of this warpgroup among those of all blocks."""
         return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
 
 
 def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
-    """Elements that a warpgroup holds at a time."""
+    """Returns the elements of a tile, which a warpgroup holds at a time."""
     return LANES * num_vectors * vector_length(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """A flat array, or the `num_shards` equal shards of one, as tiles of a kernel's warpgroups.
+    """A flat array, or `num_shards` equal shards of one, cut into tiles for a kernel's warpgroups.
 
-    The last tile of a shard is moved back to end with it, over elements of the tile before: they
-    are written twice, with the same values. So any length works that is a whole number of vectors
-    and at least one tile.
+    The last tile of a shard is moved back so that it ends with the shard. It overlaps the tile
+    before, and both write the same values there. So any length works that is a whole number of
+    vectors of 16 bytes and at least one tile.
     """
 
     size: int  # elements of a shard
@@ -107,12 +107,12 @@ def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
 
 
 def store(fabric: fb.Ranks, ref: Any, tile: jax.Array) -> None:
-    """Writes a tile to any rank's memory."""
+    """Stores a tile in registers to any rank's memory."""
     vectors.store(fabric, [ref], tile, vector_length(ref.dtype))
 
 
 def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
-    """Sums over ranks, in float32 and rank order, the tile at `indices` of each rank's `ref`.
+    """Loads the tile at `indices` of every rank's `ref`, and sums them in float32 and rank order.
 
     Every rank gets the same bits. Each begins to read at a different peer, to spread the load over
     the links.
@@ -128,7 +128,7 @@ def sum_of_ranks(fabric: fb.Fabric, ref: Any, *indices: Any) -> jax.Array:
 
 
 def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
-    """Writes a tile to the same place at every rank, each rank beginning with itself."""
+    """Stores a tile at `indices` of every rank's `ref`; each rank begins with itself."""
     num_ranks = jnp.int32(fabric.num_ranks)
     peers = [lax.rem(fabric.rank() + i, num_ranks) for i in range(fabric.num_ranks)]
     parts = [fabric.peer(ref, peer).at[indices] for peer in peers]
@@ -146,9 +146,17 @@ def call(
     reads: bool = False,
     puts: bool = False,
 ) -> jax.Array:
-    """Runs `body` on input and output refs; its blocks leave when their peers have finished.
+    """Runs a collective's kernel; a block ends when its peers have ended their accesses.
 
-    `reads` and `puts`: whether the body reads other ranks' inputs, and writes to their outputs.
+    Args:
+      fabric: the ranks, and how they reach each other.
+      body: called with references to the operands and the output.
+      plan: number of blocks, and of warpgroups per block.
+      operands: the kernel's inputs.
+      out_type: shape and dtype of the output on one rank.
+      name: the kernel's name in profiles and messages.
+      reads: whether the body reads other ranks' inputs.
+      puts: whether the body writes to other ranks' outputs.
     """
 
     def run(*refs: Any, finished: Any) -> None:

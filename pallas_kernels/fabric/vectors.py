@@ -1,7 +1,7 @@
-"""Vectors of up to 16 bytes between registers and any rank's memory, one instruction each.
+"""Loads, stores and sums of vectors of up to 16 bytes, one instruction each, in any rank's memory.
 
-Pallas knows the alignment of this rank's own buffers only: what it loads from a peer it loads
-element by element. Here the caller promises it: each part of memory starts at a multiple of the
+Pallas knows the alignment of this rank's own buffers only, and loads a peer's memory element by
+element. Here the caller promises the alignment: each part of memory starts at a multiple of the
 vector's bytes.
 """
 
@@ -26,7 +26,7 @@ _GLOBAL_MEMORY = 1  # address space
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
-    """Loads a contiguous 1D part of global memory, `elements` neighbours to a thread."""
+    """Loads a contiguous 1D part of any rank's global memory, `elements` neighbours to a thread."""
     if fabric.interpret:
         return fb.load(fabric, ref, elements)
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
@@ -46,9 +46,9 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
 
 
 def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int) -> None:
-    """Writes registers to contiguous 1D parts of global memory, `elements` neighbours to a thread.
+    """Stores an array in registers to each of several contiguous 1D parts of global memory.
 
-    All parts are located before the first is written.
+    A thread holds `elements` neighbours. All addresses are computed before the first store.
     """
     if fabric.interpret:
         for ref in refs:
@@ -71,7 +71,10 @@ def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int
 def rotate(
     fabric: fb.Ranks, parts: Sequence[jax.Array], first: jax.Array, elements: int
 ) -> list[jax.Array]:
-    """Rotates a list: result[(first + i) % N] is parts[i], for a scalar 0 <= first < N."""
+    """Rotates a list of N arrays: result[(first + i) % N] is parts[i], with 0 <= first < N.
+
+    `first` is a scalar of the kernel; `elements` is how many neighbours a thread holds.
+    """
     parts, bit = list(parts), 1
     while bit < len(parts):
         turned = [parts[i - bit] for i in range(len(parts))]
@@ -87,7 +90,7 @@ def _select(
     no: Sequence[jax.Array],
     elements: int,
 ) -> list[jax.Array]:
-    """Selects one of two lists of vectors, register by register."""
+    """Selects one of two lists of arrays, without a branch."""
     if fabric.interpret:
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
@@ -117,7 +120,7 @@ SUMS_OF_WARPGROUP = _WARPS
 
 
 def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) -> None:
-    """Writes float32 sums of a vector's parts, `SUMS_OF_WARPGROUP` of them, to shared memory."""
+    """Sums a float32 vector by warps: writes SUMS_OF_WARPGROUP partial sums to shared memory."""
     if fabric.interpret:
         ref[...] = jnp.sum(value.reshape(_WARPS, -1), axis=1)
         return
@@ -145,9 +148,10 @@ def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) ->
 
 
 def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> None:
-    """Adds the sums that `partial_sums` wrote, in order, and stores the total to ref[index].
+    """Adds the SUMS_OF_WARPGROUP partial sums of a vector, in order, and stores them to ref[index].
 
-    `ref` may be any rank's. The caller needs a barrier between the two functions.
+    `sums` is the shared memory that `partial_sums` wrote; the caller puts a barrier between the two
+    functions. `ref` may be any rank's global memory.
     """
     if fabric.interpret:
         ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(_WARPS)])
@@ -168,7 +172,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
 
 
 def _pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
-    """The addresses of this thread's `count` vectors of `num_bytes`."""
+    """Emits the addresses of this thread's `count` vectors, of `num_bytes` each, in a memref."""
     thread = mosaic.lane()
     offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))
     base = arith.addi(mosaic.address(memref), offset)

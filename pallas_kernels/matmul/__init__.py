@@ -1,1 +1,1 @@
-"""Kernels of the grouped matmul."""
+"""GPU kernels of the grouped matmul."""

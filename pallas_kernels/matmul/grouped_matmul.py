@@ -1,14 +1,15 @@
 """Grouped matmul on Hopper's tensor cores: rows in groups, one matrix for each group.
 
-Two kernels, both a fixed number of blocks that walk the tiles of the output; in each block
+There are two kernels, `product` and `drhs`. In both, a fixed number of blocks walk the tiles of the
+output, each with three warpgroups:
 
-  loader    (one warpgroup) copies operand tiles into a ring in shared memory, running ahead;
-  computer  (two warpgroups) multiplies them, each half of the output tile, and stores its half.
+  loader    (one) copies operand tiles into a ring in shared memory, ahead of the computers;
+  computers (two) multiply the operand tiles, each for half of the output tile, and store it.
 
-`product` cuts the rows of every group into tiles of its own, so tiles past the last group do not
-exist: their output rows are filled with zeros. `drhs` cuts the sum over a group's rows into steps
-and clears, in shared memory, the rows of its first and last step that are not of the group: a NaN
-in a neighbour's row, or past the last group, never meets an accumulator.
+`product` cuts the rows of every group into tiles of its own. No tile covers rows past the last
+group; those output rows are filled with zeros. `drhs` cuts the sum over a group's rows into steps,
+and clears, in shared memory, the rows of its first and last step that belong to another group. So a
+NaN in another group's row, or past the last group, never enters an accumulator.
 
 Tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles, so a
 tile may hold up to 7 rows of the group before.
@@ -32,25 +33,26 @@ from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 
 _ROW_ALIGNMENT = 8
-_CHUNK = 64  # rows and columns that a computer stores at a time; the width of a swizzled tile
+_CHUNK = 64  # rows and columns that a computer stores at a time, and the width of a swizzled tile
 _COMPUTERS = 2
-_LOADER = 2  # its warpgroup
-_OTHER_BYTES = 2560  # of shared memory: barriers, and what Mosaic keeps for itself
+_LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
+_OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
 
-# Columns of a table of tiles.
+# Columns of the table that `_row_tiles` makes.
 _GROUP, _FIRST, _BEGIN, _END = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the work is cut.
+    """The tile sizes of a grouped matmul, and the depth of its buffers in shared memory.
 
     Attributes:
-      block_m: height of a block's output tile: 64, or 128 (the computers take half each).
-      block_n: its width, a multiple of 64 (of 128 where block_m is 64: they take half each).
-      num_slots: depth of the ring, in pairs of operand tiles of 64 along the sum.
-      num_staged: 64 x 64 chunks of its result that a computer may hold on their way out.
-      band: tiles of columns that the blocks sweep together down all rows.
+      block_m: height of a block's output tile, 64 or 128. At 128 each computer takes half the rows;
+        at 64 each takes half the columns.
+      block_n: width of a block's output tile, a multiple of 64, or of 128 if block_m is 64.
+      num_slots: depth of the ring, in pairs of operand tiles of 64 along the summed dimension.
+      num_staged: 64 x 64 chunks of its result that a computer may stage on their way to the output.
+      band: how many columns of tiles the blocks sweep together, from the first row to the last.
     """
 
     block_m: int
@@ -61,10 +63,13 @@ class Tiles:
 
     @classmethod
     def fitting(cls, block_m: int, block_n: int, band: int = 1) -> Tiles:
-        """Staging for a whole tile, and as deep a ring as shared memory then holds."""
+        """Returns tiles with staging for a whole output tile and the deepest ring that then fits.
+
+        The ring has at most 6 slots.
+        """
         chunks = block_m * block_n // (_CHUNK * _CHUNK * _COMPUTERS)
         chunk, operand = 2 * _CHUNK * _CHUNK, 2 * _CHUNK
-        staging = _COMPUTERS * chunk * (chunks + 1)  # and one for partial chunks
+        staging = _COMPUTERS * chunk * (chunks + 1)  # one more for chunks that are stored in part
         slots = (SHARED_MEMORY_BYTES - _OTHER_BYTES - staging) // (operand * (block_m + block_n))
         return cls(block_m, block_n, min(slots, 6), chunks, band)
 
@@ -74,12 +79,12 @@ class Tiles:
 
     @property
     def part(self) -> int:
-        """Width of a computer's part of a tile, which is 64 rows high."""
+        """Width of a computer's part of an output tile; the part is 64 rows high."""
         return self.block_n if self.split_rows else self.block_n // _COMPUTERS
 
     @property
     def staged(self) -> int:
-        """Staging chunks, so many that each turn of them ends with a part's last chunk."""
+        """Chunks that a computer stages at a time: a divisor of the chunks of its part."""
         return math.gcd(self.num_staged, self.part // _CHUNK)
 
     def __post_init__(self) -> None:
@@ -96,11 +101,21 @@ def product(
     num_blocks: int,
     interpret: Any = None,
 ) -> jax.Array:
-    """The sum over pairs of lhs [R, K] by groups of rows times rhs [L, K, N] -> [R, N].
+    """Multiplies each row by its group's matrix, and sums the products of all pairs.
 
-    rhs is [L, N, K] with `transpose_rhs`. bfloat16 or float16; R a multiple of 8, K of 64, N of
-    tiles.block_n. Sums are float32, those of all pairs in the same accumulators. Rows past the last
-    group come out zero and are not read beyond the last tile.
+    Args:
+      pairs: (lhs [R, K], rhs [L, K, N]) pairs of bfloat16 or float16, all of one dtype; rhs is
+        [L, N, K] with `transpose_rhs`. R is a multiple of 8, K of 64, N of tiles.block_n.
+      group_sizes: [L] int32, rows of each group, in order.
+      transpose_rhs: whether the matrices are given transposed.
+      tiles: tile sizes, and depth of buffers.
+      num_blocks: thread blocks to use.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      [R, N] of the operands' dtype. Sums are float32, in the same accumulators for all pairs, and
+      are rounded once. Rows past the last group are zero; the kernel reads them no further than the
+      last group's last tile.
     """
     lhs, rhs = pairs[0]
     num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
@@ -125,10 +140,18 @@ def drhs(
     num_blocks: int,
     interpret: Any = None,
 ) -> jax.Array:
-    """Each group's rows of lhs [R, K], transposed, times its rows of grad [R, N] -> [L, K, N].
+    """Multiplies each group's rows of lhs, transposed, by its rows of grad: the gradient of rhs.
 
-    bfloat16 or float16; R a multiple of 8, K of 64, N of tiles.block_n. Sums are float32. Zero for
-    an empty group.
+    Args:
+      lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
+      grad: [R, N] of lhs's dtype; N is a multiple of tiles.block_n.
+      group_sizes: [L] int32, rows of each group, in order.
+      tiles: tile sizes, and depth of buffers.
+      num_blocks: thread blocks to use.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      [L, K, N] of the operands' dtype, zero for an empty group. Sums are float32.
     """
     num_groups = group_sizes.shape[0]
     shape = num_groups, lhs.shape[1], grad.shape[1]
@@ -143,10 +166,11 @@ def drhs(
 
 
 def _row_tiles(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
-    """The tiles of every group's rows, in order, and last [their number, the rows in groups, ...].
+    """Returns the table of the tiles of all groups' rows, [tiles + 1, 4] int32.
 
-    A tile [4]: its group, its first row (a multiple of 8), and the rows [begin, end) of it that
-    are the group's.
+    An entry is a tile's group, its first row (a multiple of 8), and the range [begin, end) of its
+    rows that belong to the group. The number of tiles is static and may exceed those that exist;
+    the last entry holds the number that exist, and then the number of rows in groups.
     """
     num_groups = group_sizes.shape[0]
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
@@ -154,7 +178,7 @@ def _row_tiles(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
     first = starts // _ROW_ALIGNMENT * _ROW_ALIGNMENT
     counts = jnp.where(group_sizes > 0, -((first - ends) // height), 0)
     tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
-    # A tile more for each group that ends within one, and for its rows of the group before.
+    # The most tiles there can be: each group may begin up to 7 rows early and end within a tile.
     most = (num_rows + (_ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
     tile = jnp.arange(most + 1, dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
@@ -168,8 +192,11 @@ def _row_tiles(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """For each group [4]: how many steps of rows (at least one), the first row of the first, and
-    the group's rows [begin, end)."""
+    """Returns how the rows of each group are cut into steps of 64, [L, 4] int32.
+
+    An entry is the number of steps (at least one), the first row of the first step (a multiple of
+    8), and the range [begin, end) of the group's rows.
+    """
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes
     first = jnp.minimum(starts, num_rows - _ROW_ALIGNMENT) // _ROW_ALIGNMENT * _ROW_ALIGNMENT
@@ -179,7 +206,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """What both kernels share: the ring, and which tile of the output is whose."""
+    """The base of both kernels: the ring of operands, and which block has which output tile."""
 
     tiles: Tiles
     num_blocks: int
@@ -213,7 +240,8 @@ class _Kernel:
     ) -> Any:
         """Runs `body(look_up(tile), carry)` for this block's share of `total` tiles.
 
-        The next tile is looked up before a tile is worked on, since the look-up takes its time.
+        The next tile is looked up before the body runs on the current one, to hide the latency of
+        the look-up.
         """
         block, stride = lax.axis_index("block"), self.num_blocks
         mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
@@ -229,7 +257,10 @@ class _Kernel:
         return lax.fori_loop(0, mine, step, (looked_up(0), carry))[1]
 
     def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
-        """A tile's row of tiles, and its first column, band by band."""
+        """Returns the row of tiles and the first column of the output tile of an index.
+
+        Tiles are numbered band by band: a band is `tiles.band` columns of tiles, over all `rows`.
+        """
         columns, band = self.width // self.tiles.block_n, self.tiles.band
         band = band if columns % band == 0 else columns
         whole, rest = _divmod(index, rows * band)
@@ -256,7 +287,10 @@ class _Kernel:
         steps: Any,
         multiply: Callable[[Any, jax.Array, jax.Array], None],
     ) -> jax.Array:
-        """The sum of `multiply(accumulator, slot, step)` over the ring's next `steps` slots."""
+        """Runs `multiply(accumulator, slot, step)` on the ring's next `steps` slots; frees them.
+
+        Returns the accumulator, a computer's part of an output tile.
+        """
         num_slots = jnp.int32(self.tiles.num_slots)
 
         def scope(accumulator):
@@ -264,7 +298,7 @@ class _Kernel:
                 slot = lax.rem(used + i, num_slots)
                 plgpu.barrier_wait(scratch["full"].at[slot])
                 multiply(accumulator, slot, i)
-                plgpu.wgmma_wait(1)  # of the step before this one, so its slot is free
+                plgpu.wgmma_wait(1)  # the step before this one has ended, so its slot is free
 
                 @pl.when(i > 0)
                 def _():
@@ -278,7 +312,7 @@ class _Kernel:
         return pl.run_scoped(scope, plgpu.ACC((_CHUNK, self.tiles.part)))
 
     def pass_by(self, scratch: Any, used: jax.Array, steps: Any) -> None:
-        """Gives the ring's next `steps` slots back unused."""
+        """Waits for the ring's next `steps` slots, and frees them without use."""
 
         def step(i, _):
             slot = lax.rem(used + i, jnp.int32(self.tiles.num_slots))
@@ -288,27 +322,27 @@ class _Kernel:
         lax.fori_loop(0, steps, step, None)
 
     def part_of_left(self, left: Any, computer: jax.Array, axis: int) -> Any:
-        """The rows of the left operand that a computer multiplies; they lie along `axis`."""
+        """Returns the rows of the left operand, along `axis`, that a computer multiplies."""
         if not self.tiles.split_rows:
             return left
         mine = pl.ds(computer * _CHUNK, _CHUNK)
         return left.at[mine] if axis == 0 else left.at[:, mine]
 
     def part_of_right(self, right: Any, computer: jax.Array, axis: int) -> Any:
-        """The columns of the right operand that a computer multiplies; they lie along `axis`."""
+        """Returns the columns of the right operand, along `axis`, that a computer multiplies."""
         mine: Any = slice(None)
         if not self.tiles.split_rows:
             mine = pl.ds(computer * self.tiles.part, self.tiles.part)
         return right.at[mine] if axis == 0 else right.at[:, mine]
 
     def corner(self, top: Any, left_edge: Any, computer: jax.Array) -> tuple[Any, Any]:
-        """Where a computer's part of the tile at (top, left_edge) begins."""
+        """Returns the first row and column of a computer's part of the tile at (top, left_edge)."""
         if self.tiles.split_rows:
             return top + computer * _CHUNK, left_edge
         return top, left_edge + computer * self.tiles.part
 
     def store_part(self, staged: Any, total: jax.Array, out: Any) -> None:
-        """Stores a computer's part to `out`, as many chunks at a time as fit."""
+        """Stores a computer's part of a tile to `out`, as many chunks at a time as it may stage."""
         for first in range(0, self.tiles.part // _CHUNK, self.tiles.staged):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             columns = [
@@ -332,8 +366,8 @@ class _Product(_Kernel):
         tiles = self.tiles
         right = (tiles.block_n, _CHUNK) if self.transpose_rhs else (_CHUNK, tiles.block_n)
         return self.ring(dtype, (tiles.block_m, _CHUNK), right) | dict(
-            # Rows of a chunk that is not wholly the group's are stored few at a time, which the
-            # swizzled tile does not allow.
+            # A chunk with rows of another group is stored by parts of its rows, which a swizzled
+            # tile does not allow.
             plain=plgpu.SMEM((_COMPUTERS, _CHUNK, _CHUNK), dtype),
         )
 
@@ -391,7 +425,7 @@ class _Product(_Kernel):
     def _one_tile(
         self, tile: Any, out: Any, computer: jax.Array, used: jax.Array, scratch: Any
     ) -> None:
-        """This computer's part of a tile, whose rows [begin, end) are the group's."""
+        """Computes and stores a computer's part of a tile: its rows [begin, end) of the group."""
         top, left_edge, begin, end = tile
         steps = sum(self.depths) // _CHUNK
 
@@ -430,7 +464,7 @@ class _Product(_Kernel):
             self.pass_by(scratch, used, steps)
 
     def _zero_tail(self, out: Any, start: jax.Array, computer: jax.Array, zeros: Any) -> None:
-        """Writes zeros to the rows from `start` on, the computers of all blocks taking turns."""
+        """Writes zeros to the rows of `out` from `start` on; all blocks' computers share them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mosaic.store_plain(zeros, _zeros((_CHUNK, _CHUNK), out.dtype, self.interpreted))
         plgpu.commit_smem()
@@ -465,7 +499,7 @@ class _Drhs(_Kernel):
     def __call__(self, lhs: Any, grad: Any, table: Any, out: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
         tiles = self.tiles
-        # The last tile may reach past K: what it reads there is zero, and is not stored.
+        # The last tile may reach past K. What it reads there is zero, and is not stored.
         rows, columns = -(-self.height // tiles.block_m), self.width // tiles.block_n
         total = jnp.int32(self.num_groups * rows * columns)
 
@@ -509,7 +543,7 @@ class _Drhs(_Kernel):
 
                     @pl.when((row < begin) | (row + _CHUNK > end))
                     def _():
-                        # The computers clear what both of them will read.
+                        # Each computer clears part of what both of them will read.
                         for operand in (left, right):
                             self._clear(operand, begin - row, end - row, warpgroup)
                         plgpu.commit_smem()
@@ -536,7 +570,10 @@ class _Drhs(_Kernel):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _clear(self, operand: Any, begin: jax.Array, end: jax.Array, computer: jax.Array) -> None:
-        """Zeros in the rows outside [begin, end), the computers taking turns at the columns."""
+        """Sets the rows of an operand outside [begin, end) to zero, by chunks of columns.
+
+        The two computers take turns at the chunks.
+        """
         row = _rows_of_chunk(self.interpreted)
         mine = (row >= begin) & (row < end)
 
@@ -558,9 +595,9 @@ class _Drhs(_Kernel):
 def _store_rows(
     source: Any, begin: jax.Array, end: jax.Array, out: Any, first: jax.Array, cols: Any
 ) -> None:
-    """Stores rows [begin, end) of an unswizzled chunk to out's rows from first + begin on.
+    """Stores rows [begin, end) of an unswizzled chunk to the rows of `out` from first + begin on.
 
-    A copy has a static height, so each power of two that the count is made of gets its own.
+    A copy has a static height, so there is one copy for each power of two in the number of rows.
     """
     count, height = end - begin, _CHUNK
     while height:
@@ -597,7 +634,7 @@ def _call(
 
 
 def _swizzled(dtype: Any) -> tuple[Any, ...]:
-    """The layout that the tensor cores read: tiles of 8 rows of 128 bytes, swizzled."""
+    """Returns the transforms to the tensor cores' layout: swizzled tiles of 8 rows of 128 bytes."""
     columns = 128 // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((_ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
 
