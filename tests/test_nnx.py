@@ -152,7 +152,7 @@ def test_attributes_reach_the_core():
 SOME_RULES = [RULES, RULES[:1], (), (("embed", "data"),), (("exp", ("expert",)), ("mlp", "data"))]
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit", "mixed"])
+@pytest.mark.parametrize("kind", quick(["Auto", "Explicit", "mixed"], "Explicit"))
 @pytest.mark.parametrize("rules", SOME_RULES, ids=str)
 def test_experts_are_born_sharded_whatever_rules_there_are(rules, kind):
     """Without a rule "exp" is sharded over expert_axis, the others not at all."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.kernels import needs_kernels
+from support.selection import quick
 
 from jax_ep.bench import matmul_contenders as contenders
 from jax_ep.bench.matmul_operations import OPERATIONS, Operands, operation
@@ -22,7 +23,7 @@ SHAPES = [  # R, H, F, L
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", quick(SHAPES, SHAPES[0], unpack=False), ids=str)
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_mosaic_lowers_for_cuda(op, shape):
     num_rows, hidden, mlp, groups = shape

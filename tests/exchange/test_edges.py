@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.contract import most_ranks
 from support.meshes import expert_mesh
+from support.selection import quick
 
 import jax_ep
 from jax_ep.exchange import quantization
@@ -133,8 +134,12 @@ def test_nothing_is_promoted_implicitly(function, dtype, option, value):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX lacks Explicit axes in shard_map")
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("spec", [P(AXIS), P((AXIS, "data")), P(AXIS, "data")], ids=str)
+@pytest.mark.parametrize("check_vma", quick([False, True], True))
+@pytest.mark.parametrize(
+    "spec",
+    quick([P(AXIS), P((AXIS, "data")), P(AXIS, "data")], P(AXIS, "data"), unpack=False),
+    ids=str,
+)
 @pytest.mark.parametrize("function", [expert_major, rank_major])
 def test_the_axes_that_shard_map_leaves_out_may_be_explicit(function, spec, check_vma):
     if len(jax.devices()) < 4:
@@ -185,7 +190,13 @@ def test_what_a_dispatch_returns_can_be_exported(layout):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"capacity": 64}, {"expert_alignment": 4}, {"layout": "rank"}], ids=str
+    "options",
+    quick(
+        [{}, {"capacity": 64}, {"expert_alignment": 4}, {"layout": "rank"}],
+        {"capacity": 64},
+        {"layout": "rank"},
+    ),
+    ids=str,
 )
 def test_the_number_of_tokens_may_be_symbolic(options):
     """JAX cannot yet run a program of several devices with symbolic shapes, but of one."""

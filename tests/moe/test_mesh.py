@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.dense_moe import BATCH, SEQUENCE, E, K, assert_close, dense, make_params, make_x
 from support.meshes import mesh
+from support.selection import quick
 
 from jax_ep import MoEConfig, moe_layer
 
@@ -42,13 +43,17 @@ run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 @pytest.mark.parametrize(
     "lead, types",
-    [
+    quick(
+        [
+            ((BATCH, SEQUENCE), (EXPLICIT, AUTO)),
+            ((BATCH, SEQUENCE), (AUTO, EXPLICIT)),
+            ((1, 5), (EXPLICIT, EXPLICIT)),
+            ((1, 5), (AUTO, EXPLICIT)),
+            ((), (EXPLICIT, EXPLICIT)),
+        ],
         ((BATCH, SEQUENCE), (EXPLICIT, AUTO)),
-        ((BATCH, SEQUENCE), (AUTO, EXPLICIT)),
         ((1, 5), (EXPLICIT, EXPLICIT)),
-        ((1, 5), (AUTO, EXPLICIT)),
-        ((), (EXPLICIT, EXPLICIT)),
-    ],
+    ),
     ids=str,
 )
 def test_explicit_and_mixed_meshes_whatever_the_leading_dimension(lead, types):
@@ -77,7 +82,10 @@ def test_explicit_mesh_with_a_mask_and_a_sharding_that_the_flattening_loses():
 
 @pytest.mark.parametrize(
     "spec, check_vma",
-    [(P("expert"), True), (P("expert", None, "model"), True), (P("expert", "model"), False)],
+    quick(
+        [(P("expert"), True), (P("expert", None, "model"), True), (P("expert", "model"), False)],
+        (P("expert", None, "model"), True),
+    ),
     ids=str,
 )
 def test_shard_map_over_some_axes_of_a_mesh_whose_others_are_explicit(spec, check_vma):

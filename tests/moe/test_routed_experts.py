@@ -116,7 +116,7 @@ CASES = {  # routing, capacity, alignment
 
 @pytest.mark.parametrize("name", quick([*CASES], "overflowing"))
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", quick([*TOLERANCE], "bfloat16"))
 @pytest.mark.parametrize("exchange", implementations())
 def test_output_and_gradients(exchange, dtype, num_ranks, name):
     kind, capacity, alignment = CASES[name]

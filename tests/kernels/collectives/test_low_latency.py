@@ -181,7 +181,7 @@ NORMS_BY_LL = {
 
 
 @simulated
-@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@pytest.mark.parametrize("two_shot", quick({"one_shot": False, "two_shot": True}, "two_shot"))
 @pytest.mark.parametrize("case", quick(NORMS_BY_LL, "a_last_tile_moved_back", unpack=False))
 def test_all_reduce_rms_norm(case, two_shot):
     num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case

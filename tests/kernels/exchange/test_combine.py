@@ -72,7 +72,7 @@ WIRE_CASES = {
 
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "dropped", "half"))
+@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "half"))
 def test_combine(problem, plan):
     out = simulate(combine(problem, plan, simulated_ranks(problem.num_ranks)))
     assert_equal(out, problem.combined)

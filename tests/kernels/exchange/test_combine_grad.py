@@ -51,7 +51,7 @@ def check(problem, results):
 
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "dropped_of_blocks", "half"))
+@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "dropped_of_blocks"))
 def test_combine_grad(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
     check(problem, simulate(combine_grad(problem, plan, fabric)))

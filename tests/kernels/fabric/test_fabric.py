@@ -243,7 +243,6 @@ def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:
     "work",
     quick(
         [Work(2), Work(8, 3), Work(2, 3, "rank"), Work(8, 4, "rank"), Work(4, 4, "float8")],
-        Work(8, 3),
         Work(4, 4, "float8"),
     ),
     ids=str,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from support.collectives import regions_of
 from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
+from support.selection import quick
 
 import jax_ep
 from jax_ep.runtime.fabric import of_axis
@@ -97,7 +98,7 @@ def assert_alone(text: str, num_kernels: int) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+@pytest.mark.parametrize("num_ranks", quick([1, 2, 8], 2))
 @pytest.mark.parametrize("op", OPS)
 def test_an_exchange_is_kernels_alone(op, num_ranks):
     assert_alone(lowered(globals()[op], num_ranks, *arrays(plans.FEW_TOKENS)), OPS[op])
