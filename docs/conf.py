@@ -14,10 +14,12 @@ from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 
 import jax_ep
 import jax_ep.cli
+from jax_ep.checkpoints.architectures import TABLE, OneOf
 
 project = "jax_ep"
 author = "The jax_ep authors"
@@ -158,6 +160,30 @@ class CommandHelp(Directive):
         return [nodes.literal_block(help_, help_, language="text")]
 
 
+class Architectures(Directive):
+    """The published models that `jax_ep.checkpoints` knows, a row for each of its table."""
+
+    def run(self) -> list[nodes.Node]:
+        lines = [".. list-table::", "   :header-rows: 1", ""]
+        cells = [["models", "``model_type``", "router", "tensors of a layer"]]
+        for row in TABLE:
+            fixed = [f"{name} = {value}" for name, value in row.fixed.items()]
+            read = [f"{name}: {key}" for name, key in row.fields.items() if name != "activation"]
+            layouts = [i.layouts if isinstance(i, OneOf) else ((i,),) for i in row.tensors]
+            names = [t.name for options in layouts for tensors in options for t in tensors]
+            columns = [list(row.model_types), fixed + read, names]
+            marked = ["\n".join(f"| ``{line}``" for line in column) for column in columns]
+            cells.append([row.models, *marked])
+        for row_cells in cells:
+            for i, cell in enumerate(row_cells):
+                first, *rest = cell.split("\n")
+                lines.append(f"   {'*' if i == 0 else ' '} - {first}")
+                lines += [f"       {line}" for line in rest]
+        container = nodes.container()
+        self.state.nested_parse(StringList(lines), 0, container)
+        return container.children
+
+
 def _skip_member(
     app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any
 ) -> bool | None:
@@ -170,3 +196,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", _process_docstring, priority=100)
     app.connect("autodoc-process-signature", _process_signature)
     app.add_directive("command-help", CommandHelp)
+    app.add_directive("architectures", Architectures)

@@ -1,7 +1,8 @@
 """jax_ep: expert parallelism for JAX. Dispatch, combine, and what a Mixture-of-Experts needs.
 
-`jax_ep.linen` and `jax_ep.nnx` hold the Flax layers, `jax_ep.placement` places experts on ranks,
-`jax_ep.reference` is the whole contract in plain NumPy; they are imported when they are first used.
+`jax_ep.linen` and `jax_ep.nnx` hold the Flax layers, `jax_ep.checkpoints` loads published models,
+`jax_ep.placement` places experts on ranks, `jax_ep.reference` is the whole contract in plain NumPy;
+they are imported when they are first used.
 """
 
 import importlib as _importlib
@@ -35,7 +36,7 @@ from jax_ep.moe.routing import (
 from jax_ep.version import __version__ as __version__
 
 if _TYPE_CHECKING:
-    from jax_ep import linen, nnx, placement, reference
+    from jax_ep import checkpoints, linen, nnx, placement, reference
 
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_rms_norm",
     "all_to_all",
+    "checkpoints",
     "combine",
     "dispatch",
     "dispatch_like",
@@ -74,6 +76,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _Any:
-    if name in ("linen", "nnx", "placement", "reference"):
+    if name in ("checkpoints", "linen", "nnx", "placement", "reference"):
         return _importlib.import_module(f"jax_ep.{name}")
     raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")

@@ -42,6 +42,8 @@ def test_packages_that_are_not_needed_are_not_loaded(package, loaded):
     assert not [name for name in loaded if name == package or name.startswith(package + ".")]
 
 
-@pytest.mark.parametrize("name", ["linen", "nnx", "reference", "exchange.pallas", "bench", "cli"])
+@pytest.mark.parametrize(
+    "name", ["linen", "nnx", "checkpoints", "reference", "exchange.pallas", "bench", "cli"]
+)
 def test_parts_that_are_not_used_are_not_loaded(name, loaded):
     assert f"jax_ep.{name}" not in loaded

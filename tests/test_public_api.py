@@ -7,7 +7,9 @@ attributes of `jax_ep`, when it ends.
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.nnx
@@ -19,6 +21,7 @@ from jax import lax
 from support.contract import AXIS, assert_bitwise_equal, most_ranks, per_rank
 from support.dense_moe import E, F, H, K, dense, make_params, make_x
 from support.meshes import expert_mesh
+from support.published import mixtral, publish
 
 import jax_ep
 from jax_ep import reference
@@ -222,6 +225,19 @@ def copies_of_experts() -> None:
 
     want = X * np.sum(WEIGHTS * (IDX + 1), axis=-1, keepdims=True)
     close(on_ranks(there_and_back, X, IDX, WEIGHTS), want)
+
+
+@exercises("checkpoints", "nnx")
+def published_models() -> None:
+    config, tensors = mixtral()
+    with tempfile.TemporaryDirectory() as folder:
+        publish(Path(folder), config, tensors)
+        layer = jax_ep.checkpoints.load_moe(folder, 1, mesh=expert_mesh(N))
+        jax_ep.checkpoints.save_moe(layer, folder, 1)
+        got, params = jax_ep.checkpoints.load_moe_params(folder, 1)
+    assert got.num_experts == config["num_local_experts"] and isinstance(layer, jax_ep.nnx.MoE)
+    close(layer.wo.get_value(), params.wo)
+    assert config["model_type"] in jax_ep.checkpoints.architectures()
 
 
 @exercises("workspace_bytes")

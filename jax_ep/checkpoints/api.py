@@ -1,0 +1,253 @@
+"""Loads the MoE block of one layer of a published model, and writes it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jax_ep.checkpoints.architectures import PARAMETER_AXES
+from jax_ep.checkpoints.block import Block, open_block
+from jax_ep.checkpoints.safetensors import rewriting
+from jax_ep.checks import as_axes
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.params import MoEParams
+from jax_ep.nnx import MoE
+from jax_ep.runtime import jax_compat
+
+# Called with the bytes that are loaded and those that there are.
+Progress = Callable[[int, int], None]
+
+Directory = str | os.PathLike[str]
+
+
+def load_moe_params(
+    directory: Directory,
+    layer: int,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    progress: Progress | None = None,
+    **fields: Any,
+) -> tuple[MoEConfig, MoEParams]:
+    """Loads the configuration and parameters of one layer's MoE block.
+
+    Each device's part is read on its own, from files that are mapped into memory: a process reads
+    the experts of its devices and no others, and holds at most one part of one parameter besides
+    what it returns.
+
+    Args:
+        directory: a model as published: config.json and safetensors files.
+        layer: the number of the decoder's layer, from 0.
+        mesh: the mesh to spread the experts over, along `expert_axis`; also the `mesh` of the
+            configuration. None: the ambient mesh, or one device where there is none.
+        dtype: of the parameters; the selection bias stays float32. None: as stored, bfloat16 where
+            the stored numbers are float8 or MXFP4.
+        progress: called with the bytes that are loaded and those that will be, of this process.
+            None: a line on standard error, where that is a terminal.
+        fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`.
+
+    Returns:
+        The configuration and the parameters.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: an unknown architecture or quantization, a layer without an MoE block, or a
+            tensor of the block that is missing, misshapen or unknown; the message names it. Experts
+            that do not divide over the mesh.
+        TypeError: `dtype` is not floating, or a keyword is no field of `jax_ep.MoEConfig`.
+    """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a floating dtype or None, but is {dtype!r}.")
+    block = open_block(directory, layer)
+    config = MoEConfig(**(dict(block.fields) | {"mesh": mesh} | fields))
+    if mesh is None:
+        mesh = _ambient_mesh()
+    shardings = {name: _sharding(name, block, config, mesh) for name in block.params()}
+    dtypes = {
+        name: np.dtype(np.float32 if name == "bias" else dtype or block.dtype(name))
+        for name in block.params()
+    }
+    total = sum(
+        math.prod(sharding.shard_shape(block.shape(name)))
+        * len(_devices_of_parts(sharding, block.shape(name)))
+        * dtypes[name].itemsize
+        for name, sharding in shardings.items()
+    )
+    counter = _Counter(total, progress or _print_progress)
+    params: dict[str, Any] = {
+        name: _load(block, name, sharding, dtypes[name], counter)
+        for name, sharding in shardings.items()
+    }
+    return config, MoEParams(**params)
+
+
+def load_moe(
+    directory: Directory,
+    layer: int,
+    *,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+    progress: Progress | None = None,
+    **fields: Any,
+) -> MoE:
+    """Loads one layer's MoE block as a Flax NNX layer, ready to call; see `load_moe_params`."""
+    arguments: dict[str, Any] = dict(mesh=mesh, dtype=dtype, progress=progress)
+    return _module(*load_moe_params(directory, layer, **arguments, **fields))
+
+
+def save_moe(layer_or_params: MoE | MoEParams, directory: Directory, layer: int) -> None:
+    """Writes one layer's MoE block back into a directory of a published model.
+
+    The tensors of the block change, in their names, shapes, dtypes and encodings as they are there;
+    all others stay. Numbers that are what was loaded keep their bytes, so that loading and saving
+    changes no byte of a file; others are rounded to what is stored, with new scales in the blocks
+    of float8 and MXFP4 that changed. Each file of the block is copied, changed and put in the place
+    of the old one, which takes its size of free space.
+
+    Args:
+        layer_or_params: the layer, or its parameters; on devices of this process.
+        directory: a model as published, with this block: that which was loaded, or a copy.
+        layer: the number of the decoder's layer.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_moe_params`, and for parameters that are not those
+            of the block or not all on devices of this process.
+    """
+    if isinstance(layer_or_params, MoEParams):
+        fields = layer_or_params._asdict()
+        given = {name: value for name, value in fields.items() if value is not None}
+    else:
+        variables = _variables(layer_or_params)
+        given = {name: variable.get_value() for name, variable in variables.items()}
+    block = open_block(directory, layer)
+    _check_saved(block, given)
+    with rewriting(block.directory, block.stored()) as into:
+        block.write({name: np.asarray(value) for name, value in given.items()}, into)
+
+
+def _load(
+    block: Block, name: str, sharding: Sharding, dtype: np.dtype, counter: _Counter
+) -> jax.Array:
+    """Loads one parameter, part by part; devices that hold the same part share one reading."""
+    shape = block.shape(name)
+    shards = []
+    for index, devices in _devices_of_parts(sharding, shape).items():
+        part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter)
+        shards += [jax.device_put(part, device) for device in devices]
+        # The next part takes the memory of this one, unless a CPU device uses it as it is.
+        jax.block_until_ready(shards[-len(devices) :])
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _devices_of_parts(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
+    """Returns the devices of this process by the part they hold: bounds along each axis."""
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        bounds = tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    return devices
+
+
+def _ambient_mesh() -> Mesh | None:
+    """Returns the mesh that `jax.set_mesh` or a `with mesh:` statement has set."""
+    mesh = jax.sharding.get_mesh()
+    return jax_compat.mesh_of_with_statement() if mesh.empty else mesh
+
+
+def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> Sharding:
+    """Returns how the layer wants a parameter: experts over the expert axis, all else whole."""
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    axes = as_axes(config.expert_axis, "expert_axis")
+    held = tuple(axis for axis in axes if axis in mesh.axis_names)
+    num_ranks = math.prod(mesh.shape[axis] for axis in held)
+    if config.num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis {axes}, "
+            f"but {block.directory.path} has {config.num_experts}."
+        )
+    letters = PARAMETER_AXES[name]
+    routed = letters[0] == "E" and len(letters) > 1
+    return NamedSharding(mesh, PartitionSpec(held) if routed and held else PartitionSpec())
+
+
+class _Counter:
+    """Adds up the bytes that are loaded, in whichever thread, and reports them."""
+
+    def __init__(self, total: int, report: Progress):
+        self._total, self._report = total, report
+        self._loaded = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, num_bytes: int) -> None:
+        with self._lock:
+            self._loaded += num_bytes
+            self._report(self._loaded, self._total)
+
+
+def _print_progress(loaded: int, total: int) -> None:
+    """Draws a bar on standard error, if that is a terminal, at each further percent."""
+    width = 40
+    if sys.stderr.isatty() and (loaded == total or loaded * 100 // total % 2 == 0):
+        bar = "#" * (loaded * width // total)
+        end = "\n" if loaded == total else ""
+        sys.stderr.write(f"\r[{bar:{width}}] {loaded / 1e6:.0f} of {total / 1e6:.0f} MB{end}")
+        sys.stderr.flush()
+
+
+def _module(config: MoEConfig, params: MoEParams) -> MoE:
+    """Returns a layer with these parameters, without ever making others."""
+    _, hidden, mlp_dim = params.wi_0.shape
+    shared = 0 if params.shared_wo is None else params.shared_wo.shape[0]
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    layer = nnx.eval_shape(
+        lambda: MoE(
+            hidden,
+            mlp_dim,
+            num_shared_experts=shared // mlp_dim,
+            selection_bias=params.bias is not None,
+            rngs=nnx.Rngs(0),
+            **fields,
+        )
+    )
+    for name, variable in _variables(layer).items():
+        variable.set_value(getattr(params, name))
+    return layer
+
+
+def _variables(layer: MoE) -> dict[str, nnx.Variable]:
+    """Returns a layer's parameters by their names in `MoEParams`, those that it has."""
+    found = {name: getattr(layer, name, None) for name in MoEParams._fields}
+    found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
+    return {name: variable for name, variable in found.items() if variable is not None}
+
+
+def _check_saved(block: Block, given: dict[str, Any]) -> None:
+    """Raises ValueError unless the parameters are those of the block, and all here."""
+    wanted = {name: block.shape(name) for name in block.params()}
+    shapes = {name: value.shape for name, value in given.items()}
+    if shapes != wanted:
+        raise ValueError(
+            f"layer_or_params must have the shapes of the block in {block.directory.path}, "
+            f"{wanted}, but has {shapes}."
+        )
+    for name, value in given.items():
+        if not getattr(value, "is_fully_addressable", True):
+            raise ValueError(
+                f"{name} must be on devices of this process to be saved; gather it first, for "
+                "example with jax.experimental.multihost_utils.process_allgather."
+            )

@@ -1,0 +1,353 @@
+"""What the published models are, as one table: their routers, and where each weight is stored.
+
+The axes of a stored tensor are written in letters: E experts, H hidden, F hidden of one expert, S
+of the shared experts together, 1 an axis of one element. G is wi_0 and wi_1 along one axis with F:
+"GF H" is [2 * F, H], the rows of wi_0 before those of wi_1, and "H FG" is [H, 2 * F], the columns
+of both in turn. `{e}` in a name is the number of an expert: there is a tensor for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+# The axes of each parameter of a layer; see `jax_ep.MoEParams`.
+PARAMETER_AXES = {
+    "gate": "HE",
+    "bias": "E",
+    "wi_0": "EHF",
+    "wi_1": "EHF",
+    "wo": "EFH",
+    "shared_wi_0": "HS",
+    "shared_wi_1": "HS",
+    "shared_wo": "SH",
+}
+
+
+class Tensor(NamedTuple):
+    """Which parameters a stored tensor holds, and how.
+
+    Attributes:
+        params: their names in `jax_ep.MoEParams`; two are in one tensor, along an axis with G.
+        name: of the tensor, behind "model.layers.<layer>.".
+        axes: of the tensor, in the letters of this module.
+        where: a key of config.json that must be true for the tensor to exist; "" is none.
+    """
+
+    params: tuple[str, ...]
+    name: str
+    axes: str
+    where: str = ""
+
+
+Tensors = tuple[Tensor, ...]
+
+
+class OneOf(NamedTuple):
+    """Layouts that are all published; a directory has one of them."""
+
+    layouts: tuple[Tensors, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How models of one kind are published.
+
+    A key of config.json is written as it is; "a|b" is the first that is there, "a*b" a product.
+
+    Attributes:
+        models: what they are called.
+        model_types: their `model_type` in config.json.
+        sizes: the size of each axis that is a letter, by a key of config.json; one without a key is
+            0, and tensors with it are absent.
+        fields: fields of `jax_ep.MoEConfig`, by a key of config.json.
+        fixed: fields that have one value in all these models.
+        defaults: what a key means that config.json leaves out or has as null.
+        only: keys whose value must be one of these, where config.json has them: others mean
+            another computation.
+        tensors: where the weights are.
+    """
+
+    models: str
+    model_types: tuple[str, ...]
+    sizes: Mapping[str, str]
+    fields: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    tensors: tuple[Tensor | OneOf, ...]
+
+
+def _router(name: str) -> Tensor:
+    return Tensor(("gate",), name, "E H")
+
+
+def _bias(name: str, where: str = "") -> Tensor:
+    return Tensor(("bias",), name, "E", where)
+
+
+def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
+    """Three matrices of each expert."""
+    return (
+        Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
+        Tensor(("wi_1",), f"{block}.{{e}}.{up}.weight", "F H"),
+        Tensor(("wo",), f"{block}.{{e}}.{down}.weight", "H F"),
+    )
+
+
+def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
+    """Two tensors of all experts."""
+    return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
+
+
+def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
+    """Three matrices of the shared experts."""
+    return (
+        Tensor(("shared_wi_0",), f"{block}.{gate}.weight", "S H"),
+        Tensor(("shared_wi_1",), f"{block}.{up}.weight", "S H"),
+        Tensor(("shared_wo",), f"{block}.{down}.weight", "H S"),
+    )
+
+
+_EXPERTS = OneOf(
+    (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+)
+_MIXTRAL = _each("block_sparse_moe.experts", "w1", "w3", "w2")
+
+# Normalization without a constant, and with the smallest that some models have.
+_SUM = {"normalize": True, "normalize_epsilon": 0.0}
+_DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
+
+_K = {"num_experts_per_token": "num_experts_per_tok", "activation": "hidden_act"}
+_SILU = {"hidden_act": "silu"}
+
+
+TABLE = (
+    Architecture(
+        models="Mixtral, MiniMax-Text-01",
+        model_types=("mixtral", "minimax"),
+        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        fields=_K,
+        fixed={"score": "softmax"} | _SUM,
+        tensors=(_router("block_sparse_moe.gate.weight"), *_MIXTRAL),
+    ),
+    Architecture(
+        models="MiniMax-M2",
+        model_types=("minimax_m2",),
+        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        fields=_K,
+        fixed={"score": "sigmoid"} | _SUM,
+        only={"scoring_func": ("sigmoid",), "use_routing_bias": (True,)},
+        tensors=(
+            _router("block_sparse_moe.gate.weight"),
+            _bias("block_sparse_moe.e_score_correction_bias"),
+            *_MIXTRAL,
+        ),
+    ),
+    Architecture(
+        models="Qwen3-MoE, Mellum",
+        model_types=("qwen3_moe", "mellum"),
+        sizes={
+            "E": "num_experts|num_local_experts",
+            "H": "hidden_size",
+            "F": "moe_intermediate_size",
+        },
+        fields=_K | {"normalize": "norm_topk_prob"},
+        fixed={"score": "softmax", "normalize_epsilon": 0.0},
+        tensors=(_router("mlp.gate.weight"), _EXPERTS),
+    ),
+    Architecture(
+        models="Qwen3-VL-MoE",
+        model_types=("qwen3_vl_moe_text",),
+        sizes={
+            "E": "num_experts|num_local_experts",
+            "H": "hidden_size",
+            "F": "moe_intermediate_size",
+        },
+        fields=_K,
+        fixed={"score": "softmax"} | _SUM,
+        only={"norm_topk_prob": (True,)},
+        tensors=(
+            _router("mlp.gate.weight"),
+            *_stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H GF", "E F H"),
+        ),
+    ),
+    Architecture(
+        models="OLMoE, FlexOlmo",
+        model_types=("olmoe", "flex_olmo"),
+        sizes={
+            "E": "num_experts|num_local_experts",
+            "H": "hidden_size",
+            "F": "intermediate_size",
+        },
+        fields=_K | {"normalize": "norm_topk_prob"},
+        fixed={"score": "softmax", "normalize_epsilon": 0.0},
+        defaults={"norm_topk_prob": False} | _SILU,
+        tensors=(_router("mlp.gate.weight"), _EXPERTS),
+    ),
+    Architecture(
+        models="DeepSeek-V3 to V3.2, R1, Moonlight, Kimi-K2, GLM-4.5 to 5, dots.llm1, Solar Open",
+        model_types=(
+            "deepseek_v3",
+            "deepseek_v32",
+            "kimi_k2",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "glm4v_moe_text",
+            "glm_moe_dsa",
+            "dots1",
+            "solar_open",
+        ),
+        sizes={
+            "E": "n_routed_experts",
+            "H": "hidden_size",
+            "F": "moe_intermediate_size",
+            "S": "n_shared_experts*moe_intermediate_size",
+        },
+        fields=_K
+        | {
+            "num_groups": "n_group",
+            "groups_kept": "topk_group",
+            "normalize": "norm_topk_prob",
+            "scale": "routed_scaling_factor",
+        },
+        fixed=_DEEPSEEK,
+        only={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
+        tensors=(
+            _router("mlp.gate.weight"),
+            _bias("mlp.gate.e_score_correction_bias"),
+            _EXPERTS,
+            *_mlp("mlp.shared_experts"),
+        ),
+    ),
+    Architecture(
+        models="EXAONE-MoE",
+        model_types=("exaone_moe",),
+        sizes={
+            "E": "num_experts",
+            "H": "hidden_size",
+            "F": "moe_intermediate_size",
+            "S": "num_shared_experts*moe_intermediate_size",
+        },
+        fields=_K
+        | {
+            "num_groups": "n_group",
+            "groups_kept": "topk_group",
+            "normalize": "norm_topk_prob",
+            "scale": "routed_scaling_factor",
+        },
+        fixed=_DEEPSEEK,
+        only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        tensors=(
+            _router("mlp.gate.weight"),
+            _bias("mlp.e_score_correction_bias"),
+            _EXPERTS,
+            *_mlp("mlp.shared_experts"),
+        ),
+    ),
+    Architecture(
+        models="DeepSeek-V2-Lite",
+        model_types=("deepseek_v2",),
+        sizes={
+            "E": "n_routed_experts",
+            "H": "hidden_size",
+            "F": "moe_intermediate_size",
+            "S": "n_shared_experts*moe_intermediate_size",
+        },
+        fields=_K | {"scale": "routed_scaling_factor"},
+        fixed={"score": "softmax", "normalize": False},
+        only={
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy",),
+            "norm_topk_prob": (False,),
+        },
+        tensors=(_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts")),
+    ),
+    Architecture(
+        models="Granite MoE",
+        model_types=("granitemoe",),
+        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        fields=_K,
+        # The softmax of the chosen logits is that of all logits, normalized.
+        fixed={"score": "softmax"} | _SUM,
+        tensors=(
+            _router("block_sparse_moe.router.layer.weight"),
+            *_stacked(
+                "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
+            ),
+        ),
+    ),
+    Architecture(
+        models="ERNIE 4.5",
+        model_types=("ernie4_5_moe",),
+        sizes={
+            "E": "moe_num_experts",
+            "H": "hidden_size",
+            "F": "moe_intermediate_size",
+            "S": "moe_num_shared_experts*moe_intermediate_size",
+        },
+        fields={
+            "num_experts_per_token": "moe_k",
+            "activation": "hidden_act",
+            # Published as a lower bound of the sum; added, it differs where the sum is below 1e-5.
+            "normalize_epsilon": "moe_norm_min",
+        },
+        fixed={"score": "softmax", "normalize": True},
+        defaults={"moe_norm_min": 1e-12} | _SILU,
+        only={"use_bias": (False,)},
+        tensors=(
+            _router("mlp.gate.weight"),
+            Tensor(("bias",), "mlp.moe_statics.e_score_correction_bias", "1 E"),
+            _EXPERTS,
+            *_mlp("mlp.shared_experts"),
+        ),
+    ),
+    Architecture(
+        models="Hunyuan-A13B",
+        model_types=("hunyuan_v1_moe", "hunyuan"),
+        sizes={
+            "E": "num_experts",
+            "H": "hidden_size",
+            "F": "intermediate_size",
+            "S": "intermediate_size",
+        },
+        fields={"num_experts_per_token": "moe_topk", "activation": "hidden_act"},
+        fixed={"score": "softmax"} | _SUM,
+        only={"norm_topk_prob": (True,)},
+        tensors=(_router("mlp.gate.wg.weight"), _EXPERTS, *_mlp("mlp.shared_mlp")),
+    ),
+    Architecture(
+        models="LFM2-MoE",
+        model_types=("lfm2_moe",),
+        sizes={"E": "num_experts", "H": "hidden_size", "F": "moe_intermediate_size"},
+        fields={
+            "num_experts_per_token": "num_experts_per_tok",
+            "normalize": "norm_topk_prob",
+            "scale": "routed_scaling_factor",
+        },
+        fixed={"score": "sigmoid", "normalize_epsilon": 1e-6},
+        tensors=(
+            _router("feed_forward.gate.weight"),
+            _bias("feed_forward.expert_bias", "use_expert_bias"),
+            *_each("feed_forward.experts", "w1", "w3", "w2"),
+        ),
+    ),
+    Architecture(
+        models="Jamba",
+        model_types=("jamba",),
+        sizes={"E": "num_experts", "H": "hidden_size", "F": "intermediate_size"},
+        fields=_K,
+        fixed={"score": "softmax", "normalize": False},
+        tensors=(_router("feed_forward.router.weight"), *_each("feed_forward.experts")),
+    ),
+)
+
+
+def architectures() -> dict[str, Architecture]:
+    """Returns what is known, by `model_type`; a type with several rows has the first here."""
+    known: dict[str, Architecture] = {}
+    for row in TABLE:
+        for model_type in row.model_types:
+            known.setdefault(model_type, row)
+    return known

@@ -1,0 +1,423 @@
+"""One layer's MoE block in a directory: what config.json and the table say of it, and its bytes."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep.checkpoints.architectures import (
+    PARAMETER_AXES,
+    TABLE,
+    Architecture,
+    OneOf,
+    Tensor,
+    Tensors,
+    architectures,
+)
+from jax_ep.checkpoints.encodings import Encoding, open_tensor
+from jax_ep.checkpoints.safetensors import Directory, Index
+
+CONFIG = "config.json"
+
+# How the names of a decoder's layers begin: alone, in a causal model, and in one of several media.
+_ROOTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "relu": jax.nn.relu,
+}
+
+_QUANTIZATIONS = ("fp8", "mxfp4")
+_FLOAT8_BLOCK = (128, 128)
+
+# Rows that are read at once, and columns of them that are transposed at once, to stay in caches.
+_ROWS, _COLUMNS = 256, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One layer's MoE block, open for reading slices of its parameters.
+
+    Attributes:
+        directory: its files.
+        architecture: its row of the table.
+        fields: of `jax_ep.MoEConfig`, as config.json says.
+        sizes: of each letter of `PARAMETER_AXES`.
+        prefix: how its tensors' names begin.
+        tensors: where its parameters are.
+        float8_block: rows and columns that share a scale, where tensors are float8.
+    """
+
+    directory: Directory
+    architecture: Architecture
+    fields: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    prefix: str
+    tensors: Tensors
+    float8_block: tuple[int, int]
+
+    def params(self) -> tuple[str, ...]:
+        """Returns the names in `jax_ep.MoEParams` of the parameters that it has."""
+        return tuple(param for tensor in self.tensors for param in tensor.params)
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        """Returns the global shape of a parameter."""
+        return tuple(self.sizes[letter] for letter in PARAMETER_AXES[param])
+
+    def dtype(self, param: str) -> np.dtype:
+        """Returns the dtype that a parameter is stored in, bfloat16 where it is quantized."""
+        return self.open(self._tensor(param), 0).dtype
+
+    def open(self, tensor: Tensor, expert: int) -> Encoding:
+        """Returns the stored tensor, or that of one expert where each has its own."""
+        name = self.prefix + tensor.name.format(e=expert)
+        return open_tensor(self.directory, name, self.float8_block)
+
+    def _tensor(self, param: str) -> Tensor:
+        return next(tensor for tensor in self.tensors if param in tensor.params)
+
+    def read(
+        self, param: str, index: Index, dtype: np.dtype, done: Callable[[int], None]
+    ) -> np.ndarray:
+        """Reads a slice of a parameter, and nothing else but the scales of its numbers.
+
+        Args:
+            param: its name in `jax_ep.MoEParams`.
+            index: the slice, of its axes there.
+            dtype: of the result.
+            done: called with a number of bytes of the result whenever they are there.
+
+        Returns:
+            The slice, in memory of its own that a CPU device can use as it is.
+        """
+        tensor, axes = self._tensor(param), PARAMETER_AXES[param]
+        shape = self.shape(param)
+        taken = {
+            letter: slice(*part.indices(size)[:2])
+            for letter, part, size in zip(axes, index, shape, strict=True)
+        }
+        out = _empty(tuple(part.stop - part.start for part in taken.values()), dtype)
+
+        def read_part(expert: int | None) -> None:
+            part, into = taken, out
+            if expert is not None:
+                part = taken | {"E": slice(expert, expert + 1)}
+                into = out[expert - taken["E"].start]
+            where, letters = _place(tensor, param, part, self.sizes)
+            into = _in_order(into, axes if expert is None else axes[1:], letters)
+            _copy(self.open(tensor, expert or 0), where, into)
+            done(into.nbytes)
+
+        _for_each(read_part, _experts(axes, taken))
+        return out
+
+    def write(self, params: Mapping[str, np.ndarray], into: Directory) -> None:
+        """Writes whole parameters to a directory with tensors of the same names as this one."""
+        block = dataclasses.replace(self, directory=into)
+        whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
+        for tensor in self.tensors:
+            axes = PARAMETER_AXES[tensor.params[0]]
+            for expert in _experts(axes, whole):
+                encoding = block.open(tensor, expert or 0)
+                region = tuple(
+                    slice(expert, expert + 1)
+                    if token == "E" and expert is not None
+                    else slice(0, n)
+                    for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
+                )
+                shape = tuple(part.stop - part.start for part in region)
+                values = np.empty(shape, params[tensor.params[0]].dtype)
+                for param in tensor.params:
+                    array, taken, letters = params[param], whole, axes
+                    if expert is not None:
+                        array, taken, letters = array[expert], whole | {"E": slice(0, 1)}, axes[1:]
+                    where, order = _place(tensor, param, taken, self.sizes)
+                    array = _in_order(array, letters, order)
+                    values[where] = array.reshape(values[where].shape)
+                encoding.write(region, values)
+
+    def stored(self) -> list[str]:
+        """Returns the names of the stored tensors, scales included."""
+        return [
+            name
+            for tensor in self.tensors
+            for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1)
+            for name in self.open(tensor, expert).stored
+        ]
+
+
+def open_block(path: str | os.PathLike[str], layer: int) -> Block:
+    """Finds a layer's MoE block, and checks that it is whole.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the architecture or its quantization is unknown, or a tensor of the block is
+            missing, misshapen or unknown; the message names it.
+    """
+    directory = Directory(path)
+    config = read_config(Path(path))
+    row = find_architecture(config, Path(path))
+    quantized = config.get("quantization_config") or {}
+    method = quantized.get("quant_method")
+    if method is not None and method not in _QUANTIZATIONS:
+        raise ValueError(
+            f"quantization_config of {Path(path) / CONFIG} must have a quant_method among "
+            f"{', '.join(_QUANTIZATIONS)}, but has {method!r}."
+        )
+    look_up = _Keys(config, row, layer, Path(path) / CONFIG)
+    sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes}
+    sizes |= {letter: look_up.integer(key) for letter, key in row.sizes.items()}
+    prefix = _prefix(directory, row, layer)
+    block = Block(
+        directory=directory,
+        architecture=row,
+        fields=dict(row.fixed)
+        | {field: look_up.field(field, key) for field, key in row.fields.items()}
+        | {"num_experts": sizes["E"]},
+        sizes=sizes,
+        prefix=prefix,
+        tensors=_stored(directory, row, prefix, sizes, look_up),
+        float8_block=tuple(quantized.get("weight_block_size") or _FLOAT8_BLOCK),
+    )
+    _check(block)
+    return block
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns what config.json says of the language model."""
+    file = path / CONFIG
+    if not file.exists():
+        raise FileNotFoundError(f"{path} must hold {CONFIG} as published, but does not.")
+    config = json.loads(file.read_text())
+    nested = config.get("text_config")
+    if nested is None:
+        return config
+    return {key: config[key] for key in config.keys() & {"quantization_config"}} | nested
+
+
+def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
+    """Returns the row of the table for a model.
+
+    Raises:
+        ValueError: there is none, or config.json has a value that means another computation.
+    """
+    model_type = config.get("model_type")
+    rows = [row for row in TABLE if model_type in row.model_types]
+    if not rows:
+        raise ValueError(
+            f"model_type of {path / CONFIG} must be one of {', '.join(sorted(architectures()))}, "
+            f"but is {model_type!r}."
+        )
+    wrong = ""
+    for row in rows:
+        other = [
+            (key, allowed)
+            for key, allowed in row.only.items()
+            if config.get(key) is not None and config[key] not in allowed
+        ]
+        if not other:
+            return row
+        key, allowed = other[0]
+        wrong += (
+            f" {key} must be {' or '.join(map(repr, allowed))} for {row.models}, but is "
+            f"{config[key]!r}."
+        )
+    raise ValueError(f"{path / CONFIG} is of a {model_type!r} that is not known here:{wrong}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keys:
+    """Looks up what a row of the table calls a key."""
+
+    config: Mapping[str, Any]
+    row: Architecture
+    layer: int
+    file: Path
+
+    def value(self, key: str) -> Any:
+        """Returns the value of "a" or "a|b", the layer's own where there is a list of them."""
+        names = key.split("|")
+        found = [self.config[name] for name in names if self.config.get(name) is not None]
+        found += [self.row.defaults[name] for name in names if name in self.row.defaults]
+        if not found:
+            raise ValueError(f"{self.file} must have {' or '.join(names)}, but does not.")
+        return found[0][self.layer] if isinstance(found[0], list) else found[0]
+
+    def integer(self, key: str) -> int:
+        """Returns the product of "a*b"."""
+        factors = [self.value(factor) for factor in key.split("*")]
+        for value in factors:
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{key} of {self.file} must be integers, but is {factors}.")
+        return math.prod(factors)
+
+    def field(self, field: str, key: str) -> Any:
+        """Returns a field of `jax_ep.MoEConfig`."""
+        value = self.value(key)
+        if field != "activation":
+            return value
+        if value not in _ACTIVATIONS:
+            raise ValueError(
+                f"{key} of {self.file} must be one of {', '.join(_ACTIVATIONS)}, but is {value!r}."
+            )
+        return _ACTIVATIONS[value]
+
+
+def _prefix(directory: Directory, row: Architecture, layer: int) -> str:
+    """Returns how the names of the block's tensors begin."""
+    gate = next(t for t in row.tensors if isinstance(t, Tensor) and "gate" in t.params).name
+    for root in _ROOTS:
+        prefix = f"{root}layers.{layer}."
+        if prefix + gate in directory.files:
+            return prefix
+    ending = "." + gate
+    names = [name.removesuffix(ending) for name in directory.files if name.endswith(ending)]
+    numbers = sorted({int(name.rpartition(".")[2]) for name in names})
+    raise ValueError(
+        f"layer {layer} of {directory.path} must have an MoE block, with a tensor "
+        f"model.layers.{layer}.{gate}, but has none; "
+        + (f"layers {numbers} have one." if numbers else "no layer has one.")
+    )
+
+
+def _stored(
+    directory: Directory,
+    row: Architecture,
+    prefix: str,
+    sizes: Mapping[str, int],
+    look_up: _Keys,
+) -> Tensors:
+    """Returns the tensors that this block must have, of the layout that is there."""
+
+    def is_there(tensors: Tensors) -> bool:
+        return prefix + tensors[0].name.format(e=0) in directory.files
+
+    tensors: list[Tensor] = []
+    for item in row.tensors:
+        if isinstance(item, OneOf):
+            tensors += next((ts for ts in item.layouts if is_there(ts)), item.layouts[0])
+        else:
+            tensors.append(item)
+    return tuple(
+        tensor
+        for tensor in tensors
+        if all(_size(token, sizes) for token in tensor.axes.split())
+        and (not tensor.where or look_up.value(tensor.where))
+    )
+
+
+def _check(block: Block) -> None:
+    """Raises ValueError for a tensor of the block that is missing, misshapen or unknown."""
+    directory, prefix, models = block.directory, block.prefix, block.architecture.models
+    for tensor in block.tensors:
+        wanted = tuple(_size(token, block.sizes) for token in tensor.axes.split())
+        for expert in range(block.sizes["E"] if "{e}" in tensor.name else 1):
+            name = prefix + tensor.name.format(e=expert)
+            if name not in directory.files:
+                raise ValueError(
+                    f"{directory.path} must hold {name} {wanted}, as {models} do, but does not."
+                )
+            shape = block.open(tensor, expert).shape
+            if shape != wanted:
+                raise ValueError(
+                    f"{name} in {directory.path / directory.files[name]} must have shape {wanted}, "
+                    f"[{tensor.axes.replace(' ', ', ')}] as {CONFIG} says, but has {shape}."
+                )
+    rooms = {prefix + name.partition(".")[0] + "." for name in _names(block.architecture)}
+    stored = set(block.stored())
+    unknown = [n for n in directory.files if n.startswith(tuple(rooms)) and n not in stored]
+    if unknown:
+        raise ValueError(
+            f"{directory.path} holds {min(unknown)}, which {models} do not have in an MoE block "
+            f"({len(unknown)} such tensors): what it means is not known."
+        )
+
+
+def _names(row: Architecture) -> list[str]:
+    layouts = [item.layouts if isinstance(item, OneOf) else ((item,),) for item in row.tensors]
+    return [tensor.name for options in layouts for layout in options for tensor in layout]
+
+
+def _size(token: str, sizes: Mapping[str, int]) -> int:
+    """Returns the size of a stored axis."""
+    return math.prod({"1": 1, "G": 2}.get(letter) or sizes[letter] for letter in token)
+
+
+def _place(
+    tensor: Tensor, param: str, taken: Mapping[str, slice], sizes: Mapping[str, int]
+) -> tuple[Index, str]:
+    """Returns the slice of a stored tensor that holds a slice of a parameter, and its letters.
+
+    Letters of one element, an expert's or "1", are left out of the result's letters but for the
+    parameter's own.
+    """
+    g, letters, index = tensor.params.index(param), "", []
+    for token in tensor.axes.split():
+        if token == "1":
+            index.append(slice(0, 1))
+            continue
+        letter = token.replace("G", "")
+        part = taken[letter]
+        if token[0] == "G" and len(token) > 1:
+            part = slice(g * sizes[letter] + part.start, g * sizes[letter] + part.stop)
+        elif token[-1] == "G" and len(token) > 1:
+            part = slice(2 * part.start + g, 2 * part.stop - 1 + g, 2)
+        index.append(part)
+        letters += letter
+    return tuple(index), letters
+
+
+def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
+    """Returns the experts that are read one by one, or None once where there are no such."""
+    if axes[0] != "E" or len(axes) == 1:
+        return [None]
+    return list(range(taken["E"].start, taken["E"].stop))
+
+
+def _in_order(array: np.ndarray, axes: str, letters: str) -> np.ndarray:
+    """Returns a view with its axes, named by `axes`, in the order of `letters`."""
+    return array.transpose([axes.index(letter) for letter in letters if letter in axes])
+
+
+def _copy(source: Encoding, index: Index, into: np.ndarray) -> None:
+    """Copies a slice of a stored tensor, in pieces that stay in caches."""
+    if into.ndim < 2:
+        into[...] = source.read(index).reshape(into.shape)
+        return
+    rows = len(index) - 2
+    start, step = index[rows].start, index[rows].step or 1
+    for first in range(0, into.shape[0], _ROWS):
+        last = min(first + _ROWS, into.shape[0])
+        part = slice(start + first * step, start + (last - 1) * step + 1, step)
+        values = source.read((*index[:rows], part, *index[rows + 1 :]))
+        values = values.reshape(last - first, -1).astype(into.dtype, copy=False)
+        for column in range(0, into.shape[1], _COLUMNS):
+            tile = slice(column, column + _COLUMNS)
+            into[first:last, tile] = values[:, tile]
+
+
+def _for_each(function: Callable[[int | None], None], items: list[int | None]) -> None:
+    """Calls a function for each item, in several threads: NumPy copies in parallel."""
+    if len(items) == 1:
+        function(items[0])
+        return
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(function, items))
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns memory that starts where XLA can use it without a copy, at a multiple of 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + size].view(dtype).reshape(shape)

@@ -1,0 +1,235 @@
+"""The tensors of a published directory: files of the safetensors format, memory-mapped.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON: name → dtype, shape
+and byte offsets), and the tensors' bytes. This module reads and writes slices of them, in every
+dtype that NumPy has with JAX's additions: the `safetensors` package gives NumPy no bfloat16 and no
+float8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+
+_DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": jnp.bfloat16,
+        "F8_E4M3": jnp.float8_e4m3fn,
+        "F8_E5M2": jnp.float8_e5m2,
+        "F8_E8M0": jnp.float8_e8m0fnu,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U64": np.uint64,
+        "U32": np.uint32,
+        "U16": np.uint16,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
+    }.items()
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where one tensor is.
+
+    Attributes:
+        dtype: what its elements are.
+        shape: of the tensor.
+        start: the byte of the file at which it begins.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Directory:
+    """The tensors of a directory as published, by name; a file is mapped when it is first needed.
+
+    Its methods may be called from several threads.
+
+    Attributes:
+        path: the directory.
+        files: the file that each tensor is in, by the tensor's name.
+        bytes_read: bytes of tensors that were read so far.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, writable: bool = False):
+        """Finds what there is.
+
+        Raises:
+            FileNotFoundError: there is neither an index nor a single file.
+            ValueError: a file is not of the format.
+        """
+        self.path = Path(path)
+        self.bytes_read = 0
+        self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._maps: dict[str, mmap.mmap] = {}
+        self._entries: dict[str, dict[str, Entry]] = {}
+        self._lock = threading.Lock()
+        if (self.path / ONE_FILE).exists():
+            self.files: dict[str, str] = dict.fromkeys(read_header(self.path / ONE_FILE), ONE_FILE)
+        elif (self.path / INDEX).exists():
+            self.files = json.loads((self.path / INDEX).read_text())["weight_map"]
+        else:
+            raise FileNotFoundError(
+                f"{self.path} must hold {ONE_FILE} or {INDEX}, but has neither; tensors are read "
+                "of a local directory as it was published."
+            )
+
+    def entry(self, name: str) -> Entry:
+        """Returns where a tensor is.
+
+        Raises:
+            ValueError: the index names a file for it that does not hold it.
+        """
+        file = self.files[name]
+        if file not in self._entries:
+            self._entries[file] = read_header(self.path / file)
+        if name not in self._entries[file]:
+            raise ValueError(f"{self.path / file} must hold {name}, as {INDEX} says, but does not.")
+        return self._entries[file][name]
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Returns a copy of a slice of a tensor."""
+        with self._slice(name, index) as view:
+            out = view.copy(order="C")
+        with self._lock:
+            self.bytes_read += out.nbytes
+        return out
+
+    def write(self, name: str, index: Index, values: np.ndarray) -> None:
+        """Writes values of the tensor's dtype to a slice of it."""
+        with self._slice(name, index) as view:
+            assert (values.dtype, values.shape) == (view.dtype, view.shape), name
+            view[...] = values
+
+    @contextlib.contextmanager
+    def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
+        """Maps a slice of a tensor; after use its pages no longer count as the process's memory."""
+        entry = self.entry(name)
+        mapped = self._mapped(self.files[name])
+        count = math.prod(entry.shape)
+        whole = np.frombuffer(mapped, entry.dtype, count, entry.start).reshape(entry.shape)
+        view = whole[index]
+        yield view
+        if view.size and hasattr(mmap, "MADV_DONTNEED"):
+            file_start = whole.ctypes.data - entry.start
+            first, last = (b - file_start for b in np.lib.array_utils.byte_bounds(view))
+            first -= first % mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def _mapped(self, file: str) -> mmap.mmap:
+        with self._lock:
+            if file not in self._maps:
+                mode = "r+b" if self._access == mmap.ACCESS_WRITE else "rb"
+                with open(self.path / file, mode) as opened:
+                    self._maps[file] = mmap.mmap(opened.fileno(), 0, access=self._access)
+            return self._maps[file]
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """Returns the tensors of one file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not of the format, or holds a tensor of an unknown dtype.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        size = os.fstat(opened.fileno()).st_size
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{file} is no safetensors file: its header would be {length} bytes.")
+        try:
+            header = json.loads(opened.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file} is no safetensors file: its header is no JSON.") from error
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, stored in header.items():
+        if stored["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"{name} in {file} must have a dtype among {', '.join(_DTYPES)}, but has "
+                f"{stored['dtype']}."
+            )
+        dtype, shape = _DTYPES[stored["dtype"]], tuple(stored["shape"])
+        first, last = stored["data_offsets"]
+        entries[name] = Entry(dtype, shape, 8 + length + first)
+        if last - first != entries[name].num_bytes or 8 + length + last > size:
+            raise ValueError(
+                f"{name} in {file} must have {entries[name].num_bytes} bytes within the file's "
+                f"{size}, but its data_offsets are {first} and {last}: is the download complete?"
+            )
+    return entries
+
+
+def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+    """Writes a file of tensors that are zero, to be filled by `Directory.write`.
+
+    Args:
+        file: its path.
+        tensors: the dtype and shape of each, by name.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(encoded).to_bytes(8, "little") + encoded)
+        opened.truncate(8 + len(encoded) + end)
+
+
+@contextlib.contextmanager
+def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]:
+    """Yields a writable copy of the files that hold these tensors, which then replaces them.
+
+    A reader sees the old files or the new ones, whenever the process ends; a file that is a link
+    into a shared cache is replaced, not written to.
+    """
+    scratch = directory.path / f".rewriting-{os.getpid()}"
+    files = sorted({directory.files[name] for name in names})
+    scratch.mkdir()
+    try:
+        for file in files:
+            shutil.copyfile(directory.path / file, scratch / file)
+        if (directory.path / INDEX).exists():
+            shutil.copyfile(directory.path / INDEX, scratch / INDEX)
+        yield Directory(scratch, writable=True)
+        for file in files:
+            os.replace(scratch / file, directory.path / file)
+    finally:
+        shutil.rmtree(scratch)

@@ -1,0 +1,302 @@
+"""Loading a layer's block, running it, and writing it back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.meshes import expert_mesh, mesh
+from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
+
+import jax_ep
+from jax_ep import checkpoints
+from jax_ep.checkpoints.safetensors import Directory
+
+X = numbers(7, 16, 4, H) * 4
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+# -------------------------------------------------------- what the models compute, in float64
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def mlp(weights, x, gate="gate_proj", up="up_proj", down="down_proj"):
+    """A model's MLP, from its stored matrices, each [out, in]."""
+    return (silu(x @ weights[gate].T) * (x @ weights[up].T)) @ weights[down].T
+
+
+def matrices(tensors, prefix):
+    """The matrices of an MLP by their own names, in float64."""
+    return {
+        name.removeprefix(prefix).removesuffix(".weight"): a.astype(np.float64)
+        for name, a in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def mixtral_output(tensors, x):
+    block = "model.layers.1.block_sparse_moe."
+    logits = x @ tensors[block + "gate.weight"].astype(np.float64).T
+    out = np.zeros_like(x)
+    for t in np.ndindex(x.shape[:-1]):
+        chosen = np.argsort(-logits[t])[:K]
+        weights = np.exp(logits[t][chosen]) / np.exp(logits[t][chosen]).sum()
+        for e, w in zip(chosen, weights, strict=True):
+            out[t] += w * mlp(matrices(tensors, f"{block}experts.{e}."), x[t], "w1", "w3", "w2")
+    return out
+
+
+def deepseek_v3_output(tensors, x):
+    block = "model.layers.1.mlp."
+    scores = 1 / (1 + np.exp(-x @ tensors[block + "gate.weight"].astype(np.float64).T))
+    preference = scores + tensors[block + "gate.e_score_correction_bias"]
+    out = mlp(matrices(tensors, block + "shared_experts."), x)
+    for t in np.ndindex(x.shape[:-1]):
+        groups = preference[t].reshape(4, 2)
+        kept = np.argsort(-groups.sum(axis=1))[:2]
+        allowed = [e for e in range(E) if e // 2 in kept]
+        chosen = sorted(allowed, key=lambda e: -preference[t][e])[:K]
+        total = sum(scores[t][e] for e in chosen)
+        for e in chosen:
+            w = 2.5 * scores[t][e] / total
+            out[t] += w * mlp(matrices(tensors, f"{block}experts.{e}."), x[t])
+    return out
+
+
+MODELS = {"mixtral": (mixtral, mixtral_output), "deepseek_v3": (deepseek_v3, deepseek_v3_output)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_loaded_layer_computes_what_the_model_does(tmp_path, model):
+    publisher, output = MODELS[model]
+    config, tensors = publisher()
+    publish(tmp_path, config, tensors)
+    layer = checkpoints.load_moe(tmp_path, 1, mesh=expert_mesh(8))
+    assert isinstance(layer, jax_ep.nnx.MoE)
+    assert {s.data.shape[0] for s in layer.wi_0.get_value().addressable_shards} == {E // 8}
+    out, metrics = nnx.jit(lambda layer, x: layer(x))(layer, jnp.asarray(X))
+    want = output(tensors, X.astype(np.float64))
+    assert np.abs(want).mean() > 0.1
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
+    assert metrics.num_dropped == 0
+
+
+# ------------------------------------------------------------------- where the parameters are
+
+
+def test_configuration_and_parameters(tmp_path):
+    config, tensors = deepseek_v3()
+    publish(tmp_path, config, *({name: a} for name, a in tensors.items()))  # a file for each
+    got, params = checkpoints.load_moe_params(tmp_path, 1, capacity_factor=1.5)
+    assert got == jax_ep.MoEConfig(
+        num_experts=E,
+        num_experts_per_token=K,
+        score="sigmoid",
+        num_groups=4,
+        groups_kept=2,
+        normalize_epsilon=1e-20,
+        scale=2.5,
+        capacity_factor=1.5,
+    )
+    prefix = "model.layers.1.mlp."
+    np.testing.assert_array_equal(params.gate, tensors[prefix + "gate.weight"].T)
+    name = prefix + "gate.e_score_correction_bias"
+    np.testing.assert_array_equal(params.bias, tensors[name])
+    for e in range(E):
+        name = f"{prefix}experts.{e}.down_proj.weight"
+        np.testing.assert_array_equal(params.wo[e], tensors[name].T)
+    name = prefix + "shared_experts.gate_proj.weight"
+    np.testing.assert_array_equal(params.shared_wi_0, tensors[name].T)
+    assert params.shared_wi_0.shape == (H, 2 * F)
+
+
+@pytest.mark.parametrize("stored, asked, got", [
+    (jnp.bfloat16, None, jnp.bfloat16),
+    (jnp.bfloat16, jnp.float32, jnp.float32),
+    (np.float32, jnp.bfloat16, jnp.bfloat16),
+])  # fmt: skip
+def test_dtypes(tmp_path, stored, asked, got):
+    config, tensors = deepseek_v3(dtype=stored)
+    _, params = checkpoints.load_moe_params(publish(tmp_path, config, tensors), 1, dtype=asked)
+    dtypes = {name: a.dtype for name, a in params._asdict().items() if a is not None}
+    assert dtypes.pop("bias") == jnp.float32
+    assert set(dtypes.values()) == {jnp.dtype(got)}
+    want = tensors["model.layers.1.mlp.experts.3.up_proj.weight"].astype(got).T
+    np.testing.assert_array_equal(params.wi_1[3], want)
+
+
+def test_experts_are_spread_over_the_meshs_axis(tmp_path):
+    config, tensors = mixtral()
+    publish(tmp_path, config, tensors)
+    whole = checkpoints.load_moe_params(tmp_path, 1)[1]
+    data_expert = mesh((2, 4), ("data", "expert"))
+    seen = []
+    got, params = checkpoints.load_moe_params(
+        tmp_path, 1, mesh=data_expert, progress=lambda *counts: seen.append(counts)
+    )
+    assert got.mesh is data_expert
+    assert params.wo.sharding == NamedSharding(data_expert, P(("expert",)))
+    assert params.gate.sharding == NamedSharding(data_expert, P())
+    jax.tree.map(np.testing.assert_array_equal, params, whole)
+    # Copies of a part are read once: 8 experts and the gate.
+    total = E * 3 * H * F * 4 + E * H * 4
+    assert seen[-1] == (total, total) and [s for s, _ in seen] == sorted(s for s, _ in seen)
+
+    two = mesh((2, 4), ("host", "rank"))
+    _, params = checkpoints.load_moe_params(tmp_path, 1, mesh=two, expert_axis=("host", "rank"))
+    assert params.wo.sharding.shard_shape(params.wo.shape)[0] == 1
+    with jax.set_mesh(expert_mesh(2)):
+        got, params = checkpoints.load_moe_params(tmp_path, 1)
+    assert got.mesh is None and params.wi_0.sharding.shard_shape((E, H, F))[0] == 4
+
+
+def test_a_device_reads_its_own_experts_and_no_others(tmp_path, monkeypatch):
+    """Of eight processes with a device each, the last: what is not addressable is not read."""
+    config, tensors = mixtral()
+    publish(tmp_path, config, tensors)
+    read = []
+    take = Directory.read
+    monkeypatch.setattr(
+        Directory, "read", lambda self, name, index: read.append(name) or take(self, name, index)
+    )
+    last = jax.devices()[7]
+    addressable = NamedSharding.addressable_devices_indices_map
+
+    def of_the_last(self, shape):
+        return {last: addressable(self, shape)[last]}
+
+    monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", of_the_last)
+    monkeypatch.setattr(
+        jax, "make_array_from_single_device_arrays", lambda shape, sharding, arrays: arrays
+    )
+    _, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(8))
+    block = "model.layers.1.block_sparse_moe."
+    assert set(read) == {block + "gate.weight"} | {
+        f"{block}experts.7.{name}.weight" for name in ("w1", "w2", "w3")
+    }
+    (own,) = params.wi_0
+    np.testing.assert_array_equal(own[0], tensors[block + "experts.7.w1.weight"].T)
+
+
+def test_loading_needs_little_more_memory_than_it_keeps(tmp_path):
+    """Not the file and the parameters, and no parameter twice: the peak of what is resident."""
+    config, tensors = mixtral(e=8, h=768, f=1024, dtype=jnp.bfloat16)
+    publish(tmp_path, config, tensors)
+    kept = sum(a.nbytes for a in tensors.values())
+    del tensors
+
+    def resident(what: str) -> int:
+        (line,) = (s for s in open("/proc/self/status") if s.startswith(what))
+        return int(line.split()[1]) * 1024
+
+    checkpoints.load_moe_params(tmp_path, 1)  # imports and threads
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak so far
+    before = resident("VmRSS")
+    params = checkpoints.load_moe_params(tmp_path, 1)[1]
+    assert sum(a.nbytes for a in jax.tree.leaves(params)) == kept > 36e6
+    assert resident("VmHWM") - before < 1.2 * kept
+
+
+# ------------------------------------------------------------------------------------- saving
+
+
+def files_of(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_loaded_and_saved_is_the_same_byte_for_byte(tmp_path, num_ranks, dtype):
+    config, tensors = deepseek_v3()
+    halves = list(tensors.items())
+    others = {"model.layers.2.mlp.gate.weight": numbers(0, E, H)}
+    publish(tmp_path, config, dict(halves[:9]), dict(halves[9:]) | others)
+    before = files_of(tmp_path)
+    layer = checkpoints.load_moe(tmp_path, 1, mesh=expert_mesh(num_ranks), dtype=dtype)
+    checkpoints.save_moe(layer, tmp_path, 1)
+    assert files_of(tmp_path) == before
+
+
+def float8_model():
+    """A DeepSeek-V3 with a scale for each 8 x 8 numbers of its matrices."""
+    config, tensors = deepseek_v3()
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    for name in [name for name in tensors if "expert" in name]:
+        rows, columns = tensors[name].shape
+        blocks = -(-rows // 8), -(-columns // 8)
+        tensors[name + "_scale_inv"] = np.abs(numbers(5, *blocks)) + 0.01
+        tensors[name] = (100 * tensors[name]).astype(jnp.float8_e4m3fn)
+    return config, tensors
+
+
+def decoded(tensors, name):
+    scales = tensors[name + "_scale_inv"].repeat(8, axis=0).repeat(8, axis=1)
+    rows, columns = tensors[name].shape
+    return tensors[name].astype(np.float32) * scales[:rows, :columns]
+
+
+def test_float8_is_loaded_and_saved(tmp_path):
+    config, tensors = float8_model()
+    publish(tmp_path, config, tensors)
+    before = files_of(tmp_path)
+    name = "model.layers.1.mlp.experts.6.{}_proj.weight"
+
+    _, params = checkpoints.load_moe_params(tmp_path, 1)
+    assert params.wi_0.dtype == jnp.bfloat16 and params.gate.dtype == jnp.float32
+    want = decoded(tensors, name.format("up")).T
+    np.testing.assert_array_equal(params.wi_1[6], want.astype(jnp.bfloat16))
+    checkpoints.save_moe(params, tmp_path, 1)
+    assert files_of(tmp_path) == before
+
+    _, params = checkpoints.load_moe_params(tmp_path, 1, dtype=jnp.float32, mesh=expert_mesh(2))
+    np.testing.assert_array_equal(params.wi_1[6], want)
+    new = params.wo.at[6].multiply(1.5)
+    checkpoints.save_moe(params._replace(wo=new), tmp_path, 1)
+    saved = checkpoints.load_moe_params(tmp_path, 1, dtype=jnp.float32)[1]
+    np.testing.assert_allclose(saved.wo, new, rtol=2**-4, atol=1e-3)
+    jax.tree.map(np.testing.assert_array_equal, saved._replace(wo=params.wo), params)
+
+
+def test_changed_parameters_are_saved(tmp_path):
+    config, tensors = mixtral(dtype=jnp.bfloat16)
+    publish(tmp_path, config, tensors)
+    layer = checkpoints.load_moe(tmp_path, 1, mesh=expert_mesh(8))
+    layer.wo.set_value(2 * layer.wo.get_value())
+    checkpoints.save_moe(layer, tmp_path, 1)
+    saved = Directory(tmp_path)
+    for name, array in tensors.items():
+        want = 2 * array if "w2" in name else array
+        np.testing.assert_array_equal(saved.read(name, (slice(None),) * 2), want)
+
+
+# ------------------------------------------------------------------------------------- errors
+
+
+def test_errors_name_the_argument(tmp_path):
+    config, tensors = mixtral()
+    publish(tmp_path, config, tensors)
+    with pytest.raises(TypeError, match="dtype must be a floating dtype or None, but is"):
+        checkpoints.load_moe_params(tmp_path, 1, dtype=jnp.int8)
+    with pytest.raises(TypeError, match="wings"):
+        checkpoints.load_moe_params(tmp_path, 1, wings=2)
+    with pytest.raises(ValueError, match="multiple of the 3 ranks along expert_axis .* has 8"):
+        checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(3))
+    params = checkpoints.load_moe_params(tmp_path, 1)[1]
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"layer_or_params must have the shapes of the block"):
+        checkpoints.save_moe(params._replace(wo=params.wo[:, :6]), tmp_path, 1)
+    assert files_of(tmp_path) == before

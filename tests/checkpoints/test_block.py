@@ -1,0 +1,187 @@
+"""One layer's block in a directory: its layouts, what is read of it, and what is refused."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
+
+from jax_ep.checkpoints.block import open_block
+
+WHOLE = slice(None)
+GATE, UP, DOWN = numbers(1, E, F, H), numbers(2, E, F, H), numbers(3, E, H, F)
+ROUTER = numbers(0, E, H)
+QWEN = {
+    "num_experts": E,
+    "num_experts_per_tok": K,
+    "hidden_size": H,
+    "moe_intermediate_size": F,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+}
+SWAP = (0, 2, 1)
+LAYOUTS = {
+    "a tensor for each expert": (
+        "qwen3_moe",
+        {
+            f"mlp.experts.{e}.{name}.weight": stacked[e]
+            for e in range(E)
+            for name, stacked in (("gate_proj", GATE), ("up_proj", UP), ("down_proj", DOWN))
+        },
+    ),
+    "stacked, gate before up": (
+        "qwen3_moe",
+        {"mlp.experts.gate_up_proj": np.concatenate([GATE, UP], 1), "mlp.experts.down_proj": DOWN},
+    ),
+    "stacked and transposed": (
+        "qwen3_vl_moe_text",
+        {
+            "mlp.experts.gate_up_proj": np.concatenate([GATE, UP], 1).transpose(SWAP),
+            "mlp.experts.down_proj": DOWN.transpose(SWAP),
+        },
+    ),
+}
+WANT = {"wi_0": GATE.transpose(SWAP), "wi_1": UP.transpose(SWAP), "wo": DOWN.transpose(SWAP)}
+
+
+def open_layout(folder, name, root="model."):
+    model_type, tensors = LAYOUTS[name]
+    tensors = {"mlp.gate.weight": ROUTER} | tensors
+    tensors = {f"{root}layers.3.{name}": array.copy("C") for name, array in tensors.items()}
+    tensors[f"{root}layers.3.self_attn.q_proj.weight"] = np.zeros((2, 2), np.float32)
+    return open_block(publish(folder, {"model_type": model_type} | QWEN, tensors), 3)
+
+
+def read(block, param, *index, dtype=np.float32):
+    return block.read(param, index, np.dtype(dtype), lambda num_bytes: None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path, layout):
+    block = open_layout(tmp_path, layout)
+    assert block.params() == ("gate", "wi_0", "wi_1", "wo")
+    np.testing.assert_array_equal(read(block, "gate", WHOLE, WHOLE), ROUTER.T)
+    for param, want in WANT.items():
+        assert block.shape(param) == want.shape and block.dtype(param) == np.float32
+        np.testing.assert_array_equal(read(block, param, WHOLE, WHOLE, WHOLE), want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reads_the_bytes_of_its_slice_and_no_others(tmp_path, layout):
+    """Some experts, and a part of their F: what a rank with two mesh axes holds."""
+    block = open_layout(tmp_path, layout)
+    experts, part = slice(2, 4), slice(6, 12)
+    for param, want in WANT.items():
+        index = (experts, part, WHOLE) if param == "wo" else (experts, WHOLE, part)
+        before = block.directory.bytes_read
+        got = read(block, param, *index)
+        np.testing.assert_array_equal(got, want[index])
+        assert block.directory.bytes_read - before == got.nbytes == 2 * H * 6 * 4
+
+
+@pytest.mark.parametrize("root", ["", "model.language_model.", "language_model.model."])
+def test_finds_the_layers_wherever_the_decoder_is(tmp_path, root):
+    block = open_layout(tmp_path, "a tensor for each expert", root)
+    np.testing.assert_array_equal(read(block, "wo", WHOLE, WHOLE, WHOLE), WANT["wo"])
+
+
+def test_large_matrices_are_copied_piece_by_piece(tmp_path):
+    config, tensors = mixtral(e=2, h=300, f=530)
+    config["num_experts_per_tok"] = 1
+    block = open_block(publish(tmp_path, config, tensors), 1)
+    names = "model.layers.1.block_sparse_moe.experts.1.{}.weight"
+    want = tensors[names.format("w3")].T.astype(jnp.bfloat16)
+    got = read(block, "wi_1", slice(1, 2), WHOLE, WHOLE, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(got[0], want)
+    got = read(block, "wo", slice(1, 2), slice(10, 510), WHOLE)
+    np.testing.assert_array_equal(got[0], tensors[names.format("w2")].T[10:510])
+
+
+def test_a_value_for_each_layer(tmp_path):
+    """Hunyuan-A13B's config.json has a list of them."""
+    config = {
+        "model_type": "hunyuan_v1_moe",
+        "num_experts": E,
+        "moe_topk": [1, 5],
+        "hidden_size": H,
+        "intermediate_size": F,
+        "hidden_act": "silu",
+    }
+    prefix = "model.layers.1.mlp."
+    tensors = {prefix + "gate.wg.weight": ROUTER}
+    tensors |= {
+        f"{prefix}{owner}.{name}.weight": stacked[0]
+        for owner in [f"experts.{e}" for e in range(E)] + ["shared_mlp"]
+        for name, stacked in (("gate_proj", GATE), ("up_proj", UP), ("down_proj", DOWN))
+    }
+    block = open_block(publish(tmp_path, config, tensors), 1)
+    assert block.fields["num_experts_per_token"] == 5
+    np.testing.assert_array_equal(read(block, "shared_wo", WHOLE, WHOLE), DOWN[0].T)
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+def refused(tmp_path, config, tensors, layer=1):
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        open_block(publish(tmp_path / "model", config, tensors), layer)
+    return str(error.value)
+
+
+def test_unknown_models_are_refused(tmp_path):
+    config, tensors = mixtral()
+    said = refused(tmp_path, config | {"model_type": "gpt2"}, tensors)
+    assert "model_type of" in said and "one of deepseek_v2, " in said and "is 'gpt2'" in said
+    said = refused(tmp_path, config | {"hidden_act": "snake"}, tensors)
+    assert "hidden_act of" in said and "one of silu, swish" in said and "is 'snake'" in said
+    del config["num_local_experts"]
+    assert "config.json must have num_local_experts" in refused(tmp_path, config, tensors)
+
+    config, tensors = deepseek_v3()
+    said = refused(tmp_path, config | {"scoring_func": "softmax"}, tensors)
+    assert "scoring_func must be 'sigmoid' or" in said and "but is 'softmax'" in said
+    quantized = {"quantization_config": {"quant_method": "gptq"}}
+    said = refused(tmp_path, config | quantized, tensors)
+    assert "quant_method among fp8, mxfp4, but has 'gptq'" in said
+    said = refused(tmp_path, config | {"n_shared_experts": "two"}, tensors)
+    assert "n_shared_experts*moe_intermediate_size of" in said and "['two', 12]" in said
+
+
+def test_a_missing_config_is_named(tmp_path):
+    config, tensors = mixtral()
+    folder = publish(tmp_path, config, tensors)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="must hold config.json"):
+        open_block(folder, 1)
+
+
+def test_a_layer_without_experts_is_named_with_those_that_have_them(tmp_path):
+    config, tensors = deepseek_v3()
+    tensors |= deepseek_v3(layer=12)[1]
+    tensors["model.layers.0.mlp.gate_proj.weight"] = numbers(0, 2, 2)
+    said = refused(tmp_path, config, tensors, layer=0)
+    assert "layer 0 of" in said and "layers [1, 12] have one" in said
+    said = refused(tmp_path, config, {"x": numbers(0, 2)}, layer=0)
+    assert "a tensor model.layers.0.mlp.gate.weight" in said and "no layer has one" in said
+
+
+def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path):
+    config, tensors = deepseek_v3()
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+    said = refused(tmp_path, config, {k: v for k, v in tensors.items() if k != name})
+    assert f"must hold {name} (12, 16)" in said and "does not" in said
+    said = refused(tmp_path, config, tensors | {name: tensors[name].T.copy()})
+    assert name in said and "shape (12, 16), [F, H]" in said and "has (16, 12)" in said
+    said = refused(tmp_path, config | {"moe_intermediate_size": 6}, tensors)
+    assert "experts.0.gate_proj.weight" in said and "(6, 16)" in said and "(12, 16)" in said
+    said = refused(tmp_path, config | {"n_routed_experts": E - 1}, tensors)
+    assert "mlp.gate.weight" in said and "(7, 16)" in said
+
+    unknown = "model.layers.1.mlp.experts.5.up_proj.zero_point"
+    said = refused(tmp_path, config, tensors | {unknown: numbers(0, 2)})
+    assert f"holds {unknown}, which DeepSeek-V3" in said and "(1 such tensors)" in said
+    # Another layer's, or attention's, is no concern of this block.
+    other = {unknown.replace("s.1.", "s.2."): numbers(0, 2), "model.norm.weight": numbers(0, 2)}
+    open_block(publish(tmp_path / "other", config, tensors | other), 1)

@@ -1,0 +1,159 @@
+"""Float8 with block scales and MXFP4, against numbers computed by hand."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.published import publish
+
+from jax_ep.checkpoints.encodings import MXFP4, Float8, Plain, open_tensor
+from jax_ep.checkpoints.safetensors import Directory
+
+WHOLE = slice(None)
+BLOCK = (2, 3)
+
+
+def tensor(folder, name, tensors, writable=False):
+    publish(folder, {}, tensors)
+    return open_tensor(Directory(folder, writable=writable), name, BLOCK)
+
+
+def stored(encoding):
+    """The bytes of its file."""
+    directory = encoding.directory
+    return (directory.path / directory.files[encoding.name]).read_bytes()
+
+
+# ---------------------------------------------------------------------------------- float8
+
+# float8_e4m3fn: sign, 4 bits of exponent less 7, 3 bits of fraction.
+BYTES = np.array([[0x38, 0x40, 0x3C, 0xB8], [0x00, 0x7E, 0x01, 0x48], [0x30, 0x31, 0xC5, 0x08]])
+NUMBERS = np.array([[1, 2, 1.5, -1], [0, 448, 2**-9, 4], [0.5, 0.5625, -3.25, 2**-6]])
+SCALES = np.array([[2, 10], [0.25, 3]], np.float32)
+SCALE_OF_EACH = np.array([[2, 2, 2, 10], [2, 2, 2, 10], [0.25, 0.25, 0.25, 3]])
+
+
+def float8_tensors():
+    values = BYTES.astype(np.uint8).view(jnp.float8_e4m3fn)
+    return {"w.weight": values, "w.weight_scale_inv": SCALES}
+
+
+def test_float8_is_the_number_times_its_blocks_scale(tmp_path):
+    w = tensor(tmp_path, "w.weight", float8_tensors())
+    assert isinstance(w, Float8) and w.dtype == jnp.bfloat16 and w.shape == (3, 4)
+    np.testing.assert_array_equal(w.read((WHOLE, WHOLE)), NUMBERS * SCALE_OF_EACH)
+    for index in [(slice(1, 3), slice(1, 4)), (slice(0, 3, 2), slice(3, 4)), (slice(2, 3), WHOLE)]:
+        np.testing.assert_array_equal(w.read(index), (NUMBERS * SCALE_OF_EACH)[index])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_float8_that_did_not_change_keeps_its_bytes(tmp_path, dtype):
+    """Though no scale is what its block's largest number would give."""
+    w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
+    before = stored(w)
+    w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(dtype))
+    assert stored(w) == before
+
+
+def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path):
+    w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
+    values = w.read((WHOLE, WHOLE))
+    values[0, 3] = 44.8
+    w.write((WHOLE, WHOLE), values)
+    scales = w.directory.read("w.weight_scale_inv", (WHOLE, WHOLE))
+    np.testing.assert_array_equal(scales, np.array([[2, 0.1], [0.25, 3]], np.float32))
+    np.testing.assert_allclose(w.read((WHOLE, WHOLE)), values, rtol=2**-4)
+    assert w.read((slice(0, 1), slice(3, 4))) == np.float32(44.8)
+
+
+def test_float8_of_several_matrices(tmp_path):
+    two = {name: np.stack([a, a]) for name, a in float8_tensors().items()}
+    two["w.weight_scale_inv"][1] *= 2
+    w = tensor(tmp_path, "w.weight", two)
+    want = NUMBERS * SCALE_OF_EACH
+    np.testing.assert_array_equal(w.read((slice(1, 2), WHOLE, slice(2, 4))), 2 * want[None, :, 2:])
+
+
+# ----------------------------------------------------------------------------------- MXFP4
+
+FLOAT4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def mxfp4_tensors():
+    """Two rows of two blocks: every code in turn, forwards and backwards."""
+    codes = np.arange(16)
+    forwards = np.concatenate([codes, codes])
+    rows = np.array([[forwards, forwards[::-1]], [forwards[::-1], forwards]])
+    blocks = (rows[..., ::2] + 16 * rows[..., 1::2]).astype(np.uint8)
+    assert blocks[0, 0, 0] == 0x10 and blocks[0, 0, 1] == 0x32  # the first number is the low half
+    scales = np.array([[127, 130], [126, 0]], np.uint8)
+    factors = np.array([[1, 8], [0.5, 2.0**-127]])[..., None]
+    return {"w_blocks": blocks, "w_scales": scales}, (np.array(FLOAT4)[rows] * factors).reshape(
+        2, 64
+    )
+
+
+def test_mxfp4_is_a_float4_times_its_blocks_power_of_two(tmp_path):
+    tensors, want = mxfp4_tensors()
+    w = tensor(tmp_path, "w_blocks", tensors)
+    assert isinstance(w, MXFP4) and w.dtype == jnp.bfloat16 and w.shape == (2, 64)
+    np.testing.assert_array_equal(w.read((WHOLE, WHOLE)), want)
+    for index in [(slice(1, 2), slice(5, 40)), (WHOLE, slice(33, 64, 2)), (WHOLE, slice(2, 3))]:
+        np.testing.assert_array_equal(w.read(index), want[index])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_mxfp4_that_did_not_change_keeps_its_bytes(tmp_path, dtype):
+    w = tensor(tmp_path, "w_blocks", mxfp4_tensors()[0], writable=True)
+    before = stored(w)
+    w.write((WHOLE, WHOLE), w.read((WHOLE, WHOLE)).astype(dtype))
+    assert stored(w) == before
+
+
+def test_mxfp4_of_a_changed_block_is_rounded_to_the_nearest(tmp_path):
+    w = tensor(tmp_path, "w_blocks", mxfp4_tensors()[0], writable=True)
+    values = w.read((WHOLE, WHOLE))
+    new = np.zeros(32, np.float32)
+    # Halves between two go to the even code: 0 (0), 2 (1), 4 (2), 6 (4) of FLOAT4.
+    new[:12] = [24, 1, 1.1, 3, 5, 5.1, 7, -10, 14.1, -20, 22, 1e-9]
+    values[1, :32] = new
+    w.write((WHOLE, WHOLE), values)
+    got = w.read((WHOLE, WHOLE))
+    # The scale is 2**2: the exponent of 24, which is 4, less that of float4's largest, 6.
+    assert w.directory.read("w_scales", (WHOLE, WHOLE)).tolist() == [[127, 130], [129, 0]]
+    assert got[1, :12].tolist() == [24, 0, 2, 4, 4, 6, 8, -8, 16, -16, 24, 0]
+    np.testing.assert_array_equal(got[0], values[0])
+    np.testing.assert_array_equal(got[1, 32:], values[1, 32:])
+
+
+# ----------------------------------------------------------------------------------- plain
+
+
+def test_a_plain_number_that_was_rounded_and_did_not_change_keeps_its_bits(tmp_path):
+    x = np.array([1, 1 + 2**-12, 3], np.float32)
+    w = tensor(tmp_path, "x", {"x": x}, writable=True)
+    assert isinstance(w, Plain)
+    rounded = w.read((WHOLE,)).astype(jnp.bfloat16)
+    rounded[2] = 5
+    w.write((WHOLE,), rounded)
+    assert w.read((WHOLE,)).tolist() == [1, 1 + 2**-12, 5]
+
+
+# ---------------------------------------------------------------------------------- errors
+
+
+def test_errors_name_the_tensor(tmp_path):
+    with pytest.raises(ValueError, match="x in .* must be of a floating dtype, .* but is int32"):
+        tensor(tmp_path, "x", {"x": np.zeros(3, np.int32)})
+    values = float8_tensors()["w.weight"]
+    with pytest.raises(ValueError, match="float8_e4m3fn with w.weight_scale_inv"):
+        tensor(tmp_path, "w.weight", {"w.weight": values})
+    wrong = {"w.weight": values, "w.weight_scale_inv": np.ones((1, 2), np.float32)}
+    with pytest.raises(
+        ValueError, match=r"w.weight_scale_inv must have shape \(2, 2\), .*\(1, 2\)"
+    ):
+        _ = tensor(tmp_path, "w.weight", wrong).shape
+    wrong = {"w_blocks": np.zeros((2, 2, 16), np.uint8), "w_scales": np.zeros((2, 3), np.uint8)}
+    with pytest.raises(ValueError, match=r"w_scales must have shape \(2, 2\), .* \(2, 3\)"):
+        _ = tensor(tmp_path, "w_blocks", wrong).shape

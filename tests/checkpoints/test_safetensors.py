@@ -1,0 +1,131 @@
+"""Files of the safetensors format, read and written in slices."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.published import publish, safetensors_bytes
+
+from jax_ep.checkpoints.safetensors import Directory, create, read_header, rewriting
+
+WHOLE = slice(None)
+
+
+@pytest.mark.parametrize(
+    "dtype, name, stored",
+    [
+        (np.float32, "F32", bytes.fromhex("0000803f 000000c0")),
+        (np.float16, "F16", bytes.fromhex("003c 00c0")),
+        (jnp.bfloat16, "BF16", bytes.fromhex("803f 00c0")),
+        (jnp.float8_e4m3fn, "F8_E4M3", bytes.fromhex("38 c0")),
+    ],
+)
+def test_reads_bytes_written_by_hand(tmp_path, dtype, name, stored):
+    """The numbers 1 and -2, behind one other byte, in a file whose data starts anywhere."""
+    entry = {"dtype": name, "shape": [2, 1], "data_offsets": [1, 1 + len(stored)]}
+    other = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "other": other, "x": entry}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + b"\7" + stored)
+    directory = Directory(tmp_path)
+    assert set(directory.files) == {"other", "x"}
+    read = directory.read("x", (WHOLE, WHOLE))
+    assert read.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(read.astype(np.float32), [[1], [-2]])
+    assert directory.read("x", (slice(1, 2), WHOLE)).astype(np.float32).tolist() == [[-2]]
+
+
+def test_counts_only_the_bytes_of_the_slice(tmp_path):
+    x = np.arange(60, dtype=np.float32).reshape(5, 12)
+    directory = Directory(publish(tmp_path, {}, {"x": x}))
+    np.testing.assert_array_equal(directory.read("x", (slice(1, 3), slice(1, 12, 2))), x[1:3, 1::2])
+    assert directory.bytes_read == 2 * 6 * 4
+
+
+def test_what_was_read_leaves_the_process(tmp_path):
+    """Pages of a mapped file count as the process's memory until they are given back."""
+    x = np.zeros((64, 1 << 17), np.float32)
+    directory = Directory(publish(tmp_path, {}, {"x": x}))
+
+    def mapped_kib() -> int:
+        (line,) = (s for s in open("/proc/self/status") if s.startswith("RssFile"))
+        return int(line.split()[1])
+
+    before = mapped_kib()
+    for row in range(64):
+        directory.read("x", (slice(row, row + 1), WHOLE))
+    assert directory.bytes_read == x.nbytes
+    assert mapped_kib() - before < x.nbytes / 1024 / 8
+
+
+def test_finds_tensors_of_several_files_by_the_index(tmp_path):
+    a, b = np.ones(3, np.float32), np.full(2, 2, jnp.bfloat16)
+    directory = Directory(publish(tmp_path, {}, {"a": a}, {"b": b}))
+    np.testing.assert_array_equal(directory.read("a", (WHOLE,)), a)
+    np.testing.assert_array_equal(directory.read("b", (slice(1, 2),)), b[1:])
+
+
+def test_writes_slices(tmp_path):
+    file = tmp_path / "model.safetensors"
+    bfloat16 = np.dtype(jnp.bfloat16)
+    create(file, {"a": (np.dtype(np.float32), (2, 3)), "b": (bfloat16, (4,))})
+    directory = Directory(tmp_path, writable=True)
+    directory.write("a", (slice(1, 2), slice(0, 3, 2)), np.array([[5, 6]], np.float32))
+    directory.write("b", (slice(2, 3),), np.array([7], bfloat16))
+    read = Directory(tmp_path)
+    assert read.read("a", (WHOLE, WHOLE)).tolist() == [[0, 0, 0], [5, 0, 6]]
+    assert read.read("b", (WHOLE,)).astype(np.float32).tolist() == [0, 0, 7, 0]
+    assert len(file.read_bytes()) == read.entry("b").start + 8
+
+
+def test_rewriting_replaces_whole_files_or_nothing(tmp_path):
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    x, y = np.zeros(2, np.float32), np.ones(2, np.float32)
+    publish(folder, {}, {"x": x}, {"y": y})
+    directory = Directory(folder)
+    first = folder / directory.files["x"]
+    first.rename(cache)
+    first.symlink_to(cache)
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+
+    with pytest.raises(ZeroDivisionError), rewriting(directory, ["x"]) as new:
+        new.write("x", (WHOLE,), y)
+        raise ZeroDivisionError
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+    with rewriting(directory, ["x"]) as new:
+        new.write("x", (WHOLE,), y)
+    assert Directory(folder).read("x", (WHOLE,)).tolist() == [1, 1]
+    assert not first.is_symlink() and cache.read_bytes() == before[first.name]
+    assert {p.name for p in folder.iterdir()} == set(before)
+
+
+def test_errors_name_the_file_and_the_tensor(tmp_path):
+    with pytest.raises(FileNotFoundError, match="must hold model.safetensors or model.safetensors"):
+        Directory(tmp_path)
+
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"<!DOCTYPE html><p>404")
+    with pytest.raises(ValueError, match=r"model.safetensors is no safetensors file: its header"):
+        Directory(tmp_path)
+    file.write_bytes((4).to_bytes(8, "little") + b"{a:1")
+    with pytest.raises(ValueError, match="its header is no JSON"):
+        Directory(tmp_path)
+
+    whole = safetensors_bytes({"x": np.zeros(4, np.float32)})
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="x in .* must have 16 bytes .* download complete"):
+        read_header(file)
+    file.write_bytes(whole.replace(b'"F32"', b'"C64"'))
+    with pytest.raises(ValueError, match="x in .* must have a dtype among F64, .*, but has C64"):
+        read_header(file)
+
+    publish(tmp_path, {}, {"x": np.zeros(4, np.float32)}, {"y": np.zeros(4, np.float32)})
+    file.unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"y"', '"z"'))
+    with pytest.raises(ValueError, match="must hold z, as .*index.json says, but does not"):
+        Directory(tmp_path).entry("z")

@@ -1,0 +1,112 @@
+"""Directories of models as published, with small random weights, written byte by byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+NAMES = {
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float16): "F16",
+    np.dtype(jnp.bfloat16): "BF16",
+    np.dtype(jnp.float8_e4m3fn): "F8_E4M3",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.int32): "I32",
+}
+E, H, F, K = 8, 16, 12, 3
+
+Tensors = dict[str, np.ndarray]
+
+
+def safetensors_bytes(tensors: Tensors) -> bytes:
+    header, data = {}, b""
+    for name, array in tensors.items():
+        offsets = [len(data), len(data) + array.nbytes]
+        dtype = NAMES[array.dtype]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": offsets}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def publish(folder: Path, config: dict[str, Any], *files: Tensors) -> Path:
+    """Writes config.json and one file, or several with their index."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if len(files) == 1:
+        (folder / "model.safetensors").write_bytes(safetensors_bytes(files[0]))
+        return folder
+    weight_map = {}
+    for i, tensors in enumerate(files, 1):
+        name = f"model-{i:05}-of-{len(files):05}.safetensors"
+        (folder / name).write_bytes(safetensors_bytes(tensors))
+        weight_map |= dict.fromkeys(tensors, name)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def numbers(seed: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    """Random numbers that keep the size of what they are multiplied with."""
+    scale = shape[-1] ** -0.5
+    return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(dtype)
+
+
+def mixtral(layer: int = 1, dtype: Any = np.float32, **sizes: int) -> tuple[dict, Tensors]:
+    """A Mixtral's config.json, and the tensors of one MoE block."""
+    e, h, f = (sizes.get(name, size) for name, size in (("e", E), ("h", H), ("f", F)))
+    config = {
+        "model_type": "mixtral",
+        "num_local_experts": e,
+        "num_experts_per_tok": K,
+        "hidden_size": h,
+        "intermediate_size": f,
+        "hidden_act": "silu",
+    }
+    block = f"model.layers.{layer}.block_sparse_moe"
+    tensors = {f"{block}.gate.weight": 4 * numbers(0, e, h, dtype=dtype)}
+    for i in range(e):
+        shapes = {"w1": (f, h), "w2": (h, f), "w3": (f, h)}
+        for j, (name, shape) in enumerate(shapes.items()):
+            tensors[f"{block}.experts.{i}.{name}.weight"] = numbers(
+                3 * i + j + 1, *shape, dtype=dtype
+            )
+    return config, tensors
+
+
+def deepseek_v3(layer: int = 1, dtype: Any = np.float32) -> tuple[dict, Tensors]:
+    """A DeepSeek-V3's config.json, and the tensors of one MoE block with two shared experts."""
+    config = {
+        "model_type": "deepseek_v3",
+        "n_routed_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": H,
+        "moe_intermediate_size": F,
+        "intermediate_size": 5 * F,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "hidden_act": "silu",
+    }
+    block = f"model.layers.{layer}.mlp"
+    tensors = {
+        f"{block}.gate.weight": 4 * numbers(0, E, H, dtype=dtype),
+        f"{block}.gate.e_score_correction_bias": 0.3 * numbers(99, E),
+    }
+    owners = [f"experts.{i}" for i in range(E)] + ["shared_experts"]
+    for i, owner in enumerate(owners):
+        f = 2 * F if owner == "shared_experts" else F
+        for j, (name, shape) in enumerate(
+            {"gate_proj": (f, H), "up_proj": (f, H), "down_proj": (H, f)}.items()
+        ):
+            weights = numbers(3 * i + j + 1, *shape, dtype=dtype)
+            tensors[f"{block}.{owner}.{name}.weight"] = weights
+    return config, tensors
