@@ -120,6 +120,12 @@ def check_integer(name: str, value: int, least: int = 1, most: int | None = None
     return value
 
 
+def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
+    """Raises ValueError unless the value is one of some names."""
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{name} must be one of {names}, but is {value!r}.")
+
+
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
     """Raises unless it is a finite Python or NumPy number above 0; `otherwise` adds an alternative.
 

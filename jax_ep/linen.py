@@ -59,6 +59,12 @@ class Gate(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: int) -> tuple[jax.Array, jax.Array | None]:
+        if self.has_variable("params", "bias"):
+            raise ValueError(
+                'gate.bias is no parameter: the selection bias is in the collection "router_state" '
+                "(selection_bias=True), and a trained bias of the logits is the parameter "
+                "gate_bias (use_gate_bias=True). Move it there."
+            )
         init: Any = _partitioned(self.kernel_init, "gate")
         kernel = self.param("kernel", init, (hidden, self.num_experts), self.param_dtype)
         if not self.selection_bias:
@@ -99,6 +105,8 @@ class MoE(nn.Module, _ConfigFields):
       wo           [E, F, H]            ("exp", "mlp", "embed")
       shared_wi_0, shared_wi_1 [H, S·F] ("embed", "mlp"), with S shared experts
       shared_wo    [S·F, H]             ("mlp", "embed")
+      gate_bias    [E]                  (None,), with `use_gate_bias`
+      expert_scale [E]                  (None,), with `use_expert_scale`
     and, with `selection_bias`, gate.bias [E] in the collection "router_state", which only
     `update_bias` changes. In `nn.scan`, list both collections in `variable_axes`.
 
@@ -107,10 +115,13 @@ class MoE(nn.Module, _ConfigFields):
       num_experts_per_token: K.
       mlp_dim: F, the hidden size of one expert.
       num_shared_experts: S, experts that every token goes to.
-      selection_bias: keep a DeepSeek-V3 selection bias.
+      selection_bias: keep a DeepSeek-V3 selection bias, which only the choice of experts sees.
+      use_gate_bias: add a trained bias to the logits (GPT-OSS), as choice and weights see them.
+      use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
       param_dtype: dtype of the parameters.
       kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
-      gate_init: initializer of gate.kernel.
+      gate_init: initializer of gate.kernel; None: there is no gate, and each call is given
+        `topk_idx` and `topk_weights`, or `router` needs no logits.
 
     The others are the fields of `jax_ep.MoEConfig`, by keyword.
     """
@@ -120,21 +131,34 @@ class MoE(nn.Module, _ConfigFields):
     mlp_dim: int
     num_shared_experts: int = 0
     selection_bias: bool = False
+    use_gate_bias: bool = False
+    use_expert_scale: bool = False
     param_dtype: Any = jnp.float32
     kernel_init: nn.initializers.Initializer = moe_params.default_kernel_init
-    gate_init: nn.initializers.Initializer = moe_params.default_kernel_init
+    gate_init: nn.initializers.Initializer | None = moe_params.default_kernel_init
 
     def setup(self) -> None:
-        self.gate = Gate(self.num_experts, self.selection_bias, self.gate_init, self.param_dtype)
+        init = self.gate_init
+        if init is not None:
+            self.gate = Gate(self.num_experts, self.selection_bias, init, self.param_dtype)
 
     @nn.compact
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, MoEMetrics]:
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        router_x: jax.Array | None = None,
+        topk_idx: jax.Array | None = None,
+        topk_weights: jax.Array | None = None,
+    ) -> tuple[jax.Array, MoEMetrics]:
         """Runs the layer.
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or None: tokens that are False go to no routed expert and count in no
-            metric.
+          mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert
+            and count in no metric.
+          router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
 
         Returns:
           The output, [..., H], and the metrics.
@@ -143,22 +167,30 @@ class MoE(nn.Module, _ConfigFields):
           ValueError, TypeError: an argument or attribute does not fit; the message names it.
         """
         hidden = x.shape[-1]
-        kernel, bias = self.gate(hidden)
-        weights = {
-            name: self._weight(name, shape)
-            for name, shape in moe_params.weight_shapes(
-                self.num_experts, hidden, self.mlp_dim, self.num_shared_experts
-            ).items()
-        }
-        config = MoEConfig.of(self)
-        return moe_layer(MoEParams(gate=kernel, bias=bias, **weights), x, config, mask)
+        kernel, bias = None, None
+        if self.gate_init is not None:
+            kernel, bias = self.gate(hidden if router_x is None else router_x.shape[-1])
+        parts = {name: getattr(self, name) for name in moe_params.PARTS}
+        shapes = moe_params.weight_shapes(self.num_experts, hidden, self.mlp_dim, **parts)
+        weights = {name: self._weight(name, shape) for name, shape in shapes.items()}
+        return moe_layer(
+            MoEParams(gate=kernel, bias=bias, **weights),
+            x,
+            MoEConfig.of(self),
+            mask,
+            router_x=router_x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+        )
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+        dims = moe_params.PARAMETERS[name].logical_axes
         if self.has_variable("params", name):
             # Inside a shard_map over the expert axis it may hold this rank's experts only.
             stored = jax.tree.leaves(self.get_variable("params", name))[0]
-            shape = (*stored.shape[: len(shape) - 2], *shape[-2:])
-        init: Any = _partitioned(moe_params.per_expert(self.kernel_init), name)
+            sizes = zip(dims, stored.shape, shape, strict=True)
+            shape = tuple(held if axis == "exp" else size for axis, held, size in sizes)
+        init: Any = _partitioned(moe_params.initializer(name, self.kernel_init), name)
         return self.param(name, init, shape, self.param_dtype)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
@@ -175,6 +207,8 @@ class MoE(nn.Module, _ConfigFields):
         Raises:
           ValueError: there is no bias, or the counts have another shape.
         """
+        if self.gate_init is None:
+            raise ValueError("update_bias needs a gate, but gate_init is None")
         self.gate.update_bias(expert_counts, rate)
 
 

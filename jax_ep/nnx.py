@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -58,6 +59,8 @@ class MoE(nnx.Module):
       wo           [E, F, H]            ("exp", "mlp", "embed")
       shared_wi_0, shared_wi_1 [H, S·F] ("embed", "mlp"), with S shared experts, else None
       shared_wo    [S·F, H]             ("mlp", "embed")
+      gate_bias    [E]                  (None,), with `use_gate_bias`, else None
+      expert_scale [E]                  (None,), with `use_expert_scale`, else None
     and, with `selection_bias`, gate.bias [E] (`RouterState`), which only `update_bias` changes.
 
     With a mesh set they are created sharded over it, each logical axis over the mesh axes that
@@ -70,10 +73,14 @@ class MoE(nnx.Module):
       num_experts: E.
       num_experts_per_token: K.
       num_shared_experts: S, experts that every token goes to.
-      selection_bias: keep a DeepSeek-V3 selection bias.
+      selection_bias: keep a DeepSeek-V3 selection bias, which only the choice of experts sees.
+      use_gate_bias: add a trained bias to the logits (GPT-OSS), as choice and weights see them.
+      use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
       param_dtype: dtype of the parameters.
       kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
-      gate_init: initializer of gate.kernel.
+      gate_init: initializer of gate.kernel; None: `gate` is None, and each call is given
+        `topk_idx` and `topk_weights`, or `router` needs no logits.
+      router_dim: the size of `router_x`, where calls are given one; None: H.
       rngs: gives the key "params".
       fields: the other fields of `jax_ep.MoEConfig`.
 
@@ -83,6 +90,9 @@ class MoE(nnx.Module):
         names no axis of the mesh.
     """
 
+    gate: Gate | None
+    gate_bias: nnx.Param | None
+    expert_scale: nnx.Param | None
     wi_0: nnx.Param
     wi_1: nnx.Param
     wo: nnx.Param
@@ -99,39 +109,61 @@ class MoE(nnx.Module):
         num_experts_per_token: int,
         num_shared_experts: int = 0,
         selection_bias: bool = False,
+        use_gate_bias: bool = False,
+        use_expert_scale: bool = False,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = moe_params.default_kernel_init,
-        gate_init: Initializer = moe_params.default_kernel_init,
+        gate_init: Initializer | None = moe_params.default_kernel_init,
+        router_dim: int | None = None,
         rngs: nnx.Rngs,
         **fields: Any,
     ):
         self.config = MoEConfig(
             num_experts=num_experts, num_experts_per_token=num_experts_per_token, **fields
         )
-        self.gate = Gate(
-            hidden,
+        make_gate = functools.partial(
+            Gate,
+            hidden if router_dim is None else router_dim,
             num_experts,
             selection_bias=selection_bias,
-            kernel_init=gate_init,
             param_dtype=param_dtype,
             expert_axis=self.config.expert_axis,
             rngs=rngs,
         )
-        init = moe_params.per_expert(kernel_init)
-        shapes = moe_params.weight_shapes(num_experts, hidden, mlp_dim, num_shared_experts)
+        # NNX lets an attribute be set to None or to a module, but not to the one after the other.
+        self.gate = None if gate_init is None else make_gate(kernel_init=gate_init)
+        shapes = moe_params.weight_shapes(
+            num_experts,
+            hidden,
+            mlp_dim,
+            num_shared_experts,
+            use_gate_bias=use_gate_bias,
+            use_expert_scale=use_expert_scale,
+        )
         for name in moe_params.WEIGHTS:
-            shape = shapes.get(name)
-            weight = None if shape is None else init(rngs.params(), shape, param_dtype)
-            param = None if weight is None else _param(weight, name, self.config.expert_axis)
+            param = None
+            if (shape := shapes.get(name)) is not None:
+                init = moe_params.initializer(name, kernel_init)
+                weight = init(rngs.params(), shape, param_dtype)
+                param = _param(weight, name, self.config.expert_axis)
             setattr(self, name, param)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> tuple[jax.Array, MoEMetrics]:
+    def __call__(
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        router_x: jax.Array | None = None,
+        topk_idx: jax.Array | None = None,
+        topk_weights: jax.Array | None = None,
+    ) -> tuple[jax.Array, MoEMetrics]:
         """Runs the layer.
 
         Args:
           x: [..., H] floating, for example [batch, sequence, H].
-          mask: [...] bool or None: tokens that are False go to no routed expert and count in no
-            metric.
+          mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert
+            and count in no metric.
+          router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
 
         Returns:
           The output, [..., H], and the metrics.
@@ -139,10 +171,21 @@ class MoE(nnx.Module):
         Raises:
           ValueError, TypeError: an argument or attribute does not fit; the message names it.
         """
-        params = {"gate": self.gate.kernel, "bias": self.gate.bias}
+        gate = self.gate
+        params: dict[str, Any] = {"gate": None, "bias": None}
+        if gate is not None:
+            params = {"gate": gate.kernel, "bias": gate.bias}
         params |= {name: getattr(self, name) for name in moe_params.WEIGHTS}
         arrays: Any = {name: None if v is None else v.get_value() for name, v in params.items()}
-        return moe_layer(MoEParams(**arrays), x, self.config, mask)
+        return moe_layer(
+            MoEParams(**arrays),
+            x,
+            self.config,
+            mask,
+            router_x=router_x,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+        )
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
         """Steps the selection bias against the load; see `jax_ep.update_expert_bias`.
@@ -156,7 +199,7 @@ class MoE(nnx.Module):
         Raises:
           ValueError: there is no bias, or the counts have another shape.
         """
-        bias = self.gate.bias
+        bias = None if self.gate is None else self.gate.bias
         if bias is None:
             raise ValueError("update_bias needs selection_bias=True")
         bias.set_value(routing.update_expert_bias(bias.get_value(), expert_counts, rate))

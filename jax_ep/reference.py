@@ -318,17 +318,20 @@ def top_k_routing(
     *,
     score: str = "softmax",
     bias: Array | None = None,
+    choose_by: str = "score",
     num_groups: int = 1,
     groups_kept: int = 1,
+    group_score: str = "top2",
     normalize: bool = True,
     scale: float = 1.0,
 ) -> Routing:
     """Choose each token's k experts: logits [T, E] -> `Routing`, in float64.
 
-    `bias` [E] is added to the scores for the choice only (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
-    With `num_groups` > 1 the experts stand in equal consecutive groups; a group is worth the sum
-    of its two best biased scores, and the choice is made within the `groups_kept` best groups.
-    Equal scores are taken in the order of their ids.
+    `bias` [E] is added to the scores for the choice only (DeepSeek-V3, arXiv:2412.19437, 2.1.2),
+    with `choose_by="logit"` to the logits. With `num_groups` > 1 the experts stand in equal
+    consecutive groups; a group is worth the sum of its two best biased scores ("top2") or its best
+    one ("max"), and the choice is made within the `groups_kept` best groups. Equal scores are taken
+    in the order of their ids.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
@@ -337,13 +340,19 @@ def top_k_routing(
         probs = exp / exp.sum(axis=-1, keepdims=True)
     elif score == "sigmoid":
         probs = 1 / (1 + np.exp(-logits))
+    elif score == "sqrt_softplus":
+        probs = np.sqrt(np.logaddexp(0, logits))
     else:
-        raise ValueError(f"score must be 'softmax' or 'sigmoid', but is {score!r}.")
+        raise ValueError(
+            f"score must be 'softmax', 'sigmoid' or 'sqrt_softplus', but is {score!r}."
+        )
 
-    merit = probs if bias is None else probs + bias.astype(np.float64)
+    merit = logits if choose_by == "logit" else probs
+    merit = merit if bias is None else merit + bias.astype(np.float64)
     if num_groups > 1:
         grouped = np.sort(merit.reshape(num_tokens, num_groups, -1), axis=-1)
-        kept = _best_first(grouped[:, :, -2:].sum(axis=-1), groups_kept)
+        best = {"top2": 2, "max": 1}[group_score]
+        kept = _best_first(grouped[:, :, -best:].sum(axis=-1), groups_kept)
         group_of_expert = np.arange(num_experts) // (num_experts // num_groups)
         allowed = (kept[:, :, None] == group_of_expert).any(axis=1)
         merit = np.where(allowed, merit, -np.inf)

@@ -137,7 +137,11 @@ ALONE = {
     "x of a layer": (lambda: layer(x=None), TypeError, "x must be .*H=8], but is None"),
     "wi_0 of a layer": (lambda: layer(wi_0=None), TypeError, "wi_0 must be .*, but is None"),
     "gate of a layer": (lambda: layer(gate=[1]), TypeError, "gate must be .*, but is the list"),
-    "mask of a layer": (lambda: layer(mask=[True]), TypeError, "mask must be a bool array"),
+    "mask of a layer": (
+        lambda: layer(mask=[True]),
+        TypeError,
+        "mask must be a bool or integer array",
+    ),
     "shared_wo alone": (
         lambda: layer(shared_wo=SHARED_WO),
         ValueError,
@@ -168,7 +172,7 @@ ALONE = {
     "mask of the z loss": (
         lambda: routing.router_z_loss(LOGITS, mask=[True]),
         TypeError,
-        "mask must be a bool array",
+        "mask must be a bool or integer array",
     ),
     "probs": (lambda: routing.load_balance_loss(None, IDX), TypeError, "probs must be"),
     "topk_idx of the loss": (

@@ -79,6 +79,7 @@ def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
 
 def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing:
     """Routes as `moe_layer` does."""
+    assert params.gate is not None
     logits = routing.router_logits(x, params.gate)
     return routing.top_k_routing(logits, config.num_experts_per_token, score=config.score)
 

@@ -18,6 +18,14 @@ from jax_ep.exchange.api import Implementation
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe import routing
 
+Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
+
+# The fields that are functions, and what each is a function of.
+FUNCTIONS = {
+    "activation": "one array, such as jax.nn.silu",
+    "router": "tokens [T, H] and logits [T, E] that returns a jax_ep.Routing",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -26,8 +34,14 @@ class MoEConfig:
     Attributes:
         num_experts: E, a multiple of the ranks along `expert_axis`.
         num_experts_per_token: K.
-        score, num_groups, groups_kept, normalize, normalize_epsilon, scale: see
-            `jax_ep.top_k_routing`.
+        score, choose_by, num_groups, groups_kept, group_score, normalize, normalize_epsilon, scale:
+            see `jax_ep.top_k_routing`.
+        router: None, or a router of your own in its place: a function of the tokens [T, H] and
+            their logits [T, E] float32, of one rank, that returns a `jax_ep.Routing` of K choices;
+            the logits are None where the layer has no gate. It is a static argument: what it
+            learns must come through the logits, or as `topk_idx` and `topk_weights` of the call.
+        router_dtype: the dtype that logits are computed in and rounded to, of 16 bits or more;
+            None: `dtype`. Scores are float32 always.
         capacity_factor: None for a receive buffer that any routing fits in: nothing is dropped. A
             number c above 0 for one of c times the rows that a rank receives on average, T * K,
             plus room for `expert_alignment`; rows that do not fit are dropped, and counted.
@@ -38,7 +52,7 @@ class MoEConfig:
         activation: a function of one array, that of the gated MLP:
             (activation(x wi_0) * (x wi_1)) wo.
         dtype: of tokens, expert matmuls and output: a floating dtype of 16 bits or more. None: the
-            dtype that x and wi_0 promote to. The router works in float32.
+            dtype that x and wi_0 promote to.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over.
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh; in the caller's `jax.shard_map`, the axes that x
@@ -52,11 +66,15 @@ class MoEConfig:
     num_experts: int
     num_experts_per_token: int
     score: routing.Score = "softmax"
+    choose_by: routing.ChooseBy = "score"
     num_groups: int = 1
     groups_kept: int = 1
+    group_score: routing.GroupScore = "top2"
     normalize: bool = True
     normalize_epsilon: float = routing.TINY
     scale: float = 1.0
+    router: Router | None = None
+    router_dtype: Any = jnp.float32
     capacity_factor: float | None = None
     expert_alignment: int = 1
     wire_dtype: Any = None
@@ -73,15 +91,21 @@ class MoEConfig:
         """Reads the attributes of these names off a layer."""
         return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
 
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Returns the fields that hold a function."""
+        fields = {name: getattr(self, name) for name in FUNCTIONS}
+        return {name: function for name, function in fields.items() if function is not None}
+
     def __getstate__(self) -> dict[str, Any]:
         # pickle looks a function up by its name, and finds another object there for a jitted one.
-        return self.__dict__ | {"activation": _Reference.of(self.activation)}
+        references = {name: _Reference.of(value) for name, value in self.functions().items()}
+        return self.__dict__ | references
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        activation = state["activation"]
-        if isinstance(activation, _Reference):
-            activation = activation.resolve()
-        self.__dict__.update(state | {"activation": activation})
+        self.__dict__.update({
+            name: value.resolve() if isinstance(value, _Reference) else value
+            for name, value in state.items()
+        })  # fmt: skip
 
 
 def check_config(config: MoEConfig) -> None:
@@ -90,30 +114,33 @@ def check_config(config: MoEConfig) -> None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
     checks.check_integer("expert_alignment", config.expert_alignment)
-    if not callable(config.activation):
-        raise TypeError(
-            "activation must be a function of one array, such as jax.nn.silu, but is "
-            f"{checks.described(config.activation)}."
-        )
+    for name, arguments in FUNCTIONS.items():
+        value = getattr(config, name)
+        if not (callable(value) or (value is None and name != "activation")):
+            raise TypeError(
+                f"{name} must be a function of {arguments}, but is {checks.described(value)}."
+            )
     if config.mesh is not None and not isinstance(config.mesh, Mesh | AbstractMesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh, or None for the ambient one, but is "
             f"{checks.described(config.mesh)}."
         )
     if config.dtype is not None:
-        check_compute_dtype(config.dtype, "")
+        check_compute_dtype(config.dtype, "; for float8 rows on the wire, set wire_dtype")
+    if config.router_dtype is not None:
+        check_compute_dtype(config.router_dtype, name="router_dtype")
 
 
-def check_compute_dtype(dtype: Any, how: str) -> None:
-    """Raises TypeError unless experts can compute in `dtype`; `how` says where it came from."""
+def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
+    """Raises TypeError unless matmuls can compute in `dtype`; `hint` says what else may help."""
     try:
         known = jnp.dtype(dtype)
     except TypeError:
         known = None
     if known is None or not jnp.issubdtype(known, jnp.floating) or known.itemsize < 2:
         raise TypeError(
-            "dtype must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
-            f"{dtype!r}{how}; for float8 rows on the wire, set wire_dtype."
+            f"{name} must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
+            f"{dtype!r}{hint}."
         )
 
 
@@ -124,12 +151,12 @@ class SameCode:
     object on each call; wrapped in this class it finds the program of the call before.
     """
 
-    def __init__(self, function: Callable[[jax.Array], jax.Array]):
+    def __init__(self, function: Callable[..., Any]):
         self._function = function
         self._key = _code_key(function)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self._function(x)
+    def __call__(self, *arrays: Any) -> Any:
+        return self._function(*arrays)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SameCode) and self._key == other._key

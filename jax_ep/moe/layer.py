@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax_ep.moe.config import MoEConfig, SameCode, check_compute_dtype, check_co
 from jax_ep.moe.mesh import LayerMesh, explicit_axes, find_mesh, reshard
 from jax_ep.moe.params import ROUTED_WEIGHTS, MoEParams, check_num_held, check_params
 from jax_ep.moe.routed_experts import routed_experts
+from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
+from jax_ep.moe.routing import check_mask
 from jax_ep.runtime.jax_compat import register_for_export, smaller
 
 
@@ -46,7 +48,14 @@ register_for_export(MoEMetrics)
 
 
 def moe_layer(
-    params: MoEParams, x: jax.Array, config: MoEConfig, mask: jax.Array | None = None
+    params: MoEParams,
+    x: jax.Array,
+    config: MoEConfig,
+    mask: jax.Array | None = None,
+    *,
+    router_x: jax.Array | None = None,
+    topk_idx: jax.Array | None = None,
+    topk_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs one MoE layer: same parameters, same output, whatever the mesh.
 
@@ -64,8 +73,16 @@ def moe_layer(
         params: the parameters; their global shapes do not depend on the mesh.
         x: [..., H] floating.
         config: the rest.
-        mask: [...] bool or None: tokens that are False go to no routed expert and count in no
-            metric. They may hold anything: no gradient of a parameter sees a NaN of theirs.
+        mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert and
+            count in no metric. They may hold anything: no gradient of a parameter sees a NaN of
+            theirs.
+        router_x: [..., H'] floating, or None for x: what the gate [H', E] multiplies, where the
+            experts see something else (Gemma 4; Nemotron's latent experts).
+        topk_idx: [..., K] integer expert ids, or None: choices made by the caller, -1 for none. The
+            gate only weighs them, as `score`, `normalize` and `scale` say (DeepSeek-V4's hash
+            layers).
+        topk_weights: [..., K] floating, or None: what they weigh. No router runs then, the two
+            losses are 0, and `gate` may be None.
 
     Returns:
         The output, [..., H] of the compute dtype, and `MoEMetrics`, the same on all ranks.
@@ -74,70 +91,92 @@ def moe_layer(
         ValueError, TypeError: at trace time, naming the argument, for whatever does not fit.
     """
     check_params(params, config.num_experts)
-    _check_tokens(x, mask, params.gate.shape[0])
+    _check_tokens(x, mask, params.wi_0.shape[1])
     check_config(config)
+    inputs = RouterInputs(router_x, topk_idx, topk_weights)
+    check_router(params, x, inputs, config)
+    if mask is not None:
+        mask = mask.astype(jnp.bool_)
     dtype = config.dtype
     if dtype is None:
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(x, params.wi_0)
-        check_compute_dtype(dtype, ", which x and wi_0 promote to")
+        check_compute_dtype(
+            dtype, ", which x and wi_0 promote to; for float8 rows on the wire, set wire_dtype"
+        )
     where = find_mesh(config, x)
     _check_experts(params, config, where)
     implementation = config.implementation
     if not where.expert_axes and implementation is None:
         # There is nothing to exchange, and the kernels need a mesh to find their ranks on.
         implementation = "xla"
+    functions: dict[str, Any] = {
+        name: SameCode(function) for name, function in config.functions().items()
+    }
     config = dataclasses.replace(
         config,
         dtype=jnp.dtype(dtype),
+        router_dtype=jnp.dtype(dtype if config.router_dtype is None else config.router_dtype),
         implementation=implementation,
-        activation=SameCode(config.activation),
+        **functions,
     )
-    return _moe_layer(params, x, mask, config, where)
+    return _moe_layer(params, _Call(x, mask, inputs), config, where)
+
+
+class _Call(NamedTuple):
+    """The arrays of one call; all but None have the tokens' leading dimensions."""
+
+    x: jax.Array
+    mask: jax.Array | None
+    router: RouterInputs
 
 
 # Static arguments are hashable, so layers alike are traced once, and eager calls are compiled.
 @functools.partial(jax.jit, static_argnames=("config", "where"))
 def _moe_layer(
-    params: MoEParams, x: jax.Array, mask: jax.Array | None, config: MoEConfig, where: LayerMesh
+    params: MoEParams, call: _Call, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, MoEMetrics]:
     on_rank = functools.partial(_on_rank, config=config, where=where)
     if where.mesh is not None:
-        return _on_mesh(on_rank, params, x, mask, where)
+        return _on_mesh(on_rank, params, call, where)
     ambient = jax.sharding.get_abstract_mesh()
     if not explicit_axes(ambient):
-        return on_rank(params, x, mask)
+        return on_rank(params, call)
     # A shard_map over some axes of a mesh whose others are Explicit: along these, every rank does
     # the same.
-    spec = jax.typeof(x).sharding.spec
-    args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, x, mask))
+    spec = jax.typeof(call.x).sharding.spec
+    args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, call))
     out, metrics = on_rank(*args)
     return reshard(out, ambient, spec), metrics
 
 
-def _on_mesh(on_rank, params, x, mask, where: LayerMesh) -> tuple[jax.Array, MoEMetrics]:
+def _on_mesh(on_rank, params, call: _Call, where: LayerMesh) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer in a `jax.shard_map` of its own."""
     mesh = where.mesh
     assert mesh is not None
-    shape, spec = x.shape, jax.typeof(x).sharding.spec
+    shape, spec = call.x.shape, jax.typeof(call.x).sharding.spec
     parts = math.prod(mesh.shape[a] for a in where.batch_axes)
-    divides = x.ndim > 1 and shape[0] % parts == 0
+    divides = len(shape) > 1 and shape[0] % parts == 0
     if not divides:
-        if mask is None:
-            mask = jnp.ones(shape[:-1], jnp.bool_)
-        # On Explicit axes no sharding survives these shapes.
-        x, mask = (reshard(a, mesh, PartitionSpec()) for a in (x, mask))
+        if call.mask is None:
+            call = call._replace(mask=jnp.ones(shape[:-1], jnp.bool_))
         num_tokens = math.prod(shape[:-1])
         padding = -num_tokens % parts
-        x = jnp.pad(x.reshape(num_tokens, shape[-1]), ((0, padding), (0, 0)))
-        mask = jnp.pad(mask.reshape(num_tokens), (0, padding))
+
+        def flattened(array: jax.Array) -> jax.Array:
+            # On Explicit axes no sharding survives these shapes.
+            array = reshard(array, mesh, PartitionSpec())
+            array = array.reshape(num_tokens, *array.shape[len(shape) - 1 :])
+            return jnp.pad(array, ((0, padding), *[(0, 0)] * (array.ndim - 1)))
+
+        call = jax.tree.map(flattened, call)
 
     tokens_spec = PartitionSpec(where.batch_axes)
     experts_spec = PartitionSpec(where.expert_axes)
     params_spec = jax.tree.map(lambda _: PartitionSpec(), params)
     params_spec = params_spec._replace(**dict.fromkeys(ROUTED_WEIGHTS, experts_spec))
-    specs = (params_spec, tokens_spec, None if mask is None else tokens_spec)
-    args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), (params, x, mask), specs)
+    specs = (params_spec, jax.tree.map(lambda _: tokens_spec, call))
+    args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), (params, call), specs)
     out, metrics = jax.shard_map(
         on_rank,
         mesh=None if isinstance(mesh, AbstractMesh) else mesh,
@@ -151,43 +190,31 @@ def _on_mesh(on_rank, params, x, mask, where: LayerMesh) -> tuple[jax.Array, MoE
 
 
 def _on_rank(
-    params: MoEParams,
-    x: jax.Array,
-    mask: jax.Array | None,
-    *,
-    config: MoEConfig,
-    where: LayerMesh,
+    params: MoEParams, call: _Call, *, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer on one rank's tokens and experts."""
-    shape, batch_axes = x.shape, where.batch_axes
-    x = tokens = x.reshape(-1, shape[-1])
+    shape, batch_axes = call.x.shape, where.batch_axes
+    num_lead = len(shape) - 1
+    x, mask, inputs = jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_lead:]), call)
+    tokens = x
     if mask is not None:
         # Zero times the NaN of a masked token would be a NaN in the gate's gradient.
-        mask = mask.reshape(-1)
         tokens = jnp.where(mask[:, None], x, 0)
         x = jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
-    logits = routing.router_logits(tokens, params.gate)
-    routed = routing.top_k_routing(
-        logits,
-        config.num_experts_per_token,
-        score=config.score,
-        bias=params.bias,
-        num_groups=config.num_groups,
-        groups_kept=config.groups_kept,
-        normalize=config.normalize,
-        normalize_epsilon=config.normalize_epsilon,
-        scale=config.scale,
-    )
+        if inputs.x is not None:
+            inputs = inputs._replace(x=jnp.where(mask[:, None], inputs.x, 0))
+    router_x = tokens if inputs.x is None else inputs.x
+    routed, logits = route(params, router_x, inputs, mask, config)
     topk_idx = routed.topk_idx
-    if mask is not None:
-        topk_idx = jnp.where(mask[:, None], topk_idx, -1)
 
     received = dispatch(
         tokens.astype(config.dtype),
         topk_idx,
         num_experts=config.num_experts,
         axis_name=where.expert_axes,
-        capacity=receive_capacity(config, x.shape[0], where.num_ranks()),
+        capacity=receive_capacity(
+            config, x.shape[0], where.num_ranks(), distinct=makes_distinct_choices(inputs, config)
+        ),
         expert_alignment=config.expert_alignment,
         wire_dtype=config.wire_dtype,
         implementation=config.implementation,
@@ -206,9 +233,14 @@ def _on_rank(
     if params.shared_wo is not None:
         out += _shared_experts(params, x.astype(config.dtype), config)
 
+    no_loss = jnp.zeros((), jnp.float32)
     metrics = MoEMetrics(
-        routing.load_balance_loss(routed.probs, topk_idx, axis_name=batch_axes),
-        routing.router_z_loss(logits, mask=mask, axis_name=batch_axes),
+        no_loss
+        if routed.probs is None
+        else routing.load_balance_loss(routed.probs, topk_idx, axis_name=batch_axes),
+        no_loss
+        if logits is None
+        else routing.router_z_loss(logits, mask=mask, axis_name=batch_axes),
         *lax.psum(
             (routing.count_choices(topk_idx, config.num_experts), received.num_dropped), batch_axes
         ),
@@ -216,13 +248,16 @@ def _on_rank(
     return out.reshape(shape), metrics
 
 
-def receive_capacity(config: MoEConfig, num_tokens: int, num_ranks: int) -> int:
+def receive_capacity(
+    config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool = True
+) -> int:
     """Returns the rows of a receive buffer.
 
-    A token's choices are distinct, so at most E / N of them are of one rank.
+    Where a token's choices are distinct, at most E / N of them are of one rank.
     """
     num_local_experts = config.num_experts // num_ranks
-    rows = num_ranks * num_tokens * min(config.num_experts_per_token, num_local_experts)
+    choices = config.num_experts_per_token
+    rows = num_ranks * num_tokens * (min(choices, num_local_experts) if distinct else choices)
     if config.capacity_factor is not None:
         average = num_tokens * config.num_experts_per_token
         rows = min(rows, math.ceil(config.capacity_factor * average))
@@ -256,7 +291,7 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int) -> None:
     if 0 in x.shape:
         raise ValueError(f"x must hold at least one token, but has shape {x.shape}.")
     if mask is not None:
-        checks.check_array("mask", mask, None, jnp.bool_, "[...], x's without its last axis")
+        check_mask(mask, "[...], x's without its last axis")
         if mask.shape != x.shape[:-1]:
             raise ValueError(
                 f"mask must have one value for each token of x {x.shape}, but has shape "

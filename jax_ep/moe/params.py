@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,39 +12,60 @@ from jax_ep.runtime.jax_compat import register_for_export
 
 Initializer = jax.nn.initializers.Initializer
 
-# The logical axes of each parameter; "exp" is the one to map to the mesh's expert axis.
-LOGICAL_AXES: dict[str, tuple[str | None, ...]] = {
-    "gate": ("embed", None),
-    "wi_0": ("exp", "embed", "mlp"),
-    "wi_1": ("exp", "embed", "mlp"),
-    "wo": ("exp", "mlp", "embed"),
-    "shared_wi_0": ("embed", "mlp"),
-    "shared_wi_1": ("embed", "mlp"),
-    "shared_wo": ("mlp", "embed"),
-}
+default_kernel_init = jax.nn.initializers.lecun_normal()
 
-WEIGHTS = tuple(name for name in LOGICAL_AXES if name != "gate")
+
+class Parameter(NamedTuple):
+    """A parameter of the layer: its shape, one letter a dimension, and what is made of it.
+
+    E experts, H hidden, F hidden of one expert, S of the shared experts together.
+    """
+
+    dims: str
+    logical_axes: tuple[str | None, ...]  # "exp" is the one to map to the mesh's expert axis
+    init: Literal["gate", "kernel", "zeros", "ones"] = "kernel"
+
+
+# By its name in `MoEParams`; all but the gate are parameters of the same name of the Flax layers.
+PARAMETERS = {
+    "gate": Parameter("HE", ("embed", None), "gate"),
+    "gate_bias": Parameter("E", (None,), "zeros"),
+    "expert_scale": Parameter("E", (None,), "ones"),
+    "wi_0": Parameter("EHF", ("exp", "embed", "mlp")),
+    "wi_1": Parameter("EHF", ("exp", "embed", "mlp")),
+    "wo": Parameter("EFH", ("exp", "mlp", "embed")),
+    "shared_wi_0": Parameter("HS", ("embed", "mlp")),
+    "shared_wi_1": Parameter("HS", ("embed", "mlp")),
+    "shared_wo": Parameter("SH", ("mlp", "embed")),
+}
+LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.items()}
+WEIGHTS = tuple(name for name in PARAMETERS if name != "gate")
 ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo")
 SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 
-default_kernel_init = jax.nn.initializers.lecun_normal()
+# The attributes of the Flax layers that say which parameters there are; see `weight_shapes`.
+PARTS = ("num_shared_experts", "use_gate_bias", "use_expert_scale")
 
 
 class MoEParams(NamedTuple):
     """The parameters of a layer: E experts, H hidden, F expert hidden, S shared experts. A pytree.
 
     Attributes:
-        gate: [H, E] router kernel.
+        gate: [H, E] router kernel; None where every call is given its routing.
         wi_0: [E, H, F], the projection that the activation is applied to.
         wi_1: [E, H, F], the projection that is multiplied with it.
         wo: [E, F, H], the projection back.
-        bias: [E] selection bias, or None.
+        bias: [E] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which steers the
+            choice of experts and nothing else. The bias of a router that is a linear layer with
+            one, as GPT-OSS's, is `gate_bias`.
         shared_wi_0: [H, S * F], or None without shared experts, like the next two.
         shared_wi_1: [H, S * F].
         shared_wo: [S * F, H].
+        gate_bias: [E] bias of the logits, or None.
+        expert_scale: [E] factor on the weight of each choice of an expert (Gemma 4), or None.
     """
 
-    gate: jax.Array
+    gate: jax.Array | None
     wi_0: jax.Array
     wi_1: jax.Array
     wo: jax.Array
@@ -52,28 +73,37 @@ class MoEParams(NamedTuple):
     shared_wi_0: jax.Array | None = None
     shared_wi_1: jax.Array | None = None
     shared_wo: jax.Array | None = None
+    gate_bias: jax.Array | None = None
+    expert_scale: jax.Array | None = None
 
 
 register_for_export(MoEParams)
 
 
 def weight_shapes(
-    num_experts: int, hidden: int, mlp_dim: int, num_shared_experts: int
+    num_experts: int,
+    hidden: int,
+    mlp_dim: int,
+    num_shared_experts: int = 0,
+    *,
+    use_gate_bias: bool = False,
+    use_expert_scale: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the global shape of each expert weight, by its name in `MoEParams`."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "wi_0": (num_experts, hidden, mlp_dim),
-        "wi_1": (num_experts, hidden, mlp_dim),
-        "wo": (num_experts, mlp_dim, hidden),
+    """Returns the global shape of each parameter but the gate, by its name in `MoEParams`."""
+    sizes = dict(E=num_experts, H=hidden, F=mlp_dim, S=num_shared_experts * mlp_dim)
+    present = dict(gate_bias=use_gate_bias, expert_scale=use_expert_scale)
+    present |= dict.fromkeys(SHARED_WEIGHTS, sizes["S"] > 0)
+    return {
+        name: tuple(sizes[dim] for dim in PARAMETERS[name].dims)
+        for name in WEIGHTS
+        if present.get(name, True)
     }
-    shared_dim = num_shared_experts * mlp_dim
-    if shared_dim:
-        shapes |= {
-            "shared_wi_0": (hidden, shared_dim),
-            "shared_wi_1": (hidden, shared_dim),
-            "shared_wo": (shared_dim, hidden),
-        }
-    return shapes
+
+
+def initializer(name: str, kernel_init: Initializer) -> Initializer:
+    """Returns the initializer of a parameter but the gate; matrices are drawn by `kernel_init`."""
+    kind = PARAMETERS[name].init
+    return per_expert(kernel_init) if kind == "kernel" else getattr(jax.nn.initializers, kind)
 
 
 def per_expert(init: Initializer) -> Initializer:
@@ -95,15 +125,23 @@ def check_params(params: MoEParams, num_experts: int) -> None:
 
     How many experts wi_0, wi_1 and wo hold is not checked here: it depends on the mesh.
     """
-    checks.check_array("gate", params.gate, 2, jnp.floating, "[H, E]")
-    hidden = params.gate.shape[0]
-    if params.gate.shape[1] != num_experts:
-        raise ValueError(
-            f"gate must be [H, num_experts={num_experts}], but has shape {params.gate.shape}."
-        )
+    if params.gate is not None:
+        checks.check_array("gate", params.gate, 2, jnp.floating, "[H, E]")
+        if params.gate.shape[1] != num_experts:
+            raise ValueError(
+                f"gate must be [H, num_experts={num_experts}], but has shape {params.gate.shape}."
+            )
+    for name in ("bias", "gate_bias", "expert_scale"):
+        if (array := getattr(params, name)) is not None:
+            checks.check_array(name, array, None, jnp.floating, "[E]")
+            if array.shape != (num_experts,):
+                raise ValueError(
+                    f"{name} must have one value per expert, shape ({num_experts},), but has shape "
+                    f"{array.shape}."
+                )
     for name, shape in (("wi_0", "[E, H, F]"), ("wi_1", "[E, H, F]"), ("wo", "[E, F, H]")):
-        checks.check_array(name, getattr(params, name), None, jnp.floating, shape)
-    _check_shared(params, hidden)
+        checks.check_array(name, getattr(params, name), 3, jnp.floating, shape)
+    _check_shared(params, hidden=params.wi_0.shape[1])
 
 
 def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -14,7 +15,9 @@ from jax_ep.checks import AxisName
 from jax_ep.exchange.routes import expert_ids
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+ChooseBy = Literal["score", "logit"]
+GroupScore = Literal["top2", "max"]
 
 # Keeps a normalization and its derivative finite when every chosen score is zero: far below any
 # score that matters, and its square does not underflow.
@@ -28,19 +31,22 @@ class Routing(NamedTuple):
         topk_idx: [T, K] int32, expert ids, best first; all K of a token are distinct.
         topk_weights: [T, K] float32, what `combine` multiplies each expert's output by.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale.
-            What `load_balance_loss` takes.
+            What `load_balance_loss` takes. A router of your own may leave it None: then there is
+            no such loss.
     """
 
     topk_idx: jax.Array
     topk_weights: jax.Array
-    probs: jax.Array
+    probs: jax.Array | None = None
 
 
 register_for_export(Routing)
 
 
-def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    """Returns x @ gate in float32, at the speed of bfloat16 where x is bfloat16.
+def router_logits(
+    x: jax.Array, gate: jax.Array, bias: jax.Array | None = None, dtype: Any = jnp.float32
+) -> jax.Array:
+    """Returns x @ gate + bias, float32, at the speed of bfloat16 where x is bfloat16.
 
     A float32 is the sum of three bfloat16 numbers. With a bfloat16 x, three bfloat16 products
     with float32 sums therefore lose nothing, where one product of float32 operands would first
@@ -52,12 +58,30 @@ def router_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     Args:
         x: [T, H] floating.
         gate: [H, E] floating.
+        bias: [E] floating, or None: a trained bias of the logits (GPT-OSS), in choice and weights.
+        dtype: float32; or the narrower dtype of a model that casts x, gate and bias to it, sums in
+            float32, and rounds the logits to it.
 
     Returns:
         [T, E] float32.
     """
     checks.check_array("x", x, 2, jnp.floating, "[T, H]")
     checks.check_array("gate", gate, 2, jnp.floating, "[H, E]")
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize < 4:
+        logits = _dot(x.astype(dtype), gate.astype(dtype), 1, 0, jnp.float32)
+    else:
+        logits = _float32_logits(x, gate)
+    if bias is not None:
+        checks.check_array("bias", bias, 1, jnp.floating, "[E]")
+        logits += bias.astype(dtype).astype(jnp.float32)[None]
+    if dtype.itemsize < 4:
+        bits = jnp.finfo(dtype)  # XLA may skip a cast there and back, but not this
+        logits = lax.reduce_precision(logits, bits.nexp, bits.nmant)
+    return logits
+
+
+def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     if x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32) @ gate.astype(jnp.float32)
     if gate.dtype != jnp.bfloat16:
@@ -121,32 +145,41 @@ def top_k_routing(
     *,
     score: Score = "softmax",
     bias: jax.Array | None = None,
+    choose_by: ChooseBy = "score",
     num_groups: int = 1,
     groups_kept: int = 1,
+    group_score: GroupScore = "top2",
     normalize: bool = True,
     normalize_epsilon: float = TINY,
     scale: float = 1.0,
 ) -> Routing:
     """Chooses k experts for every token.
 
-    A token's score for an expert is the softmax of its logits over the experts, or the sigmoid of
-    each logit. The k experts with the largest `score + bias` are chosen (the lower id where two are
-    equal), and weigh what their score says. Without a bias they are compared by their logits, whose
-    order is that of the scores before these are rounded. Gradients flow through the weights and
-    `probs`, not through the choice.
+    A token's score for an expert is the softmax of its logits over the experts, or the sigmoid or
+    the square root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest
+    `score + bias` are chosen (the lower id where two are equal), and weigh what their score says.
+    Without a bias they are compared by their logits, whose order is that of the scores before these
+    are rounded. Gradients flow through the weights and `probs`, not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
-    may only choose within its `groups_kept` best groups; a group is worth the sum of its two
-    largest `score + bias` (DeepSeek-V3's node-limited routing, arXiv:2412.19437, section 2.1.2).
+    may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
+    arXiv:2412.19437, section 2.1.2).
+
+    A softmax over the chosen logits alone (GPT-OSS, Granite, Aria) is the softmax over all of them
+    with `normalize=True`.
 
     Args:
         logits: [T, E] floating; computed with in float32.
         k: choices per token, at most the experts that a token may choose from.
-        score: "softmax" or "sigmoid".
-        bias: [E] or None. Steers the choice only: it enters neither weights nor gradients
-            (arXiv:2408.15664). See `update_expert_bias`.
+        score: "softmax", "sigmoid" or "sqrt_softplus".
+        bias: [E] or None, a selection bias (`e_score_correction_bias`). Steers the choice only: it
+            enters neither weights nor gradients (arXiv:2408.15664). See `update_expert_bias`. A
+            bias of the logits, which does enter both, is added to the logits.
+        choose_by: what the bias is added to and groups are compared by: "score", or "logit".
         num_groups: number of groups, a divisor of E.
         groups_kept: groups that a token may choose from.
+        group_score: what a group is worth: the sum of its two largest `score + bias`, "top2"
+            (DeepSeek-V3), or its largest, "max" (DeepSeek-V2).
         normalize: divide a token's k weights by their sum plus `normalize_epsilon`.
         normalize_epsilon: the constant of the normalization, 0 or more (LFM2 has 1e-6). The default
             only keeps a sum of zero finite.
@@ -160,20 +193,67 @@ def top_k_routing(
         TypeError: logits or bias that are not floating.
     """
     checks.check_number("normalize_epsilon", normalize_epsilon, may_be_zero=True)
+    checks.check_name("choose_by", choose_by, get_args(ChooseBy))
+    checks.check_name("group_score", group_score, get_args(GroupScore))
     k, num_groups, groups_kept = _check_router(logits, k, score, bias, num_groups, groups_kept)
     logits = logits.astype(jnp.float32)
-    probs = jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
-    scores, preference = lax.stop_gradient((probs, logits))
+    probs = _SCORES[score](logits)
+    preference = lax.stop_gradient(logits)
+    scores = preference if choose_by == "logit" else lax.stop_gradient(probs)
     if bias is not None:
         preference = scores = scores + lax.stop_gradient(bias.astype(jnp.float32))[None]
     if groups_kept < num_groups:
-        preference = _within_best_groups(preference, scores, num_groups, groups_kept)
+        best = {"top2": 2, "max": 1}[group_score]
+        preference = _within_best_groups(preference, scores, num_groups, groups_kept, best)
     topk_idx = lax.top_k(preference, k)[1]
+    chosen = jnp.take_along_axis(probs, topk_idx, axis=-1)
+    weights = _weights(chosen, normalize, normalize_epsilon, scale)
+    return Routing(topk_idx.astype(jnp.int32), weights, probs)
 
-    weights = jnp.take_along_axis(probs, topk_idx, axis=-1)
-    if normalize:
-        weights = _normalize(weights, normalize_epsilon)
-    return Routing(topk_idx.astype(jnp.int32), weights * jnp.asarray(scale, jnp.float32), probs)
+
+def routing_of_choices(
+    logits: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    score: Score = "softmax",
+    normalize: bool = True,
+    normalize_epsilon: float = TINY,
+    scale: float = 1.0,
+) -> Routing:
+    """Returns the `Routing` of choices that were made elsewhere, such as by a hash of the tokens.
+
+    Their weights are those of `top_k_routing`. logits is [T, E], topk_idx [T, K] integer; an id
+    outside [0, E) is a choice of no expert, of weight 0.
+    """
+    checks.check_name("score", score, get_args(Score))
+    num_experts = logits.shape[1]
+    probs = _SCORES[score](logits.astype(jnp.float32))
+    topk_idx = expert_ids(topk_idx, num_experts)
+    is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
+    chosen = jnp.take_along_axis(probs, jnp.where(is_choice, topk_idx, 0), axis=-1)
+    weights = _weights(jnp.where(is_choice, chosen, 0.0), normalize, normalize_epsilon, scale)
+    return Routing(topk_idx, weights, probs)
+
+
+def _weights(chosen: jax.Array, normalize: bool, epsilon: float, scale: float) -> jax.Array:
+    """Returns [T, K] float32, what choices of these scores weigh."""
+    weights = _normalize(chosen, epsilon) if normalize else chosen
+    return weights * jnp.asarray(scale, jnp.float32)
+
+
+def _sqrt_softplus(logits: jax.Array) -> jax.Array:
+    # Where softplus underflows, the derivative of its root would be zero times infinity.
+    is_low = logits < -15.0
+    return jnp.where(
+        is_low, jnp.exp(0.5 * logits), jnp.sqrt(jax.nn.softplus(jnp.where(is_low, 0.0, logits)))
+    )
+
+
+_SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax": functools.partial(jax.nn.softmax, axis=-1),
+    "sigmoid": jax.nn.sigmoid,
+    "sqrt_softplus": _sqrt_softplus,
+}
 
 
 def _check_router(
@@ -190,8 +270,7 @@ def _check_router(
     k = checks.check_integer("k", k, least=0)
     num_groups = checks.check_integer("num_groups", num_groups, least=0)
     groups_kept = checks.check_integer("groups_kept", groups_kept, least=0)
-    if score not in get_args(Score):
-        raise ValueError(f"score must be one of {get_args(Score)}, but is {score!r}.")
+    checks.check_name("score", score, get_args(Score))
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(
             f"num_groups must divide the {num_experts} experts of logits {logits.shape}, "
@@ -219,12 +298,12 @@ def _check_router(
 
 
 def _within_best_groups(
-    preference: jax.Array, scores: jax.Array, num_groups: int, groups_kept: int
+    preference: jax.Array, scores: jax.Array, num_groups: int, groups_kept: int, best: int
 ) -> jax.Array:
-    """Returns [T, E] preferences, -inf outside each token's best groups by their scores."""
+    """Returns [T, E] preferences, -inf outside the groups of the largest sums of `best` scores."""
     tokens, num_experts = preference.shape
     grouped = scores.reshape(tokens, num_groups, num_experts // num_groups)
-    group_score = jnp.sum(lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+    group_score = jnp.sum(lax.top_k(grouped, min(best, grouped.shape[-1]))[0], axis=-1)
     kept = lax.top_k(group_score, groups_kept)[1]
     groups = jnp.arange(num_groups, dtype=kept.dtype)
     is_kept = jnp.any(kept[:, :, None] == groups[None, None], axis=1)
@@ -304,7 +383,7 @@ def router_z_loss(
 
     Args:
         logits: [T, E] floating.
-        mask: [T] bool or None: the tokens that count.
+        mask: [T] bool or integer, or None: the tokens that count, those that are not False or 0.
         axis_name: as in `load_balance_loss`: the mean is then over the tokens of all ranks.
 
     Returns:
@@ -312,17 +391,18 @@ def router_z_loss(
 
     Raises:
         ValueError: shapes that do not fit, naming the argument.
-        TypeError: logits not floating, or a mask that is not bool.
+        TypeError: logits not floating, or a mask that is neither bool nor integer.
     """
     checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
     if mask is None:
         mask = jnp.ones(logits.shape[:1], jnp.bool_)
-    checks.check_array("mask", mask, None, jnp.bool_, "[T]")
+    check_mask(mask, "[T]")
     if mask.shape != logits.shape[:1]:
         raise ValueError(
             f"mask must have one value per token of logits {logits.shape}, but has shape "
             f"{mask.shape}."
         )
+    mask = mask.astype(jnp.bool_)
     logits = jnp.where(mask[:, None], logits.astype(jnp.float32), 0.0)
     squares = jax.nn.logsumexp(logits, axis=-1) ** 2
     sums = jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.int32)
@@ -360,6 +440,15 @@ def update_expert_bias(
     counts = expert_counts.astype(jnp.float32)
     step = jnp.asarray(rate, jnp.float32) * jnp.sign(jnp.mean(counts) - counts)
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)
+
+
+def check_mask(mask: jax.Array, shape: str) -> None:
+    """Raises TypeError unless the mask is an array of bools or integers."""
+    wanted = f"mask must be a bool or integer array {shape}"
+    if not hasattr(mask, "dtype"):
+        raise TypeError(f"{wanted}, but is {checks.described(mask)}.")
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(f"{wanted}, but has dtype {mask.dtype}.")
 
 
 def _sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:

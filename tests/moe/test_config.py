@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.dense_moe import E, H, K, make_params, make_x
 
-from jax_ep import MoEConfig, moe_layer
+from jax_ep import MoEConfig, moe_layer, top_k_routing
 
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
@@ -44,6 +44,10 @@ def module_level_activation(x):
     return jnp.tanh(x)
 
 
+def module_level_router(x, logits):
+    return top_k_routing(logits, K)
+
+
 @pytest.mark.parametrize(
     "activation",
     [jax.nn.silu, jax.nn.gelu, jnp.tanh, module_level_activation],
@@ -51,10 +55,15 @@ def module_level_activation(x):
 )
 def test_a_config_can_be_pickled(activation):
     config = MoEConfig(
-        num_experts=E, num_experts_per_token=K, activation=activation, dtype=jnp.bfloat16
+        num_experts=E,
+        num_experts_per_token=K,
+        activation=activation,
+        router=module_level_router,
+        dtype=jnp.bfloat16,
     )
     loaded = pickle.loads(pickle.dumps(config))
     assert loaded == config and loaded.activation is activation
+    assert loaded.router is module_level_router
 
 
 @pytest.mark.parametrize(
@@ -67,6 +76,9 @@ def test_a_config_can_be_pickled(activation):
         (dict(capacity_factor=jnp.ones(())), TypeError, "capacity_factor must .*Array"),
         (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
         (dict(activation="silu"), TypeError, "activation must .*jax.nn.silu, but is 'silu'"),
+        (dict(router="top2"), TypeError, "router must be a function of tokens .* but is 'top2'"),
+        (dict(router_dtype=jnp.int8), TypeError, "router_dtype must be a floating dtype .*int8"),
+        (dict(activation=None), TypeError, "activation must .* but is None"),
         (dict(dtype=jnp.float8_e4m3fn), TypeError, "dtype must .*float8_e4m3fn.*wire_dtype"),
         (dict(dtype=jnp.int32), TypeError, "dtype must be a floating dtype.*int32"),
         (dict(dtype="half-float"), TypeError, "dtype must .* but is 'half-float'"),

@@ -342,6 +342,8 @@ def test_gradients_against_differences_of_dense_numpy():
     )
     rng, eps = np.random.default_rng(4), 1e-5
     for name, grad in (*grads._asdict().items(), ("x", dx)):
+        if grad is None:
+            continue
         at = np.asarray(x if name == "x" else getattr(params, name), np.float64)
         direction = rng.normal(size=at.shape)
 
@@ -428,7 +430,13 @@ X = jnp.zeros((8, H))
         (CONFIG, X.astype(int), None, TypeError, "x must be a floating array"),
         (CONFIG, X[:0], None, ValueError, r"x must hold at least one token.*\(0, 16\)"),
         (CONFIG, X, jnp.ones(4, bool), ValueError, r"mask must .*\(8, 16\).*\(4,\)"),
-        (CONFIG, X, jnp.ones(8), TypeError, "mask must be a bool array .*has dtype float32"),
+        (
+            CONFIG,
+            X,
+            jnp.ones(8),
+            TypeError,
+            "mask must be a bool or integer .*dtype float32",
+        ),
         (
             config_with(capacity_factor=0.0),
             X,

@@ -10,8 +10,11 @@ from jax_ep.moe import params as moe_params
 
 
 def test_weight_shapes_are_those_of_the_fields_with_logical_axes():
-    shapes = moe_params.weight_shapes(8, 16, 12, 2)
+    everything: dict = dict(use_gate_bias=True, use_expert_scale=True)
+    shapes = moe_params.weight_shapes(8, 16, 12, 2, **everything)
     assert tuple(shapes) == moe_params.WEIGHTS
+    assert {*everything, "num_shared_experts"} == set(moe_params.PARTS)
+    assert {*shapes, "gate", "bias"} == set(moe_params.MoEParams._fields)
     for name, shape in shapes.items():
         assert len(shape) == len(moe_params.LOGICAL_AXES[name])
     assert tuple(moe_params.weight_shapes(8, 16, 12, 0)) == moe_params.ROUTED_WEIGHTS

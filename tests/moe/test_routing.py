@@ -26,6 +26,9 @@ OPTIONS = [
     dict(k=4, score="sigmoid", num_groups=4, groups_kept=2, scale=2.5, biased=True),
     dict(k=5, num_groups=16, groups_kept=5),
     dict(k=2, biased=True),
+    dict(k=3, score="sqrt_softplus", scale=1.5, biased=True),
+    dict(k=3, score="sigmoid", choose_by="logit", num_groups=4, groups_kept=2, biased=True),
+    dict(k=3, num_groups=4, groups_kept=2, group_score="max", normalize=False, scale=16.0),
 ]
 
 
@@ -168,7 +171,7 @@ def test_bias_steers_the_choice_and_nothing_else():
     np.testing.assert_array_equal(jax.grad(total)(bias), 0.0)
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_gradient_of_the_weights(score, normalize):
     logits = random_logits(1, tokens=4)
@@ -182,6 +185,54 @@ def test_gradient_of_the_weights(score, normalize):
         lambda x: np.sum(reference.top_k_routing(x, **options).topk_weights * mix), logits
     )
     np.testing.assert_allclose(jax.grad(total)(jnp.asarray(logits)), want, atol=2e-6)
+
+
+def test_a_group_may_be_worth_its_best_expert():
+    # Group 0 has the single best expert, group 1 the best pair.
+    logits = jnp.log(jnp.asarray([[0.5, 0.02, 0.01, 0.3, 0.29, 0.01]], jnp.float32) / 0.5)
+    routed = routing.top_k_routing(logits, 2, num_groups=2, groups_kept=1, group_score="max")
+    np.testing.assert_array_equal(routed.topk_idx, [[0, 1]])
+
+
+def test_a_bias_on_the_logits_or_on_the_scores():
+    # Scores differ by 0.1, logits by 2; a bias of 1 steers the first alone.
+    logits, bias = jnp.asarray([[4.0, 2.0]]), jnp.asarray([0.0, 1.0])
+    for choose_by, expert in (("score", 1), ("logit", 0)):
+        routed = routing.top_k_routing(logits, 1, score="sigmoid", bias=bias, choose_by=choose_by)
+        assert routed.topk_idx[0, 0] == expert
+
+
+def test_softmax_over_the_chosen_is_the_normalized_softmax_over_all():
+    logits = jnp.asarray(random_logits() * 5)
+    routed = routing.top_k_routing(logits, 3)
+    chosen = jnp.take_along_axis(logits, routed.topk_idx, axis=-1)
+    np.testing.assert_allclose(routed.topk_weights, jax.nn.softmax(chosen), rtol=1e-5)
+
+
+def test_choices_made_elsewhere_weigh_as_those_of_the_router():
+    logits = jnp.asarray(random_logits())
+    options: dict = dict(score="sigmoid", normalize_epsilon=1e-6, scale=2.5)
+    want = routing.top_k_routing(logits, 4, **options)
+    got = routing.routing_of_choices(logits, want.topk_idx, **options)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    some = want.topk_idx.at[:, 1:].set(-1)
+    weights = routing.routing_of_choices(logits, some, **options).topk_weights
+    np.testing.assert_array_equal(weights[:, 1:], 0.0)
+    np.testing.assert_allclose(weights[:, 0], 2.5, rtol=1e-4)
+
+
+def test_sqrt_softplus_and_its_derivative_wherever_logits_are():
+    def score(x):
+        return routing.top_k_routing(x[None], 1, score="sqrt_softplus").probs[0]
+
+    values = np.asarray([-150.0, -90.0, -15.1, -15.0, -1.0, 0.0, 5.0, 90.0])
+    got = score(jnp.asarray(values, jnp.float32))
+    grad = jax.grad(lambda x: jnp.sum(score(x)))(jnp.asarray(values, jnp.float32))
+    want = np.sqrt(np.logaddexp(0, values))
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+    np.testing.assert_allclose(grad, 0.5 / (1 + np.exp(-values)) / want, rtol=2e-6)
+    hopeless = jax.value_and_grad(lambda x: jnp.sum(score(x)))(jnp.full(2, -400.0))
+    assert all(np.all(np.isfinite(a)) for a in hopeless)
 
 
 def test_a_hopeless_token_has_finite_weights_and_gradients():
@@ -367,6 +418,8 @@ def test_router_z_loss_and_its_gradient():
         reference.router_z_loss(logits[:4]),
         rtol=1e-6,
     )
+    as_integers = routing.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask, jnp.int32))
+    assert as_integers == routing.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask))
 
 
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
@@ -486,6 +539,16 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
             "score must be one of .*'softmax', 'sigmoid'.* but is 'relu'",
         ),
         (
+            lambda: routing.top_k_routing(LOGITS, 1, choose_by="bias"),  # type: ignore[arg-type]
+            ValueError,
+            "choose_by must be one of .*'score', 'logit'.* but is 'bias'",
+        ),
+        (
+            lambda: routing.top_k_routing(LOGITS, 1, group_score=2),  # type: ignore[arg-type]
+            ValueError,
+            "group_score must be one of .*'top2', 'max'.* but is 2",
+        ),
+        (
             lambda: routing.top_k_routing(LOGITS, 1, num_groups=3),
             ValueError,
             "num_groups must divide the 8 experts .* but is 3",
@@ -523,7 +586,7 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
         (
             lambda: routing.router_z_loss(LOGITS, mask=jnp.ones(4)),
             TypeError,
-            "mask must be a bool array",
+            "mask must be a bool or integer array",
         ),
         (
             lambda: routing.update_expert_bias(jnp.zeros(8), jnp.zeros(4), 0.1),

@@ -1,0 +1,155 @@
+"""The router of a layer: from one rank's tokens to their experts, as the configuration says."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import checks
+from jax_ep.exchange.routes import expert_ids
+from jax_ep.moe import routing
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.params import MoEParams
+from jax_ep.moe.routing import Routing
+
+# The options of `routing.top_k_routing`, and those of them that weigh choices that are given.
+_WEIGHING = ("score", "normalize", "normalize_epsilon", "scale")
+_CHOOSING = ("choose_by", "num_groups", "groups_kept", "group_score")
+
+
+class RouterInputs(NamedTuple):
+    """What a call of the layer gives its router; a pytree of arrays [..., d] and None.
+
+    Attributes:
+        x: [..., H'] what the gate multiplies; None: the layer's tokens.
+        topk_idx: [..., K] integer expert ids, -1 for none: the choice, made by the caller.
+        topk_weights: [..., K] floating: their weights; None: those that the gate gives them.
+    """
+
+    x: jax.Array | None = None
+    topk_idx: jax.Array | None = None
+    topk_weights: jax.Array | None = None
+
+
+def route(
+    params: MoEParams, x: jax.Array, inputs: RouterInputs, mask: jax.Array | None, config: MoEConfig
+) -> tuple[Routing, jax.Array | None]:
+    """Returns the routing of tokens x [T, H], and their logits [T, E] where a gate made them.
+
+    All arrays have one leading dimension, T. Tokens that the mask [T] bool leaves out choose no
+    expert.
+    """
+    logits = None
+    if inputs.topk_weights is None and params.gate is not None:
+        logits = routing.router_logits(x, params.gate, params.gate_bias, config.router_dtype)
+    options: dict[str, Any] = {name: getattr(config, name) for name in _WEIGHING}
+    if inputs.topk_weights is not None:
+        assert inputs.topk_idx is not None
+        weights = inputs.topk_weights.astype(jnp.float32)
+        if mask is not None:
+            weights = jnp.where(mask[:, None], weights, 0.0)
+        routed = Routing(expert_ids(inputs.topk_idx, config.num_experts), weights)
+    elif inputs.topk_idx is not None:
+        assert logits is not None
+        routed = routing.routing_of_choices(logits, inputs.topk_idx, **options)
+    elif config.router is not None:
+        routed = _checked(config.router(x, logits), x.shape[0], config)
+    else:
+        assert logits is not None
+        options |= {name: getattr(config, name) for name in _CHOOSING}
+        k = config.num_experts_per_token
+        routed = routing.top_k_routing(logits, k, bias=params.bias, **options)
+
+    topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
+    if params.expert_scale is not None:
+        scale = params.expert_scale.astype(jnp.float32)
+        # An id of no expert takes no factor, and gives none a gradient.
+        topk_weights *= scale.at[topk_idx].get(
+            mode="fill", fill_value=0, wrap_negative_indices=False
+        )
+    if mask is not None:
+        topk_idx = jnp.where(mask[:, None], topk_idx, -1)
+    return Routing(topk_idx, topk_weights, routed.probs), logits
+
+
+def makes_distinct_choices(inputs: RouterInputs, config: MoEConfig) -> bool:
+    """Whether all choices of a token are known to be of different experts."""
+    return inputs.topk_idx is None and config.router is None
+
+
+def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: MoEConfig) -> None:
+    """Raises ValueError or TypeError for what the router is given and cannot use, naming it."""
+    lead, k = x.shape[:-1], config.num_experts_per_token
+    for name, kind, last in (
+        ("router_x", jnp.floating, "H'"),
+        ("topk_idx", jnp.integer, f"K={k}"),
+        ("topk_weights", jnp.floating, f"K={k}"),
+    ):
+        array = inputs.x if name == "router_x" else getattr(inputs, name)
+        if array is None:
+            continue
+        checks.check_array(name, array, None, kind, f"[..., {last}]")
+        if array.shape[:-1] != lead or (name != "router_x" and array.shape[-1] != k):
+            raise ValueError(
+                f"{name} must be [..., {last}] for the tokens of x {x.shape}, but has shape "
+                f"{array.shape}."
+            )
+    if inputs.topk_weights is not None and inputs.topk_idx is None:
+        raise ValueError("topk_weights must be given together with topk_idx, but topk_idx is None.")
+    if inputs.topk_weights is not None and inputs.x is not None:
+        raise ValueError(
+            "router_x must be None where topk_weights is given: no router runs then that could "
+            f"read it, but it is an array of shape {inputs.x.shape}."
+        )
+    if params.gate is None:
+        _check_without_gate(params, inputs, config)
+        return
+    name, array = ("x", x) if inputs.x is None else ("router_x", inputs.x)
+    if inputs.topk_weights is None and array.shape[-1] != params.gate.shape[0]:
+        raise ValueError(
+            f"{name} must be [..., H={params.gate.shape[0]}] for gate {params.gate.shape}, but has "
+            f"shape {array.shape}."
+        )
+
+
+def _check_without_gate(params: MoEParams, inputs: RouterInputs, config: MoEConfig) -> None:
+    if inputs.topk_weights is None and (config.router is None or inputs.topk_idx is not None):
+        raise ValueError(
+            "gate must be an array [H, E], but is None: without it, each call must be given "
+            "topk_idx and topk_weights, or MoEConfig.router must choose."
+        )
+    for name in ("gate_bias", "bias"):
+        if getattr(params, name) is not None:
+            raise ValueError(
+                f"{name} must be None where gate is None: it is of the logits that a gate makes."
+            )
+
+
+def _checked(routed: Any, num_tokens: int, config: MoEConfig) -> Routing:
+    """Returns what the router of `config` returned, in the dtypes of a `Routing`."""
+    if not isinstance(routed, Routing):
+        raise TypeError(
+            f"router must return a jax_ep.Routing, but returned {checks.described(routed)}."
+        )
+    num_experts, k = config.num_experts, config.num_experts_per_token
+    arrays: tuple[tuple[str, jax.Array | None, Any, int], ...] = (
+        ("topk_idx", routed.topk_idx, jnp.integer, k),
+        ("topk_weights", routed.topk_weights, jnp.floating, k),
+        ("probs", routed.probs, jnp.floating, num_experts),
+    )
+    for name, array, kind, last in arrays:
+        if array is None and name == "probs":
+            continue
+        shape = (num_tokens, last)
+        checks.check_array(f"{name} of router", array, 2, kind, str(list(shape)))
+        if array is not None and array.shape != shape:
+            raise ValueError(
+                f"{name} of router must have shape {shape}, but has shape {array.shape}."
+            )
+    return Routing(
+        expert_ids(routed.topk_idx, num_experts),
+        routed.topk_weights.astype(jnp.float32),
+        None if routed.probs is None else routed.probs.astype(jnp.float32),
+    )

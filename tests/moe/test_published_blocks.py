@@ -1,0 +1,65 @@
+"""Published models' MoE blocks by the layer's options alone, against their own statements."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.meshes import expert_mesh
+from support.published_blocks import BLOCKS, H, in_numpy, make_params
+from support.selection import quick
+
+from jax_ep import moe_layer
+
+X = jnp.asarray(np.random.default_rng(1).normal(size=(8, 3, H)), jnp.float32)
+MIX = np.random.default_rng(2).normal(size=X.shape)
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def results(block, params, x, num_ranks):
+    """Output, metrics, and the gradients of a sum over the output, on so many ranks."""
+
+    def total(params, x):
+        out, metrics = moe_layer(params, x, block.layer_config())
+        return jnp.sum(out * MIX), (out, metrics)
+
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        step = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+        return jax.device_get(step(params, x))
+
+
+@pytest.mark.parametrize("name", quick(list(BLOCKS), "DeepSeek-V4"))
+def test_block(name):
+    """On one and on eight ranks; gradients against differences of the NumPy statement."""
+    block = BLOCKS[name]
+    params = make_params(block)
+    arrays = params._asdict() | {"x": np.asarray(X)}
+    evaluate = functools.partial(in_numpy, block)
+    want, counts = evaluate(params._asdict(), X)
+    for num_ranks in (1, 8):
+        (_, (out, metrics)), (dparams, dx) = results(block, params, X, num_ranks)
+        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(metrics.expert_counts, counts)
+        grads = dparams._asdict() | {"x": dx}
+        for key, grad in grads.items():
+            if grad is None:
+                continue
+            at = np.asarray(arrays[key], np.float64)
+            direction, eps = np.random.default_rng(4).normal(size=at.shape), 1e-6
+
+            def value(step, key=key, at=at, direction=direction):
+                moved = arrays | {key: at + step * direction}
+                return np.sum(evaluate(moved, moved["x"])[0] * MIX)
+
+            want_grad = 0.0 if key == "bias" else (value(eps) - value(-eps)) / (2 * eps)
+            got = np.sum(np.asarray(grad, np.float64) * direction)
+            np.testing.assert_allclose(got, want_grad, rtol=2e-4, atol=2e-4, err_msg=key)

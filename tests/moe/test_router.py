@@ -1,0 +1,272 @@
+"""What a call may give the router, and a router of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.dense_moe import E, F, H, K, assert_close, make_params, make_x
+from support.meshes import expert_mesh, mesh
+from support.selection import quick
+
+import jax_ep
+from jax_ep import MoEConfig, Routing, moe_layer, reference
+
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
+PARAMS = make_params(shared=False)
+X = make_x()
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def choices(seed: int = 5) -> tuple[jax.Array, jax.Array]:
+    """Choices that no top-k would make: an expert twice, and none at all."""
+    rng = np.random.default_rng(seed)
+    topk_idx = rng.integers(-1, E, (*X.shape[:-1], K)).astype(np.int32)
+    topk_idx[0, 0] = 2
+    return jnp.asarray(topk_idx), jnp.asarray(rng.normal(size=topk_idx.shape), jnp.float32)
+
+
+def weighted_experts(topk_idx, topk_weights) -> np.ndarray:
+    experts = (np.asarray(a, np.float64) for a in (PARAMS.wi_0, PARAMS.wi_1, PARAMS.wo))
+    flat = (np.asarray(a).reshape(-1, K) for a in (topk_idx, topk_weights))
+    return reference.moe_layer(np.asarray(X).reshape(-1, H), *flat, *experts).reshape(X.shape)
+
+
+@pytest.mark.parametrize(
+    "shape, names", quick([((1,), ("expert",)), ((8,), ("expert",)), ((2, 3), ("data", "expert"))],
+                          ((8,), ("expert",)))
+)  # fmt: skip
+def test_given_choices_and_weights(shape, names):
+    """On a mesh whose size divides the tokens and on one that pads them; with no gate."""
+    topk_idx, topk_weights = choices()
+    params, config = PARAMS._replace(gate=None), CONFIG
+    if shape == (2, 3):  # nine experts
+        params = jax.tree.map(lambda a: jnp.concatenate([a, a[:1]]), params)
+        config = dataclasses.replace(CONFIG, num_experts=E + 1)
+
+    def total(params, topk_weights):
+        given = dict(topk_idx=topk_idx, topk_weights=topk_weights)
+        out, metrics = moe_layer(params, X, config, **given)
+        return jnp.sum(out * X), (out, metrics)
+
+    with jax.set_mesh(mesh(shape, names)):
+        step = jax.jit(jax.value_and_grad(total, 1, has_aux=True))
+        (_, (out, metrics)), grad = step(params, topk_weights)
+    np.testing.assert_allclose(out, weighted_experts(topk_idx, topk_weights), atol=1e-5)
+    counts = np.bincount(np.asarray(topk_idx)[np.asarray(topk_idx) >= 0], minlength=E)
+    np.testing.assert_array_equal(metrics.expert_counts[:E], counts)
+    assert metrics.num_dropped == metrics.load_balance_loss == metrics.router_z_loss == 0
+    one = jnp.zeros_like(topk_weights).at[0, 0, 1].set(1.0)
+    want = np.sum(weighted_experts(topk_idx, one) * np.asarray(X))
+    np.testing.assert_allclose(grad[0, 0, 1], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", quick([1, 8], 8))
+def test_given_choices_are_weighed_by_the_gate(num_ranks):
+    topk_idx, _ = choices()
+    config = dataclasses.replace(CONFIG, score="sqrt_softplus", scale=1.5)
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        out, metrics = moe_layer(PARAMS, X, config, topk_idx=topk_idx)
+    scores = np.sqrt(np.logaddexp(0, np.asarray(X @ PARAMS.gate, np.float64)))
+    idx = np.asarray(topk_idx)
+    weights = np.where(idx >= 0, np.take_along_axis(scores, np.maximum(idx, 0), -1), 0)
+    weights *= 1.5 / (weights.sum(axis=-1, keepdims=True) + 1e-15)
+    np.testing.assert_allclose(out, weighted_experts(topk_idx, weights), atol=1e-5)
+    assert metrics.router_z_loss > 0 and metrics.load_balance_loss > 0
+
+
+@pytest.mark.parametrize("num_ranks", quick([1, 8], 8))
+def test_the_router_may_see_what_the_experts_do_not(num_ranks):
+    """And masked tokens of either may hold anything; the mask may be of integers."""
+    rng = np.random.default_rng(6)
+    router_x = jnp.asarray(rng.normal(size=(*X.shape[:-1], 5)), jnp.float32)
+    params = PARAMS._replace(gate=jnp.asarray(rng.normal(size=(5, E)), jnp.float32))
+    mask = jnp.arange(X.shape[1]) % 2 + jnp.arange(X.shape[0])[:, None] * 0
+
+    def step(params, x, router_x):
+        def total(params, router_x):
+            out, metrics = moe_layer(params, x, CONFIG, mask, router_x=router_x)
+            return jnp.sum(jnp.where(mask[..., None] > 0, out * X, 0.0)), metrics
+
+        return jax.grad(total, (0, 1), has_aux=True)(params, router_x)
+
+    bad = jnp.where(mask[..., None] > 0, 0.0, jnp.nan)
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        got = jax.jit(step)(params, X + bad, router_x + bad[..., :1])
+    routed = jax_ep.top_k_routing(router_x.reshape(-1, 5) @ params.gate, K)
+    given = (a.reshape(*X.shape[:-1], K) for a in routed[:2])
+    topk_idx, topk_weights = given
+
+    def want(params, router_x):
+        probs = jax.nn.softmax(router_x @ params.gate)
+        weights = jnp.take_along_axis(probs, topk_idx, axis=-1)
+        weights /= weights.sum(axis=-1, keepdims=True)
+        out, _ = moe_layer(params, X, CONFIG, mask != 0, topk_idx=topk_idx, topk_weights=weights)
+        return jnp.sum(jnp.where(mask[..., None] > 0, out * X, 0.0))
+
+    assert_close(got[0], jax.grad(want, (0, 1))(params, router_x), atol=1e-5)
+    assert got[1].expert_counts.sum() == K * np.count_nonzero(mask)
+
+
+def own_router(x, logits):
+    """Takes the K experts after the best one, all alike."""
+    first = jnp.argmax(logits, axis=-1, keepdims=True)
+    return Routing((first + jnp.arange(K)[None]) % E, jnp.full((len(x), K), 0.5))
+
+
+def test_a_router_of_ones_own():
+    config = dataclasses.replace(CONFIG, router=own_router)
+    with jax.set_mesh(expert_mesh(8)):
+        out, metrics = moe_layer(PARAMS, X, config)
+    first = np.argmax(np.asarray(X) @ np.asarray(PARAMS.gate), axis=-1)[..., None]
+    topk_idx = (first + np.arange(K)) % E
+    np.testing.assert_allclose(
+        out, weighted_experts(topk_idx, np.full(topk_idx.shape, 0.5)), atol=1e-5
+    )
+    assert metrics.load_balance_loss == 0 and metrics.router_z_loss > 0
+
+
+def test_a_router_without_a_gate_sees_no_logits():
+    def router(x, logits):
+        assert logits is None
+        idx = lax.top_k(x[:, :E], K)[1]
+        return Routing(idx, jnp.ones(idx.shape), jax.nn.softmax(x[:, :E]))
+
+    config = dataclasses.replace(CONFIG, router=router)
+    out, metrics = moe_layer(PARAMS._replace(gate=None), X, config)
+    idx = np.argsort(-np.asarray(X)[..., :E], axis=-1)[..., :K]
+    np.testing.assert_allclose(out, weighted_experts(idx, np.ones(idx.shape)), atol=1e-5)
+    assert metrics.load_balance_loss > 0
+
+
+@pytest.mark.parametrize("router_dtype", [jnp.bfloat16, None])
+def test_logits_in_the_dtype_of_the_model(router_dtype):
+    """Rounded as a product of bfloat16 is, in the choice, the weights and the losses."""
+    params = PARAMS._replace(gate_bias=jnp.linspace(-1.0, 1.0, E))
+    config = dataclasses.replace(CONFIG, router_dtype=router_dtype, dtype=jnp.bfloat16)
+    _, metrics = jax.jit(moe_layer, static_argnums=2)(params, X, config)
+    low = (a.astype(jnp.bfloat16).astype(jnp.float32) for a in (X, params.gate, params.gate_bias))
+    x, gate, bias = low
+    logits = (x.reshape(-1, H) @ gate + bias).astype(jnp.bfloat16).astype(jnp.float32)
+    want = reference.router_z_loss(np.asarray(logits))
+    exact = reference.router_z_loss(np.asarray(X.reshape(-1, H) @ params.gate + params.gate_bias))
+    np.testing.assert_allclose(metrics.router_z_loss, want, rtol=1e-6)
+    assert abs(want - exact) > 1e-4
+    assert (
+        jax.grad(lambda p: moe_layer(p, X, config)[1].router_z_loss)(params).gate.dtype == X.dtype
+    )
+
+
+IDX, WEIGHTS = choices()
+
+
+@pytest.mark.parametrize(
+    "changes, call, error, message",
+    [
+        ({}, dict(topk_idx=IDX[..., :2]), ValueError, r"topk_idx must be \[\.\.\., K=3\].*, 2\)"),
+        ({}, dict(topk_idx=WEIGHTS), TypeError, "topk_idx must be an integer array"),
+        ({}, dict(topk_weights=WEIGHTS), ValueError, "topk_weights must be given together"),
+        ({}, dict(topk_idx=IDX, topk_weights=IDX), TypeError, "topk_weights must be a floating"),
+        ({}, dict(router_x=X[:4]), ValueError, r"router_x must be .* \(4, 4, 16\)"),
+        ({}, dict(router_x=X[..., :5]), ValueError, r"router_x must be \[\.\.\., H=16\] for gate"),
+        (
+            {},
+            dict(topk_idx=IDX, topk_weights=WEIGHTS, router_x=X),
+            ValueError,
+            "router_x must be None where topk_weights is given",
+        ),
+        (dict(gate=None), {}, ValueError, r"gate must be .* but is None.*topk_weights"),
+        (dict(gate=None), dict(topk_idx=IDX), ValueError, "gate must be .* but is None"),
+        (
+            dict(gate=None, gate_bias=jnp.zeros(E)),
+            dict(topk_idx=IDX, topk_weights=WEIGHTS),
+            ValueError,
+            "gate_bias must be None where gate is None",
+        ),
+        (dict(gate_bias=jnp.zeros(3)), {}, ValueError, r"gate_bias must have .*\(8,\).* \(3,\)"),
+        (dict(expert_scale=IDX), {}, TypeError, "expert_scale must be a floating array"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(changes, call, error, message):
+    with pytest.raises(error, match=message):
+        moe_layer(PARAMS._replace(**changes), X, CONFIG, **call)
+
+
+@pytest.mark.parametrize(
+    "routed, error, message",
+    [
+        (lambda x, _: (x, x), TypeError, "router must return a jax_ep.Routing, .*tuple"),
+        (lambda x, _: Routing(x, x), TypeError, "topk_idx of router must be an integer array"),
+        (
+            lambda x, _: Routing(jnp.zeros((len(x), 2), int), x),
+            ValueError,
+            r"topk_idx of router must have shape \(32, 3\), .* \(32, 2\)",
+        ),
+        (
+            lambda x, _: Routing(jnp.zeros((len(x), K), int), x[:, :K], x),
+            ValueError,
+            r"probs of router must have shape \(32, 8\), .* \(32, 16\)",
+        ),
+    ],
+)
+def test_errors_name_what_a_router_returned(routed, error, message):
+    with pytest.raises(error, match=message):
+        moe_layer(PARAMS, X, dataclasses.replace(CONFIG, router=routed))
+
+
+def test_both_flax_layers_take_them():
+    """Their parameters, and what a call may give the router, reach `moe_layer`."""
+    from flax import nnx
+
+    topk_idx, topk_weights = choices()
+    parts = dict(use_gate_bias=True, use_expert_scale=True)
+    sizes = dict(num_experts=E, num_experts_per_token=K)
+    params = PARAMS._replace(gate_bias=jnp.linspace(-1, 1, E), expert_scale=jnp.linspace(1, 2, E))
+    names = ("gate_bias", "expert_scale", "wi_0", "wi_1", "wo")
+    want = moe_layer(params, X, CONFIG, topk_idx=topk_idx)
+
+    linen = jax_ep.linen.MoE(mlp_dim=F, **sizes, **parts)
+    variables = linen.init(jax.random.key(0), X)["params"]
+    assert not np.any(variables["gate_bias"].value) and np.all(variables["expert_scale"].value == 1)
+    weights = {name: getattr(params, name) for name in names}
+    variables = {"params": {"gate": {"kernel": params.gate}, **weights}}
+    assert_close(linen.apply(variables, X, topk_idx=topk_idx), want)
+
+    module = jax_ep.nnx.MoE(H, F, **sizes, **parts, rngs=nnx.Rngs(0))
+    module.gate.kernel.set_value(params.gate)
+    for name in names:
+        getattr(module, name).set_value(getattr(params, name))
+    assert_close(module(X, topk_idx=topk_idx), want)
+
+    want = moe_layer(PARAMS, X, CONFIG, topk_idx=topk_idx, topk_weights=topk_weights)
+    given = dict(topk_idx=topk_idx, topk_weights=topk_weights)
+    without = {name: weights[name] for name in names[2:]}
+    linen = jax_ep.linen.MoE(mlp_dim=F, **sizes, gate_init=None)
+    assert set(linen.init(jax.random.key(0), X, **given)["params"]) == set(without)
+    assert_close(linen.apply({"params": without}, X, **given), want)
+    module = jax_ep.nnx.MoE(H, F, **sizes, gate_init=None, rngs=nnx.Rngs(0))
+    assert module.gate is None
+    for name, weight in without.items():
+        getattr(module, name).set_value(weight)
+    assert_close(module(X, **given), want)
+    with pytest.raises(ValueError, match="update_bias needs"):
+        module.update_bias(jnp.zeros(E), 0.1)
+
+
+def test_a_bias_among_the_gates_parameters_is_named():
+    """Linen would ignore it: the selection bias is state, a bias of the logits is gate_bias."""
+    linen = jax_ep.linen.MoE(mlp_dim=F, num_experts=E, num_experts_per_token=K)
+    gate = {"kernel": PARAMS.gate, "bias": jnp.zeros(E)}
+    weights = dict(wi_0=PARAMS.wi_0, wi_1=PARAMS.wi_1, wo=PARAMS.wo)
+    with pytest.raises(ValueError, match=r"gate\.bias is no parameter.*gate_bias"):
+        linen.apply({"params": {"gate": gate, **weights}}, X)

@@ -1,0 +1,200 @@
+"""Published models' MoE blocks: what configures the layer, and the same stated in NumPy.
+
+Each model is stated as its own code computes it (the modeling files of the package transformers),
+token by token in float64, and not by the options of the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jax_ep
+from jax_ep.moe.params import PARAMETERS, MoEParams, weight_shapes
+
+Array = np.ndarray
+E, H, F, K = 16, 16, 8, 3
+
+
+def softmax(x: Array) -> Array:
+    exp = np.exp(x - x.max())
+    return exp / exp.sum()
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x: Array) -> Array:
+    return x * sigmoid(x)
+
+
+def best(x: Array, k: int) -> Array:
+    return np.argsort(-x, kind="stable")[:k]
+
+
+# ---- routers: the logits [E] of one token, and the selection bias -> its experts and weights ----
+
+
+def mixtral(logits, bias):
+    p = softmax(logits)
+    idx = best(p, K)
+    return idx, p[idx] / p[idx].sum()
+
+
+def olmoe(logits, bias):
+    p = softmax(logits)
+    idx = best(p, K)
+    return idx, p[idx]
+
+
+def deepseek_v2(logits, bias):
+    p = softmax(logits)
+    kept = best(p.reshape(4, 4).max(axis=1), 2)
+    idx = best(np.where(np.isin(np.arange(E) // 4, kept), p, 0.0), K)
+    return idx, p[idx] * 16
+
+
+def deepseek_v3(logits, bias):
+    p = sigmoid(logits)
+    choice = p + bias
+    kept = best(np.sort(choice.reshape(4, 4), axis=1)[:, -2:].sum(axis=1), 2)
+    idx = best(np.where(np.isin(np.arange(E) // 4, kept), choice, -np.inf), K)
+    return idx, p[idx] / (p[idx].sum() + 1e-20) * 2.5
+
+
+def deepseek_v4(logits, bias):
+    p = np.sqrt(np.log1p(np.exp(logits)))
+    idx = best(p + bias, K)
+    return idx, p[idx] / (p[idx].sum() + 1e-20) * 1.5
+
+
+def lfm2(logits, bias):
+    p = sigmoid(logits)
+    idx = best(p + bias, K)
+    return idx, p[idx] / (p[idx].sum() + 1e-6)
+
+
+def ernie(logits, bias):
+    p = softmax(logits)
+    idx = best(p + bias, K)
+    return idx, p[idx] / max(p[idx].sum(), 1e-12)
+
+
+def longcat(logits, bias):
+    p = softmax(logits)
+    idx = best(p + bias, K)
+    return idx, p[idx] * 6
+
+
+def gpt_oss(logits, bias):
+    idx = best(logits, K)
+    return idx, softmax(logits[idx])
+
+
+def kolibri(logits, bias):
+    idx = best(logits + bias, K)
+    p = sigmoid(logits[idx])
+    return idx, p / p.sum()
+
+
+def phimoe(logits, bias):
+    """The sparsemixer at inference, for two experts."""
+    idx, weights = [], []
+    left = logits
+    for _ in range(2):
+        top = left.max()
+        near = (top - logits) / np.maximum(np.abs(logits), top) <= 0.02
+        expert = best(left, 1)[0]
+        idx.append(expert)
+        weights.append(softmax(np.where(near & np.isfinite(left), left, -np.inf))[expert])
+        left = np.where(np.arange(E) == expert, -np.inf, left)
+    return np.asarray(idx), np.asarray(weights)
+
+
+def phimoe_router(x, logits) -> jax_ep.Routing:
+    idx, weights, left = [], [], logits
+    for _ in range(2):
+        top = left.max(axis=-1, keepdims=True)
+        near = (top - logits) / jnp.maximum(jnp.abs(logits), top) <= 0.02
+        expert = jnp.argmax(left, axis=-1, keepdims=True)
+        gates = jnp.exp(left - top) * (near & jnp.isfinite(left))
+        gates /= gates.sum(axis=-1, keepdims=True)
+        idx.append(expert)
+        weights.append(jnp.take_along_axis(gates, expert, axis=-1))
+        left = jnp.where(jnp.arange(E)[None] == expert, -jnp.inf, left)
+    return jax_ep.Routing(jnp.concatenate(idx, -1), jnp.concatenate(weights, -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One model: its router, the layer's configuration and parts, and its expert."""
+
+    route: Callable[[Array, Any], tuple[Array, Array]]
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    biased: bool = False
+    k: int = K
+
+    def layer_config(self, **changes: Any) -> jax_ep.MoEConfig:
+        fields = dict(num_experts=E, num_experts_per_token=self.k) | self.config | changes
+        return jax_ep.MoEConfig(**fields)
+
+
+_GROUPS = dict(num_groups=4, groups_kept=2)
+BLOCKS = {
+    "Mixtral": Block(mixtral),
+    "OLMoE": Block(olmoe, dict(normalize=False)),
+    "DeepSeek-V2": Block(
+        deepseek_v2, dict(group_score="max", normalize=False, scale=16.0, **_GROUPS)
+    ),
+    "DeepSeek-V3": Block(deepseek_v3, dict(score="sigmoid", scale=2.5, **_GROUPS), biased=True),
+    "DeepSeek-V4": Block(deepseek_v4, dict(score="sqrt_softplus", scale=1.5), biased=True),
+    "LFM2": Block(lfm2, dict(score="sigmoid", normalize_epsilon=1e-6), biased=True),
+    "Ernie 4.5": Block(ernie, biased=True),
+    "LongCat": Block(longcat, dict(normalize=False, scale=6.0), biased=True),
+    "GPT-OSS": Block(gpt_oss, parts=dict(use_gate_bias=True)),
+    "Gemma 4": Block(mixtral, parts=dict(use_expert_scale=True)),
+    "Kolibri": Block(kolibri, dict(score="sigmoid", choose_by="logit"), biased=True),
+    "PhiMoE": Block(phimoe, dict(router=phimoe_router), k=2),
+}
+
+
+def make_params(block: Block, seed: int = 0) -> MoEParams:
+    rng = np.random.default_rng(seed)
+    shapes = {"gate": (H, E)} | weight_shapes(E, H, F, **block.parts)
+
+    def draw(name: str, shape: tuple[int, ...]) -> Any:
+        is_matrix = PARAMETERS[name].init in ("gate", "kernel")
+        scale = shape[-2] ** -0.5 if is_matrix else 0.5
+        return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
+
+    bias = jnp.asarray(rng.normal(size=E) * 0.2, jnp.float32) if block.biased else None
+    return MoEParams(**{name: draw(name, shape) for name, shape in shapes.items()}, bias=bias)
+
+
+def in_numpy(block: Block, params: Any, x: Array) -> tuple[Array, Array]:
+    """The block's output for tokens x [..., H], and how many tokens chose each expert."""
+    p = {
+        name: None if a is None else np.asarray(a, np.float64)
+        for name, a in params.items()
+        if name != "x"
+    }
+    tokens = np.asarray(x, np.float64).reshape(-1, H)
+    out, counts = np.zeros_like(tokens), np.zeros(E, int)
+    for token, row in zip(tokens, out, strict=True):
+        logits = token @ p["gate"]
+        if p["gate_bias"] is not None:
+            logits = logits + p["gate_bias"]
+        experts, weights = block.route(logits, p["bias"])
+        for e, weight in zip(experts, weights, strict=True):
+            counts[e] += 1
+            if p["expert_scale"] is not None:
+                weight = weight * p["expert_scale"][e]
+            gate, up = token @ p["wi_0"][e], token @ p["wi_1"][e]
+            row += weight * (silu(gate) * up) @ p["wo"][e]
+    return out.reshape(x.shape), counts
