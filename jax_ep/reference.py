@@ -1,12 +1,14 @@
-"""Plain NumPy of the whole contract, written to be read: what every function must compute.
+"""The contract in plain NumPy, written to be read: what every function must compute.
 
-No JAX, no mesh: what a rank holds is one entry of a Python list, so `x_per_rank[r]` is rank r's
-tokens and "communication" is indexing that list. Loops stand where loops say it best. The tests
-compare `dispatch` with this file bit for bit, everything else within float tolerance.
+No JAX, no mesh: the arrays of all ranks are a Python list, so `x_per_rank[r]` is rank r's tokens,
+and communication is indexing that list. Code that is clearest as a loop is a loop. The tests
+compare `dispatch` with this file bit for bit, and everything else within float tolerance.
 
 N ranks, E experts, L = E / N local experts (rank r owns experts r * L ... r * L + L - 1),
 T tokens per rank, H hidden, K top-k, R capacity (rows of a receive buffer), F expert hidden.
-bfloat16 arrays come in with the dtype that `ml_dtypes` registers; nothing here imports it.
+A pair is a (token, choice) of a rank; it is masked if the choice is of no expert, and dropped if
+its row is past the capacity. bfloat16 arrays have the dtype that `ml_dtypes` registers; nothing
+here imports it.
 """
 
 from __future__ import annotations
@@ -23,26 +25,26 @@ Array = np.ndarray[Any, Any]
 
 
 class Routes(NamedTuple):
-    """Where one rank's (token, choice) pairs went: what `combine` needs to bring them back."""
+    """The rank and row that each (token, choice) pair of one rank was sent to, for `combine`."""
 
-    ranks: Array  # [T, K] int: the rank that owns the chosen expert; -1 where nothing was sent
-    rows: Array  # [T, K] int: the row of that rank's tokens; -1 where masked or dropped
+    ranks: Array  # [T, K] int: the rank that owns the chosen expert; -1 where masked or dropped
+    rows: Array  # [T, K] int: the pair's row on that rank; -1 where masked or dropped
     capacity: int  # R
 
 
 class Dispatched(NamedTuple):
-    """What one rank holds after `dispatch`."""
+    """The result of `dispatch` on one rank: received rows, their layout, and routes."""
 
     tokens: Array  # [R, H]: received rows, grouped by local expert; every other row is zero
-    group_sizes: Array  # [L] int32: rows of each block inside R, padding to alignment included
-    expert_counts: Array  # [L] int32: real rows of each block (they stand first in it)
-    num_dropped: Array  # [] int32: pairs meant for this rank that fell past row R
-    rows_needed: Array  # [] int32: the R that would have dropped nothing on this rank
+    group_sizes: Array  # [L] int32: rows of each expert's block within R, with its padding
+    expert_counts: Array  # [L] int32: received rows of each block, which are its first
+    num_dropped: Array  # [] int32: pairs for this rank whose row is past R
+    rows_needed: Array  # [] int32: the least R that drops nothing on this rank
     routes: Routes  # of the tokens that this rank *sent*
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
+    """Returns the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -53,10 +55,10 @@ def default_capacity(
     num_local_experts: int,
     expert_alignment: int = 1,
 ) -> int:
-    """Rows enough for any routing.
+    """Returns a capacity R that holds any routing without drops.
 
-    At worst every choice of every token of every rank, repeats included, lands on one rank, and
-    every expert that receives anything wastes almost one whole alignment unit.
+    In the worst case every choice of every token of every rank, repeats included, goes to one rank,
+    and each expert with rows is padded by one row less than the alignment.
     """
     pairs = num_ranks * num_tokens * top_k
     padding = min(num_local_experts, pairs) * (expert_alignment - 1)
@@ -71,12 +73,12 @@ def dispatch(
     capacity: int | None = None,
     expert_alignment: int = 1,
 ) -> list[Dispatched]:
-    """Send every token to the ranks that own its experts, one row per (token, choice).
+    """Sends every token to the ranks that own its experts, one row per (token, choice).
 
     Args:
       x_per_rank: N arrays [T, H], floating.
-      topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1 means none; any other
-        value outside 0 ... E - 1 is treated as -1. A token may choose one expert repeatedly.
+      topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1, like any other value
+        outside 0 ... E - 1, is a choice of no expert. A token may choose an expert repeatedly.
       num_experts: E, a multiple of N.
       capacity: R, rows of each rank's result; None: `default_capacity`, which drops nothing.
       expert_alignment: each expert's block starts at a multiple of this. An expert that receives
@@ -84,8 +86,8 @@ def dispatch(
 
     Returns:
       N `Dispatched`. Rows are ordered by local expert, then source rank, then source token, then
-      choice. Rows that fall past R in that order are dropped; a block's rows past R, padding
-      included, do not exist and are not in `group_sizes`.
+      choice. Rows past R in that order are dropped. A block's rows past R, padding included, are
+      not counted in `group_sizes`.
     """
     num_ranks = len(x_per_rank)
     num_tokens, hidden = x_per_rank[0].shape
@@ -102,7 +104,7 @@ def dispatch(
         group_sizes = np.zeros(num_local, np.int32)
         expert_counts = np.zeros(num_local, np.int32)
         num_dropped = 0
-        start = 0  # of the expert's block, were there no capacity
+        start = 0  # of the expert's block, if capacity were unlimited
         for local in range(num_local):
             row = start
             for source in range(num_ranks):
@@ -133,13 +135,13 @@ def combine(
     routes_per_rank: Sequence[Routes],
     topk_weights_per_rank: Sequence[Array] | None = None,
 ) -> list[Array]:
-    """Bring the experts' rows back and sum them: out[t] = sum_k weights[t, k] * y[row of (t, k)].
+    """Sums the experts' rows by token: out[t] = sum_k weights[t, k] * y[row of (t, k)].
 
     Args:
-      y_per_rank: N arrays [R, H], one row for each row of `Dispatched.tokens`. A row that no
-        pair owns is never read, whatever it holds.
+      y_per_rank: N arrays [R, H], one row for each row of `Dispatched.tokens`. A row without a
+        pair is never read, whatever it holds.
       routes_per_rank: N `Routes`.
-      topk_weights_per_rank: N arrays [T, K], floating, or None: plain sum.
+      topk_weights_per_rank: N arrays [T, K], floating; None for a sum without weights.
 
     Returns:
       N arrays [T, H] of y's dtype, accumulated in float32. Masked and dropped pairs add nothing.
@@ -162,14 +164,17 @@ def combine(
 
 
 def dispatch_like(x_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]) -> list[Array]:
-    """Send another payload, N arrays [T, H'], along the same routes: N arrays [R, H']."""
+    """Sends another payload along the routes of a dispatch: N arrays [T, H'] become [R, H']."""
     return _scatter(x_per_rank, routes_per_rank, None, x_per_rank[0].dtype)
 
 
 def dispatch_grad(
     grad_tokens_per_rank: Sequence[Array], routes_per_rank: Sequence[Routes]
 ) -> list[Array]:
-    """d(dispatch)/dx: a token's gradient is the plain sum over the rows it was copied to."""
+    """Computes the gradient of `dispatch` for x: sums, by token, the cotangents of its rows.
+
+    Takes N arrays [R, H] of cotangents of the received tokens; returns N arrays [T, H].
+    """
     return combine(grad_tokens_per_rank, routes_per_rank)
 
 
@@ -179,12 +184,13 @@ def combine_grad(
     routes_per_rank: Sequence[Routes],
     topk_weights_per_rank: Sequence[Array] | None = None,
 ) -> tuple[list[Array], list[Array]]:
-    """The gradients of `combine` for N arrays [T, H] of cotangents.
+    """Computes the gradients of `combine` for N arrays [T, H] of cotangents of its result.
 
     Returns:
-      For y, N arrays [R, H] of its dtype: a weighted dispatch, zero in rows that no pair owns.
-      For the weights, N arrays [T, K] of their dtype: <grad_out[t], y[row of (t, k)]>, zero for
-      masked and dropped pairs. No arrays if there were no weights.
+      The gradients for y, N arrays [R, H] of its dtype: the cotangents, sent to the rows of their
+      pairs and multiplied by the weights; zero in rows without a pair. Then those for the weights,
+      N arrays [T, K] of their dtype: <grad_out[t], y[row of (t, k)]>, zero for masked and dropped
+      pairs; an empty list if there were no weights.
     """
     grad_y = _scatter(
         grad_out_per_rank, routes_per_rank, topk_weights_per_rank, y_per_rank[0].dtype
@@ -212,7 +218,10 @@ def _scatter(
     weights_per_rank: Sequence[Array] | None,
     dtype: Any,
 ) -> list[Array]:
-    """Copy each token, times its weight if there are any, to the row of each of its choices."""
+    """Copies each token to the row of each of its choices, times the weight if there are weights.
+
+    Returns N arrays [R, H] of `dtype`, zero in rows without a pair.
+    """
     capacity, hidden = routes_per_rank[0].capacity, x_per_rank[0].shape[1]
     received = [np.zeros((capacity, hidden), dtype) for _ in x_per_rank]
     for source, routes in enumerate(routes_per_rank):
@@ -225,15 +234,15 @@ def _scatter(
     return received
 
 
-# --------------------------------------------------------------------------------- the rank layout
+# --------------------------------------------------------------------------- the rank-major layout
 
 
 class RankDispatched(NamedTuple):
-    """What one rank holds after `rank_dispatch`."""
+    """The result of `rank_dispatch` on one rank: one row for each (source rank, token)."""
 
-    tokens: Array  # [N, T, H]: row (s, t) is token t of rank s, or zero if it chose nobody here
-    local_topk_idx: Array  # [N, T, K] int32: its choices as local expert ids, -1 if not here
-    topk_weights: Array | None  # [N, T, K]: their weights, 0 where local_topk_idx is -1
+    tokens: Array  # [N, T, H]: row (s, t) is token t of rank s, or zero if it has no expert here
+    local_topk_idx: Array  # [N, T, K] int32: choices as local expert ids; -1: not of this rank
+    topk_weights: Array | None  # [N, T, K]: weights of the choices, 0 where local_topk_idx is -1
 
 
 def rank_dispatch(
@@ -243,7 +252,18 @@ def rank_dispatch(
     *,
     num_experts: int,
 ) -> list[RankDispatched]:
-    """Send every token to the ranks that own its experts, one row per (source rank, token)."""
+    """Sends every token to the ranks that own its experts, one row per (source rank, token).
+
+    Args:
+      x_per_rank: N arrays [T, H], floating.
+      topk_idx_per_rank: N arrays [T, K], integer, global expert ids; a value outside 0 ... E - 1
+        is a choice of no expert.
+      topk_weights_per_rank: N arrays [T, K], floating, to send with the choices; or None.
+      num_experts: E, a multiple of N.
+
+    Returns:
+      N `RankDispatched`.
+    """
     num_local = num_experts // len(x_per_rank)
     received = []
     for rank in range(len(x_per_rank)):
@@ -263,9 +283,15 @@ def rank_dispatch(
 def rank_combine(
     y_per_rank: Sequence[Array], local_topk_idx_per_rank: Sequence[Array]
 ) -> list[Array]:
-    """Bring N partial sums [N, T, H] back: out[t] of rank s is the sum over ranks of y[s, t].
+    """Sums partial sums over ranks: out[t] of rank s is the sum over all ranks of y[s, t].
 
-    Only rows of tokens with an expert there count; accumulated in float32, in rank order.
+    Args:
+      y_per_rank: N arrays [N, T, H], the partial sum of each (source rank, token). A row counts
+        only if its token has an expert on the rank that holds it.
+      local_topk_idx_per_rank: N arrays [N, T, K], the results of `rank_dispatch`.
+
+    Returns:
+      N arrays [T, H] of y's dtype, accumulated in float32 in rank order.
     """
     outputs = []
     for owner in range(len(y_per_rank)):
@@ -281,11 +307,11 @@ def rank_combine(
 
 
 def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
-    """Rows as they cross the wire in a float8: (rows [..., H], scales [..., H / 128] float32).
+    """Quantizes rows [..., H] to float8: (rows [..., H], scales [..., H / 128] float32).
 
-    A block of 128 values is multiplied by 1 / scale, of scale = its largest finite magnitude / 448,
-    so that this one is sent as 448, the largest of float8_e4m3fn; NaN and infinities are sent as
-    NaN. `dtype` is the `ml_dtypes` one.
+    The scale of a block of 128 values is its largest finite magnitude / 448, and its values are
+    multiplied by 1 / scale. So the largest is sent as 448, the largest value of float8_e4m3fn. NaN
+    and infinities are sent as NaN. `dtype` is the float8 dtype of `ml_dtypes`.
     """
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 128)
     finite = np.isfinite(blocks)
@@ -298,7 +324,7 @@ def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def dequantize(rows: Array, scales: Array, dtype: Any) -> Array:
-    """What is handed out for (rows [..., H] float8, scales [..., H / 128]): [..., H] of `dtype`."""
+    """Multiplies rows [..., H] float8 by scales [..., H / 128]; returns [..., H] of `dtype`."""
     blocks = rows.astype(np.float32).reshape(*scales.shape, 128)
     return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
 
@@ -325,13 +351,13 @@ def top_k_routing(
     normalize: bool = True,
     scale: float = 1.0,
 ) -> Routing:
-    """Choose each token's k experts: logits [T, E] -> `Routing`, in float64.
+    """Chooses each token's k experts from logits [T, E], in float64.
 
-    `bias` [E] is added to the scores for the choice only (DeepSeek-V3, arXiv:2412.19437, 2.1.2),
-    with `choose_by="logit"` to the logits. With `num_groups` > 1 the experts stand in equal
-    consecutive groups; a group is worth the sum of its two best biased scores ("top2") or its best
-    one ("max"), and the choice is made within the `groups_kept` best groups. Equal scores are taken
-    in the order of their ids.
+    `bias` [E] is added to the scores for the choice only (DeepSeek-V3, arXiv:2412.19437, 2.1.2), or
+    with `choose_by="logit"` to the logits. With `num_groups` > 1 the experts form equal consecutive
+    groups. The score of a group is the sum of its two best biased scores ("top2") or its best one
+    ("max"), and experts are chosen from the `groups_kept` best groups. Of equal scores the one with
+    the lowest expert id is best.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
@@ -369,11 +395,12 @@ def _best_first(scores: Array, k: int) -> Array:
 
 
 def load_balance_loss(probs: Array, topk_idx: Array) -> float:
-    """E * sum_e (share of choices that went to e) * (mean normalized score of e); 1 when uniform.
+    """Computes the load-balancing loss of Switch Transformers (arXiv:2101.03961, equation 4).
 
-    Switch Transformers (arXiv:2101.03961, equation 4) with K choices; all ranks' tokens in one
-    array. Scores are normalized over experts first, which changes nothing for softmax. Choices
-    outside [0, num_experts), such as -1, are not choices, and a token that makes none is no token.
+    The loss is E * sum_e (share of choices that are of e) * (mean normalized score of e); it is 1
+    if both are uniform. `probs` [T, E] and `topk_idx` [T, K] have the tokens of all ranks. Scores
+    are normalized over experts first, which changes nothing for softmax. Choices outside [0, E),
+    such as -1, do not count, nor do tokens that have only such choices.
     """
     num_experts = probs.shape[1]
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
@@ -387,14 +414,21 @@ def load_balance_loss(probs: Array, topk_idx: Array) -> float:
 
 
 def router_z_loss(logits: Array) -> float:
-    """mean_t (logsumexp_e logits[t, e])^2: ST-MoE (arXiv:2202.08906, equation 5)."""
+    """Computes the router z-loss of ST-MoE (arXiv:2202.08906, equation 5) of logits [T, E].
+
+    The loss is mean_t (logsumexp_e logits[t, e])^2.
+    """
     logits = logits.astype(np.float64)
     top = logits.max(axis=-1)
     return float(np.mean((top + np.log(np.exp(logits - top[:, None]).sum(axis=-1))) ** 2))
 
 
 def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
-    """Raise the bias of the underloaded, lower that of the overloaded (DeepSeek-V3, 2.1.2)."""
+    """Returns the routing bias [E] after a step of DeepSeek-V3's load balancing (2.1.2).
+
+    The bias of an expert with fewer tokens than the mean of `expert_counts` [E] is raised by
+    `rate`, that of an expert with more is lowered.
+    """
     counts = expert_counts.astype(np.float64)
     return bias + rate * np.sign(counts.mean() - counts)
 
@@ -403,7 +437,10 @@ def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
 
 
 def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
-    """[R, H] x [L, H, F] -> [R, F] in float64: group l's rows times rhs[l], the tail zero."""
+    """Multiplies the rows of each group l of lhs [R, H] by rhs[l] of [L, H, F], in float64.
+
+    Returns [R, F]; rows past the last group are zero.
+    """
     out = np.zeros((lhs.shape[0], rhs.shape[2]), np.float64)
     start = 0
     for group, size in enumerate(group_sizes):
@@ -414,14 +451,20 @@ def grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
 
 
 def gated_mlp(x: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
-    """One expert, in float64: (silu(x wi_0) * (x wi_1)) wo for x [T, H], wi [H, F], wo [F, H]."""
+    """Computes one expert, (silu(x wi_0) * (x wi_1)) wo, in float64.
+
+    x is [T, H], wi_0 and wi_1 are [H, F], and wo is [F, H].
+    """
     x, wi_0, wi_1, wo = (a.astype(np.float64) for a in (x, wi_0, wi_1, wo))
     gate = x @ wi_0
     return (gate / (1 + np.exp(-gate)) * (x @ wi_1)) @ wo
 
 
 def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: Array) -> Array:
-    """`gated_mlp` of each block of `Dispatched.tokens`: wi_0, wi_1 [L, H, F], wo [L, F, H]."""
+    """Computes each local expert on its group of expert-major rows [R, H], in float64.
+
+    wi_0 and wi_1 are [L, H, F], and wo is [L, F, H]; `gated_mlp` is the computation of one expert.
+    """
     gate = grouped_matmul(tokens, wi_0, group_sizes)
     up = grouped_matmul(tokens, wi_1, group_sizes)
     return grouped_matmul(gate / (1 + np.exp(-gate)) * up, wo, group_sizes)
@@ -430,9 +473,10 @@ def expert_mlp(tokens: Array, group_sizes: Array, wi_0: Array, wi_1: Array, wo: 
 def moe_layer(
     x: Array, topk_idx: Array, topk_weights: Array, wi_0: Array, wi_1: Array, wo: Array
 ) -> Array:
-    """The layer with no ranks, routes or buffers, in float64: every token times its experts.
+    """Computes the MoE layer without ranks, routes or buffers, in float64.
 
-    x [T, H] of all ranks, topk_idx and topk_weights [T, K], wi_0, wi_1 [E, H, F], wo [E, F, H].
+    x is [T, H] with the tokens of all ranks, topk_idx and topk_weights are [T, K], wi_0 and wi_1
+    are [E, H, F], and wo is [E, F, H].
     """
     out = np.zeros(x.shape, np.float64)
     for expert in range(len(wo)):

@@ -1,1 +1,1 @@
-"""The `bench` commands of `python -m jax_ep`."""
+"""The commands `bench` and `model` of `python -m jax_ep`, which measure and predict times."""

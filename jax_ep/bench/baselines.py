@@ -1,9 +1,10 @@
-"""The exchange as plain JAX offers it: XLA's collectives alone.
+"""Baselines of the exchange: XLA's collectives alone, as plain JAX offers them.
 
-Each baseline moves rows in one direction: "out" as dispatch and the gradient of combine do, "back"
-as combine and the gradient of dispatch do. It is given everything for nothing: rows already packed
-in sending order, routes known, nothing fanned out or summed at the end (except the sum that
-reduce-scatter cannot help doing). So a baseline is a lower bound on an exchange built from it.
+Each baseline moves rows in one direction: "out", as dispatch and the gradient of combine do, or
+"back", as combine and the gradient of dispatch do. All other work is left out: rows are already
+packed in the order of sending, routes are known, and nothing is copied or summed at the end (except
+for the sum that is part of reduce-scatter). So a baseline is a lower bound on the time of an
+exchange built from it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """One direction of one collective, for `timing.Loop`.
+    """One direction of an exchange by one collective, for `timing.Loop`.
 
     Attributes:
       arrays: host arrays [N * B, ...], B rows per rank.
-      prepare, step: as in `timing.Loop`; they run per rank over the axis `AXIS`.
-      expected: from what `prepare` returned, the ranks stacked, what `step` must return.
-      exact: whether every bit of it must agree.
-      wire_rows: rows that cross between ranks, mean over ranks.
+      prepare: makes a rank's operands from its rows of `arrays`, as in `timing.Loop`.
+      step: runs the collective on a rank's operands, over the axis `AXIS`.
+      expected: computes what `step` must return from the operands, both with the ranks stacked.
+      exact: whether every bit of the result must agree.
+      wire_rows: rows that a rank sends to other ranks, mean over ranks.
     """
 
     arrays: tuple[Array, ...]
@@ -43,7 +45,7 @@ class Baseline:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An exchange to do; `routing` [N * T, K] holds the rank of each choice, -1 for none."""
+    """An exchange to measure; `routing` [N * T, K] holds the rank of each choice, -1 for none."""
 
     routing: Array
     num_ranks: int
@@ -55,34 +57,34 @@ class Case:
         return len(self.routing) // self.num_ranks
 
     def pairs(self) -> Array:
-        """Counts (token, choice) pairs: [N, N], from one rank to another."""
+        """Counts the (token, choice) pairs from each rank to each rank: [source, destination]."""
         by_source = self.routing.reshape(self.num_ranks, -1)
         ranks = range(self.num_ranks)
         return np.stack([(by_source == rank).sum(axis=1) for rank in ranks], axis=1)
 
     def tokens(self) -> Array:
-        """Counts tokens of one rank that chose any expert of another: [N, N]."""
+        """Counts the tokens of each rank with an expert on each rank: [source, destination]."""
         by_source = self.routing.reshape(self.num_ranks, self.num_tokens, -1)
         ranks = range(self.num_ranks)
         return np.stack([(by_source == rank).any(axis=2).sum(axis=1) for rank in ranks], axis=1)
 
     def wire_rows(self) -> float:
-        """Counts rows that must cross, one per (token, other rank): the mean over ranks."""
+        """Counts the rows that a rank must send, one per (token, other rank): mean over ranks."""
         return _off_diagonal_mean(self.tokens())
 
 
 def random_rows(seed: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws uniformly from [-1, 1); `seed`, an integer array of one element, picks the stream."""
+    """Draws an array uniformly from [-1, 1); `seed` is an integer array of one element."""
     return jax.random.uniform(jax.random.key(seed.reshape(())), shape, dtype, -1, 1)
 
 
 def rank_seeds(num_ranks: int, seed: int = 0) -> Array:
-    """Makes one seed per rank, for `random_rows`."""
+    """Returns seeds [N] int32 for `random_rows`, one for each rank."""
     return np.arange(num_ranks, dtype=np.int32) + 1000 * seed
 
 
 def all_to_all(case: Case, direction: str) -> Baseline:
-    """Exchanges [N, T, H] by `lax.all_to_all`: a slot for every (rank, token), used or not."""
+    """Makes the baseline of `lax.all_to_all`, which sends [N, T, H]: every token to every rank."""
     shape = (case.num_ranks, case.num_tokens, case.hidden)
     return Baseline(
         arrays=(rank_seeds(case.num_ranks),),
@@ -95,7 +97,7 @@ def all_to_all(case: Case, direction: str) -> Baseline:
 
 
 def all_gather_reduce_scatter(case: Case, direction: str) -> Baseline:
-    """Sends every token to every rank by `lax.all_gather`; sums back by `lax.psum_scatter`."""
+    """Makes the baseline of `lax.all_gather` "out" and of `lax.psum_scatter` "back"."""
     rows = (case.num_ranks - 1) * case.num_tokens
     if direction == "out":
         shape: tuple[int, ...] = (case.num_tokens, case.hidden)
@@ -119,12 +121,15 @@ def all_gather_reduce_scatter(case: Case, direction: str) -> Baseline:
 
 
 def ragged_all_to_all(case: Case, direction: str) -> Baseline:
-    """Sends one row per (token, choice) by `lax.ragged_all_to_all`, as MoE code commonly does."""
+    """Makes the baseline of `lax.ragged_all_to_all` with one row per (token, choice).
+
+    MoE code commonly sends rows so.
+    """
     return _ragged(case, case.pairs(), direction)
 
 
 def ragged_all_to_all_dedup(case: Case, direction: str) -> Baseline:
-    """Sends one row per (token, rank) by `lax.ragged_all_to_all`: the fewest that it can send."""
+    """Makes the baseline of `lax.ragged_all_to_all` with one row per (token, rank), the fewest."""
     return _ragged(case, case.tokens(), direction)
 
 
@@ -137,14 +142,17 @@ BASELINES: dict[str, Callable[[Case, str], Baseline]] = {
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Says why a baseline cannot run on this platform; None: it can."""
+    """Returns why a baseline cannot run on a platform, such as "cpu", or None if it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None
 
 
 def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
-    """Makes a ragged baseline; `out_counts` [N, N]: rows between ranks on the way out."""
+    """Makes a baseline of `lax.ragged_all_to_all`.
+
+    `out_counts` [source, destination] are the rows between ranks in the direction "out".
+    """
     counts = out_counts if direction == "out" else out_counts.T
     send_offsets = np.cumsum(counts, axis=1) - counts  # [source, destination]: in the operand
     recv_offsets = np.cumsum(counts, axis=0) - counts  # [source, destination]: in the output

@@ -1,14 +1,13 @@
-"""`python -m jax_ep bench collectives`: every algorithm of the collectives, and which is the best.
+"""`python -m jax_ep bench collectives`: times every algorithm of the collectives.
 
-For each operation and number of ranks it prints a table of the form that vLLM's users know: the
-shape of the whole array, its MB (10^6 bytes), a column for each algorithm, the best one, its
-speed-up over the function of `jax.lax`, and what algorithm=None picks. Times are in-loop wall
-times and, on GPUs, device times of everything that a call launches; see `jax_ep.bench.timing`.
-`--write_table` writes what they imply in the form of `jax_ep/collectives_table.json`, which
-`algorithm=None` looks up.
+Prints a table for each operation and number of ranks, with the shape of the whole array, its MB
+(10^6 bytes), a column for each algorithm, the fastest algorithm, its speed-up over the function of
+`jax.lax`, and the choice of algorithm=None. Times are in-loop wall times and, on GPUs, device times
+of everything that a call launches; `jax_ep.bench.timing` describes both. `--write_table` writes the
+resulting choices in the form of `jax_ep/collectives/table.json`, which `algorithm=None` reads.
 
-NCCL's own use of NVLink multicast is off, unless NCCL_NVLS_ENABLE says otherwise: many hosts lack
-it, and the kernels do without.
+NCCL's own use of NVLink multicast is off unless NCCL_NVLS_ENABLE is set, since many hosts lack
+multicast and the kernels do not need it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ if TYPE_CHECKING:
     from pallas_kernels.fabric.tiles import Plan
 
 OPERATIONS = tuple(ALGORITHMS)
-# "fused" is one of two that are measured, and multicast is not for measuring unasked.
+# Not measured by default: "fused", which is one of two others, and "multimem", which needs
+# multicast.
 MEASURED = {
     op: tuple(name for name in names if name not in ("fused", "multimem"))
     for op, names in ALGORITHMS.items()
@@ -86,7 +86,7 @@ _JSON = FLAGS.json()
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation on a whole array of `rows` by `hidden`."""
+    """A measurement: one operation on a whole array of `rows` by `hidden` elements."""
 
     op: str
     ranks: int
@@ -105,7 +105,10 @@ class Case:
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
     def operands(self, mesh: Mesh) -> Callable[[], tuple[jax.Array, ...]]:
-        """Makes [N * B, ...] each, B rows to a rank; small numbers, so that float64 can judge."""
+        """Compiles a function that makes the operands, [N * B, ...] each, with B rows for a rank.
+
+        Values are normally distributed; every rank has the same residual and scale.
+        """
         shapes: list[tuple[int, ...]] = [(self.ranks * self.x.shape[0], self.hidden)]
         if self.op == "all_reduce_rms_norm":
             shapes += [(self.rows, self.hidden), (self.hidden,)]
@@ -123,12 +126,12 @@ class Case:
         return jax.jit(make, out_shardings=sharding).lower().compile()
 
     def step(self, algorithm: str) -> Callable[[Any], Any]:
-        """Makes the function of a rank that is timed."""
+        """Returns the per-rank function that is timed: the operation by an algorithm."""
         function = getattr(collectives, self.op)
         return lambda state: function(*state, AXIS, algorithm=algorithm)
 
     def loop(self, algorithm: str, operands: tuple[jax.Array, ...], mesh: Mesh) -> Loop:
-        """Compiles the loop that is timed."""
+        """Compiles the loop that times an algorithm on the operands."""
         kind: type[Loop] = Loop
         if algorithm == "xla" and self.op in ("all_reduce", "all_reduce_rms_norm"):
             kind = _InPlaceLoop
@@ -178,9 +181,9 @@ class Case:
 
 
 class _InPlaceLoop(Loop):
-    """A loop of `lax.psum` in place: each call sums what the call before returned.
+    """A loop of `lax.psum` in place: each call sums the result of the call before.
 
-    In a loop over one operand XLA would copy it for every call, as programs seldom need it to.
+    If all calls had the same operand, XLA would copy it for each, which programs seldom need.
     """
 
     def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
@@ -203,7 +206,7 @@ class _InPlaceLoop(Loop):
 
 @dataclasses.dataclass
 class Column:
-    """An algorithm, and the plan that it is to use; None: its own."""
+    """A column of the table: an algorithm, and the plan to run it with; None: its own plan."""
 
     algorithm: str
     plan: Plan | None = None
@@ -261,7 +264,7 @@ def run() -> int:
 
 
 def table(records: Sequence[dict[str, Any]], clock: str) -> str:
-    """Renders fixed-width text; empty if nothing was measured by this clock."""
+    """Renders results as fixed-width text, by one clock, "wall" or "device"; may be empty."""
     timed = [record for record in records if record.get(clock)]
     if not timed:
         return ""
@@ -290,7 +293,7 @@ def _name(record: dict[str, Any]) -> str:
 
 
 def read_table(path: str) -> dict[str, Any]:
-    """Reads the table of a file that is to be written; {} if there is no such file yet."""
+    """Reads the table of a file that will be written; returns {} if there is no such file yet."""
     if not os.path.exists(path):
         return {}
     try:
@@ -306,10 +309,10 @@ def read_table(path: str) -> dict[str, Any]:
 def write_table(
     path: str, records: Sequence[dict[str, Any]], devices: Sequence[jax.Device]
 ) -> None:
-    """Merges the choices that the times imply into the table of a file, which may not exist yet.
+    """Merges the choices that follow from measured times into a file's table, or makes the file.
 
-    Device times decide if every algorithm has them at every size, wall times if not. Times of other
-    sizes that the file has from the same machine, jax and day count, too.
+    Device times are used if every algorithm has them at every size, and else wall times. Times in
+    the file of other sizes are used too, if they are of the same machine, jax, clock and day.
     """
     merged = read_table(path)
     capability = getattr(devices[0], "compute_capability", None) or devices[0].platform
@@ -355,7 +358,7 @@ def write_table(
 def _measure(
     cases: Sequence[Case], on_gpu: bool, mesh: Mesh, started: float
 ) -> list[dict[str, Any]]:
-    """Compiles everything side by side, then times one thing at a time."""
+    """Compiles the loops of all cases in parallel, and then times them one after the other."""
 
     def build(case: Case, column: Column, operands: tuple[jax.Array, ...]) -> Loop | Exception:
         if time.monotonic() - started > _SECONDS.value:

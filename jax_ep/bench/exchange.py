@@ -1,14 +1,14 @@
-"""`python -m jax_ep bench`: how long the exchange takes, compared with what plain JAX offers.
+"""`python -m jax_ep bench`: times the exchange, compared with collectives of plain JAX.
 
-Every time is measured twice: by the host's clock around a compiled loop of dependent calls, and on
-GPUs by CUPTI, which sees each kernel. Bandwidths are taken from the slowest rank's device time
-where there is one, and from the wall time elsewhere.
+Every call is timed in two ways: by the host's clock around a compiled loop of dependent calls, and
+on GPUs by CUPTI, which sees each kernel. Bandwidths follow from the slowest rank's device time
+where there is one, and elsewhere from the wall time.
 
-Columns: "rows" are those of a receive buffer that a token fills, mean over ranks: one for each
-(token, choice), in the rank layout one for each (token, rank). Logical GB/s count these, wire GB/s
-those that cross to another rank; MB and GB are powers of ten. "Floor" is the time that no
-implementation can beat on this machine (`jax_ep.bench.floor`), "set by" the link or the memory, and
-"of floor" is the floor over the time that was measured.
+Columns: "rows" are the rows of a receive buffer that tokens fill, mean over ranks: one for each
+(token, choice), or in the rank-major layout one for each (token, rank). Logical GB/s count these
+rows, wire GB/s those that cross to another rank; MB is 10^6 and GB is 10^9 bytes. "Floor" is the
+time that no implementation can beat on this machine (`jax_ep.bench.floor`), "set by" says whether
+the link or the memory sets it, and "of floor" is the floor over the measured time.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def run() -> int:
 def _measure_all(
     cases: Sequence[dict[str, Any]], bandwidths: floor.Bandwidths
 ) -> Iterator[report.Row]:
-    """Measures each program once, and yields a row for each case, with the case's floor."""
+    """Measures each distinct program once; yields a row for each case, with its floor."""
     measured: dict[str, dict[str, Any]] = {}
     for number, case in enumerate(cases, 1):
         measuring.progress(f"[{number}/{len(cases)}] {report.name(case)}")
@@ -141,7 +141,7 @@ def _measure_all(
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Measures a case; an error is a result, too."""
+    """Measures a case; returns the fields of its row, or {"error": text} if that fails."""
     try:
         return _measure(case)
     except Exception as error:  # one case that fails must not cost the others their results
@@ -149,7 +149,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _program(case: dict[str, Any]) -> str:
-    """Names the program of a case: a baseline runs one for all operations of a direction."""
+    """Returns a text that is equal for cases with the same program.
+
+    A baseline has one program for all operations of a direction.
+    """
     if case["implementation"] in BASELINES:
         case = case | {"op": DIRECTIONS[case["op"]]}
     return str(sorted(case.items()))
@@ -204,16 +207,16 @@ def _measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _microseconds(row: report.Row) -> float:
-    """Picks the slowest rank's device time, or where there is none the wall time."""
+    """Returns a row's device time on the slowest rank, or else its wall time, in microseconds."""
     device = row["device"]
     return row["wall"]["median_us"] if device is None else device["slowest_us"]
 
 
-_routing = functools.lru_cache(maxsize=4)(uniform_routing)  # it takes a second where T is large
+_routing = functools.lru_cache(maxsize=4)(uniform_routing)  # cached: takes a second for large T
 
 
 def make_work(case: dict[str, Any]) -> Work:
-    """Makes the routing and buffer of a case, equal for every operation and implementation."""
+    """Makes the `Work` of a case; its routing depends on neither operation nor implementation."""
     topk_idx = _routing(
         case["ranks"] * case["tokens"], case["num_experts"], case["top_k"], case["seed"]
     )
@@ -271,7 +274,10 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
 
 
 def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator[dict[str, str]]:
-    """Lists how an operation is done: each implementation in each layout, and the baselines."""
+    """Yields the layout, wire dtype and implementation of each way to run an operation.
+
+    The baselines are among them.
+    """
     for layout in _LAYOUTS.value:
         if layout != "rank" and op in OF_RANK_LAYOUT:
             continue
@@ -280,7 +286,7 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
             if wire_dtype != "none":
                 if op not in QUANTIZED or (op == "group" and _OUTPUT.value != "quantized"):
                     continue
-                if op == "group":  # of float8 rows, which "xla" gathers whatever one asks for
+                if op == "group":  # float8 rows are permuted by "xla" in any case
                     available = ["xla"]
             for implementation in available:
                 yield {
@@ -314,7 +320,7 @@ def _check_baseline(baseline, state, outputs, plain: Case) -> None:
 
 
 def _compare_with_ragged(rows: list[report.Row]) -> None:
-    """Adds each row's speed-up over `lax.ragged_all_to_all`, wall time over wall time."""
+    """Adds to each row its speed-up over the baseline `lax.ragged_all_to_all`, in wall time."""
 
     def work(row):
         return row["op"], row["tokens"], row["ranks"], row["dtype"]

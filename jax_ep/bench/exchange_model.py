@@ -1,9 +1,10 @@
-"""What an exchange costs on hosts that are not here: bytes per token and level, and lower bounds.
+"""A model of an exchange between hosts: the rows that cross each level, and lower bounds of time.
 
-M hosts of G ranks each; a rank has one NIC and one NVLink port. A token's experts are drawn by a
-router whose scores are independent and random, which spreads tokens evenly over experts; the rows
-that it then needs are counted on a sample. Levels are *between* hosts, over NICs, and *inside* a
-host, over NVLink. Bandwidths are of one direction: ranks send as much as they receive.
+N = M G ranks on M hosts of G ranks each; a rank has one NIC and one NVLink port. A token's experts
+are drawn by a router whose scores are independent and random, which spreads tokens evenly over
+experts; the rows that a token then needs are counted on a sample. Rows cross two levels: *between*
+hosts, over NICs, and *inside* a host, over NVLink. Bandwidths are those of one direction: ranks
+send as much as they receive.
 
 Four designs, in rows per token (h hosts and r ranks have an expert of the token, on average):
 
@@ -17,8 +18,8 @@ Four designs, in rows per token (h hosts and r ranks have an expert of the token
   two-level, static  the same with every token sent to every host, as static shapes ask for.
                      between M - 1, inside r (1 - 1/G)
 
-The lower bound of a design is the longer of its two levels: both overlap perfectly, and nothing has
-a fixed cost. A combine moves the same rows back.
+The lower bound of a design is the longer of its two levels' times: the model lets both overlap
+perfectly, and has no fixed costs. A combine moves the same rows in the other direction.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-_SAMPLE = 8192  # tokens; the mean of h and r is then right to 1 %
+_SAMPLE = 8192  # tokens, with which the means h and r are right to 1 %
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """M hosts of G ranks; GB/s (10^9 bytes) one way, for each rank."""
+    """M hosts of G ranks each, and the bandwidths of each rank in GB/s (10^9 bytes), one way."""
 
     hosts: int
     ranks_per_host: int
@@ -47,12 +48,15 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """T tokens per rank, each with K of E experts.
+    """The tokens of an exchange: T per rank, each with K of E experts.
 
     Attributes:
-      row_bytes: of a row on the wire.
-      hosts_per_token: a router's limit: a token chooses among the experts of so many hosts, those
-        with the best expert for it; None: among all.
+      tokens: T.
+      num_experts: E.
+      top_k: K.
+      row_bytes: bytes of a row on the wire.
+      hosts_per_token: the router's limit, if any: a token chooses among the experts of this many
+        hosts, those with its best experts.
     """
 
     tokens: int
@@ -63,21 +67,21 @@ class Work:
 
 
 class Reach(NamedTuple):
-    """Hosts and ranks that have an expert of a token, mean over tokens."""
+    """The number of hosts, and of ranks, that have an expert of a token; means over tokens."""
 
     hosts: float
     ranks: float
 
 
 class Rows(NamedTuple):
-    """Rows that a rank sends per token of its own, mean over ranks."""
+    """Rows sent per token, between hosts and inside a host; means over ranks."""
 
     between: float
     inside: float
 
 
 class Bound(NamedTuple):
-    """Microseconds per level, the longer of them, and which that is: "NIC" or "NVLink"."""
+    """The least times of both levels, the longer one, and what sets it: "NIC" or "NVLink"."""
 
     between_us: float
     inside_us: float
@@ -86,7 +90,7 @@ class Bound(NamedTuple):
 
 
 def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
-    """Counts the hosts and ranks of each token on a sample of random scores."""
+    """Counts the hosts and ranks that have an expert of a token, on a sample of random scores."""
     scores = np.random.default_rng(seed).random((_SAMPLE, work.num_experts), np.float32)
     if work.hosts_per_token is not None and work.hosts_per_token < cluster.hosts:
         best = scores.reshape(_SAMPLE, cluster.hosts, -1).max(axis=2)
@@ -101,13 +105,13 @@ def reach(cluster: Cluster, work: Work, seed: int = 0) -> Reach:
 
 
 def _mean_distinct(values: np.ndarray) -> float:
-    """Counts distinct values of a row: the mean over rows."""
+    """Returns the number of distinct values in a row of `values`, as the mean over rows."""
     ordered = np.sort(values, axis=1)
     return 1.0 + float(np.mean(np.sum(np.diff(ordered, axis=1) != 0, axis=1)))
 
 
 def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
-    """Counts the rows of each design; see the module's docstring."""
+    """Returns the rows per token of each design that the module's docstring lists, by its name."""
     other_hosts = 1 - 1 / cluster.hosts
     other_ranks = 1 - 1 / cluster.ranks_per_host
     forwarded = reached.ranks * other_ranks
@@ -129,12 +133,16 @@ def bound(rows: Rows, cluster: Cluster, work: Work) -> Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A figure of another system: GB/s of a dispatch, counted its own way.
+    """A published figure of another system: the GB/s of its dispatch, as that system counts them.
 
     Attributes:
-      gb_per_s: rows for every host of a token, its own included, over the time.
-      inside_gb_per_s: the same system's figure inside one host, whose count includes the rows that
-        stay on their GPU; None: unknown.
+      system: the system's name.
+      cluster: the hosts and links that it ran on.
+      work: the tokens that it dispatched.
+      gb_per_s: bytes over time, with one row for every host of a token, its own host included.
+      inside_gb_per_s: the system's figure inside one host, which includes rows that stay on their
+        GPU; None: unknown.
+      source: where the figure is published.
     """
 
     system: str
@@ -164,7 +172,7 @@ def _deepep_v1(hosts: int, gb_per_s: float) -> Published:
 def _deepep_v2(hosts: int, gb_per_s: float) -> Published:
     return Published(
         "DeepEP V2, SM90",
-        # It does not say which GPU; what it reaches needs more NVLink than an H800's.
+        # The source does not name the GPU; the figure needs more NVLink bandwidth than an H800 has.
         Cluster(hosts, 8, nic_gb_per_s=50, nvlink_gb_per_s=450),
         Work(8192, 256, 8, _FLOAT8_ROW, hosts_per_token=4),
         gb_per_s,
@@ -184,14 +192,16 @@ PUBLISHED = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A published figure against the bound of "two-level", both counted the system's own way.
+    """A published figure, compared with the bound of the design "two-level".
 
     Attributes:
-      counted, crossing: rows per token: hosts, its own included, and rows between hosts.
-      nic_gb_per_s: what the published figure is on the NIC.
-      nvlink_gb_per_s: and on NVLink.
-      model_gb_per_s: the most that the bound allows.
-      set_by: which level sets the bound.
+      published: the figure.
+      counted: rows per token that the figure counts: one for each of its hosts.
+      crossing: rows per token that cross between hosts.
+      nic_gb_per_s: the bandwidth on the NIC that the figure amounts to.
+      nvlink_gb_per_s: the bandwidth on NVLink that the figure amounts to.
+      model_gb_per_s: the most that the bound allows, counted as the figure is.
+      set_by: what sets the bound: "NIC" or "NVLink".
     """
 
     published: Published
@@ -204,7 +214,7 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """The published figure over the model's: 1 where they agree."""
+        """The published figure as a share of the most that the model allows."""
         return self.published.gb_per_s / self.model_gb_per_s
 
 
@@ -226,7 +236,7 @@ def compare(published: Published) -> Comparison:
 
 
 def why(found: Comparison) -> str:
-    """Says what of a published figure the model explains, and what it does not."""
+    """Describes in words what the model explains of a published figure, and what it does not."""
     published, cluster = found.published, found.published.cluster
     name = f"{published.system}, EP{cluster.ranks}"
     text = (

@@ -1,4 +1,4 @@
-"""The flags that several bench commands have."""
+"""Flags that several bench commands share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMERS = ("auto", *DEVICE_TIMERS, "none")
 
 
 class Timing(NamedTuple):
-    """How loops are timed; see `timing.Loop`."""
+    """The flags that say how loops (`timing.Loop`) are timed."""
 
     iterations: Holder
     repeats: Holder
@@ -22,7 +22,10 @@ class Timing(NamedTuple):
 
 class BenchFlags(Flags):
     def timing(self, iterations: int, repeats: int, *, least_iterations: int) -> Timing:
-        """Defines --iterations, --repeats, --device_timer and --by_kernel, with these defaults."""
+        """Defines --iterations, --repeats, --device_timer and --by_kernel.
+
+        `iterations` and `repeats` are defaults; `least_iterations` is the least that is allowed.
+        """
         return Timing(
             self.integer(
                 "iterations", iterations, "Dependent calls in one loop.", least_iterations

@@ -1,8 +1,9 @@
-"""The time that no implementation of an exchange can beat on this machine: its floor.
+"""The floor of an exchange: the time that no implementation can beat on this machine.
 
-Rows that must cross to another rank take at least their bytes over the bandwidth of a plain copy
-between two GPUs; operands and results take at least theirs over the bandwidth of a plain copy in a
-GPU's own memory. The floor is the longer of the two. Both bandwidths are measured in the same run.
+The rows that must cross to another rank take at least their bytes over the bandwidth of a plain
+copy between two GPUs. The operands and results take at least their bytes over the bandwidth of a
+plain copy in a GPU's own memory. The floor is the longer of the two times. Both bandwidths are
+measured in the same run.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _COPY_BYTES = 2**30
 
 
 class Bandwidths(NamedTuple):
-    """Bytes per second; None where it cannot be measured.
+    """Bandwidths in bytes per second; None where one cannot be measured.
 
     Attributes:
-      link: one way, from one GPU to another.
-      memory: read and written, both counted, in the memory of one GPU.
+      link: from one GPU to another, one way.
+      memory: in the memory of one GPU, counting bytes read and bytes written.
     """
 
     link: float | None = None
@@ -32,11 +33,11 @@ class Bandwidths(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes per rank, mean over ranks, that any implementation moves.
+    """The bytes per rank that any implementation of an operation must move; means over ranks.
 
     Attributes:
-      remote: sent to other ranks; one row for each (token, other rank).
-      local: operands read once and results written once.
+      remote: bytes sent to other ranks, one row for each (token, other rank).
+      local: bytes of operands, read once, and of results, written once.
     """
 
     remote: float
@@ -51,7 +52,7 @@ class Floor(NamedTuple):
 
 
 def measure(devices: Sequence[jax.Device]) -> Bandwidths:
-    """Measures both bandwidths; CPUs have neither, and one GPU has no link."""
+    """Measures the bandwidths of the link and of memory; CPUs have neither, one GPU no link."""
     if devices[0].platform != "gpu":
         return Bandwidths()
     source = jax.device_put(jnp.zeros(_COPY_BYTES, jnp.uint8), devices[0])
@@ -63,7 +64,10 @@ def measure(devices: Sequence[jax.Device]) -> Bandwidths:
 
 
 def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once: int = 8) -> float:
-    """Times copies; the best of `repeats`, since it stands for what the hardware can do."""
+    """Times copies, `at_once` at a time; returns copies per second, the best of `repeats` times.
+
+    The best stands for what the hardware can do.
+    """
     jax.block_until_ready(copy())
     best = float("inf")
     for _ in range(repeats):
@@ -90,7 +94,7 @@ def traffic(op: str, work: Work) -> Traffic:
         "combine": rows + here,
         "round_trip": here + filled * dispatched + rows + here,
         "dispatch_grad": rows + here,
-        # The gradient of the weights, which the rank layout has none of, reads y.
+        # The gradient of the weights reads y; rank-major combines have no weights.
         "combine_grad": here + rows + (0 if work.layout == "rank" else rows),
         "group": received * dispatched + pairs * own,
         "ungroup": pairs * own + received * own,
@@ -106,7 +110,7 @@ def traffic(op: str, work: Work) -> Traffic:
 
 
 def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
-    """Computes the least time for so many bytes; None if no bandwidth that it takes is known."""
+    """Computes the least time that `moved` takes; None if no bandwidth that it needs is known."""
     times = []
     if bandwidths.link is not None and moved.remote:
         times.append(Floor(moved.remote / bandwidths.link * 1e6, "link"))
@@ -116,7 +120,7 @@ def floor(moved: Traffic, bandwidths: Bandwidths) -> Floor | None:
 
 
 def record(moved: Traffic, bandwidths: Bandwidths) -> dict[str, Any]:
-    """Records the floor, for a row of a table, and the bytes that it is computed from."""
+    """Returns the floor and the bytes it is computed from, as fields of a result of `bench`."""
     found: dict[str, Any] = {"remote_bytes": moved.remote, "local_bytes": moved.local}
     if least := floor(moved, bandwidths):
         found |= {"floor_us": least.us, "floor_set_by": least.set_by}

@@ -1,15 +1,16 @@
-"""`python -m jax_ep bench layer`: the MoE layer as a whole, compared with plain JAX's.
+"""`python -m jax_ep bench layer`: times the whole MoE layer, compared with layers of plain JAX.
 
-Router, exchange, experts and exchange back, forward alone or with the gradients of x, gate, wi_0,
-wi_1 and wo (each rank's own: a training step sums the gate's over ranks with its other replicated
-parameters). All layers of a shape share parameters, tokens and R. The yardsticks: (a)
-`lax.ragged_all_to_all` with `lax.ragged_dot`, and (b) the fastest exchange of plain XLA collectives
-with this library's grouped matmul.
+A layer is router, dispatch, experts and combine, either forward alone or with the gradients of x,
+gate, wi_0, wi_1 and wo. The gradients are each rank's own: a training step sums that of the gate
+over ranks together with its other replicated parameters. All layers of a shape have the same
+parameters, tokens and R. They are compared with (a) `lax.ragged_all_to_all` with `lax.ragged_dot`,
+and (b) the fastest exchange of plain XLA collectives with this library's grouped matmul.
 
-Throughputs and speed-ups are of in-loop wall times. FLOP/s count the experts' matmuls of rows that
-were routed: 6 H F for a row, three times that with gradients. "Communication" is the share of the
-device time that kernels of the exchange and of XLA's collectives take, waiting for peers included.
-"Peak" is what XLA says the program holds on a device: arguments, results and temporaries.
+Throughputs and speed-ups follow from in-loop wall times. FLOP/s count the experts' matmuls of rows
+that were routed: 6 H F for a row, three times that with gradients. "Communication" is the share of
+the device time that kernels of the exchange and of XLA's collectives take, including their waiting
+for peers. "Peak" is the memory that the program holds on a device, according to XLA: arguments,
+results and temporaries.
 """
 
 from __future__ import annotations
@@ -50,15 +51,16 @@ from jax_ep.moe.routing import Score
 DIRECTIONS = ("forward", "forward_backward")
 OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
 COMMUNICATION = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
-# Of a row of a result, in norm, relative to it and to the mean row: some roundings to bfloat16.
+# The largest error of a row of a result, in norm, relative to the norms of the row and of the mean
+# row: some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
-# With float8 on the wire, whose values are off by up to 2^-4 of themselves.
+# The tolerance with float8 on the wire, where a value is off by up to 2^-4 of itself.
 QUANTIZED_TOLERANCE = 2.0**-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """H, F, E and K of a model's MoE layers."""
+    """The sizes H, F, E and K of a model's MoE layers, and its router's score function."""
 
     hidden: int
     mlp_dim: int
@@ -158,7 +160,11 @@ def run() -> int:
 def measure_shape(
     work: dict[str, Any], shape: Shape, contenders: Sequence[str], deadline: float
 ) -> list[report.Row]:
-    """Measures a row for each direction and contender; an error is a result, too."""
+    """Measures one shape: returns a row for each direction and contender, with times or an error.
+
+    `work` names the shape and has its ranks and tokens. After `deadline`, in seconds of
+    `time.monotonic`, nothing more is started.
+    """
     cases = [
         work
         | dataclasses.asdict(shape)
@@ -185,17 +191,17 @@ def measure_shape(
         return Loop(None, step, state, mesh, iterations)
 
     rows: list[report.Row] = []
-    expected: dict[str, tuple[str, Any]] = {}  # by direction: whose, and what
+    expected: dict[str, tuple[str, Any]] = {}  # by direction: a contender and its outputs
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
         futures = [pool.submit(build, case) for case in cases]
-        for future in futures:  # compiled side by side, but timed alone
+        for future in futures:  # waits for all: compiled in parallel, timed one by one
             future.exception()
     for case, future in zip(cases, futures, strict=True):
         measuring.progress("{}: {direction}, {contender}".format(text, **case))
         memory: dict[str, Any] = {}
         try:
             loop = future.result()
-            memory = memory_of(loop)  # known even of what then does not fit
+            memory = memory_of(loop)  # known even for a layer that does not fit into memory
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not started within {_SECONDS.value:g} s")
             if _CHECK.value:
@@ -217,7 +223,7 @@ def _wire_dtype(contender: str) -> str:
 
 
 def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
-    """Measures times and throughput of one compiled layer."""
+    """Measures the times and the throughput of one compiled layer, as fields of its row."""
     slow = case["contender"] == RAGGED_DOT
     result: dict[str, Any] = {
         "iterations": loop.iterations,
@@ -241,7 +247,7 @@ def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_of(loop: Loop) -> dict[str, Any]:
-    """Asks XLA what a compiled layer holds on a device."""
+    """Returns the bytes that a compiled layer holds on a device, according to XLA."""
     memory = loop.compiled.memory_analysis()
     if memory is None:
         return {"peak_bytes": None, "temp_bytes": None}
@@ -251,13 +257,13 @@ def memory_of(loop: Loop) -> dict[str, Any]:
 
 
 def communication_share(by_kernel: dict[str, float]) -> float:
-    """Computes the share of communication in the time of all kernels, by their names."""
+    """Computes the share of communication in the time of all kernels, told by kernels' names."""
     in_exchange = sum(us for name, us in by_kernel.items() if COMMUNICATION.search(name))
     return in_exchange / sum(by_kernel.values())
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
-    """Makes (`MoEParams`, x [T, H], the output's cotangent [T, H]) of every rank, stacked."""
+    """Makes random (`MoEParams`, x [T, H], cotangent of the output [T, H]), the ranks stacked."""
     num_local = shape.num_experts // mesh.size
     hidden, mlp_dim = shape.hidden, shape.mlp_dim
 
@@ -265,8 +271,8 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
         def rows(stream, *sizes):
             return random_rows(own_seed + 100 * stream, sizes, jnp.bfloat16)
 
-        # Of values that bfloat16 holds, so that no precision of the router's matmul rounds them:
-        # the layers must not choose other experts for it.
+        # The gate has values that bfloat16 represents, so that the precision of the router's
+        # matmul cannot make layers choose different experts.
         gate = random_rows(gate_seed, (hidden, shape.num_experts), jnp.bfloat16)
         params = MoEParams(
             gate=gate.astype(jnp.float32) * 2.0 ** -round(math.log2(hidden / 8) / 2),
@@ -286,7 +292,11 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
 def make_config(
     shape: Shape, state: Any, mesh: Mesh, capacity_factor: float
 ) -> tuple[MoEConfig, dict[str, Any]]:
-    """Makes the layer's config, whose buffer holds all rows of this routing, and the load."""
+    """Makes the layers' config, and a record of the load that the state's routing makes.
+
+    The receive buffer holds all rows of that routing. The record has "rows", mean over ranks,
+    "rows_needed" and "capacity".
+    """
     config = MoEConfig(
         num_experts=shape.num_experts,
         num_experts_per_token=shape.top_k,
@@ -303,7 +313,7 @@ def make_config(
     topk_idx = np.asarray(jax.jit(routed)(state))
     needed = rows_needed(topk_idx, mesh.size, shape.num_experts, 1)
     average = topk_idx.size // mesh.size
-    # A token's choices are distinct: no more of them than a rank has experts land there.
+    # A token's choices are distinct, so a rank receives at most as many of them as it has experts.
     most = len(topk_idx) * min(shape.top_k, shape.num_experts // mesh.size)
     if not capacity_factor:
         return config, {"rows": average, "rows_needed": needed, "capacity": most}
@@ -314,7 +324,10 @@ def make_config(
 
 
 def make_step(contender: str, direction: str, config: MoEConfig, capacity: int) -> Any:
-    """Makes what a `Loop` repeats: it returns what `OUTPUTS` names, forward the first of it."""
+    """Returns the function that a `Loop` repeats: a contender's layer, with or without gradients.
+
+    It returns the arrays that OUTPUTS names, or, for the direction "forward", the first of them.
+    """
     layer = make_layer(contender, config, capacity)
 
     def forward(state):
@@ -334,9 +347,9 @@ def make_step(contender: str, direction: str, config: MoEConfig, capacity: int) 
 def agree(name: str, outputs: Any, other: str, expected: Any, tolerance: float = TOLERANCE) -> None:
     """Raises AssertionError unless two layers' outputs and gradients agree, row by row.
 
-    A row differs if the norm of its error is above `tolerance` times its own plus the mean row's
-    norm. One row in 10000 may: two experts whose scores are equal but for a rounding may change
-    places.
+    A row differs if the norm of its error is more than `tolerance` times the sum of its own norm
+    and the mean row's. One row in 10000 may differ: rounding may swap two experts whose scores are
+    nearly equal.
     """
     for what, got, wanted in zip(OUTPUTS, outputs, expected, strict=False):
         count, worst = (float(number) for number in _differing_rows(got, wanted, tolerance))
@@ -360,7 +373,10 @@ def _differing_rows(
 
 
 def compare(rows: list[report.Row]) -> None:
-    """Adds each row's speed-up over (a) and over the fastest of (b), wall time over wall time."""
+    """Adds to each row its speed-up, in wall time, over the two layers it is compared with.
+
+    They are ragged_all_to_all with ragged_dot, and the fastest plain exchange.
+    """
 
     def work(row):
         return row["shape"], row["tokens"], row["ranks"], row["direction"]
@@ -385,7 +401,7 @@ _TEXT = ("shape", "direction", "layer", "wire", "checked")
 
 
 def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
-    """Renders fixed-width text; a column that is empty in every row is left out."""
+    """Renders the layers' rows as fixed-width text, without columns that are empty in all rows."""
     text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _TEXT)
     text += ["", f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"]
     text += report.notes(rows, _name)[1:]

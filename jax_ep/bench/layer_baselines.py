@@ -1,9 +1,9 @@
-"""The MoE layer as `bench layer` compares it: this library's, and what plain JAX makes of it.
+"""The MoE layers that `bench layer` compares: this library's, and those of plain JAX.
 
-Every layer is a function of (params, x) on one rank, inside `jax.shard_map` over `AXIS`: the same
-router, the same rows for the experts in a buffer of the same size, differentiable in all operands.
-The baselines are written to be fast: each gradient that JAX would derive as a scattering sum and
-that has a better form is given in that form.
+Every layer is a function of (params, x) on one rank, inside `jax.shard_map` over `AXIS`. All have
+the same router, give the experts the same rows in a buffer of the same size, and are differentiable
+in all operands. The baselines are written to be fast: where JAX would derive a gradient as a
+scatter-add and a faster form exists, the faster form is given.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Layer = Callable[[MoEParams, jax.Array], jax.Array]  # x [T, H] -> [T, H]
 
 
 class Exchange(NamedTuple):
-    """One way there and back, along the routes of one call.
+    """A dispatch and a combine along the routes of one call, as functions.
 
     Attributes:
-      group_sizes: [L] int32.
+      group_sizes: [L] int32, rows of each local expert.
       send: x [T, H] -> [R, H], rows grouped by local expert.
-      bring_back: (y [R, H], weights [T, K] float32) -> [T, H], the weighted sums.
+      bring_back: (y [R, H], weights [T, K] float32) -> [T, H], the weighted sums by token.
     """
 
     group_sizes: jax.Array
@@ -43,13 +43,13 @@ class Exchange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A way to compute the layer.
+    """A way to compute the MoE layer.
 
     Attributes:
-      exchange: None: that of `moe.moe_layer`, with `implementation`; else from topk_idx [T, K],
-        the config and R.
-      ragged_dot: multiply by `lax.ragged_dot` instead of `jax_ep.grouped_matmul`.
-      plain_exchange: whether it counts as plain XLA collectives with our grouped matmul.
+      exchange: (topk_idx [T, K], config, R) -> `Exchange`; None: the layer is `moe.moe_layer`.
+      implementation: the `implementation` of `moe.moe_layer`, where `exchange` is None.
+      ragged_dot: whether experts use `lax.ragged_dot` instead of `jax_ep.grouped_matmul`.
+      plain_exchange: whether it is plain XLA collectives with this library's grouped matmul.
     """
 
     exchange: Callable[[jax.Array, MoEConfig, int], Exchange] | None = None
@@ -59,7 +59,10 @@ class Contender:
 
 
 def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
-    """Makes one of CONTENDERS; its receive buffer has `capacity` rows, as `config` says too."""
+    """Returns the layer of one of CONTENDERS, with a receive buffer of `capacity` rows.
+
+    `config` must give the same capacity.
+    """
     contender = CONTENDERS[name]
     exchange = contender.exchange
     if exchange is None:
@@ -78,14 +81,14 @@ def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
 
 
 def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing:
-    """Routes as `moe_layer` does."""
+    """Routes the tokens x [T, H] by the gate of `params`, as `moe_layer` does."""
     assert params.gate is not None
     logits = routing.router_logits(x, params.gate)
     return routing.top_k_routing(logits, config.num_experts_per_token, score=config.score)
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Says why a contender cannot run on this platform; None: it can."""
+    """Returns why a contender cannot run on a platform, such as "cpu", or None if it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None
@@ -97,11 +100,15 @@ def _ragged_dot_mlp(tokens, wi_0, wi_1, wo, group_sizes):
     return lax.ragged_dot(gated.astype(tokens.dtype), wo, group_sizes)
 
 
-# ---- all_gather there, psum_scatter back -----------------------------------------------------
+# ---- all_gather as dispatch, psum_scatter as combine -----------------------------------------
 
 
 def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
-    """Sends every token to every rank, which picks its own; sums over ranks on the way back."""
+    """Makes an exchange by `lax.all_gather` and `lax.psum_scatter`.
+
+    Every token goes to every rank, which takes the rows of its own experts; the combine sums over
+    ranks.
+    """
     top_k = topk_idx.shape[1]
     num_local = config.num_experts // lax.axis_size(AXIS)
     choices = lax.all_gather(topk_idx, AXIS, tiled=True).reshape(-1)
@@ -111,7 +118,7 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
     ends = jnp.searchsorted(by_expert, jnp.arange(num_local), side="right").astype(jnp.int32)
     live = jnp.arange(capacity) < ends[-1]
     choice = jnp.where(live, choice[:capacity], choices.size)
-    token = choice // top_k  # past the last one where the row is empty
+    token = choice // top_k  # past the last token where the row is empty
 
     def bring_back(y, weights):
         all_weights = lax.all_gather(weights, AXIS, tiled=True).reshape(-1)
@@ -124,13 +131,19 @@ def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) ->
 
 @jax.custom_vjp
 def _spread(x: jax.Array, token: jax.Array) -> jax.Array:
-    """Copies the row of token `token[r]` of all N * T: [T, H] -> [R, H], zeros past the last."""
+    """Gathers x [T, H] of all ranks and takes the rows `token` [R] of it: [R, H].
+
+    A token past the last of all N * T gives a row of zeros.
+    """
     return jnp.take(lax.all_gather(x, AXIS, tiled=True), token, 0, mode="fill", fill_value=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _collect(rows: jax.Array, token: jax.Array, num_tokens: int, dtype: Any) -> jax.Array:
-    """Sums by token over all ranks: [R, H] -> [T, H]; float32 within a rank."""
+    """Sums rows [R, H] by `token` over all ranks; returns this rank's tokens, [T, H] of `dtype`.
+
+    Sums within a rank are float32.
+    """
     sums = jnp.zeros((lax.axis_size(AXIS) * num_tokens, rows.shape[1]), jnp.float32)
     sums = sums.at[token].add(rows.astype(jnp.float32), mode="drop")
     return lax.psum_scatter(sums.astype(dtype), AXIS, tiled=True)
@@ -149,11 +162,14 @@ _collect.defvjp(
 )
 
 
-# ---- ragged_all_to_all both ways -------------------------------------------------------------
+# ---- ragged_all_to_all as dispatch and as combine --------------------------------------------
 
 
 def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
-    """Sends one row per choice: sorted by expert, and again where they arrive; and back."""
+    """Makes an exchange by `lax.ragged_all_to_all`, with one row for each choice.
+
+    Rows are sorted by expert before they are sent, and again after they have arrived.
+    """
     num_tokens, top_k = topk_idx.shape
     num_ranks, rank = lax.axis_size(AXIS), lax.axis_index(AXIS)
     num_local = config.num_experts // num_ranks
@@ -164,7 +180,7 @@ def ragged(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     counts = lax.all_gather(jnp.diff(ends.astype(jnp.int32), prepend=0), AXIS)
     pairs = counts.reshape(num_ranks, num_ranks, num_local).sum(axis=2)  # [source, destination]
     mine = lax.dynamic_slice_in_dim(counts, rank * num_local, num_local, axis=1)
-    # Rows arrive by source, and by expert within each; what is past them belongs to no expert.
+    # Rows arrive by source, and by expert within a source. Rows past the last have no expert.
     block_ends = jnp.cumsum(mine.reshape(-1), dtype=jnp.int32)
     block = jnp.searchsorted(block_ends, jnp.arange(capacity), side="right")
     expert = jnp.where(block < mine.size, block % num_local, num_local)
@@ -191,7 +207,10 @@ def _inverse(permutation: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _permute(x: jax.Array, index: jax.Array, inverse: jax.Array, copies: int) -> jax.Array:
-    """Takes the rows of x, each `copies` times in a row, in the order of `index`."""
+    """Repeats each row of x `copies` times, and takes the repeated rows in the order of `index`.
+
+    `inverse` is the inverse permutation of `index`, for the gradient.
+    """
     return x[index // copies]
 
 
@@ -209,13 +228,19 @@ _permute.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_out(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Sends rows by destination -> [num_rows, H] by source; `pairs[s, d]` rows go from s to d."""
+    """Sends rows, ordered by destination; returns [num_rows, H], ordered by source.
+
+    pairs[s, d] rows go from rank s to rank d.
+    """
     return _ragged_all_to_all(rows, pairs, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_back(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Sends the rows of `_ragged_out` back; it is that function's gradient."""
+    """Returns rows that `_ragged_out` has sent to where they came from, [num_rows, H].
+
+    It is the gradient of `_ragged_out`, and takes the same `pairs`.
+    """
     return _ragged_all_to_all(rows, pairs.T, num_rows)
 
 

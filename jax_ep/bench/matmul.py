@@ -1,12 +1,12 @@
-"""`python -m jax_ep bench matmul`: the grouped matmuls, compared with a dense matmul.
+"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul.
 
-Times the product, its gradients of the rows (dlhs) and of the matrices (drhs), and the sum of two
-dlhs, which the gradient of an expert's gated MLP takes. The candidates of an operation and the
-dense matmul take turns, one loop each, as a GPU's clock wanders: "of dense" is the median over
-turns of the ratio of their rates. TFLOP/s count rows that belong to a group.
+Times the product, its gradients for the rows (dlhs) and for the matrices (drhs), and the sum of two
+dlhs, which the gradient of an expert's gated MLP needs. Candidates are the backends that compute an
+operation here. They and the dense matmul take turns, one loop each, since a GPU's clock drifts; "of
+dense" is the median over turns of the ratio of their rates. TFLOP/s count rows in groups.
 
-`--check` compares every candidate first: on fresh random operands (empty and huge groups, NaN past
-the last one) with float64, and at the sizes that are timed, some groups of each, with float32.
+`--check` first compares every candidate: on small random operands (empty and large groups, NaN past
+the last group) with float64, and at the sizes that are timed, in some groups, with float32.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run() -> int:
 
 
 def measure_case(case: Case, dtype: Any, mesh: Mesh, deadline: float) -> Iterator[report.Row]:
-    """Measures a row for each operation and candidate, the dense matmul among them."""
+    """Yields a row of results for each operation and candidate of a case, dense matmul included."""
     facts = {
         "case": case.name,
         "rows": case.num_rows,
@@ -132,7 +132,7 @@ def measure_case(case: Case, dtype: Any, mesh: Mesh, deadline: float) -> Iterato
 def measure_operation(
     case: Case, op: str, state: Operands, mesh: Mesh, deadline: float
 ) -> list[report.Row]:
-    """Measures the dense matmul and the candidates: dense first, then the fastest first."""
+    """Measures one operation: returns rows for the dense matmul, then for the fastest first."""
     found = [("dense", dense_operation(op))]
     for backend in candidates(case, op, state.lhs.dtype):
         found.append((backend.name, operation(backend, op)))
@@ -167,9 +167,10 @@ def _compile(
     mesh: Mesh,
     deadline: float,
 ) -> dict[int, Loop]:
-    """Compiles the loops side by side, and checks and warms up one after the other.
+    """Compiles the loops of candidates in parallel; checks and warms them up one by one.
 
-    Returns those that work, by their place in `found`; what kept another from it is in its row.
+    Returns the loops that work, by their index in `found`. The error of another loop goes into its
+    entry of `rows`.
     """
     measuring.progress(f"{what}: compiling")
 
@@ -205,7 +206,7 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
-    """Renders fixed-width text; a column that is empty in every row is left out."""
+    """Renders results as fixed-width text, without columns that are empty in every row."""
     text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _COLUMNS[:4])
     text += report.notes(rows, _name)
     return "\n".join(text + (report.kernels(rows, _name) if by_kernel else []))
@@ -231,10 +232,10 @@ def _cells(row: report.Row) -> list[str]:
 
 
 def candidates(case: Case, op: str, dtype: Any) -> list[Backend]:
-    """Lists the backends that compute the operation here and that `--candidate` names."""
+    """Returns the backends that compute an operation here and that `--candidate` names."""
     found = available((case.hidden, case.mlp), dtype, slow=case.slow)
     if _SWEEP.value:
         found += other_blocks(case, op, [backend.name for backend in found])
-    if op == "drhs":  # it is that of "xla"
+    if op == "drhs":  # TOKAMAX has the drhs of "xla"
         found = [backend for backend in found if backend is not TOKAMAX]
     return [backend for backend in found if _CANDIDATE.value in backend.name]

@@ -1,4 +1,4 @@
-"""Whether a grouped matmul is right: `bench matmul --check`."""
+"""Checks the results of grouped matmuls, for `bench matmul --check`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from jax_ep.bench.matmul_contenders import available
 from jax_ep.bench.matmul_operations import OPERATIONS, Operands, operation
 from jax_ep.bench.timing import Loop
 
-# Largest relative error of a result, in norm.
+# The largest relative error that a result may have, in norm, by the operands' dtype.
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 
 
 def check(dtype: Any, only: str = "", ops: Sequence[str] = OPERATIONS) -> list[str]:
-    """Compares every backend with float64 on fresh random operands; a line for each wrong result.
+    """Compares every backend with float64 on small random operands, different in each run.
 
     Args:
-      dtype: of the operands.
-      only: part of the names of the backends to check.
-      ops: of OPERATIONS.
+      dtype: the operands' dtype.
+      only: a part of the names of the backends to check; "" for all.
+      ops: the operations to check, of OPERATIONS.
+
+    Returns:
+      A line of text for each wrong result.
     """
     seed = int.from_bytes(os.urandom(4), "little")
     wrong = []
@@ -55,7 +58,7 @@ def check(dtype: Any, only: str = "", ops: Sequence[str] = OPERATIONS) -> list[s
 
 
 def _small_operands(rng: np.random.Generator, dtype: Any) -> Iterator[Operands]:
-    """Draws operands with empty, huge and odd groups, and NaN past the last group."""
+    """Yields random operands with empty, large and odd groups, and NaN past the last group."""
     for num_rows, sizes, hidden, mlp in (
         (1024, rng.multinomial(1000, rng.dirichlet(np.full(9, 0.3))), 256, 384),
         (768, np.array([0, 1, 640, 0, 7, 0]), 128, 64),
@@ -78,7 +81,10 @@ def _small_operands(rng: np.random.Generator, dtype: Any) -> Iterator[Operands]:
 
 
 def check_some_groups(op: str, state: Operands, loop: Loop) -> None:
-    """Raises AssertionError unless the first, a middle and the last group agree with float32."""
+    """Raises AssertionError unless a loop's result is right in its first, middle and last group.
+
+    The groups are compared with float32, and rows past the last group with zero.
+    """
     o = jax.tree.map(lambda leaf: leaf[0], state)
     out = loop.outputs()[0]
     ends = np.cumsum(np.asarray(o.group_sizes))
@@ -97,7 +103,7 @@ def check_some_groups(op: str, state: Operands, loop: Loop) -> None:
 
 
 def of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> Any:
-    """Computes an operation for the rows x, g and g_1 of a group, and its matrices w and w_1."""
+    """Computes an operation, by `dot`, on one group's rows x, g, g_1 and matrices w, w_1."""
     if op == "product":
         return dot(x, w)
     if op == "drhs":
@@ -107,7 +113,7 @@ def of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> A
 
 
 def reference(operands: Operands) -> dict[str, np.ndarray]:
-    """Computes all operations in float64, group by group."""
+    """Computes the results of all operations in float64, group by group, by operation."""
     o = jax.tree.map(np.asarray, operands)
     x, w, g, w_1, g_1 = (a.astype(np.float64) for a in (o.lhs, o.rhs, o.grad, o.rhs_1, o.grad_1))
     out = {"product": np.zeros(g.shape), "drhs": np.zeros(w.shape)}

@@ -1,7 +1,7 @@
-"""Grouped matmuls that the library does not use, for `bench matmul` to compare it with.
+"""Grouped matmuls of others, which `bench matmul` compares with the library's own.
 
-"mosaic" is JAX's own pair of Pallas kernels for Hopper GPUs, "tokamax" the package of that name.
-Both obey the contract of `jax_ep.matmul.backend`.
+"mosaic" is JAX's own pair of Pallas kernels for Hopper GPUs; "tokamax" is the package of that name.
+Both follow the contract of `jax_ep.matmul.backend`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from jax_ep.bench.matmul_operations import Case
 from jax_ep.matmul import api, loop, pallas, xla
 from jax_ep.matmul.backend import Backend, pad_rows, zero_tail
 
-_ROW_MULTIPLE = 8  # both load and store tiles of 8 rows
+_ROW_MULTIPLE = 8  # the kernels of both load and store tiles of 8 rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How a Mosaic kernel cuts its work.
+    """The block sizes of a kernel of JAX's "mosaic" pair.
 
     Attributes:
-      block_m, block_n: of a block of the output.
-      block_k: of a step of the sum.
+      block_m: rows of a block of the output.
+      block_n: columns of a block of the output.
+      block_k: length of a step along the summed dimension.
       max_concurrent_steps: loads in flight.
-      grid_block_n: thread blocks walk the output in columns of so many blocks, so that what they
-        load is still in the L2 cache.
+      grid_block_n: width, in blocks, of the column bands in which thread blocks walk the output, so
+        that operands are still in the L2 cache.
     """
 
     block_m: int
@@ -55,7 +56,7 @@ def product_blocks(num_rows: int, num_groups: int, num_cols: int) -> Blocks:
 
 
 def drhs_blocks(num_rows: int, num_cols: int) -> Blocks:
-    """Chooses blocks for gradients [num_rows, num_cols] of the groups' matrices."""
+    """Chooses blocks for the gradients of groups' matrices, [num_rows, num_cols] each."""
     block_m = 128 if num_rows % 128 == 0 else 64
     block_n = 128 if num_cols % 128 == 0 else 64
     return Blocks(block_m, block_n, 64, 4, 1)
@@ -69,11 +70,11 @@ def mosaic_product(
     transpose_rhs: bool,
     blocks: Blocks | None = None,
 ) -> jax.Array:
-    """Multiplies by `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`.
+    """Multiplies each row by its group's matrix with JAX's kernel `ragged_dot_mgpu`.
 
     A row of the result depends on its own row of lhs alone, so NaNs past the last group stay
-    there; the kernel leaves those rows of the result unwritten, and a select, which XLA fuses
-    into what comes next, makes them zero.
+    there. The kernel does not write those rows of the result; a select, which XLA fuses into the
+    next operation, makes them zero.
     """
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
@@ -94,11 +95,11 @@ def mosaic_product(
 def mosaic_drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, blocks: Blocks | None = None
 ) -> jax.Array:
-    """Computes d(rhs) by `jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu`.
+    """Computes the gradient of rhs with JAX's kernel `transposed_ragged_dot_mgpu`.
 
-    The kernel reads whole blocks of `block_k` rows and multiplies another group's rows by zero,
-    which a NaN survives: the rows between the last group's end and its block's end are cleared
-    first, in place where XLA can. Rows of later blocks are never read.
+    The kernel reads whole blocks of `block_k` rows and multiplies rows of other groups by zero,
+    which leaves a NaN a NaN. So the rows between the last group's end and its block's end are
+    cleared first, in place where XLA can. Rows of later blocks are never read.
     """
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
@@ -117,8 +118,8 @@ def mosaic_drhs(
 def _core_count_known(module: Any) -> Iterator[None]:
     """Lets a kernel that asks the first device for its core count be lowered without a GPU.
 
-    It is then taken to be that of an H100 or H200 SXM. The machine that runs the program lowers
-    it again, so this matters only for lowering ahead of time.
+    Replaces `jax` in `module` by one whose first device has the cores of an H100 or H200 SXM. The
+    machine that runs the program lowers it again, so this serves only lowering ahead of time.
     """
     if jax.devices()[0].platform == "gpu":
         yield
@@ -139,7 +140,7 @@ def _core_count_known(module: Any) -> Iterator[None]:
 
 
 def _zero_rows_after_end(x: jax.Array, group_sizes: jax.Array, count: int) -> jax.Array:
-    """Sets the first `count` rows past the last group to zero; the others are not read."""
+    """Sets the first `count` rows of x past the last group to zero, and keeps all others."""
     count = min(count, x.shape[0])
     end = jnp.sum(group_sizes)
     first = jnp.minimum(end, x.shape[0] - count)
@@ -151,7 +152,10 @@ def _zero_rows_after_end(x: jax.Array, group_sizes: jax.Array, count: int) -> ja
 def tokamax_product(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transpose_rhs: bool
 ) -> jax.Array:
-    """Multiplies by `tokamax.ragged_dot_general`, with the kernel that tokamax picks."""
+    """Multiplies each row by its group's matrix with `tokamax.ragged_dot_general`.
+
+    tokamax picks the kernel.
+    """
     import tokamax
 
     out = tokamax.ragged_dot_general(
@@ -185,8 +189,8 @@ MOSAIC = Backend(
     operands_reason=pallas.operands_reason,
     platform_reason=pallas.platform_reason,
 )
-# Its own d(rhs), as of 0.0.17, is wrong on an H200: of groups with more rows than one of its blocks
-# the sums were off by a fifth. So it takes that of "xla".
+# The gradient of rhs is that of "xla": tokamax's own, as of 0.0.17, is wrong on an H200, where sums
+# of groups with more rows than one of its blocks were off by a fifth.
 TOKAMAX = Backend(
     "tokamax",
     tokamax_product,
@@ -197,9 +201,9 @@ TOKAMAX = Backend(
 
 
 def available(matrix: tuple[int, int], dtype: Any, slow: bool = True) -> list[Backend]:
-    """Lists the backends that can multiply by matrices [H, F] of a dtype here.
+    """Returns the backends that can multiply by matrices [H, F] of a dtype here.
 
-    Each chooses its own block sizes. `slow`: "xla" and "loop" too.
+    Each chooses its own block sizes. "xla" and "loop" are included only if `slow`.
     """
     known = [pallas.BACKEND, MOSAIC, TOKAMAX]
     if slow:
@@ -237,7 +241,10 @@ MOSAIC_DRHS_BLOCKS = (
 
 
 def other_blocks(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
-    """Lists Hopper kernels of these names with other blocks than they choose themselves."""
+    """Returns "pallas" and "mosaic", if in `names`, with block sizes they do not choose themselves.
+
+    Only sizes that fit the case and operation are used.
+    """
     columns = case.hidden if op in ("dlhs", "sum_of_dlhs") else case.mlp
     found = _other_tiles(columns) if pallas.BACKEND.name in names else []
     if MOSAIC.name in names and op in ("product", "dlhs"):

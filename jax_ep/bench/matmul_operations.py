@@ -1,4 +1,4 @@
-"""The operations that `bench matmul` times, their sizes and their operands."""
+"""The operations that `bench matmul` times, with their sizes and operands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ OPERATIONS = ("product", "dlhs", "drhs", "sum_of_dlhs")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """lhs [num_rows, hidden] by num_groups matrices [hidden, mlp]; `live` rows are in a group."""
+    """The sizes of a grouped matmul: [num_rows, hidden] by num_groups matrices [hidden, mlp].
+
+    `live` of the rows are in a group.
+    """
 
     name: str
     num_rows: int
@@ -50,7 +53,7 @@ SMALL_CASES = (  # for CPUs
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What the operations take; the second grad and rhs are those of the sum's other product."""
+    """The operands of all operations; rhs_1 and grad_1 are those of the sum's second product."""
 
     lhs: jax.Array  # [R, H]
     rhs: jax.Array  # [L, H, F]
@@ -67,7 +70,7 @@ Function = Callable[[Operands], jax.Array]
 
 
 def operation(backend: Backend, op: str) -> Function:
-    """Makes the function by which a backend computes one of OPERATIONS."""
+    """Returns the function by which a backend computes one of OPERATIONS."""
     functions: dict[str, Function] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
         "dlhs": lambda o: backend.product(o.grad, o.rhs, o.group_sizes, transpose_rhs=True),
@@ -80,9 +83,10 @@ def operation(backend: Backend, op: str) -> Function:
 
 
 def dense_operation(operation: str) -> Function:
-    """Makes a plain matmul of the same size: every row of the buffer by the first group's matrix.
+    """Returns a dense matmul of the size of an operation, as the yardstick for it.
 
-    For the sum of two products it is one of them.
+    It multiplies every row of lhs or grad by the first group's matrix. For "sum_of_dlhs" it is one
+    of the two products.
     """
     return {
         "product": lambda o: jnp.dot(o.lhs, o.rhs[0]),
@@ -93,7 +97,10 @@ def dense_operation(operation: str) -> Function:
 
 
 def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
-    """Draws normal values, each array with one rank's leading axis; groups are drawn uniformly."""
+    """Draws the operands of a case from a normal distribution, with groups of random sizes.
+
+    Every array has a leading axis of one rank. Each live row has the same chance for each group.
+    """
     sizes = np.random.default_rng(seed).multinomial(
         case.live, np.full(case.num_groups, 1 / case.num_groups)
     )

@@ -1,4 +1,4 @@
-"""What the bench commands share: devices, progress, and a loop's times as a record."""
+"""Functions that the bench commands share: devices, progress, a loop's times, files of results."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jax_ep.cli.info import versions
 
 
 def find_devices(cpu_devices: int) -> list[jax.Device]:
-    """Finds all devices; asks for so many virtual ones where there is but a CPU.
+    """Returns all devices of JAX, which on a CPU are `cpu_devices` virtual ones.
 
-    Raises `Error` if JAX finds no backend. XLA_FLAGS or a started backend may have decided the
-    number of CPU devices already.
+    XLA_FLAGS or a backend that has started may have decided another number. Raises `Error` if JAX
+    finds no backend.
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
@@ -46,7 +46,7 @@ def devices_in_words(devices: Sequence[jax.Device]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Names an error, without what compilers and runtimes append to it."""
+    """Returns an error's type and the first line of its text, at most 300 characters."""
     text = (str(error).strip().splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {text}"
 
@@ -59,9 +59,10 @@ def times(
     device_repeats: int = 2,
     spaced: bool = True,
 ) -> dict[str, Any]:
-    """Measures microseconds: "wall", and "device", which is None where nothing sees its kernels.
+    """Measures a loop: "wall" and "device" times of an iteration in microseconds, as records.
 
-    `timer` is one of `flags.TIMERS`; `spaced` is as in `Loop.device_time`.
+    "device" is None where there is no GPU or no timer works. `timer` is one of `flags.TIMERS`;
+    `device_repeats` and `spaced` are arguments of `Loop.device_time`.
     """
     wall = loop.wall_time(repeats)
     device = device_times(loop, timer, device_repeats, spaced)
@@ -73,7 +74,10 @@ def wall_record(wall: WallTime) -> dict[str, float]:
 
 
 def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> dict[str, Any]:
-    """Measures the "device" of `times`; "device_error" is what kept it from being measured."""
+    """Measures the device time of a loop's iteration, as {"device": record or None}.
+
+    Where every timer failed, "device_error" says why. The arguments are those of `times`.
+    """
     if loop.mesh.devices.flat[0].platform != "gpu" or timer == "none":
         return {"device": None}
     try:
@@ -94,13 +98,13 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
 
 
 def write_json(path: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:
-    """Writes everything measured so far, and on what; `facts` are of the whole run."""
+    """Writes all rows measured so far to a file, with command, versions, devices and `facts`."""
     devices = devices_in_words(jax.devices())
     save_json(path, run_record() | {"devices": devices, **facts, "rows": rows})
 
 
 def run_record() -> dict[str, Any]:
-    """Records the command that runs, and the versions that it runs on."""
+    """Returns the running command and the versions of its software, for a file of results."""
     return {"command": ["python", "-m", "jax_ep", *sys.argv[1:]], "versions": _versions()}
 
 
@@ -108,7 +112,10 @@ _versions = functools.cache(versions)
 
 
 def save_json(path: str, record: dict[str, Any]) -> None:
-    """Writes a file at once, where that can be: whoever ends this program finds it whole."""
+    """Writes a record as JSON, replacing the file in one step where the file system allows it.
+
+    So the file is whole even if the program is ended meanwhile.
+    """
     text = json.dumps(record, indent=1)
     try:
         if not os.path.isfile(path) and os.path.lexists(path):
@@ -116,7 +123,7 @@ def save_json(path: str, record: dict[str, Any]) -> None:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(f"{path}.part", path)
-    except OSError:  # nor can a file in a folder that is not ours
+    except OSError:  # nor can a file be replaced in a folder that is not writable
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 

@@ -1,8 +1,8 @@
-"""`python -m jax_ep model`: what an exchange costs on hosts that are not here.
+"""`python -m jax_ep model`: predicts the bytes and the least time of an exchange between hosts.
 
 Prints, for each number of hosts and each design of `jax_ep.bench.exchange_model`, the rows per
-token and the MB per rank that cross between hosts and inside them, and the least time. Below, the
-model is held against published figures of other systems. MB and GB are powers of ten.
+token and the MB per rank that cross between hosts and inside them, and the least time. Then
+compares the model with published figures of other systems. MB is 10^6 and GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run() -> int:
 
 
 def model(hosts: int) -> list[report.Row]:
-    """Computes a row for each design on so many hosts; `Error` if the flags do not fit them."""
+    """Computes a row of the table for each design; raises `Error` if flags do not fit the hosts."""
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or max(256, cluster.ranks)
     if num_experts % cluster.ranks:
@@ -118,7 +118,7 @@ _COLUMNS = {
 
 
 def table(rows: Sequence[report.Row]) -> str:
-    """Renders fixed-width text; rows are per token, MB per rank."""
+    """Renders the model's rows as fixed-width text: rows per token, MB per rank, microseconds."""
     cells = [[form.format(row[key]) for key, form in _COLUMNS.values()] for row in rows]
     return "\n".join(report.fixed_width(list(_COLUMNS), cells, ("design", "set by")))
 
@@ -154,7 +154,7 @@ def _comparison_record(found: exchange_model.Comparison) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[report.Row], path: str) -> None:
-    """Draws the bound of each design over the number of hosts."""
+    """Draws the least time of each design over the number of hosts, to a file."""
     import matplotlib
 
     matplotlib.use("Agg")

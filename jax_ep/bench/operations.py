@@ -1,4 +1,4 @@
-"""The exchange's operations as `timing.Loop` runs them, and what each must return."""
+"""The exchange's operations, as `timing.Loop` runs them, with a check of their results."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One routing and the buffer that takes it.
+    """The routing, sizes and dtypes of an exchange to measure.
 
     Attributes:
       topk_idx: [N * T, K] int32 global expert ids, distinct within a row.
-      num_ranks, num_experts, hidden: N, E, H.
-      dtype: of the rows.
-      capacity: R; None: dropless.
-      expert_alignment: of the expert blocks, in rows.
+      num_ranks: N.
+      num_experts: E.
+      hidden: H.
+      dtype: the rows' dtype.
+      capacity: R; None: enough for any routing.
+      expert_alignment: the rows of each expert start at a multiple of this.
       layout: "expert" or "rank".
-      wire_dtype: of what crosses in the operation, or None for the rows' own: of a gradient, the
-        cotangents.
-      output: of a dispatch with a wire_dtype: "dequantized" or "quantized".
+      wire_dtype: the dtype in which the operation sends rows or sums, or a gradient its cotangents;
+        None: their own.
+      output: "dequantized" or "quantized", for a dispatch with a wire_dtype.
     """
 
     topk_idx: Array
@@ -48,31 +50,31 @@ class Work:
         return len(self.topk_idx) // self.num_ranks
 
     def case(self) -> Case:
-        """Reduces the work to what the baselines need."""
+        """Returns the `Case` of this work, for the baselines."""
         ranks = self.topk_idx // (self.num_experts // self.num_ranks)
         return Case(ranks, self.num_ranks, self.hidden, self.dtype)
 
     def routes(self) -> list[reference.Routes]:
-        """Computes the routes by `jax_ep.reference`."""
+        """Computes the routes of each rank by `jax_ep.reference`."""
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         nothing = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
         return [received.routes for received in self.reference_dispatch(nothing, topk_idx)]
 
     def wire_row_bytes(self, quantized: bool) -> int:
-        """Counts the bytes of a row that crosses, quantized or not."""
+        """Returns the bytes of a row on the wire, quantized or not."""
         return quantization.row_bytes(
             self.hidden, self.dtype, self.wire_dtype if quantized else None
         )
 
     def received(self, x=None) -> list[reference.RankDispatched]:
-        """Computes a rank-major dispatch of x by `jax_ep.reference`."""
+        """Computes a rank-major dispatch of x, N arrays [T, H], by `jax_ep.reference`."""
         if x is None:
             x = [np.zeros((self.num_tokens, 1), np.float32)] * self.num_ranks
         topk_idx = np.split(self.topk_idx, self.num_ranks)
         return reference.rank_dispatch(x, topk_idx, num_experts=self.num_experts)
 
     def reference_dispatch(self, x, topk_idx):
-        """Computes an expert-major dispatch of x by `jax_ep.reference`."""
+        """Computes an expert-major dispatch of x, N arrays [T, H], by `jax_ep.reference`."""
         return reference.dispatch(
             x,
             topk_idx,
@@ -84,12 +86,14 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation on one `Work`; `prepare` and `step` are as in `timing.Loop`.
+    """One operation on one `Work`, for `timing.Loop`.
 
     Attributes:
       arrays: host arrays [N * B, ...], B rows per rank.
-      check: raises AssertionError unless `step`'s outputs agree with `jax_ep.reference` on what
-        `prepare` returned (both as host arrays, the ranks stacked).
+      prepare: makes a rank's operands from its rows of `arrays`.
+      step: runs the operation on a rank's operands.
+      check: (operands, results) -> None, both host arrays with the ranks stacked; raises
+        AssertionError unless the results agree with `jax_ep.reference`.
     """
 
     arrays: tuple[Array, ...]
@@ -105,14 +109,14 @@ def uniform_routing(num_tokens: int, num_experts: int, top_k: int, seed: int) ->
 
 
 def rows_needed(topk_idx: Array, num_ranks: int, num_experts: int, expert_alignment: int) -> int:
-    """Computes the capacity that drops nothing on any rank."""
+    """Returns the least capacity that drops nothing on any rank, for topk_idx [N * T, K]."""
     counts = np.bincount(topk_idx.reshape(-1), minlength=num_experts)
     blocks = -(-counts // expert_alignment) * expert_alignment
     return int(blocks.reshape(num_ranks, -1).sum(axis=1).max())
 
 
 def make_operation(name: str, work: Work, implementation: str, seed: int) -> Operation:
-    """Makes one of OPERATIONS by its name; `seed`: of the payload."""
+    """Makes one of OPERATIONS by its name; `seed` is that of the rows."""
     arrays = (rank_seeds(work.num_ranks, seed), work.topk_idx)
     return OPERATIONS[name](work, implementation, arrays)
 
@@ -203,7 +207,7 @@ def _check_combined(work: Work, y: Any, weights: Any, out: Any, quantized: bool)
 
 
 def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes a dispatch, and a combine of ready rows along its routes: a layer without experts."""
+    """Makes a dispatch and a combine of other rows along its routes: a layer without experts."""
     call = _dispatcher(work, implementation)
 
     def prepare(seed, topk_idx):
@@ -227,9 +231,9 @@ def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> O
 
 
 def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes the local step from a rank-major dispatch to the blocks of the experts.
+    """Makes `group_by_expert`, the local permutation of a rank-major dispatch to expert-major rows.
 
-    Rows that came quantized take "xla", and their scales take it with them.
+    Quantized rows and their scales are permuted by "xla".
     """
     work = dataclasses.replace(work, layout="rank")
     call = _dispatcher(work, implementation)
@@ -263,7 +267,7 @@ def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operat
 
 
 def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
-    """Makes the local step from the blocks of the experts to what a rank-major combine takes."""
+    """Makes `sum_by_token`, the local sum of expert-major rows for a rank-major combine."""
     group = _group(_unquantized(work), implementation, arrays)
 
     def prepare(seed, topk_idx):
@@ -277,7 +281,7 @@ def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Oper
     def check(state, out):
         y, grouped, received = state
         for rank, rows in enumerate(np.asarray(grouped.handle.routes.rows)):
-            # [N * T, K]: one rank's, since the exchange was among one.
+            # rows[0] is [N * T, K]: the exchange was among a single rank.
             routes = reference.Routes(np.zeros_like(rows[0]), rows[0], len(y[rank]))
             (wanted,) = reference.combine([np.asarray(y[rank])], [routes], None)
             got = np.asarray(out[rank]).reshape(wanted.shape)
@@ -331,8 +335,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 
     def check(state, out):
         _, g, y, weights = state
-        # A value between two of e4m3's may go to the other one on a GPU: then it is off by a step
-        # of it, 2^-3, and not by the half that is lost here as there.
+        # On a GPU, a value halfway between two numbers of e4m3 may be rounded to another one than
+        # here. Then the two differ by a step of e4m3, 2^-3.
         slack = 0.0
         if work.wire_dtype is not None:
             g = _through_wire(work, g)
@@ -344,7 +348,7 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
         assert wanted_dweights is not None
         dy, dweights = out
         _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0) + slack)
-        # A sum of H products of numbers below 1, in float32; and in few of them such a step.
+        # A sum of H products of numbers below 1, in float32, of which few differ by such a step.
         _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden + 2 * slack)
 
     return Operation(arrays, prepare, step, check)
@@ -359,7 +363,7 @@ OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "group": _group,
     "ungroup": _ungroup,
 }
-# Which way an operation's rows travel: what a baseline that it is compared with must do.
+# The direction in which an operation moves rows: that of the baselines it is compared with.
 DIRECTIONS = {
     "dispatch": "out",
     "combine": "back",
@@ -370,7 +374,7 @@ DIRECTIONS = {
 
 # Operations that a wire_dtype changes.
 QUANTIZED = ("dispatch", "combine", "round_trip", "dispatch_grad", "combine_grad", "group")
-# Those of the rank layout alone.
+# Operations that exist in the rank-major layout only.
 OF_RANK_LAYOUT = ("group", "ungroup")
 
 
@@ -379,20 +383,20 @@ def _unquantized(work: Work) -> Work:
 
 
 def _through_wire(work: Work, rows: Any) -> Array:
-    """Rounds rows as crossing in the work's wire_dtype does."""
+    """Quantizes rows to the work's wire_dtype and back, as sending them does."""
     rows = np.asarray(rows)
     return reference.dequantize(*reference.quantize(rows, work.wire_dtype), work.dtype)
 
 
 def _weights(work: Work, seed: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
-    if work.layout == "rank":  # the experts' side has weighed
+    if work.layout == "rank":  # rank-major partial sums are weighted already
         return None
     weights = random_rows(seed, shape, np.float32) + 1.5
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def _tolerance(work: Work, magnitude: float) -> float:
-    """Bounds the error of a sum of at most `magnitude`, rounded once per rank and at the end."""
+    """Returns a bound of the error of a sum up to `magnitude`, rounded per rank and at the end."""
     return 2 * magnitude * float(jax.numpy.finfo(work.dtype).eps)
 
 
@@ -402,7 +406,7 @@ def _agree_all(got: Array, wanted: Sequence[Array], name: str, tolerance: float)
 
 
 def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None:
-    """Compares every element; a tolerance of 0 asks for equality."""
+    """Raises AssertionError unless two arrays agree in every element; a tolerance of 0: equal."""
     got, wanted = np.asarray(got), np.asarray(wanted)
     assert got.shape == wanted.shape, f"{name}: shape {got.shape}, not {wanted.shape}"
     if tolerance == 0.0:

@@ -1,4 +1,4 @@
-"""What the bench commands measured, as tables, and what `bench` did, as a plot."""
+"""Renders results of the bench commands as tables and plots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TEXT = ("op", "dtype", "layout", "wire_dtype", "implementation", "checked", "fl
 
 
 def table(rows: Sequence[Row], by_kernel: bool = False) -> str:
-    """Renders what `bench` measured, and below it errors and, if asked for, kernels."""
+    """Renders the results of `bench` as a table, followed by errors and, if asked for, kernels."""
     cells = [[_cell(row, key) for _, key in _COLUMNS] for row in rows]
     nothing = [_DEFAULTS.get(key, "") for _, key in _COLUMNS]
     out = fixed_width(
@@ -47,7 +47,7 @@ def table(rows: Sequence[Row], by_kernel: bool = False) -> str:
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders lines below a table: the error of each row that has one, and missing device times."""
+    """Renders lines for below a table: each row's error, and why device times are missing."""
     lines = [f"{name(row)}: {row['error']}" for row in rows if row.get("error")]
     blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
     lines += [f"no device time: {error}" for error in blind]
@@ -55,7 +55,7 @@ def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
 
 
 def kernels(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders lines below a table: the device time of each row by kernel, the loop's included."""
+    """Renders lines for below a table: each row's device time by kernel, with the loop's own."""
     lines = []
     for row in rows:
         if device := row.get("device"):
@@ -70,9 +70,10 @@ def fixed_width(
     text: Collection[str] = (),
     nothing: Sequence[str] | None = None,
 ) -> list[str]:
-    """Renders cells as lines: the columns named in `text` to the left, numbers to the right.
+    """Renders a table's cells as lines of aligned columns, the header first.
 
-    A column is left out if every cell of it is empty, or what `nothing` has for it.
+    Columns named in `text` are aligned to the left, all others to the right. A column is left out
+    if each of its cells is empty or equals the column's entry in `nothing`.
     """
     usual = nothing or [""] * len(header)
     kept = [i for i in range(len(header)) if any(line[i] not in ("", usual[i]) for line in lines)]
@@ -89,7 +90,10 @@ def fixed_width(
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Draws time over tokens: a panel per operation, a line per (implementation, ranks, dtype)."""
+    """Draws the results of `bench` to a file: wall time over tokens, a panel for each operation.
+
+    A panel has a line for each combination of implementation, number of ranks, dtype and layout.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -121,9 +125,9 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
 
 def label_log_axis(axis: Any, ticks: Sequence[float] | None = None) -> None:
-    """Labels a logarithmic axis of a plot in plain numbers: 32 and 4096, not 3 x 10^1.
+    """Labels a plot's logarithmic axis in plain numbers: 32 and 4096, not 3 x 10^1.
 
-    `ticks`: where; None: at 1, 2 and 5 of each power of ten.
+    `ticks` are the places of the labels; None: 1, 2 and 5 times each power of ten.
     """
     from matplotlib import ticker
 
@@ -144,9 +148,16 @@ def bars(
     height: str,
     label: str,
 ) -> None:
-    """Draws bars: a panel for each value of one key, a bar in each group for each of another.
+    """Draws results as groups of bars, to a file.
 
-    `height` is the key of what is drawn, nothing where a row lacks it, and `label` names it.
+    Args:
+      rows: the results.
+      path: the file to write.
+      panel: the key whose values get a panel each.
+      group: returns the label of the group of bars that a row belongs to.
+      bar: the key whose values get a bar each in every group.
+      height: the key of a bar's height; a row without it has no height.
+      label: the label of the vertical axis.
     """
     import matplotlib
 
@@ -210,12 +221,12 @@ def _cell(row: Row, key: str) -> str:
 
 
 def name(row: Row) -> str:
-    """Names the case of a row."""
+    """Names a result of `bench` in words: operation, tokens, ranks, dtype and implementation."""
     case = f"{row['op']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['dtype']}"
     return ", ".join([case, *_way(row)])
 
 
 def _way(row: Row) -> list[str]:
-    """Names the implementation of a row, and what differs from the defaults."""
+    """Returns a result's layout and wire dtype, unless they are defaults, and implementation."""
     unusual = [row[key] for key, usual in _DEFAULTS.items() if row.get(key, usual) != usual]
     return [*unusual, row["implementation"]]

@@ -1,8 +1,8 @@
-"""`python -m jax_ep bench all`: every measurement that a machine can give, in one command.
+"""`python -m jax_ep bench all`: runs all bench commands.
 
-Each step is a command of its own, in its own process and under its own timeout, so that one that
-hangs or crashes costs no other its results. What a step measured is in the file of `--json` as soon
-as the step has ended, however it ended. On CPUs the commands take small sizes.
+Each step is one command in its own process with its own timeout, so that a step that hangs or
+crashes does not cost other steps their results. The results of a step are in the file of `--json`
+as soon as the step has ended, however it ended. On CPUs the commands use small sizes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from jax_ep.bench import measuring, report
 from jax_ep.bench.flags import TIMERS, BenchFlags
 from jax_ep.cli.flags import Error
 
-_TAIL = 4000  # characters of a failed step's last words to keep
-_SECONDS_TO_END = 10  # between asking a step to end and ending it
+_TAIL = 4000  # last characters of a failed step's error output that are kept
+_SECONDS_TO_END = 10  # between SIGTERM and SIGKILL
 _OK = "ok"
 _INTERRUPTED = "interrupted"
 
 
 class Step(NamedTuple):
-    """A command that measures.
+    """One bench command of `bench all`.
 
     Attributes:
-      command: of `python -m jax_ep`.
-      flags: those of `bench all` that it takes.
+      command: the arguments of `python -m jax_ep`.
+      flags: the flags of `bench all` that are passed on to the command.
     """
 
     command: tuple[str, ...]
@@ -111,7 +111,10 @@ def _run() -> int:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Makes SIGTERM end the step that runs, too: in its own session it would live on."""
+    """Makes SIGTERM raise KeyboardInterrupt, so that the running step ends too.
+
+    A step runs in its own session, and would otherwise outlive this process.
+    """
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -124,7 +127,10 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _machine() -> dict[str, Any]:
-    """Asks `info` in another process about the machine: this one must not take the GPUs' memory."""
+    """Returns what `python -m jax_ep info --json` prints of the machine.
+
+    It runs in another process, since this one must not take the GPUs' memory.
+    """
     found = subprocess.run(
         [sys.executable, "-m", "jax_ep", "info", "--json"], capture_output=True, text=True
     )
@@ -138,14 +144,14 @@ def _machine() -> dict[str, Any]:
 
 
 def _chosen(on_gpu: bool) -> Iterator[tuple[str, list[str], bool]]:
-    """Lists the name and command of each step, and whether it takes `--json`."""
+    """Yields the name and command of each step to run, and whether it takes `--json`."""
     values = {
         "ranks": _RANKS.value,
         "tokens": _TOKENS.value or ([128, 4096] if on_gpu else None),
         "hidden": _HIDDEN.value,
         "num_experts": _NUM_EXPERTS.value,
         "write_table": _WRITE_TABLE.value,
-        # So that it ends in time by itself, with a table of what it has.
+        # Less than the step's timeout, so that it ends by itself with a table of its results.
         "seconds": 0.8 * _STEP_SECONDS.value,
         "iterations": _ITERATIONS.value,
         "repeats": _REPEATS.value,
@@ -165,16 +171,16 @@ def _chosen(on_gpu: bool) -> Iterator[tuple[str, list[str], bool]]:
 
 
 def run_step(command: Sequence[str], seconds: float, measures: bool) -> dict[str, Any]:
-    """Runs a command to its end, or ends it and all that it started.
+    """Runs a command; after a timeout, ends it with all processes that it started.
 
     Args:
-      command: to run.
-      seconds: it may take.
-      measures: whether it takes `--json`.
+      command: the command's words.
+      seconds: the timeout.
+      measures: whether the command takes `--json`.
 
     Returns:
-      "command", "ended" (how, in words), "seconds", "output", "error_output" if it failed, and
-      "measured", what it wrote as JSON; that is kept also of a command that did not end well.
+      A dict: "command"; "ended", how it ended, in words; "seconds" that it took; "output";
+      "error_output" if it failed; and "measured", the JSON that it wrote, also if it failed.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -215,7 +221,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and all that it started: politely, then not."""
+    """Ends a process and all that it started, by SIGTERM and, after some seconds, by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -229,7 +235,7 @@ def _read(path: str) -> str:
 
 
 def table(steps: Sequence[dict[str, Any]]) -> str:
-    """Renders how each step ended, how long it took, and how much it measured."""
+    """Renders as fixed-width text how each step ended, its seconds, and its numbers of results."""
     header = ["step", "ended", "seconds", "measured", "failed"]
     lines = []
     for step in steps:

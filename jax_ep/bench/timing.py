@@ -1,12 +1,12 @@
-"""Timing of a per-rank function on a mesh: in-loop wall time, and device time by kernel.
+"""Times a per-rank function on a mesh: in-loop wall time, and device time by kernel.
 
-Both times are of a compiled loop whose iterations depend on each other: nothing can be hoisted out
-of it, left out of it, or run while the next iteration does.
+Both times are those of a compiled loop whose iterations depend on each other, so that XLA can
+neither hoist a call out of the loop, nor drop it, nor run it during the next one.
 
-A loop of short calls is bound by the host, which launches them on one device after the other, and
-the kernels of the first devices wait for the last. That is part of the wall time, and not of the
-device time: there, a kernel that only waits runs after each call, and the host gets ahead; and what
-the loop itself runs on the device, a counter and a copy of it, is taken off.
+The host bounds a loop of short calls: it launches them on one device after the other, and the
+kernels of the first devices wait for those of the last. That is part of the wall time, but not of
+the device time. For that, a kernel that only waits runs after each call, so that the host gets
+ahead, and what the loop itself runs on the device (a counter and its copy) is subtracted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 Kernel = tuple[str, float]  # name, microseconds
-# JAX's profiler, and its Mosaic GPU profiler: cheaper, but not made for several GPUs: its threads
-# add to one list without a lock. Two of nine long runs that used it on four crashed.
+# "trace" is JAX's profiler. "cupti" is JAX's Mosaic GPU profiler, which is cheaper but not made for
+# several GPUs: its threads append to one list without a lock. Two of nine long runs with it on four
+# GPUs crashed.
 DEVICE_TIMERS = ("trace", "cupti")
 SPACER = "spacer"  # the kernel that waits after each call
 SPACER_MICROSECONDS = 250
 
 
 class WallTime(NamedTuple):
-    """Microseconds of one iteration, until the slowest rank is done; over repeats of the loop."""
+    """The wall time of one iteration in microseconds, until all ranks have ended.
+
+    The three values are the median, least and greatest over repeats of the loop.
+    """
 
     median: float
     low: float
@@ -47,22 +51,22 @@ class WallTime(NamedTuple):
 
 
 class DeviceTime(NamedTuple):
-    """Microseconds that one call keeps the device busy: the sum of everything it launches.
+    """The microseconds that one call keeps a device busy: the sum of everything it launches.
 
-    The trace knows which rank ran what and sees copies and memsets, not only kernels. The Mosaic
-    helper sees kernels only, and not whose they were: there `slowest` is `median`.
+    The timer "trace" knows which rank ran what, and sees kernels, copies and memsets. The timer
+    "cupti" sees kernels only, and not of which rank; with it, `slowest` equals `median`.
     """
 
     median: float  # over ranks and calls
     slowest: float  # the slowest rank's median over calls
     low: float  # 10th percentile over ranks and calls
-    high: float  # 90th
-    by_kernel: dict[str, float]  # name -> microseconds of one call, mean over ranks; the loop's too
+    high: float  # 90th percentile over ranks and calls
+    by_kernel: dict[str, float]  # name -> microseconds of one call, mean over ranks, loop included
     timer: str  # one of DEVICE_TIMERS
-    of_loop: float = 0.0  # what the loop itself runs for each call, and is taken off
+    of_loop: float = 0.0  # microseconds of the loop itself for each call, which are subtracted
 
     def without(self, of_loop: float) -> DeviceTime:
-        """Takes off so many microseconds of each call that are the loop's."""
+        """Returns the device time less `of_loop`, the microseconds of the loop itself per call."""
         times = {
             name: getattr(self, name) - of_loop for name in ("median", "slowest", "low", "high")
         }
@@ -73,13 +77,13 @@ class Loop:
     """A compiled loop of `step` over every rank of a one-axis mesh.
 
     Args:
-      prepare: called per rank on its blocks of `arrays`; its result, a pytree of arrays, is made
+      prepare: called per rank on its rows of `arrays`; its result, a pytree of arrays, is made
         once and is not timed. None: `arrays` is that result, the ranks stacked; loops may share it.
-      step: called per rank on what `prepare` returned; its result, a pytree of arrays, is wholly
-        computed in every iteration.
+      step: called per rank on the result of `prepare`; its own result, a pytree of arrays, is
+        wholly computed in every iteration.
       arrays: [N * B, ...] each; rank r gets rows r * B ... (r + 1) * B - 1.
-      mesh: one axis, N ranks.
-      iterations: of the loop.
+      mesh: a mesh with one axis of N ranks.
+      iterations: how many times the loop calls `step`.
     """
 
     def __init__(
@@ -105,10 +109,15 @@ class Loop:
         return jax.jit(loop).lower(self.state).compile()
 
     def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
-        """Traces the loop on one rank; `after(link, results)`, the next link, follows each call."""
+        """Traces the loop on one rank.
+
+        `after(link, results)` follows each call of `step`. It returns the next link, a scalar that
+        makes the next call depend on the results of this one.
+        """
         step = self._step_on_rank
-        # XLA for GPUs keeps barriers until everything is scheduled, so outputs behind one are
-        # whole. XLA for CPUs drops them early: there the loop has to carry the outputs.
+        # XLA for GPUs keeps optimization barriers until kernels are scheduled, so it computes the
+        # whole of the outputs that pass one. XLA for CPUs drops them early, so there the loop has
+        # to carry the outputs.
         carry_outputs = self.mesh.devices.flat[0].platform == "cpu"
 
         def body(_, carry):
@@ -125,7 +134,7 @@ class Loop:
         return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing))
 
     def outputs(self) -> Any:
-        """Calls `step` once: its result with the ranks stacked, each leaf [N, ...]."""
+        """Calls `step` once; returns its result with the ranks stacked, each leaf [N, ...]."""
         return jax.jit(self._step)(self.state)
 
     def wall_time(self, repeats: int) -> WallTime:
@@ -133,7 +142,7 @@ class Loop:
         return WallTime.of([self.run() for _ in range(repeats)])
 
     def run(self) -> float:
-        """Runs the loop once: microseconds of one iteration."""
+        """Runs the loop once; returns the microseconds of one iteration."""
         start = time.perf_counter()
         jax.block_until_ready(self.compiled(self.state))
         return (time.perf_counter() - start) / self.iterations * 1e6
@@ -141,10 +150,11 @@ class Loop:
     def device_time(
         self, repeats: int, timers: Sequence[str] = DEVICE_TIMERS, spaced: bool = True
     ) -> DeviceTime:
-        """Measures by the first of `timers` that works; RuntimeError, with reasons, if none does.
+        """Measures the device time of a call, by the first of `timers` that works.
 
-        `spaced`: whether a wait comes after each call and the loop's own share is taken off, which
-        calls of a few milliseconds can do without.
+        `spaced` is whether a kernel that waits follows each call and the loop's own time is
+        subtracted; calls of a few milliseconds do not need it. Raises RuntimeError, with the
+        reasons, if no timer works.
         """
         failures = []
         for timer in timers:
@@ -160,7 +170,7 @@ class Loop:
         return self._compile(spaced=True)
 
     def timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
-        """Measures by one of `DEVICE_TIMERS`, the loop's own share included."""
+        """Measures the device time of a call by one of `DEVICE_TIMERS`, the loop's own included."""
         compiled = self._spaced if spaced else self.compiled
         jax.block_until_ready(compiled(self.state))
         calls = repeats * self.iterations
@@ -215,7 +225,7 @@ class Loop:
 
 @functools.cache
 def _of_a_loop(mesh: Mesh, timer: str) -> float:
-    """Measures the microseconds per call that a loop itself runs, but for the wait."""
+    """Measures the device time per call of a loop itself, in microseconds, without its spacer."""
     loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
     return loop.timed_by(timer, repeats=2, spaced=True).median
 
@@ -240,12 +250,12 @@ def _wait_on_device(link: jax.Array, results: list[jax.Array]) -> jax.Array:
 
 
 def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
-    """Lists what every GPU ran but spacers, in the order of its start; idle GPUs are left out."""
+    """Lists what each GPU ran, in the order of its start, without spacers and idle GPUs."""
     devices = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU:"):
             continue
-        # Other lines ("XLA Ops", "Steps", ...) repeat the streams' time by another name.
+        # Other lines ("XLA Ops", "Steps", ...) show the same time under other names.
         events = [
             (event.start_ns, event.name, event.duration_ns / 1e3)
             for line in plane.lines
@@ -259,10 +269,10 @@ def launches_by_device(profile: jax.profiler.ProfileData) -> list[list[Kernel]]:
 
 
 def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTime:
-    """Computes the device time of one call from all that each rank ran, in order, in `calls` calls.
+    """Computes the device time of one call from what each rank ran, in order, in `calls` calls.
 
-    A kernel launched m * calls times belongs to each call m times; of one that does not divide
-    so, such as the loop's own setup, every call bears an equal share.
+    A kernel that was launched m * calls times belongs m times to each call. The time of a kernel
+    whose launches do not divide so, such as the loop's own setup, is shared equally by all calls.
     """
     per_rank: list[list[float]] = []
     by_kernel: dict[str, float] = defaultdict(float)
@@ -290,7 +300,10 @@ def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTi
 
 
 def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> DeviceTime:
-    """Computes the device time of one call from launches of unknown rank: each kernel's median."""
+    """Computes the device time of one call from launches whose rank is not known.
+
+    It is the sum, over kernels, of the kernel's median time, by its launches in each call.
+    """
     durations: dict[str, list[float]] = defaultdict(list)
     for name, duration in launches:
         durations[name].append(duration)

@@ -1,4 +1,4 @@
-"""The commands of `python -m jax_ep`: each is a module with its own `FLAGS` and a `run`."""
+"""The command line `python -m jax_ep`: each command is a module with `FLAGS` and `run()`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_ep.cli.flags import Error, Flags
 
 
 class Command(NamedTuple):
-    module: str  # imported only when the command is asked for
+    module: str  # imported only when the command runs
     summary: str
 
 
@@ -82,13 +82,13 @@ def main(argv: Sequence[str]) -> int:
     except Error as error:
         print(f"{error}\nTry: python -m jax_ep {name} --help", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of our output (`| head`) has left
+    except BrokenPipeError:  # the reader of the output, such as `| head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """Finds the command that the words before the first flag name; None: there is none."""
+    """Returns the command that the words before the first flag name, or None if there is none."""
     leading = []
     for word in words:
         if word.startswith("-"):

@@ -1,4 +1,4 @@
-"""The flags of a command: defined, parsed and checked in one way for all commands."""
+"""Defines, parses and checks the flags of a command, in one way for all commands."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MOST = 2**31 - 1
 
 
 class Flags:
-    """One command's own set of flags, with `--help`; importing a command defines no other flag.
+    """The flags of one command, with `--help`; those of other commands are kept apart.
 
-    Each method defines a flag and returns its holder; `.value` is what the caller gave, parsed and
-    checked.
+    A method named after a kind of value defines a flag and returns its holder. The holder's
+    `.value` is the flag's value, parsed and checked.
     """
 
     def __init__(self) -> None:
@@ -30,62 +30,62 @@ class Flags:
         self._outputs: list[flags.FlagHolder] = []
 
     def integer(self, name: str, default: int | None, help: str, least: int = 1) -> Holder:
-        """Defines an integer from `least` to 2^31 - 1, which is as far as JAX counts."""
+        """Defines an integer flag, from `least` to 2^31 - 1, the largest that JAX counts to."""
         return flags.DEFINE_integer(
             name, default, help, lower_bound=least, upper_bound=_MOST, flag_values=self.values
         )
 
     def number(self, name: str, default: float | None, help: str) -> Holder:
-        """Defines a finite number, not negative."""
+        """Defines a flag for a finite number that is not negative."""
         return self._define(_Number(), name, default, help)
 
     def boolean(self, name: str, help: str) -> Holder:
-        """Defines a switch: False unless given."""
+        """Defines a boolean flag, False unless given."""
         return flags.DEFINE_boolean(name, False, help, flag_values=self.values)
 
     def string(self, name: str, default: str | None, help: str) -> Holder:
         return flags.DEFINE_string(name, default, help, flag_values=self.values)
 
     def strings(self, name: str, help: str) -> Holder:
-        """Defines a list of any values, empty unless given."""
+        """Defines a flag for a comma-separated list of any values, empty unless given."""
         return flags.DEFINE_list(name, [], help, flag_values=self.values)
 
     def several(self, name: str, help: str) -> Holder:
-        """Defines a flag that may be given several times: a list of its values, or None."""
+        """Defines a flag that may be given several times; its value is a list, or None."""
         return flags.DEFINE_multi_string(name, None, help, flag_values=self.values)
 
     def choice(self, name: str, default: str, allowed: Iterable[str], help: str) -> Holder:
-        """Defines a value that is one of `allowed`."""
+        """Defines a flag for one of the values in `allowed`."""
         return flags.DEFINE_enum(name, default, list(allowed), help, flag_values=self.values)
 
     def choices(
         self, name: str, default: Iterable[str] | None, allowed: Iterable[str], help: str
     ) -> Holder:
-        """Defines a list of values, each one of `allowed`."""
+        """Defines a flag for a comma-separated list of values in `allowed`."""
         return self._define(_Choices(allowed), name, default, help)
 
     def integers(self, name: str, default: Sequence[int] | None, help: str) -> Holder:
-        """Defines a list of positive integers."""
+        """Defines a flag for a comma-separated list of positive integers."""
         return self._define(_Integers(), name, default, help)
 
     def output(self, name: str, help: str) -> Holder:
-        """Defines a file to write; `check_outputs` refuses what cannot be written."""
+        """Defines a flag for a file to write; `check_outputs` checks that it can be written."""
         holder = self.string(name, None, help)
         self._outputs.append(holder)
         return holder
 
     def check_outputs(self) -> None:
-        """Refuses files that could not be written: before what takes long, not after it."""
+        """Raises `Error` for an output file that cannot be written; call it before long work."""
         for holder in self._outputs:
             if holder.value is not None:
                 _check_output(holder.name, holder.value)
 
     def parse(self, command: str, argv: Sequence[str]) -> None:
-        """Parses what follows the command's name, from the defaults on.
+        """Resets all flags to their defaults, and parses the arguments after the command's name.
 
-        Raises `Error` for a flag that there is not, a value that does not fit, and other arguments.
+        Raises `Error` for an unknown flag, a value that does not fit, or any other argument.
         """
-        for name in self.values:  # of a call before this one, in the same process
+        for name in self.values:  # drops values of an earlier call in the same process
             self.values[name].unparse()
         if extra := self.values([command, *argv])[1:]:
             raise Error(f"unexpected arguments: {' '.join(extra)}")

@@ -1,4 +1,4 @@
-"""`python -m jax_ep info`: what a bug report needs, and which implementation runs here."""
+"""`python -m jax_ep info`: prints what a bug report needs, and which implementation runs here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Looks up versions of Python, packages, CUDA plugin and driver; None: not installed."""
+    """Returns the versions of Python, packages, CUDA plugin and driver; None: not installed."""
     found: dict[str, str | None] = {
         "jax_ep": jax_ep.__version__,
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
@@ -45,7 +45,8 @@ def versions() -> dict[str, str | None]:
 def collect() -> dict[str, Any]:
     """Collects everything that `info` prints, as JSON-serializable values.
 
-    "backend_error" is why JAX finds no device; then "versions" is all else that there is.
+    "backend_error" is why JAX finds no device, or None. With an error, "versions" is the only other
+    key.
     """
     try:
         devices = jax.devices()
@@ -102,7 +103,7 @@ def _version(package: str) -> str | None:
 
 
 def _pallas_unavailable_reason(devices: list[jax.Device]) -> str | None:
-    """Why the kernels cannot run between the GPUs of this process, or None if they can."""
+    """Returns why the kernels cannot run between this process's GPUs, or None if they can."""
     if reason := availability.unavailable_reason(devices):
         return reason
     return symmetric_memory.unavailable_reason(jax.local_devices())

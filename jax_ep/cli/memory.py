@@ -1,4 +1,4 @@
-"""`python -m jax_ep memory`: the bytes per rank that communication holds, and where they go."""
+"""`python -m jax_ep memory`: prints the bytes per rank that each buffer of communication takes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def collect() -> dict[str, Any]:
     for way in _ways():
         try:
             here.append(way | {"buffers": memory.workspace_bytes(**way, **rows, **model)})
-        except ValueError as error:  # the kernels do not support these sizes; the flags are checked
+        except ValueError as error:  # the flags were checked: kernels do not support these sizes
             unavailable.append(way | {"reason": str(error)})
     others = [
         {
@@ -75,7 +75,10 @@ def collect() -> dict[str, Any]:
 
 
 def _ways() -> Iterator[dict[str, Any]]:
-    """Lists every way to do every operation, whether or not it supports these sizes."""
+    """Yields the arguments of every operation in every implementation, layout and wire dtype.
+
+    Some may not support the sizes that the flags give.
+    """
     wire_dtypes: list[str | None] = [None]
     if _HIDDEN.value % quantization.BLOCK == 0:
         wire_dtypes += [jnp.dtype(dtype).name for dtype in quantization.DTYPES]

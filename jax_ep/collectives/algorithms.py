@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-Algorithm = str | None  # None: the fastest that can run
+Algorithm = str | None  # None is the fastest algorithm that can run
 
-# Algorithms of all_reduce_rms_norm in which one kernel sums and normalizes.
+# The algorithms of all_reduce_rms_norm that sum and normalize in one kernel.
 FUSED = (
     "fused",
     "fused_one_shot_ll",

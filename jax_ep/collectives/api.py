@@ -1,8 +1,8 @@
-"""Collectives that choose their algorithm: all_reduce, all_gather, reduce_scatter, all_to_all.
+"""The collectives: all_reduce, all_gather, reduce_scatter, all_to_all and all_reduce_rms_norm.
 
-Call each function inside `jax.shard_map` over `axis_name`, a mesh axis or a tuple of them, of N
-ranks. All are differentiable in forward and reverse mode; their gradients are those of the
-functions of `jax.lax` that they stand for.
+Call each function inside `jax.shard_map` over `axis_name`, a mesh axis or a tuple of mesh axes, of
+N ranks. All are differentiable in forward and reverse mode; their gradients are those of the
+functions of `jax.lax` that they replace.
 
 Algorithms. `algorithm=None` picks the fastest algorithm that was measured for the operation, the
 number of ranks, the bytes and the GPU generation (`jax_ep.collectives.table`). On any other
@@ -13,10 +13,11 @@ machine it picks "xla". A named algorithm that cannot run is an error that says 
   "two_shot"  all_reduce: every rank sums its shard and writes the sum to all ranks.
   "direct"    the other collectives: every rank reads or writes peers' buffers in place.
   "one_shot_ll", "two_shot_ll", "ll"
-              the same patterns over the low-latency protocol (`pallas_kernels.fabric.low_latency`):
-              a rank sends data to symmetric memory, which the receiver polls, so no rank waits for
-              a peer before it sends. The fastest up to some megabytes. x is at most 4 MiB in
-              one_shot_ll and all_gather, 2 N MiB in two_shot_ll, 4 N MiB in the others.
+              "one_shot", "two_shot" and "direct" over the low-latency protocol
+              (`pallas_kernels.fabric.low_latency`): a rank sends data to symmetric memory, which
+              the receiver polls, so no rank waits for a peer before it sends. They are the fastest
+              up to a few megabytes. x is at most 4 MiB in one_shot_ll and all_gather, 2 N MiB in
+              two_shot_ll, 4 N MiB in the others.
   "multimem"  all_reduce: JAX's own kernels, in which the NVLink switch sums float32 and
               broadcasts. Needs multicast memory. None never picks it.
 
@@ -202,7 +203,7 @@ def _fused(
 
 @_fused.defjvp
 def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
-    """Differentiates step by step: the sums are linear, and the norm starts from new_residual."""
+    """Differentiates all_reduce_rms_norm step by step: a linear sum, then a norm."""
     x, _, scale = primals
     x_dot, residual_dot, scale_dot = tangents
     normalized, new_residual = _fused(axes, num_ranks, eps, algorithm, *primals)
@@ -246,9 +247,9 @@ def _check_floating(name: str, array: Any) -> None:
 
 
 def _runs_on_xla(op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int) -> bool:
-    """Returns whether it is certain, when x is traced, that XLA runs the collective.
+    """Returns whether it is already certain, while x is traced, that XLA runs the collective.
 
-    Raises ValueError if it is certain that the named algorithm cannot run.
+    Raises ValueError if it is already certain that the named algorithm cannot run.
     """
     if algorithm is None:
         table.current()  # reports an unusable JAX_EP_COLLECTIVES_TABLE on any machine

@@ -1,7 +1,7 @@
-"""The collectives as Pallas kernels: how payloads are padded and spread over thread blocks.
+"""The collectives as Pallas kernels: pads payloads and spreads them over thread blocks.
 
-The kernels are in `pallas_kernels.collectives`; this module holds the policy. Importing it loads
-Mosaic. Its collectives run inside `shard_map`, on two ranks or more.
+The kernels are in `pallas_kernels.collectives`; this module decides how they are called. Importing
+it loads Mosaic. Its collectives run inside `shard_map`, on two ranks or more.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Kernel = Callable[..., jax.Array]
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _MAX_BLOCKS = 132  # one for each multiprocessor of a Hopper GPU
 _MAX_WARPGROUPS = 4
-_MAX_ROW_BLOCKS = 1056  # of all_reduce_rms_norm: blocks in several waves overlap their halves
-_FEW_TILES = 64  # a small payload is spread over this many blocks before one gets a second tile
-_MANY_ROUNDS = 2  # with more than this, warpgroups take two tiles at a time
+_MAX_ROW_BLOCKS = 1056  # of all_reduce_rms_norm: in several waves, so that sums and norms overlap
+_FEW_TILES = 64  # blocks get one warpgroup for each so many tiles: small payloads use many blocks
+_MANY_ROUNDS = 2  # warpgroups with more tiles than this take two at a time
 _MAX_HIDDEN = 16384  # of all_reduce_rms_norm: 32 elements of a row to a thread
 
 _forced_plan: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("plan", default=None)
 
-# A second trip costs about this many bytes' worth of time on the link: 1.5 us of NVLink.
+# A second trip over the link takes as long as sending this many bytes: 1.5 us of NVLink.
 _BYTES_OF_A_TRIP = 2**19
 
 
 @contextlib.contextmanager
 def forced_plan(plan: Plan | None) -> Iterator[None]:
-    """Makes programs that are lowered within use this plan; for benchmarks and tests."""
+    """Makes programs that are lowered within it use a given plan; for benchmarks and tests."""
     token = _forced_plan.set(plan)
     try:
         yield
@@ -93,7 +93,7 @@ def payload_unavailable_reason(
 def _workers_and_slots(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> tuple[int, int]:
-    """Returns the workers of a low-latency call, and the slots of each.
+    """Returns how many workers a low-latency call has, and how many slots each needs.
 
     A worker is a warpgroup. It needs a slot for every tile that it receives from a peer.
     """
@@ -112,10 +112,10 @@ def _workers_and_slots(
 
 @dataclasses.dataclass(frozen=True)
 class PallasCollectives:
-    """The collectives as kernels; see `jax_ep.collectives.primitives.Collectives`.
+    """The collectives as kernels, as methods of `jax_ep.collectives.primitives.Collectives`.
 
     Attributes:
-      algorithm: one of the operation that is called, other than "xla".
+      algorithm: the algorithm to run, of those of the method that is called, other than "xla".
       axis_name: the mesh axes of the ranks.
     """
 
@@ -204,10 +204,10 @@ class PallasCollectives:
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs the kernel of the algorithm's protocol on x [..., S].
+        """Runs on x [..., S] the kernel, or the low-latency kernel if the algorithm is such.
 
-        `num_elements`: how many the blocks of a rank process. With the low-latency protocol it is
-        S instead.
+        `num_elements` is how many elements the blocks of a rank process, by which they are planned.
+        The low-latency kernels process S.
         """
         if not is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))
@@ -216,9 +216,9 @@ class PallasCollectives:
         return low_latency_kernel(here, x, channels=self._channels(x), plan=plan)
 
     def _bits(self, x: jax.Array) -> jax.Array:
-        """Returns x as the kernels that only move it take it: unsigned integers of any dtype.
+        """Returns the bits of x as unsigned integers, for kernels that only move elements.
 
-        The low-latency kernels take x as it is.
+        The low-latency kernels take x itself, which is returned for them.
         """
         if is_low_latency(self.algorithm):
             return x
@@ -227,7 +227,7 @@ class PallasCollectives:
 
 @dataclasses.dataclass(frozen=True)
 class _RowGrid:
-    """How all_reduce_rms_norm spreads its rows over thread blocks."""
+    """The way in which all_reduce_rms_norm spreads its rows over thread blocks."""
 
     rows_per_block: int
     num_blocks: int
@@ -246,7 +246,7 @@ class _RowGrid:
 
 
 def _multimem_all_reduce(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sums by JAX's own kernels: the NVLink switch sums float32 shards and broadcasts them."""
+    """Sums x over ranks by JAX's own kernels: the NVLink switch sums float32 and broadcasts it."""
     from jax.experimental.pallas.ops.gpu import all_gather_mgpu, reduce_scatter_mgpu
 
     num_ranks, num_blocks = lax.axis_size(axis_name), 32
@@ -262,16 +262,19 @@ def _multimem_all_reduce(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
-    """Picks two shots where one shot's longer reads take more time than a second trip."""
+    """Returns "fused_two_shot" where one shot's longer reads take more time than a second trip.
+
+    Elsewhere returns "fused_one_shot". `num_bytes` is the size of x.
+    """
     saved = (num_ranks - 1) * (1 - 2 / num_ranks) * num_bytes
     return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
 
 
 def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> Plan:
-    """Returns how the elements of a rank are spread over blocks, each with as many tiles.
+    """Returns the plan by which a rank's elements are spread evenly over blocks and warpgroups.
 
-    With the low-latency protocol a warpgroup takes one tile at a time, and there are no more
-    warpgroups than the protocol has slots for.
+    With the low-latency protocol a warpgroup takes one tile at a time, and there are at most as
+    many warpgroups as the protocol has workers.
     """
     if forced := _forced_plan.get():
         return forced
@@ -289,13 +292,16 @@ def _num_tiles(num_elements: int, dtype: Any) -> int:
 
 
 def _padded_size(size: int, dtype: Any) -> int:
-    """Rounds up to whole vectors and to at least one tile."""
+    """Rounds a number of elements up to whole vectors of 16 bytes and to at least one tile."""
     forced = _forced_plan.get()
     num_vectors = forced.num_vectors if forced else 1
     return max(align_up(size, vector_length(dtype)), tile_length(dtype, num_vectors))
 
 
 def _pad(x: jax.Array, dtype: Any = None) -> jax.Array:
-    """Pads the last axis with zeros to the size that elements of `dtype` (default: x's) need."""
+    """Pads the last axis of x with zeros to the size that kernels need for elements of a dtype.
+
+    `dtype` is x's if it is None.
+    """
     padding = _padded_size(x.shape[-1], dtype or x.dtype) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)]) if padding else x

@@ -49,11 +49,11 @@ class Collectives(Protocol):
 
 
 class LinearCollective(NamedTuple):
-    """One of the four linear collectives.
+    """One of the four linear collectives, with its primitive.
 
     Attributes:
-      name: as in `jax_ep.collectives.algorithms.ALGORITHMS`.
-      run: calls the method of that name.
+      name: the collective's key in `jax_ep.collectives.algorithms.ALGORITHMS`.
+      run: calls the method of that name of a `Collectives`.
       primitive: binds x, with the parameters axis_name, num_ranks and algorithm.
     """
 
@@ -65,7 +65,7 @@ class LinearCollective(NamedTuple):
 def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Primitive:
     """Returns the primitive that computes `run(collectives, *operands)` for the chosen algorithm.
 
-    `rules`: of `jax_compat.define_primitive`.
+    `rules` are passed on to `jax_compat.define_primitive`.
     """
 
     def lower(
@@ -115,8 +115,8 @@ def _linear(
     """Returns a linear collective with its primitive.
 
     Args:
-      name: of the collective.
-      run: calls its method.
+      name: the collective's name.
+      run: calls the method of that name of a `Collectives`.
       result: maps x's type, N and the axes to the result's type.
       transpose: maps a cotangent, x's type and the primitive's parameters to x's cotangent.
     """
@@ -128,7 +128,7 @@ def _linear(
         return [transpose(cotangents[0], x.aval, **params)]
 
     def batch(operands, axes, **params):
-        # The collective is along the leading axis, so the batch axis goes last.
+        # The collective works along the leading axis, so the batch axis goes last.
         (x,), (axis,) = operands, axes
         return primitive.bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
 
@@ -165,10 +165,10 @@ def _scattered(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
 
 
 def _transpose_all_reduce(g, x, *, axis_name, **params):
-    """Transposes as lax.psum does.
+    """Transposes all_reduce as JAX transposes lax.psum.
 
-    Where varying axes are tracked, the ranks share one cotangent. Otherwise each has its own, and
-    they are summed.
+    Where varying axes are tracked, all ranks have the same cotangent, which becomes that of each
+    rank's x. Otherwise each rank has its own cotangent, and they are summed.
     """
     if varying := varying_axes(x):
         return to_varying(g, varying - varying_axes(g))

@@ -1,7 +1,7 @@
-"""Which algorithm of a collective runs, and why one cannot.
+"""Chooses the algorithm of a collective, and says why one cannot run.
 
-Only what a program needs is asked: a program for CPUs loads no kernels and allocates no symmetric
-memory.
+Only conditions that a program depends on are checked, so a program for CPUs loads no kernels and
+allocates no symmetric memory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pallas_kernels.fabric import layout
 
 
 class Refusals(NamedTuple):
-    """Why kernels cannot run in one program; None where nothing is known to prevent it.
+    """What is known to prevent kernels in one program.
 
     Attributes:
-      kernels: why none of the library's kernels can run.
+      kernels: why none of the library's kernels can run; None where nothing is known to prevent it.
     """
 
     kernels: str | None = None
 
     @classmethod
     def of_program(cls, program: Program, axis_name: tuple[str, ...]) -> Refusals:
-        """Returns those of a program that is being lowered, with ranks along `axis_name`."""
+        """Returns the refusals of a program being lowered, with ranks along `axis_name`."""
         return cls(availability.program_unavailable_reason(program, axis_name))
 
 
@@ -57,7 +57,7 @@ def unavailable_reason(
         return reason
     if reason := availability.tracing_unavailable_reason():
         return reason
-    if jax.default_backend() != "gpu":  # the program is for another machine, which is not known
+    if jax.default_backend() != "gpu":  # the program is for another machine, of unknown properties
         return None
     if algorithm == "multimem":
         return multicast.unavailable_reason()

@@ -11,7 +11,7 @@ JAX_EP_COLLECTIVES_TABLE names another file:
                        [2097152, "two_shot"],
                        [null, "xla"]],       beyond
            "us": {"65536": {"one_shot": 9.5, "xla": 20.1}},     microseconds by bytes; optional
-           "machine": ..., "date": ..., "jax": ...}}}}          where it comes from; optional
+           "machine": ..., "date": ..., "jax": ...}}}}          how it was measured; optional
 
 Bytes are those of the whole array: x of all_reduce, reduce_scatter, all_to_all and
 all_reduce_rms_norm, and the result of all_gather.
@@ -36,7 +36,9 @@ VARIABLE = "JAX_EP_COLLECTIVES_TABLE"
 Choices = list[tuple[int | None, str]]
 
 
-_CLEARLY_FASTER = 0.97  # of XLA's time: above that the difference may be the measurement's
+# An algorithm is preferred to XLA's below this share of XLA's time; above, the difference may be
+# noise of the measurement.
+_CLEARLY_FASTER = 0.97
 
 
 def current() -> dict[str, Any]:
@@ -62,7 +64,7 @@ def _read(path: str) -> dict[str, Any]:
         _check(table)
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:  # from here, json or the encoding
+    except ValueError as error:  # of _check, of json, or of the encoding
         problem = f"holds no table of collectives: {error}"
     else:
         return table
@@ -73,7 +75,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _check(table: Any) -> None:
-    """Raises ValueError unless it is a table; the message names the place in it."""
+    """Raises ValueError unless a value is a table of this form; the message names the place."""
     for capability, operations in _items(table, "the file"):
         for op, by_ranks in _items(operations, capability):
             if op not in ALGORITHMS:
@@ -135,16 +137,16 @@ def lookup(
 ) -> str:
     """Returns the fastest algorithm that can run; "xla" where nothing was measured on such a GPU.
 
-    For a number of ranks that was not measured it takes the next larger one that was, or the
-    largest. Where the fastest algorithm cannot run, it ranks the others by their measured times.
+    A number of ranks that was not measured uses the times of the next larger one that was, or of
+    the largest. Where the fastest algorithm cannot run, the measured times rank the others.
 
     Args:
-      op: the operation.
+      op: the operation, such as "all_reduce".
       num_ranks: N.
-      num_bytes: of the whole array.
-      compute_capability: of the GPUs, as "9.0"; None for other devices.
-      table: as `current` returns it, which is the default.
-      can_run: tells whether an algorithm can run.
+      num_bytes: bytes of the whole array.
+      compute_capability: the GPUs' compute capability, as "9.0"; None for other devices.
+      table: a table of the form that `current` returns; None: that table.
+      can_run: returns whether an algorithm can run.
     """
     table = current() if table is None else table
     measured = table.get(compute_capability or "", {}).get(op, {})
@@ -172,7 +174,7 @@ def choices(sizes: Sequence[int], times: Sequence[Mapping[str, float]]) -> Choic
     """Returns the ranges of bytes in which each algorithm is the fastest.
 
     Args:
-      sizes: bytes, increasing.
+      sizes: bytes of the arrays that were measured, increasing.
       times: for each size, the microseconds of every algorithm; "xla" is one of them.
 
     Returns:
@@ -203,7 +205,7 @@ def _with_bonus(times: Mapping[str, float]) -> dict[str, float]:
 def _crossing(
     sizes: Sequence[int], times: Sequence[Mapping[str, float]], i: int, first: str, second: str
 ) -> int:
-    """Returns the bytes between sizes i and i + 1 above which `second` beats `first`."""
+    """Returns the bytes, between sizes i and i + 1, above which `second` is faster than `first`."""
     try:
         here, there = (math.log(times[j][second]) - math.log(times[j][first]) for j in (i, i + 1))
     except KeyError:  # one of the two was not measured at both sizes

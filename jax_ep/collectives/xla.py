@@ -15,7 +15,7 @@ AxisName = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class XlaCollectives:
-    """The collectives of `jax.lax`; see `jax_ep.collectives.primitives.Collectives`.
+    """The collectives of `jax.lax`, as methods of `jax_ep.collectives.primitives.Collectives`.
 
     Attributes:
       axis_name: the mesh axes of the ranks.
@@ -46,8 +46,8 @@ class XlaCollectives:
 def _over_auto_axes(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Calls a function with the mesh's Explicit axes as Auto; its result is sharded as x is.
 
-    JAX cannot lower psum_scatter, which is also the transpose of all_gather, of an array whose
-    type names a sharding.
+    JAX cannot lower psum_scatter, which is also the transpose of all_gather, for an array whose
+    type names a sharding over Explicit axes.
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
@@ -81,7 +81,7 @@ def unfused(
 
 
 def add_residual(total: jax.Array, residual: jax.Array) -> jax.Array:
-    """Adds two arrays of one shape in float32 or wider and rounds to the dtype of `residual`."""
+    """Adds two arrays of one shape, in float32 or wider; rounds the sum to residual's dtype."""
     wide = _wide(residual.dtype)
     return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 
@@ -93,7 +93,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Arra
       x: [..., H] floating. The arithmetic is in float32, or in x's dtype if that is wider.
       scale: [H] floating.
       eps: added to the mean square.
-      dtype: of the result.
+      dtype: the result's dtype.
 
     Returns:
       [..., H] in `dtype`.
@@ -101,7 +101,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Arra
     wide = _wide(x.dtype)
     x = x.astype(wide)
     factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    # Broadcast explicitly: jax_numpy_rank_promotion="raise" forbids to leave it to jnp.
+    # Broadcast explicitly: jnp refuses to under jax_numpy_rank_promotion="raise".
     scale = lax.broadcast_in_dim(scale.astype(wide), x.shape, (x.ndim - 1,))
     return (x * factor * scale).astype(dtype)
 

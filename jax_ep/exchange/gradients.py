@@ -1,9 +1,10 @@
-"""The exchange with its gradients: one set of them for both layouts.
+"""The exchange with its custom gradients, which serve both layouts.
 
-A dispatch and a plain combine are each other's transposes, so the gradient of each is a call of the
-other over the same routes. The gradient of a weighted combine is a call of its own, as the weights
-have one too. `Config.capacity` tells the layouts apart: None is rank-major. Gradients are those of
-reverse mode; JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom one.
+A dispatch and an unweighted combine are each other's transposes, so the gradient of each is a call
+of the other over the same routes. The gradient of a weighted combine is an operation of its own,
+since the weights have a gradient too. `Config.capacity` tells the layouts apart: None is
+rank-major. Gradients are in reverse mode only: JAX refuses `jax.jvp` and `jax.jacfwd` of a function
+with a custom VJP.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def configure(
     implementation: Implementation,
     **arguments: Any,
 ) -> Config:
-    """The `Config` of an exchange of `rows`, which the caller knows as "x" or "y".
+    """Makes and checks the `Config` of an exchange of rows, the caller's argument `name`.
 
-    Raises ValueError or TypeError if a dtype or the named implementation cannot carry them.
+    `arguments` are further fields of `Config`. Raises ValueError or TypeError if a wire dtype or
+    the named implementation does not support the rows.
     """
     wire_dtypes = quantization.both_checked(name, rows, wire_dtype, grad_wire_dtype)
     config = Config(
@@ -46,10 +48,10 @@ def configure(
 
 
 def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
-    """Gives operands the types that their gradients have, as JAX asks of custom gradients.
+    """Gives operands the types of their gradients, which JAX requires of a custom VJP.
 
-    They vary over the ranks' axes, and are replicated over Explicit axes that `shard_map` leaves
-    out.
+    The operands then vary over the ranks' axes, and are replicated over Explicit axes that the
+    enclosing `shard_map` is not over.
     """
     return match_varying([replicated(operand) for operand in operands], axis_name)
 
@@ -58,18 +60,18 @@ def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[j
 def dispatch(
     config: Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, Any, Any]:
-    """Sends x [T, H].
+    """Sends each token to the ranks of its experts, in the layout that `config` names.
 
     Args:
       config: static arguments.
-      x: rows.
-      topk_idx: [T, K] int32.
-      topk_weights: [T, K] float32, sent along in the rank-major layout; else None.
+      x: [T, H], this rank's tokens.
+      topk_idx: [T, K] int32, the experts of each token.
+      topk_weights: [T, K] float32, sent with the choices in the rank-major layout; else None.
 
     Returns:
-      Rows; their scales if they are quantized, else None; and
-      expert-major: `Routes` and `Layout`;
-      rank-major: `RankRoutes` and the weights, or None.
+      Four results: the received rows, [R, H] or [N, T, H]; their scales if they are quantized, else
+      None; the routes, `Routes` or `RankRoutes`; and the `Layout` of expert-major rows, or the
+      weights [N, T, K] of rank-major rows, None if none were given.
     """
     routes: AnyRoutes
     rest: Layout | jax.Array | None
@@ -102,7 +104,7 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array:
-    """Sends x along the routes of a dispatch: rows of x's dtype."""
+    """Sends x [T, H] along the routes of a dispatch; returns the received rows, in x's dtype."""
     if isinstance(routes, RankRoutes):
         received, _, _ = primitives.rank_dispatch(x, routes.topk_idx, None, config=config)
     else:
@@ -120,7 +122,11 @@ dispatch_like.defvjp(
 def combine(
     config: Config, y: jax.Array, topk_weights: jax.Array | None, routes: AnyRoutes
 ) -> jax.Array:
-    """Returns y to the tokens' owners: the sum, weighted unless topk_weights are None."""
+    """Sums the rows y of each token, and returns the sums, [T, H], to the tokens' owners.
+
+    y is [R, H], or [N, T, H] in the rank-major layout, of partial sums. Rows are weighted by
+    topk_weights [T, K] float32, unless that is None.
+    """
     if isinstance(routes, RankRoutes):
         return primitives.rank_combine(y, routes, config=config)
     return primitives.combine(y, topk_weights, routes, config=config)
@@ -146,9 +152,10 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 def combine_grad(
     config: Config, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes
 ) -> tuple[jax.Array, jax.Array]:
-    """dy = w g and dweights = <g, y>, for the cotangent g [T, H] of a weighted combine.
+    """Computes the cotangents of y and of the weights, for the cotangent g of a weighted combine.
 
-    It is linear in g, w and y each, so its gradient is made of the same functions.
+    They are dy = w g, [R, H], and dweights = <g, y>, [T, K] float32, for g [T, H]. Both are linear
+    in g, w and y each, so the gradient of this function is made of `combine` and itself.
     """
     return primitives.combine_grad(g, topk_weights, y, routes, config=config)
 

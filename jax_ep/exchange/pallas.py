@@ -1,7 +1,7 @@
-"""The fast exchange, on the Pallas kernels: see `jax_ep.exchange.interface.Exchange`.
+"""The exchange by Pallas kernels: the functions of `jax_ep.exchange.interface.Exchange`.
 
-It pads rows as the kernels need them, and asks `pallas_kernels.exchange.plan` how a kernel is
-spread over thread blocks and shared memory. Importing it imports Mosaic.
+Each pads rows as the kernels need them; `pallas_kernels.exchange.plan` says how a kernel is spread
+over thread blocks and shared memory. Importing this module imports Mosaic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels.fabric.plan import Plan
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
-    """`Exchange.dispatch`."""
+    """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded)
     sizes = (fabric.num_ranks, *topk_idx.shape)
@@ -49,7 +49,7 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
 
 
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
-    """`Exchange.dispatch_like`."""
+    """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
     padded = _pad_hidden(x, config)
     received = dispatch_kernel.dispatch_like(
         padded,
@@ -67,7 +67,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """`Exchange.combine`."""
+    """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
     padded = _pad_hidden(y, config)
     out = combine_kernel.combine(
         padded,
@@ -85,7 +85,10 @@ def combine(
 def combine_grad(
     g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
 ) -> tuple[jax.Array, jax.Array]:
-    """`Exchange.combine_grad`. Rows that arrive in a wire_dtype are weighed by XLA."""
+    """Computes the cotangents of a weighted combine, as `Exchange.combine_grad` says.
+
+    With a wire_dtype, `dispatch_like` sends the cotangents, and XLA multiplies what is received.
+    """
     if config.wire_dtype is not None:
         return xla_exchange.combine_grad(g, topk_weights, y, routes, config, send=dispatch_like)
     hidden = y.shape[1]
@@ -114,7 +117,7 @@ def combine_grad(
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """`Exchange.rank_dispatch`."""
+    """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
     num_tokens, hidden = x.shape
     x = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, x)
@@ -139,7 +142,7 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """`Exchange.rank_combine`."""
+    """Returns partial sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
     hidden = y.shape[-1]
     y = _pad_hidden(y.reshape(-1, hidden), config)
     out = combine_kernel.combine(
@@ -157,7 +160,7 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:
-    """For rows x, padded, and sizes N, T, K."""
+    """Returns the plan of a dispatch of padded rows x [T, H]; `sizes` are N, T and K."""
     num_ranks, num_tokens, top_k = sizes
     return plans.dispatch(
         _row(x, config),
@@ -170,7 +173,10 @@ def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan
 
 
 def _combine_plan(y: jax.Array, rows: jax.Array, config: Config) -> Plan:
-    """For rows y, padded, and the rows or local experts [N, T, K] of all choices."""
+    """Returns the plan of a combine of padded rows y [R, H].
+
+    `rows` is [N, T, K]: the row, or in the rank-major layout the local expert, of each choice.
+    """
     num_ranks, num_tokens, top_k = rows.shape
     return plans.combine(
         _row(y, config),
@@ -186,13 +192,16 @@ def _row(x: jax.Array, config: Config) -> plans.Row:
 
 
 def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:
-    """x [T, H] or [R, H] with the columns that the kernels need."""
+    """Pads x [T, H] or [R, H] with columns of zeros, as far as the kernels need them."""
     padding = plans.padded_hidden(x.shape[1], x.dtype, config.wire_dtype) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
 def _unpadded(received: Payload, hidden: int) -> Received:
-    """What was sent of rows of `hidden` columns, without the columns of padding."""
+    """Removes the columns of padding from received rows, and from their scales if there are any.
+
+    `hidden` is the number of columns without padding.
+    """
     if not isinstance(received, tuple):
         return (received[:, :hidden],)
     rows, scales = received

@@ -1,9 +1,10 @@
-"""From the rank layout to `grouped_matmul` and back: one local gather each way.
+"""Permutes rank-major rows to the expert-major layout of `grouped_matmul`, and unpermutes results.
 
-A grouped matmul reads each expert's rows next to each other, and the rank layout has one row for
-all of a token's experts here, so the rows must be gathered once. That is a dispatch among one rank,
-over the axes (): no communication, and on GPUs the same kernels. Its row order is that of the
-expert layout, so everything computed from it agrees with the expert layout bit for bit.
+A grouped matmul reads each expert's rows next to each other. The rank-major layout has one row for
+all of a token's experts on a rank, so the rows must be gathered once, locally. That gather is a
+dispatch among a single rank, over the axes (): it communicates nothing, and on GPUs runs the same
+kernels. Its rows are in the order of the expert-major layout, so everything computed from them
+agrees with that layout bit for bit.
 
     received = dispatch(x, topk_idx, ..., layout="rank", topk_weights=topk_weights)
     grouped = group_by_expert(received)
@@ -30,19 +31,21 @@ def group_by_expert(
     expert_alignment: int = 1,
     implementation: Implementation = None,
 ) -> Dispatched:
-    """Gathers [N, T, H] into the blocks of the local experts: what `dispatch` would have given.
+    """Permutes received rank-major rows [N, T, H] to the expert-major layout, [R, H].
 
     Args:
-      received: of a `dispatch(layout="rank")`.
-      capacity, expert_alignment, implementation: as in `dispatch`. float8 rows take "xla".
+      received: the result of `dispatch(layout="rank")`.
+      capacity: R; None: enough for any routing.
+      expert_alignment: the rows of each expert start at a multiple of this.
+      implementation: "pallas", "xla", or None for the best that runs here. float8 rows need "xla".
 
     Returns:
-      A `Dispatched`, bit for bit that of the expert layout; but its handle is local, for
-      `sum_by_token`. Differentiable in `received.tokens`, unless they are quantized.
+      A `Dispatched`, bit for bit that of an expert-major dispatch, except for its handle, which is
+      local and for `sum_by_token`. Differentiable in `received.tokens`, unless they are quantized.
 
     Raises:
-      TypeError: `received` is not of the rank layout.
-      ValueError: as `dispatch` does.
+      TypeError: `received` is not the result of a rank-major dispatch.
+      ValueError: an argument does not fit, or the named implementation cannot run here.
     """
     _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
@@ -71,21 +74,24 @@ def sum_by_token(
     *,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """The partial sums that `combine` takes in the rank layout.
+    """Sums expert-major rows by token: the partial sums that a rank-major `combine` takes.
 
     Args:
       y: [R, H'] floating: one row for each row of `grouped.tokens`.
-      grouped: of `group_by_expert(received)`.
-      received: weighs with `received.topk_weights`, or sums plainly if there are none.
-      implementation: as in `combine`.
+      grouped: the result of `group_by_expert(received)`.
+      received: the result of `dispatch(layout="rank")`. Rows are multiplied by its topk_weights, if
+        it has any.
+      implementation: "pallas", "xla", or None for the best that runs here.
 
     Returns:
-      [N, T, H'], y's dtype, summed in float32 in the order of the choices and rounded once.
+      [N, T, H'] of y's dtype, summed in float32 in the order of the choices and rounded once.
       Differentiable in y and the weights.
 
     Raises:
-      TypeError: `received` is not of the rank layout, or `grouped` of no dispatch.
-      ValueError: `grouped` is not of `received`, or as `combine` does.
+      TypeError: `received` is not the result of a rank-major dispatch, or `grouped` is no
+        `Dispatched`.
+      ValueError: `grouped` does not belong to `received`, another argument does not fit, or the
+        named implementation cannot run here.
     """
     _check_received(received)
     if not isinstance(grouped, Dispatched):

@@ -1,4 +1,4 @@
-"""Rows as float8 on the wire: 1 byte a value, and one float32 scale for every 128 values.
+"""Rows as float8 on the wire: 1 byte for each value, and one float32 scale for every 128 values.
 
 The blocks and the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). For a block
 of 128 neighbouring values of one row,
@@ -10,18 +10,18 @@ fraction, normal numbers from 2^-6 and subnormal ones every 2^-9, so
 
     |arrived - value| <= max(2^-4 |value|, 2^-10 scale),
 
-and the rounding of the receiver's dtype. A block of zeros arrives as zeros; the largest values a
-dtype has do not overflow; below 448 · 2^-117, or 2.7e-33, the scale stays and the error is at most
-2^-127. The type has no infinity: NaN and infinities arrive as NaN, and leave the rest of their
-block alone.
+and the rounding of the receiver's dtype. A block of zeros arrives as zeros, and the largest values
+of a dtype do not overflow. In a block whose largest value is below 448 · 2^-117, or 2.7e-33, the
+scale is 2^-117 and the error is at most 2^-127. The type has no infinity: NaN and infinities arrive
+as NaN, without effect on the rest of their block.
 
-XLA on CPUs, the kernels and `jax_ep.reference` give the same bits, with two exceptions. XLA on CPUs
-takes float32 values below 2^-126, which are subnormal, for zero: such a value arrives as zero, so
-it is off by up to 2^-126 where the bound above may say less. Where XLA divides in fewer steps than
-IEEE 754 asks for, as on GPUs, 1 / scale may be off by 2^-22 of itself, so a value just between two
-numbers of e4m3 may go to the other one: rows that "xla" sends from GPUs as float8 differ from the
-kernels' in such ties. Where sums are sent, XLA may multiply by a scale and
-add to the sum over ranks in one rounding; the kernels round twice, as `jax_ep.reference` would.
+XLA on CPUs, the kernels and `jax_ep.reference` give the same bits, with these exceptions. XLA on
+CPUs treats subnormal float32 values, below 2^-126, as zero: such a value arrives as zero, so it is
+off by up to 2^-126 where the bound above may say less. XLA on GPUs divides approximately: 1 / scale
+may be off by 2^-22 of itself, so a value halfway between two numbers of e4m3 may be rounded to the
+other one, and rows that "xla" sends from GPUs as float8 differ from the kernels' in such ties.
+Where sums are sent, XLA may multiply by a scale and add to the sum over ranks in one rounding; the
+kernels round twice, as does `jax_ep.reference`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,18 @@ def checked(
     wire_dtype: jax.typing.DTypeLike | None,
     argument: str = "wire_dtype",
 ) -> jnp.dtype | None:
-    """wire_dtype as a dtype; raises ValueError or TypeError unless `rows` can go as that."""
+    """Returns wire_dtype as a dtype, or None; raises an error unless `rows` can be sent in it.
+
+    Args:
+      name: the caller's name for `rows`, for the error.
+      rows: [..., H], or their shape and dtype.
+      wire_dtype: the dtype to send rows in; None: their own.
+      argument: the caller's name for `wire_dtype`, for the error.
+
+    Raises:
+      ValueError: wire_dtype is not one of DTYPES, or H is not a multiple of 128.
+      TypeError: the dtype of `rows` is no wider than wire_dtype.
+    """
     if wire_dtype is None:
         return None
     try:
@@ -74,7 +85,7 @@ def both_checked(
     wire_dtype: jax.typing.DTypeLike | None,
     grad_wire_dtype: jax.typing.DTypeLike | None,
 ) -> tuple[jnp.dtype | None, jnp.dtype | None]:
-    """`checked`, of what rows cross the wire in and of what their cotangents do."""
+    """Checks, as `checked` does, the wire dtypes of rows and of their cotangents; returns both."""
     return (
         checked(name, rows, wire_dtype),
         checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
@@ -91,7 +102,11 @@ def check_output(output: str, wire_dtype: jax.typing.DTypeLike | None) -> None:
 def handed_out(
     received: tuple[jax.Array, ...], dtype: jax.typing.DTypeLike, quantized: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What arrived, for the caller: rows of `dtype`, or as they came with their scales."""
+    """Returns received rows and their scales in the form that the caller asked for.
+
+    `received` is (rows,) or (float8 rows, scales). Float8 rows are returned as they are if
+    `quantized`, and else dequantized to `dtype`, with None for scales.
+    """
     if len(received) == 1:
         return received[0], None
     rows, scales = received
@@ -101,17 +116,17 @@ def handed_out(
 def row_bytes(
     hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None
 ) -> int:
-    """Of a row on its way."""
+    """Returns the bytes of a row of `hidden` columns on the wire, its scales included."""
     if wire_dtype is None:
         return hidden * jnp.dtype(dtype).itemsize
     return hidden * jnp.dtype(wire_dtype).itemsize + hidden // BLOCK * _SCALE_BYTES
 
 
 def bits(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
-    """Rows [..., H] as XLA's collectives carry them, in one array and NaNs with their payload.
+    """Packs rows x [..., H] into one array of unsigned integers, for XLA's collectives to move.
 
-    Unsigned words of x's size; or with a wire_dtype bytes, [..., H + H / 32]: the values, then
-    the scales.
+    So NaNs keep their payload. Returns x's bits, [..., H]; or with a wire_dtype, bytes
+    [..., H + H / 32]: the quantized values, then the scales.
     """
     if wire_dtype is None:
         return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -122,7 +137,7 @@ def bits(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
 
 
 def parts(sent: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, ...]:
-    """What `bits(x)` were made of: rows of x's dtype, or rows of `wire_dtype` and their scales."""
+    """Unpacks `bits(x, wire_dtype)`: (rows of x's dtype,), or (rows of wire_dtype, scales)."""
     if wire_dtype is None:
         return (lax.bitcast_convert_type(sent, x.dtype),)
     rows, scales = jnp.split(sent, [x.shape[-1]], axis=-1)
@@ -134,7 +149,7 @@ def parts(sent: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[
 
 
 def no_gradient(wire_dtype: jnp.dtype | None) -> str:
-    """Why nobody can differentiate a dispatch of quantized output, and what would do."""
+    """Returns the error message for differentiating a dispatch with quantized output."""
     return (
         f'dispatch(output="quantized") has no gradient: the cotangent of {wire_dtype} rows would '
         f'be {wire_dtype}. Use output="dequantized", or give the cotangent of the rows to combine '

@@ -1,8 +1,8 @@
-"""The rank-major layout: a rank receives one row for each (source rank, token) that chose it.
+"""The rank-major layout: a rank has one row for each (source rank, token).
 
-`dispatch(layout="rank")` hands out [N, T, H], the smallest buffer that any routing fits in, with
-the local experts that each row is for, and `combine` takes back one partial sum for each row.
-`jax_ep.exchange.permute` turns rows into the blocks of `grouped_matmul`, and back.
+`dispatch(layout="rank")` returns [N, T, H], the smallest buffer that any routing fits in, with the
+local experts that each row is for, and `combine` takes one partial sum for each row.
+`jax_ep.exchange.permute` permutes rows to the expert-major layout of `grouped_matmul`, and back.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jax_ep.runtime.jax_compat import register_for_export
 )
 @dataclasses.dataclass(frozen=True)
 class RankHandle:
-    """The routes of one dispatch into the rank-major layout: a pytree, like `Handle`.
+    """The routes of one dispatch to the rank-major layout, for `combine`; a pytree.
 
     Attributes:
       routes: which experts each rank's tokens chose; see `jax_ep.exchange.routes.RankRoutes`.
-      axis_name: the mesh axis names of the dispatch.
+      axis_name: the mesh axes of the dispatch.
       num_experts: E.
     """
 
@@ -41,7 +41,7 @@ class RankHandle:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """N, T, K."""
+        """The sizes (N, T, K) of the dispatch: ranks, tokens per rank, choices per token."""
         num_ranks, num_tokens, top_k = self.routes.local_topk_idx.shape
         return num_ranks, num_tokens, top_k
 
@@ -53,18 +53,18 @@ class RankHandle:
 )
 @dataclasses.dataclass(frozen=True)
 class RankDispatched:
-    """What a rank received, by source rank and token; a pytree.
+    """The rows that a rank received in the rank-major layout, and what they are for; a pytree.
 
     Attributes:
-      tokens: [N, T, H], x's dtype: row (s, t) is token t of rank s if it chose any expert of this
-        rank, and zero if not.
-      local_topk_idx: [N, T, K] int32: its choices, as local expert ids in [0, L); -1 where a choice
-        is of another rank or of no expert.
-      topk_weights: [N, T, K], the dtype they were given in: their weights, zero where
+      tokens: [N, T, H] of x's dtype: row (s, t) is token t of rank s if the token chose any expert
+        of this rank, and zero if not.
+      local_topk_idx: [N, T, K] int32: each token's choices as local expert ids in [0, L); -1 where
+        a choice is of another rank's expert or of none.
+      topk_weights: [N, T, K] of the dtype they were given in: the weight of each choice, zero where
         local_topk_idx is -1; None if none were given.
       handle: the routes, for `combine` and `dispatch_like`.
-      scales: [N, T, H / 128] float32 where `output="quantized"` was asked for, else None. With it
-        neither tokens nor topk_weights have a gradient.
+      scales: [N, T, H / 128] float32 if the dispatch had `output="quantized"`, else None. With
+        scales, neither tokens nor topk_weights have a gradient.
     """
 
     tokens: jax.Array
@@ -87,9 +87,10 @@ def dispatch(
     axis_name: tuple[str, ...],
     **options: Any,
 ) -> RankDispatched:
-    """`api.dispatch(layout="rank")`, which has checked what both layouts share.
+    """Dispatches x [T, H] to the rank-major layout, for `api.dispatch(layout="rank")`.
 
-    `options`: those of `gradients.configure` besides these.
+    `api` has checked the arguments that both layouts share. `options` are further arguments of
+    `gradients.configure`.
     """
     if topk_weights is not None:
         checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
@@ -122,7 +123,10 @@ def dispatch(
 def combine(
     y: jax.Array, handle: RankHandle, topk_weights: jax.Array | None, **options: Any
 ) -> jax.Array:
-    """`api.combine` of partial sums [N, T, H]."""
+    """Combines rank-major partial sums y [N, T, H], for `api.combine`.
+
+    topk_weights must be None. `options` are further arguments of `gradients.configure`.
+    """
     check_handle(handle)
     checks.check_array("y", y, 3, jnp.floating, "[N, T, H]")
     if y.shape[:2] != handle.shape[:2]:
@@ -141,7 +145,10 @@ def combine(
 
 
 def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> jax.Array:
-    """`api.dispatch_like`: [T, H'] -> [N, T, H']."""
+    """Sends x [T, H'] along the routes of a rank-major dispatch, for `api.dispatch_like`.
+
+    Returns [N, T, H']. `options` are further arguments of `gradients.configure`.
+    """
     check_handle(handle)
     checks.check_rows_of_tokens(x, handle.shape[1])
     config = gradients.configure("x", x, **_static(handle), **options)
@@ -150,7 +157,7 @@ def dispatch_like(x: jax.Array, handle: RankHandle, **options: Any) -> jax.Array
 
 
 def check_handle(handle: RankHandle) -> None:
-    """Raises ValueError unless the routes are those of a dispatch between the ranks here."""
+    """Raises ValueError unless the handle's routes fit the number of ranks along its axes here."""
     num_ranks = checks.num_ranks(handle.axis_name)
     if len(handle.routes.local_topk_idx.shape) != 3 or handle.shape[0] != num_ranks:
         raise ValueError(
@@ -160,7 +167,7 @@ def check_handle(handle: RankHandle) -> None:
 
 
 def _static(handle: RankHandle) -> dict[str, Any]:
-    """What a handle knows of a `Config`."""
+    """Returns the fields of a `Config` that follow from the handle of a dispatch."""
     return dict(
         axis_name=handle.axis_name, num_experts=handle.num_experts, list_words=handle.shape[2]
     )

@@ -1,8 +1,8 @@
 """Grouped matmul: multiplies each row by its group's matrix. Start at `grouped_matmul`.
 
-Two JAX primitives carry it, so that one jaxpr lowers to the right kernel on each platform:
+It is made of two JAX primitives, so that one jaxpr lowers to the right backend on each platform:
 `grouped_matmul` (a product, or the sum of several) and `grouped_matmul_drhs` (the gradient of the
-matrices). Each is the gradient of the other, so gradients of any order work.
+matrices). The gradient of each is made of the two, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ BACKENDS = {backend.name: backend for backend in (pallas.BACKEND, xla.BACKEND, l
 IMPLEMENTATIONS = tuple(BACKENDS)
 _MOVED = ("mosaic", "tokamax")  # names of earlier versions
 
-# What None tries, in this order, by the platform that the program is lowered for. Measured on an
-# H200 at [32768, 7168] x [32, 7168, 2048] (product, dlhs, drhs; WORKSPACE_NOTES.md), in per cent of
-# a dense matmul: "pallas" 90, 90 and 87, "xla" 3, 3 and 3.
+# The backends that implementation=None tries, in order, by the platform that the program is lowered
+# for. pallas_kernels/TUNING.md, section "Grouped matmul", has the times that this order follows.
 _PREFERENCE = {"cpu": (loop.BACKEND,), "cuda": (pallas.BACKEND, xla.BACKEND)}
 _PREFERENCE_ELSEWHERE = (xla.BACKEND,)
 
@@ -60,7 +59,7 @@ def grouped_matmul(
       lhs: [R, H] floating: rows in group order.
       rhs: [L, H, F], the dtype of lhs: one matrix for each group.
       group_sizes: [L] integer: rows of each group, none negative; their sum is at most R.
-      implementation: what computes it:
+      implementation: the backend:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64.
         "xla"     `jax.lax.ragged_dot`; any platform, slow on most.
@@ -99,7 +98,10 @@ def grouped_matmul(
 
 
 def check_implementation(implementation: Implementation, rhs: jax.Array) -> None:
-    """Raises ValueError, with the reason, if the named one cannot multiply by such matrices."""
+    """Raises ValueError, with the reason, if a named implementation cannot multiply by rhs.
+
+    rhs is [L, H, F]; nothing is checked if `implementation` is None.
+    """
     if implementation is None:
         return
     if implementation not in BACKENDS:
@@ -123,8 +125,8 @@ def available_implementations(
     """Names the implementations that can multiply by matrices of a shape and dtype.
 
     Args:
-      matrix_shape: (H, F).
-      dtype: of the operands.
+      matrix_shape: (H, F), the shape of each group's matrix.
+      dtype: the dtype of the operands.
       platform: "cpu", "cuda", "tpu", ...; None: the one that JAX uses by default here.
     """
     platform = default_platform() if platform is None else platform
@@ -138,12 +140,15 @@ def available_implementations(
 def unavailable_reason(
     backend: Backend, platform: str, matrix_shape: Sequence[int], dtype: Any
 ) -> str | None:
-    """Says why a backend cannot multiply by matrices [H, F] of a dtype on a platform, or None."""
+    """Returns why a backend cannot multiply by matrices [H, F] of a dtype, or None if it can.
+
+    `platform` is the one to run on, such as "cuda".
+    """
     return backend.operands_reason(matrix_shape, dtype) or backend.platform_reason(platform)
 
 
 def default_platform() -> str:
-    """Names the platform that JAX uses by default here, as lowering does: "cuda", not "gpu"."""
+    """Returns the platform that JAX uses by default here, as lowering names it: not "gpu"."""
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
@@ -157,9 +162,10 @@ def product(
     implementation: Implementation,
     transpose_rhs: bool = False,
 ) -> jax.Array:
-    """Multiplies lhs [R, K] by groups of rows by rhs [L, K, N] (transposed: [L, N, K]) -> [R, N].
+    """Multiplies each row of lhs [R, K] by its group's matrix of rhs [L, K, N]; returns [R, N].
 
-    Takes operands that were checked, of one varying-axes type, with int32 group_sizes.
+    rhs is [L, N, K] with `transpose_rhs`. Operands must have been checked and have one
+    varying-axes type; group_sizes must be int32.
     """
     return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs)
 
@@ -171,10 +177,10 @@ def sum_of_products(
     implementation: Implementation,
     transpose_rhs: bool = False,
 ) -> jax.Array:
-    """Sums the `product`s of (lhs, rhs) pairs of equal shapes and dtype.
+    """Sums the grouped products of (lhs, rhs) pairs, which have equal shapes and one dtype.
 
-    "pallas" computes it in one kernel, so that the sum is float32 and rounded once; the others
-    round each product.
+    "pallas" computes the sum in one kernel, in float32 and rounded once; the other implementations
+    round each product. Operands are as for `product`.
     """
     operands = (operand for pair in pairs for operand in pair)
     return grouped_matmul_p.bind(
@@ -186,9 +192,10 @@ def sum_of_products(
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
 ) -> jax.Array:
-    """Multiplies each group's rows of lhs [R, K], transposed, by those of grad [R, N] -> [L, K, N].
+    """Multiplies each group's rows of lhs [R, K], transposed, by its rows of grad [R, N].
 
-    Takes operands that were checked, of one varying-axes type, with int32 group_sizes.
+    Returns [L, K, N], the gradient of a product's rhs. Operands must have been checked and have
+    one varying-axes type; group_sizes must be int32.
     """
     return grouped_matmul_drhs_p.bind(lhs, grad, group_sizes, implementation=implementation)
 
@@ -227,7 +234,7 @@ drhs.defvjp(_drhs_fwd, _drhs_bwd)
 def _choose(
     implementation: Implementation, platform: str, matrix_shape: Sequence[int], dtype: Any
 ) -> Backend:
-    """Chooses the backend to lower to; raises if the named one cannot run on the platform."""
+    """Chooses the backend to lower to; raises ValueError if a named one cannot run there."""
     if implementation is not None:
         backend = BACKENDS[implementation]
         reason = backend.platform_reason(platform)

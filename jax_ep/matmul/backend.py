@@ -1,6 +1,6 @@
-"""The interface of a way to compute grouped matmuls, and what several of them share.
+"""The interface of the grouped matmul's backends, and functions that several of them share.
 
-Every backend obeys one contract, with `num_rows = sum(group_sizes) <= R`:
+All backends follow one contract, with `num_rows = sum(group_sizes) <= R`:
 
   product(lhs [R, K], rhs [L, K, N], group_sizes [L], transpose_rhs=...) -> [R, N]
       out[r] = lhs[r] @ rhs[group of r], or lhs[r] @ rhs[group of r].T for rhs [L, N, K] with
@@ -51,15 +51,17 @@ class PlatformReason(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """One way to compute grouped matmuls.
+    """A way to compute grouped matmuls.
 
     Attributes:
-      name: what `implementation=` calls it.
-      product: multiplies rows by the matrix of their group.
+      name: the backend's name as an `implementation` argument.
+      product: multiplies each row by the matrix of its group.
       drhs: computes the gradient of the matrices.
-      fused_sum: computes a sum of products in one accumulator; None: products are added.
-      operands_reason: says why it cannot multiply by matrices of a shape and dtype; None: it can.
-      platform_reason: says why it cannot run on a platform ("cpu", "cuda", ...); None: it can.
+      fused_sum: sums products in one accumulator; None: products are computed apart and added.
+      operands_reason: returns why the backend cannot multiply by matrices of a shape and dtype, or
+        None if it can.
+      platform_reason: returns why the backend cannot run on a platform ("cpu", "cuda", ...), or
+        None if it can.
     """
 
     name: str
@@ -72,7 +74,7 @@ class Backend:
     def sum_of_products(
         self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool
     ) -> jax.Array:
-        """Sums the products of (lhs, rhs) pairs: rounded once if fused, else once a product."""
+        """Sums the products of (lhs, rhs) pairs, rounded once if fused, else after each product."""
         if self.fused_sum is not None:
             return self.fused_sum(pairs, group_sizes, transpose_rhs=transpose_rhs)
         products = (self.product(*pair, group_sizes, transpose_rhs=transpose_rhs) for pair in pairs)
@@ -85,7 +87,7 @@ def accumulator(dtype: Any) -> Any:
 
 
 def pad_rows(x: jax.Array, multiple: int) -> jax.Array:
-    """Appends rows of zeros up to a multiple."""
+    """Appends rows of zeros to x [R, C], up to the next multiple of `multiple` rows."""
     return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)))
 
 

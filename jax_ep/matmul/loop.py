@@ -1,8 +1,8 @@
-"""The backend "loop": a loop over groups and tiles of their rows, on any platform, for CPUs.
+"""The backend "loop": a loop over groups and tiles of their rows; any platform, made for CPUs.
 
-`lax.ragged_dot` on a CPU multiplies every row by every group's matrix. Two nested loops do the
-least work instead: over the groups, and over the tiles of rows that a group really has. The tile
-is the smallest that still keeps the CPU's matmul busy, since a group's last tile is padded.
+On a CPU, `lax.ragged_dot` multiplies every row by every group's matrix. This backend loops over the
+groups, and within a group over tiles of its own rows, so rows meet only their group's matrix. A
+group's last tile is padded, so the tile is the smallest that still keeps the CPU's matmul busy.
 """
 
 from __future__ import annotations
@@ -70,7 +70,11 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _tile_rows(lhs, ends, group_sizes, group, i, tile):
-    """Finds the first row of the group's tile i, moved up if it would pass R, and its own rows."""
+    """Returns the first row of tile i of a group, and which of the tile's rows to compute.
+
+    The tile is moved up where it would extend past R. The mask [tile] is true for the rows from the
+    tile's place before that, as far as they belong to the group.
+    """
     start = ends[group] - group_sizes[group] + i * tile
     first = jnp.minimum(start, lhs.shape[0] - tile)
     rows = first + jnp.arange(tile, dtype=jnp.int32)

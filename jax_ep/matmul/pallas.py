@@ -1,7 +1,7 @@
 """The backend "pallas": this library's own kernels, for Hopper GPUs.
 
-The kernels (`pallas_kernels.matmul.grouped_matmul`) are imported by the first program that is
-lowered with them, so that a machine without GPUs loads none.
+The kernels (`pallas_kernels.matmul.grouped_matmul`) are imported when the first program with them
+is lowered, so a machine without GPUs does not load them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOPPER_CORES = 132  # multiprocessors of an H100 or H200 SXM
 
 
 def operands_reason(matrix_shape: Sequence[int], dtype: Any) -> str | None:
-    """Says why a Hopper kernel cannot multiply by matrices [H, F] of a dtype; None: it can."""
+    """Returns why the kernels cannot multiply by matrices [H, F] of a dtype; None if they can."""
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"it multiplies bfloat16 and float16, not {jnp.dtype(dtype)}"
     if any(dim % 64 for dim in matrix_shape):
@@ -33,7 +33,7 @@ def operands_reason(matrix_shape: Sequence[int], dtype: Any) -> str | None:
 
 
 def platform_reason(platform: str) -> str | None:
-    """Says why a Hopper kernel cannot run on a platform; None: it can."""
+    """Returns why the kernels cannot run on a platform, such as "cpu", or None if they can."""
     if platform != "cuda":
         return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
     device = jax.devices()[0]
@@ -56,9 +56,9 @@ def product(
     transpose_rhs: bool,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Multiplies by the kernels; rows past the last group are only zeroed.
+    """Multiplies each row by its group's matrix with the kernel; zeroes rows past the last group.
 
-    `tiles`: None: those of `product_tiles`.
+    If `tiles` is None, `product_tiles` chooses them.
     """
     pairs = [(lhs, rhs)]
     return sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs, tiles=tiles)
@@ -71,7 +71,7 @@ def sum_of_products(
     transpose_rhs: bool,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """Sums the products of several (lhs, rhs) pairs in the same accumulators."""
+    """Sums the products of several (lhs, rhs) pairs in the same float32 accumulators."""
     from pallas_kernels.matmul import grouped_matmul as kernels
 
     lhs, rhs = pairs[0]
@@ -89,9 +89,9 @@ def sum_of_products(
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: Tiles | None = None
 ) -> jax.Array:
-    """Computes d(rhs) by the kernels; rows past the last group meet no accumulator.
+    """Computes the gradient of rhs with the kernel; rows past the last group are left out.
 
-    `tiles`: None: those of `drhs_tiles`.
+    If `tiles` is None, `drhs_tiles` chooses them.
     """
     from pallas_kernels.matmul import grouped_matmul as kernels
 
@@ -108,8 +108,8 @@ def drhs(
 def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     """Chooses tiles for a product of [num_rows, K] and [num_groups, K, num_cols].
 
-    The larger a tile, the less is read for each multiplication; but a group's last tile is
-    padded, and few tiles leave multiprocessors idle.
+    Larger tiles read less memory for each multiplication. But a group's last tile is padded, and
+    too few tiles leave multiprocessors idle.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -136,12 +136,15 @@ def _widest(num_cols: int) -> int:
 
 
 def _band(columns: int) -> int:
-    """Makes the rectangle that the blocks of one sweep read about as high as it is wide."""
+    """Chooses the `Tiles.band` for so many columns of tiles: their largest divisor up to 16.
+
+    The tiles that all blocks compute at a time then form about a square, which reads the least.
+    """
     return max(band for band in range(1, 17) if columns % band == 0)
 
 
 def _core_count() -> int:
-    """Counts multiprocessors of the first GPU; of a Hopper where there is none."""
+    """Returns how many multiprocessors the first GPU has, or a Hopper GPU if there is no GPU."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
 

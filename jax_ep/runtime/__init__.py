@@ -1,1 +1,1 @@
-"""What the machine offers: its GPUs, their memory and their driver."""
+"""The machine and JAX: GPUs, their driver, symmetric memory, and JAX's internals."""

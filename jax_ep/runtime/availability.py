@@ -1,9 +1,9 @@
-"""Where the Pallas kernels run: the one place that decides it, and says why not.
+"""Decides whether the Pallas kernels can run, in one place, and says why not.
 
-A program is asked while it is traced (`tracing_unavailable_reason`) and when it is lowered
-(`program_unavailable_reason`), the machine at any time (`unavailable_reason`). Each answers None,
-or a reason that completes "the kernels cannot run: ...". So does `exchange_unavailable_reason`, of
-the operands of a dispatch or combine; those of collectives and matmuls are asked in their packages.
+`tracing_unavailable_reason` is for a program that is being traced, `program_unavailable_reason` for
+one that is being lowered, and `unavailable_reason` for the machine, at any time. Each returns None,
+or a reason that completes "the kernels cannot run: ...". `exchange_unavailable_reason` does so for
+the operands of a dispatch or combine; `collectives` and `matmul` decide about their own operands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXCHANGE_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def jax_unavailable_reason() -> str | None:
-    """Why this version of JAX cannot run the kernels, or None if it can."""
+    """Returns why this version of JAX cannot run the kernels, or None if it can."""
     if jax.__version_info__ < _OLDEST_JAX:
         oldest = ".".join(map(str, _OLDEST_JAX))
         return f"it needs JAX {oldest} or newer, and this is JAX {jax.__version__}"
@@ -34,7 +34,7 @@ def jax_unavailable_reason() -> str | None:
 
 
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
-    """Why the kernels cannot run on these devices (default: all), or None if they can."""
+    """Returns why the kernels cannot run on these devices (None: all), or None if they can."""
     devices = jax.devices() if devices is None else devices
     platforms = sorted({device.platform for device in devices})
     if platforms != ["gpu"]:
@@ -58,7 +58,7 @@ def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | Non
 
 
 def tracing_unavailable_reason() -> str | None:
-    """Why the kernels cannot run in the `shard_map` that is being traced; None if they may."""
+    """Returns why the kernels cannot run in the `shard_map` being traced, or None if they may."""
     if reason := jax_unavailable_reason():
         return reason
     mesh = jax.sharding.get_abstract_mesh()
@@ -70,9 +70,10 @@ def tracing_unavailable_reason() -> str | None:
 
 
 def traced_devices_unavailable_reason() -> str | None:
-    """Why the kernels cannot run on the devices of the mesh that is being traced, if it has any.
+    """Returns why the kernels cannot run on the devices of the traced mesh, or None if they may.
 
-    A program may be lowered for others; this is for who asked for the kernels by name.
+    A traced program may still be lowered for other devices, so this applies only where the caller
+    names the kernels.
     """
     platform = jax_compat.platform_of_traced_mesh()
     if platform is not None and platform != "gpu":
@@ -85,25 +86,25 @@ def traced_devices_unavailable_reason() -> str | None:
 def program_unavailable_reason(
     program: jax_compat.Program, axis_name: tuple[str, ...]
 ) -> str | None:
-    """Why the kernels cannot run in the program that is being lowered, or None if they can.
+    """Returns why the kernels cannot run in a program that is being lowered, or None if they can.
 
     Args:
-      program: what is being lowered.
-      axis_name: the mesh axes that the kernels' ranks are along.
+      program: the program that is being lowered.
+      axis_name: the mesh axes of the kernels' ranks.
     """
     if reason := jax_unavailable_reason():
         return reason
     if "cuda" not in program.platforms:
         return "it needs NVIDIA GPUs, and this program is compiled for another platform"
     if len(program.platforms) > 1:
-        # A program for several platforms would branch over them, and XLA takes no collective there.
+        # A program for several platforms branches over them; XLA allows no collective in a branch.
         platforms = ", ".join(program.platforms)
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
         return "its program holds addresses of this machine, and is to be exported"
     mesh = program.mesh
     is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
-    if not is_here:  # this lowers for a machine that is not
+    if not is_here:  # the program is lowered for another machine
         return None
     if reason := unavailable_reason() or jax_compat.devices_unavailable_reason():
         return reason
@@ -125,7 +126,7 @@ def program_unavailable_reason(
 def _groups(
     devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
 ) -> list[list[jax.Device]]:
-    """The devices of each group of ranks along some axes of a mesh."""
+    """Returns the devices of each group of ranks along some axes of a mesh, a list for each."""
     along = [axis_names.index(name) for name in axis_name]
     size = math.prod(devices.shape[axis] for axis in along)
     last = np.moveaxis(devices, along, range(-len(along), 0))
@@ -141,15 +142,15 @@ def exchange_unavailable_reason(
     num_experts: int,
     wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> str | None:
-    """Why the kernels cannot dispatch and combine such rows, or None if they can.
+    """Returns why the kernels cannot dispatch and combine rows of these sizes, or None if they can.
 
     Args:
       hidden: H, the columns of a row.
-      dtype: of the rows.
+      dtype: the dtype of the rows.
       num_ranks: N.
       top_k: K; or 2 K in the rank-major layout if weights are sent with the choices.
       num_experts: E.
-      wire_dtype: what rows or their sums are sent in; None for `dtype`.
+      wire_dtype: the dtype in which rows or their sums are sent; None for `dtype`.
     """
     if dtype not in _EXCHANGE_DTYPES:
         names = ", ".join(jnp.dtype(d).name for d in _EXCHANGE_DTYPES)

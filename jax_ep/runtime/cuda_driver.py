@@ -1,8 +1,9 @@
-"""What the CUDA driver says, through ctypes: no dependency, and no error where there is none.
+"""Calls the CUDA driver through ctypes; imports without error where there is no driver.
 
-It numbers the GPUs as CUDA_VISIBLE_DEVICES lets them be seen, by *ordinal*: what
-`jax.Device.local_hardware_id` is. Functions that ask return None where the driver won't say;
-functions that do something raise `Error`, with the driver's function and its reason.
+The driver numbers the GPUs that CUDA_VISIBLE_DEVICES lets it see. This number is the *ordinal*, and
+equals `jax.Device.local_hardware_id`. Functions whose result may be None ask a question, and return
+None where the driver does not answer. The others raise `Error`, with the name of the driver's
+function and its reason.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def _libcuda() -> ctypes.CDLL | None:
 
 
 def cuda_version() -> str | None:
-    """The newest CUDA version that the driver serves, as "13.0"; None without driver or GPU."""
+    """Returns the newest CUDA version that the driver supports, as "13.0".
+
+    None where there is no driver or no GPU.
+    """
     library, version = _libcuda(), ctypes.c_int()
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return None
@@ -35,7 +39,7 @@ def cuda_version() -> str | None:
 
 
 def kernel_module_version() -> str | None:
-    """The version of NVIDIA's kernel module, as "580.159.04"; None where it cannot be read."""
+    """Returns the version of NVIDIA's kernel module, as "580.159.04", or None if unreadable."""
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
             words = file.readline().split()
@@ -45,7 +49,7 @@ def kernel_module_version() -> str | None:
 
 
 def attribute(ordinal: int, number: int) -> int | None:
-    """A `CUdevice_attribute` of a GPU of this process; None: the driver won't say."""
+    """Returns a GPU's attribute, by its number in the enum CUdevice_attribute, or None."""
     library, value = _libcuda(), ctypes.c_int()
     if library is None or (handle := _handle(library, ordinal)) is None:
         return None
@@ -55,14 +59,14 @@ def attribute(ordinal: int, number: int) -> int | None:
 
 
 def peer_access(ordinals: Sequence[int]) -> tuple[tuple[bool, ...], ...] | None:
-    """Whether GPU i can address the memory of GPU j, for every pair; None: the driver won't say.
+    """Returns whether GPU i can address the memory of GPU j, for every pair of GPUs.
 
     Args:
-      ordinals: of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, in its order: what
-        `jax.Device.local_hardware_id` is.
+      ordinals: the `jax.Device.local_hardware_id` of each GPU.
 
     Returns:
-      A square matrix in the order of `ordinals`; a GPU reaches itself.
+      A square matrix [i][j] in the order of `ordinals`, true on its diagonal; None where the driver
+      does not answer.
     """
     return _peer_access(tuple(ordinals))
 
@@ -88,17 +92,17 @@ def _peer_access(ordinals: tuple[int, ...]) -> tuple[tuple[bool, ...], ...] | No
 
 
 class Error(RuntimeError):
-    """The driver refused."""
+    """The error of a driver function that failed, or of a missing driver."""
 
 
 class _Location(ctypes.Structure):
-    """CUmemLocation: a GPU."""
+    """The driver's struct CUmemLocation, which names a GPU."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The driver's struct CUmemAllocationProp: the properties of an allocation."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -110,7 +114,7 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's struct CUmemAccessDesc: the access of a GPU to mapped memory."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
@@ -128,32 +132,32 @@ _u64, _size = ctypes.c_uint64, ctypes.c_size_t
 
 
 def pci_bus_id(ordinal: int) -> str:
-    """The GPU's place on the bus, as "0000:1b:00.0": the same in every process of the host."""
+    """Returns a GPU's place on the PCI bus, as "0000:1b:00.0", alike in all processes of a host."""
     text = ctypes.create_string_buffer(32)
     _call("cuDeviceGetPCIBusId", text, ctypes.c_int(len(text)), _device(ordinal))
     return text.value.decode().lower()
 
 
 def uuid(ordinal: int) -> str:
-    """The GPU's UUID in hexadecimal; parts of one GPU (MIG) have one each."""
+    """Returns a GPU's UUID in hexadecimal; each part of a GPU split by MIG has its own."""
     value = (ctypes.c_ubyte * 16)()
     _call("cuDeviceGetUuid_v2", ctypes.byref(value), _device(ordinal))
     return bytes(value).hex()
 
 
-# --------------------------------------------------- the virtual-memory API: memory and its places
+# ------------------------------------------------- the virtual-memory API: memory and its addresses
 
 
 def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[int, int]:
-    """Takes memory of a GPU, which is kept while it is mapped or until `release`.
+    """Allocates memory of a GPU, which lives until it is released and mapped nowhere.
 
     Args:
-      ordinal: of the GPU.
-      num_bytes: at least.
-      exportable: whether `export_fd` shall be possible.
+      ordinal: the GPU's ordinal.
+      num_bytes: the least size.
+      exportable: whether `export_fd` must work on the memory.
 
     Returns:
-      The handle, and the size: `num_bytes` rounded up to what the driver gives at a time.
+      The handle, and the size in bytes: `num_bytes` rounded up to the driver's granularity.
     """
     handle_type = _FILE_DESCRIPTOR if exportable else 0
     properties = _Properties(_PINNED, handle_type, _Location(_ON_DEVICE, ordinal))
@@ -170,12 +174,15 @@ def create(ordinal: int, num_bytes: int, *, exportable: bool = False) -> tuple[i
 
 
 def release(handle: int) -> None:
-    """Gives a handle back; the memory lives on where it is mapped."""
+    """Releases a handle of memory; the memory lives on while it is mapped."""
     _call("cuMemRelease", _u64(handle))
 
 
 def export_fd(handle: int) -> int:
-    """A file descriptor that another process can import the memory from. The caller closes it."""
+    """Returns a file descriptor from which another process can import memory.
+
+    The caller closes it.
+    """
     fd = ctypes.c_int(-1)
     _call(
         "cuMemExportToShareableHandle",
@@ -189,7 +196,7 @@ def export_fd(handle: int) -> int:
 
 
 def import_fd(fd: int) -> int:
-    """A handle of memory that another process exported. The descriptor stays the caller's."""
+    """Returns a handle of memory that another process exported; the caller closes `fd`."""
     handle = _u64()
     _call(
         "cuMemImportFromShareableHandle",
@@ -201,21 +208,21 @@ def import_fd(fd: int) -> int:
 
 
 def retain(address: int) -> int:
-    """A handle of the memory that is mapped at an address. The caller releases it."""
+    """Returns a handle of the memory that is mapped at an address; the caller releases it."""
     handle = _u64()
     _call("cuMemRetainAllocationHandle", ctypes.byref(handle), ctypes.c_void_p(address))
     return handle.value
 
 
 def is_exportable(handle: int) -> bool:
-    """Whether the memory was created so that `export_fd` is possible."""
+    """Returns whether the memory of a handle was created so that `export_fd` works."""
     properties = _Properties()
     _call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), _u64(handle))
     return bool(properties.requested_handle_types & _FILE_DESCRIPTOR)
 
 
 def reserve(num_bytes: int, *, alignment: int = 0, address: int = 0) -> int:
-    """Reserves a range of addresses, at `address` if the driver has no other use for it."""
+    """Reserves a range of addresses and returns its start: `address`, if that range is free."""
     start = _u64()
     sizes = _size(num_bytes), _size(alignment)
     _call("cuMemAddressReserve", ctypes.byref(start), *sizes, _u64(address), _u64(0))
@@ -223,22 +230,22 @@ def reserve(num_bytes: int, *, alignment: int = 0, address: int = 0) -> int:
 
 
 def free_addresses(address: int, num_bytes: int) -> None:
-    """Gives a reserved range back, in which nothing is mapped any more."""
+    """Frees a reserved range of addresses, in which nothing may be mapped."""
     _call("cuMemAddressFree", _u64(address), _size(num_bytes))
 
 
 def map_at(address: int, num_bytes: int, handle: int) -> None:
-    """Maps memory into a reserved range. No GPU may use it before `allow_access`."""
+    """Maps memory into a reserved range of addresses; GPUs may use it after `allow_access`."""
     _call("cuMemMap", _u64(address), _size(num_bytes), _size(0), _u64(handle), _u64(0))
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Ends what `map_at` began."""
+    """Unmaps memory that `map_at` has mapped at an address."""
     _call("cuMemUnmap", _u64(address), _size(num_bytes))
 
 
 def allow_access(address: int, num_bytes: int, ordinals: Sequence[int]) -> None:
-    """Lets GPUs of this process read and write mapped memory; what others may stays as it is."""
+    """Lets GPUs of this process read and write mapped memory; other GPUs' access is unchanged."""
     descriptions = (_Access * len(ordinals))(
         *(_Access(_Location(_ON_DEVICE, ordinal), _READ_AND_WRITE) for ordinal in ordinals)
     )
@@ -247,14 +254,14 @@ def allow_access(address: int, num_bytes: int, ordinals: Sequence[int]) -> None:
 
 
 def has_access(address: int, ordinal: int) -> bool:
-    """Whether a GPU of this process may read and write the memory mapped at an address."""
+    """Returns whether a GPU of this process may read and write the memory mapped at an address."""
     flags, location = ctypes.c_ulonglong(), _Location(_ON_DEVICE, ordinal)
     _call("cuMemGetAccess", ctypes.byref(flags), ctypes.byref(location), _u64(address))
     return flags.value == _READ_AND_WRITE
 
 
 def address_range(ordinal: int, address: int) -> tuple[int, int]:
-    """The first address and the size of the allocation on a GPU that an address lies in."""
+    """Returns the start and the bytes of the allocation on a GPU that an address lies in."""
     start, num_bytes = _u64(), _size()
     with _context(ordinal):
         _call(
@@ -270,20 +277,20 @@ def address_range(ordinal: int, address: int) -> tuple[int, int]:
 
 
 def fill(ordinal: int, address: int, word: int, num_bytes: int) -> None:
-    """Sets memory that a GPU reaches to a 32-bit word, over and over; returns when it is done."""
+    """Fills memory that a GPU can address with a repeated 32-bit word; returns when it is done."""
     with _stream(ordinal) as stream:
         count = _size(num_bytes // 4)
         _call("cuMemsetD32Async", _u64(address), ctypes.c_uint(word), count, stream)
 
 
 def write(ordinal: int, address: int, data: bytes) -> None:
-    """Copies bytes to memory that a GPU reaches; returns when they are there."""
+    """Copies bytes to memory that a GPU can address; returns when they have arrived."""
     with _stream(ordinal) as stream:
         _call("cuMemcpyHtoDAsync_v2", _u64(address), data, _size(len(data)), stream)
 
 
 def read(ordinal: int, address: int, num_bytes: int) -> bytes:
-    """Copies bytes from memory that a GPU reaches."""
+    """Copies bytes from memory that a GPU can address, and returns them."""
     data = ctypes.create_string_buffer(num_bytes)
     with _stream(ordinal) as stream:
         _call("cuMemcpyDtoHAsync_v2", data, _u64(address), _size(num_bytes), stream)
@@ -292,7 +299,7 @@ def read(ordinal: int, address: int, num_bytes: int) -> bytes:
 
 @contextlib.contextmanager
 def _context(ordinal: int) -> Iterator[None]:
-    """Makes the primary context of a GPU, which XLA uses too, the thread's."""
+    """Makes the primary context of a GPU, which XLA uses too, the current one of this thread."""
     device, context = _device(ordinal), ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _call("cuCtxPushCurrent_v2", context)
@@ -305,7 +312,7 @@ def _context(ordinal: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stream(ordinal: int) -> Iterator[ctypes.c_void_p]:
-    """A stream of its own, so that no other's work or capture is touched; waits at the end."""
+    """Opens a new stream, apart from other work and captures; waits for its work at the end."""
     stream = ctypes.c_void_p()
     with _context(ordinal):
         _call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))

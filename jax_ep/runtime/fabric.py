@@ -1,4 +1,4 @@
-"""What a kernel's ranks are connected by: the fabric of a mesh axis, in a program being lowered."""
+"""Makes the fabric that connects a kernel's ranks, for a mesh axis of the program being lowered."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pallas_kernels.fabric.symmetric import Gpus
 
 
 def of_axis(axis_name: tuple[str, ...], like: jax.Array) -> Gpus:
-    """The ranks along an axis of the enclosing `shard_map`.
+    """Returns the fabric of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
     Args:
-      axis_name: mesh axes.
-      like: an operand of the kernel; the fabric's own varies over the same axes.
+      axis_name: the mesh axes of the ranks.
+      like: an operand of the kernel; the fabric's own operand is cast to vary over the same axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     strides, stride = {}, 1
@@ -29,7 +29,7 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array) -> Gpus:
 
 
 def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
-    """The address of GPU 0's heap, and the number of the GPU at each place of the mesh."""
+    """Returns the address of GPU 0's heap, and the number of the GPU at each place of the mesh."""
     domain = _domain(num_places)
     if domain is None:
         return layout.BASE, tuple(range(num_places))
@@ -45,13 +45,13 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
 
 
 def num_gpus(fabric: Gpus) -> int:
-    """How many GPUs have a heap."""
+    """Returns how many GPUs have a heap of symmetric memory in the fabric's domain."""
     domain = _domain(len(fabric.gpus))
     return len(fabric.gpus) if domain is None else domain.num_gpus
 
 
 def _domain(num_places: int) -> symmetric_memory.Domain | None:
-    """This machine's; None where a program is lowered for a machine that is not here."""
+    """Returns this machine's domain, or None if a program is lowered for another machine."""
     if jax.default_backend() != "gpu" or num_places > jax.device_count():
         return None
     domain = symmetric_memory.domain()

@@ -1,9 +1,9 @@
-"""The one door to JAX's internals: everything private or unstable that jax_ep touches.
+"""The one door to JAX's internals: everything private or unstable of JAX that jax_ep touches.
 
-JAX promises nothing about what is used here, so each use says what happens where JAX lacks it.
-`import jax_ep` never fails for it. Where JAX lacks what a primitive is made of, `define_primitive`
-computes it inline, by XLA; `primitives_unavailable_reason` says what is missing, and kernels, which
-need primitives, are refused with that reason.
+JAX keeps none of these names stable, so each use says what happens where JAX lacks it; `import
+jax_ep` works all the same. Where JAX lacks what primitives need, `define_primitive` returns one
+that XLA computes inline. `primitives_unavailable_reason` then says what is missing, and kernels,
+which need primitives, are refused with that reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 
 def _find(path: str) -> Any:
-    """The object at a dotted path, or None where this JAX lacks it."""
+    """Returns the object at a dotted path, or None where this JAX lacks it."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name, None)
@@ -31,7 +31,7 @@ def _find(path: str) -> Any:
         return None
 
 
-# What a primitive is made of. Where JAX lacks one of them, primitives compute inline.
+# What primitives need of JAX. Where JAX lacks one of these names, primitives compute inline.
 _REQUIRED = {
     path: _find(path)
     for path in (
@@ -49,7 +49,7 @@ _shaped_array, _primitive, _deflinear2, _batchers, _lower_fun, _register_lowerin
 
 
 def primitives_unavailable_reason() -> str | None:
-    """Why JAX cannot have primitives of ours, or None if it can."""
+    """Returns why this JAX cannot have the library's primitives, or None if it can."""
     missing = [path for path, found in _REQUIRED.items() if found is None]
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
 
@@ -58,9 +58,9 @@ def primitives_unavailable_reason() -> str | None:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes that an array, or its type, is typed as varying over.
+    """Returns the mesh axes that an array, or its type, is typed as varying over.
 
-    Where JAX lacks such types, none.
+    Where JAX lacks varying-axes types, these are none.
     """
     kind = x if hasattr(x, "mat") else jax.typeof(x)
     return getattr(getattr(kind, "mat", None), "varying", frozenset())
@@ -71,7 +71,7 @@ def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> li
 
     A collective's result differs from rank to rank, so its operands must be typed as varying. The
     transpose of the cast is the sum over ranks that the gradient of a replicated operand needs.
-    Where JAX lacks such types, the operands are returned as they are.
+    Where JAX lacks varying-axes types, the operands are returned as they are.
     """
     if not hasattr(jax.typeof(jnp.float32(0)), "mat"):
         return list(operands)
@@ -81,7 +81,10 @@ def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> li
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts x to vary over more axes; NotImplementedError where JAX has the types but no cast."""
+    """Casts x to vary over more mesh axes.
+
+    Raises NotImplementedError where JAX has varying-axes types but lacks the cast.
+    """
     if not axes:
         return x
     pcast = getattr(lax, "pcast", None)
@@ -100,12 +103,12 @@ def result_type(
     *,
     varying: frozenset[str] | None = None,
 ) -> Any:
-    """The type of a primitive's result, as `abstract_eval` returns it.
+    """Returns the type of a primitive's result, for its `abstract_eval`.
 
     Args:
-      operand: the type of an operand.
-      shape: of the result.
-      dtype: of the result; None: the operand's.
+      operand: the type of an operand, from which all else is taken.
+      shape: the result's shape.
+      dtype: the result's dtype; None: the operand's.
       varying: the mesh axes that the result varies over; None: the operand's.
     """
     changes: dict[str, Any] = {}
@@ -127,10 +130,10 @@ def replicated(x: jax.Array) -> jax.Array:
 
 
 def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.Array) -> Any:
-    """Calls a function with the mesh's Explicit axes as Auto; its results are replicated over them.
+    """Calls a function with the mesh's Explicit axes as Auto; replicates its results over them.
 
-    Inside `shard_map`, these are the axes that it leaves out. Where there are none, and where JAX
-    does not know such axes, this is a plain call.
+    Inside `shard_map`, these are axes that it is not over. Where there are none, and where JAX does
+    not know Explicit axes, this is a plain call.
     """
     explicit = getattr(jax.sharding.get_abstract_mesh(), "explicit_axes", ())
     if explicit:
@@ -146,7 +149,7 @@ _concrete_mesh = _find("jax._src.mesh.get_concrete_mesh")  # None where JAX lack
 
 
 class Program:
-    """The program that a primitive is being lowered in."""
+    """The program in which a primitive is being lowered."""
 
     def __init__(self, context: Any) -> None:
         self._context = context  # jax.interpreters.mlir.LoweringRuleContext
@@ -170,16 +173,16 @@ class Program:
 
     @property
     def for_export(self) -> bool:
-        """Whether it is for `jax.export`; True where JAX does not say."""
+        """Whether the program is lowered for `jax.export`; True where JAX does not say."""
         parameters = getattr(self._context.module_context, "lowering_parameters", None)
         return getattr(parameters, "for_export", True)
 
     @property
     def mesh_devices(self) -> np.ndarray | None:
-        """The devices of `mesh`, in its shape; None where they are not known.
+        """The devices of the program's mesh, in its shape; None where they are not known.
 
-        An abstract mesh is taken for that of `jax.set_mesh`, where it is its equal and JAX has the
-        means to say.
+        An abstract mesh stands for the mesh of `jax.set_mesh`, if the two have equal axes and this
+        JAX has the means to tell.
         """
         mesh = self.mesh
         if isinstance(mesh, AbstractMesh):
@@ -193,9 +196,9 @@ class Program:
         return getattr(self._context.module_context, "axis_context", None)
 
     def lower(self, function: Callable[..., Any], *operands: Any, **params: Any) -> Any:
-        """Lowers a traceable function that returns several results.
+        """Lowers a traceable function that returns a sequence of results.
 
-        While it is traced, it is in `current_program`.
+        While the function is traced, `current_program` returns this program.
         """
         token = _current.set(self)
         try:
@@ -208,7 +211,7 @@ _current: contextvars.ContextVar[Program | None] = contextvars.ContextVar("progr
 
 
 def current_program() -> Program | None:
-    """The program that is being lowered, within `Program.lower`."""
+    """Returns the program that is being lowered, or None outside `Program.lower`."""
     return _current.get()
 
 
@@ -216,7 +219,7 @@ def current_program() -> Program | None:
 
 
 class Primitive(Protocol):
-    """What is bound while a program is traced."""
+    """A JAX primitive, or its stand-in: `bind` adds it to the program that is being traced."""
 
     def bind(self, *operands: Any, **params: Any) -> Any: ...
 
@@ -224,7 +227,7 @@ class Primitive(Protocol):
 
 
 class _Inline:
-    """What stands in for a primitive where JAX lacks what primitives are made of."""
+    """Stand-in for a primitive where JAX lacks what primitives need: `bind` computes inline."""
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
@@ -245,20 +248,22 @@ def define_primitive(
     multiple_results: bool = True,
     platforms: Sequence[str | None] = (None,),
 ) -> Primitive:
-    """Makes a primitive, or where JAX lacks what it is made of, what computes the same inline.
+    """Makes a primitive, or a stand-in that computes inline where JAX lacks what primitives need.
 
     Args:
-      name: as a jaxpr shows it.
+      name: the primitive's name, as a jaxpr shows it.
       abstract_eval: (operand types, params) -> the type or types of the results.
       lower: (program: Program, operands, params) -> values.
       inline: (operands, params) -> the results, traced in place of the primitive.
       batch: the rule for `jax.vmap`: (operands, batch axes, params) -> results, their batch axes.
         None: an operand with a batch axis is refused.
-      transpose: of a linear primitive: (cotangents, operands, params) -> the operands' cotangents.
+      transpose: the rule of a linear primitive: (cotangents, operands, params) -> the operands'
+        cotangents. None: the primitive cannot be transposed.
       eager: (operands, params) -> the results, outside of any trace. None: refused there.
       multiple_results: whether `bind` returns a list.
-      platforms: one lowering is made for each of them; None is every other platform. A program for
-        several platforms branches over them, and a branch may hold no collective.
+      platforms: the platforms that get a lowering of their own; None is every other platform. A
+        program for several platforms branches over their lowerings, and a branch may hold no
+        collective.
     """
     if primitives_unavailable_reason() is not None:
         return _Inline(inline)
@@ -288,7 +293,7 @@ def _lacks(path: str) -> Callable[..., NoReturn]:
 
 
 def _lower_place(program: Program) -> list[Any]:
-    # Not `lax.axis_index`: that is a kernel of its own, where this is a word that XLA sets.
+    # Not `lax.axis_index`, which XLA computes in a kernel of its own; XLA just stores this word.
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -307,15 +312,15 @@ _place_p = define_primitive(
 
 
 def place() -> jax.Array:
-    """[1] int32: which place of its mesh this device is at, in the order of its devices.
+    """Returns the place of this device among those of its mesh, in row-major order: [1] int32.
 
-    Only kernels ask. ImportError where JAX lacks the dialect `stablehlo`.
+    Only kernels use it. Lowering it raises ImportError where JAX lacks the dialect `stablehlo`.
     """
     return _place_p.bind()
 
 
-# JAX keeps what it has lowered, and runs it on other devices too, but for programs with a primitive
-# of a set of its own. `None` where JAX lacks that set.
+# JAX caches lowered programs and may run them on other devices, unless a program has a primitive of
+# this set. None where JAX lacks the set.
 _requires_devices = _find("jax._src.dispatch.prim_requires_devices_during_lowering")
 
 _devices_p: Primitive = define_primitive(
@@ -332,7 +337,7 @@ if _requires_devices is not None and primitives_unavailable_reason() is None:
 
 
 def devices_unavailable_reason() -> str | None:
-    """Why a program cannot know its devices for certain when it is lowered; None if it can."""
+    """Returns why a program cannot be certain of its devices when lowered, or None if it can."""
     if _requires_devices is None:
         return (
             "this JAX may run what is lowered for some GPUs on others: it lacks "
@@ -342,7 +347,11 @@ def devices_unavailable_reason() -> str | None:
 
 
 def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
-    """x, in a program that JAX lowers anew for other GPUs of this machine, if it has the means."""
+    """Returns x, and makes JAX lower the program anew for each set of GPUs of this machine.
+
+    Where JAX lacks the means, `devices_unavailable_reason` says so. On other machines than one with
+    GPUs this does nothing.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if jax.default_backend() == "gpu" and mesh.size <= jax.device_count():
         return _devices_p.bind(x)
@@ -373,7 +382,7 @@ def register_for_export(kind: type) -> None:
             )
     except (ImportError, AttributeError):
         pass
-    except ValueError:  # the module was imported before, and its class has the name
+    except ValueError:  # the module was reloaded: its earlier class has registered the name
         pass
 
 
@@ -392,9 +401,9 @@ def _tuples(value: Any) -> Any:
 
 
 def smaller(size: Any, other: Any) -> Any:
-    """The smaller of two sizes, either of which may be a symbolic dimension of `jax.export`.
+    """Returns the smaller of two sizes, which may be symbolic dimensions of `jax.export`.
 
-    Where JAX cannot say it of symbolic ones, this raises JAX's error for a comparison of them.
+    Where JAX cannot decide it for symbolic dimensions, this raises JAX's error for comparing them.
     """
     if isinstance(size, int) and isinstance(other, int):
         return min(size, other)
@@ -403,7 +412,7 @@ def smaller(size: Any, other: Any) -> Any:
 
 
 def mesh_of_with_statement() -> Mesh | None:
-    """The mesh of an enclosing `with mesh:`, which JAX deprecates and does not show elsewhere.
+    """Returns the mesh of an enclosing `with mesh:`, a form that JAX deprecates.
 
     None where there is none, and where JAX no longer keeps it.
     """
@@ -415,15 +424,15 @@ def mesh_of_with_statement() -> Mesh | None:
 
 
 def platform_of_traced_mesh() -> str | None:
-    """The platform of the devices of the mesh that is being traced for; None: JAX doesn't say."""
+    """Returns the platform of the devices of the traced mesh; None where JAX does not say."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return getattr(device, "platform", None)
 
 
 def distributed_client() -> Any:
-    """The client of the key-value service of `jax.distributed`.
+    """Returns the client of the key-value service of `jax.distributed`.
 
-    None before `jax.distributed.initialize`, and where this JAX keeps it elsewhere: then processes
-    share no memory, and are told that they need the one or the other.
+    None before `jax.distributed.initialize`, and where this JAX keeps the client elsewhere. Then
+    several processes cannot share memory; their error names both causes.
     """
     return getattr(_find("jax._src.distributed.global_state"), "client", None)

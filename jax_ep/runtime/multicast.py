@@ -14,12 +14,12 @@ _MULTICAST_SUPPORTED = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
     """Returns why GPUs have no multicast memory, or None if they may have it.
 
-    The driver answers for the hardware. Where an administrator, a container or the fabric manager
-    forbids multicast, the driver may still offer it, and kernels that use it fail when they run.
-    This function allocates nothing, so it does not find out.
+    The driver's answer describes the hardware. Where an administrator, a container or the fabric
+    manager forbids multicast, the driver may still offer it, and kernels that use it fail when they
+    run. This function allocates nothing, so it does not notice that.
 
     Args:
-      devices: the GPUs to ask for; None: all.
+      devices: the GPUs to ask about; None: all.
     """
     devices = jax.devices() if devices is None else devices
     if any(device.platform != "gpu" for device in devices):

@@ -1,8 +1,8 @@
-"""How the processes of a host meet: who is there, and file descriptors from each to each.
+"""Exchanges messages and file descriptors between the processes of a host.
 
-They find each other through the key-value service of `jax.distributed`, and then talk over UNIX
-sockets, each in a new folder that only this user can open. A `Meeting` is held once, ends within
-its time, and leaves neither thread nor file.
+Processes find each other through the key-value service of `jax.distributed`, and then communicate
+over UNIX sockets. Each socket is in a new folder that only this user can open. A `Meeting` is held
+once, ends within its timeout, and leaves no thread and no file behind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax_ep.runtime import jax_compat
 _KEY = "jax_ep/symmetric_memory/{process}"
 _FOLDER = "jax_ep-"
 _SOCKET = "socket"
-_MAX_PATH = 100  # of a UNIX socket, a little less than the system takes
+_MAX_PATH = 100  # characters in a UNIX socket's path, a little less than Linux allows
 _MAX_DESCRIPTORS = 64
 _MAX_MESSAGE = 1 << 20
 _LENGTH = struct.Struct("<I")
@@ -35,11 +35,11 @@ Message = dict[str, Any]
 
 
 class Refused(Exception):
-    """The processes cannot share memory; the text is the reason, the same in all of them."""
+    """The error that processes cannot share memory; its text is the reason, alike in all."""
 
 
 class Store(Protocol):
-    """What is asked of the key-value service: jaxlib's `DistributedRuntimeClient` has it."""
+    """The methods of the key-value service that are used, as jaxlib's client has them."""
 
     def key_value_set(self, key: str, value: str) -> None: ...
 
@@ -47,13 +47,13 @@ class Store(Protocol):
 
 
 def store() -> Store | None:
-    """The service of `jax.distributed.initialize`; None where it was not called."""
+    """Returns the key-value service of `jax.distributed.initialize`; None if it was not called."""
     client: Store | None = jax_compat.distributed_client()
     return client
 
 
 def host_id() -> str:
-    """The same in all processes of a running kernel of Linux, containers or not."""
+    """Returns Linux's boot id, which all processes of a host share, in containers too."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
@@ -61,7 +61,7 @@ def host_id() -> str:
 
 
 class Alone:
-    """A `Meeting` of one process: it sends nothing."""
+    """A `Meeting` of a single process, which sends nothing."""
 
     def __init__(self, process: int) -> None:
         self._process = process
@@ -86,12 +86,12 @@ class Alone:
 
 
 class Meeting:
-    """One process's part in a meeting of several.
+    """One process's part in a meeting of several processes.
 
     Args:
-      store: where the processes find each other.
-      process: the number of this one.
-      timeout_s: from now, for all of it.
+      store: the key-value service by which the processes find each other.
+      process: the number of this process.
+      timeout_s: seconds from now within which the whole meeting must end.
     """
 
     def __init__(self, store: Store, process: int, timeout_s: float) -> None:
@@ -113,7 +113,10 @@ class Meeting:
         self._cleanup.close()
 
     def introduce(self, card: Message, processes: Iterable[int]) -> dict[int, Message]:
-        """Publishes this process's card and its socket; waits for those of the others."""
+        """Publishes this process's card and socket; returns the cards of all, by process.
+
+        Waits until each of `processes` has published its own.
+        """
         card = card | {"socket": self._listen()}
         try:
             self._store.key_value_set(_KEY.format(process=self._process), json.dumps(card))
@@ -140,15 +143,15 @@ class Meeting:
         """Sends a message and file descriptors to each of the others; returns theirs.
 
         Args:
-          cards: of those that take part, as `introduce` returned them.
-          message: a "failure" in it ends the meeting for all.
-          descriptors: they stay the caller's.
+          cards: the cards of the processes that take part, as `introduce` returned them.
+          message: what to send; a "failure" in it ends the meeting for all.
+          descriptors: file descriptors to send, which the caller closes.
 
         Returns:
-          By process; the descriptors in it are the caller's to close.
+          The message and descriptors of each other process; the caller closes the descriptors.
 
         Raises:
-          Refused: some process failed, ended, or took too long.
+          Refused: a process failed, ended, or took too long.
         """
         others = sorted(set(cards) - {self._process})
         self._paths = {process: cards[process]["socket"] for process in others}
@@ -166,7 +169,10 @@ class Meeting:
         return messages
 
     def agree(self, message: Message) -> dict[int, Message]:
-        """Tells the others how it went; returns what each of them says, if none has a failure."""
+        """Sends a message to the others, and returns those of all processes, by process.
+
+        Raises `Refused` if a message has a "failure", or a process ended or took too long.
+        """
         messages = {self._process: message}
         try:
             self._tell(message)
@@ -180,8 +186,8 @@ class Meeting:
         return messages
 
     def _listen(self) -> str:
-        """Opens the socket that the others connect to; returns its path."""
-        folder = tempfile.mkdtemp(prefix=_FOLDER)  # for this user alone
+        """Opens the socket that other processes connect to; returns its path."""
+        folder = tempfile.mkdtemp(prefix=_FOLDER)  # only this user can open it
         if len(folder) > _MAX_PATH - len(_SOCKET) - 1:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix=_FOLDER, dir="/tmp")
@@ -198,7 +204,7 @@ class Meeting:
         return max(self._deadline - time.monotonic(), 0.001)
 
     def _ended(self, process: int) -> Refused:
-        """That a process is gone; its socket, which it may have left behind, goes too."""
+        """Returns the error that a process has ended; removes the socket it may have left."""
         _remove(self._paths[process])
         return Refused(f"process {process} ended, or had given up, while memory was being shared")
 
@@ -209,7 +215,7 @@ class Meeting:
         )
 
     def _connect(self, others: Sequence[int]) -> None:
-        """Connects to each of the others, and notes of which there is no more to be had."""
+        """Connects to each of the other processes, and notes those that have ended."""
         for process in others:
             connection = self._cleanup.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -235,9 +241,10 @@ class Meeting:
                 self._to[process] = connection
 
     def _accept(self, others: Sequence[int]) -> None:
-        """Waits until each of the others has connected, and notices it if one ends.
+        """Waits until each of the other processes has connected; raises `Refused` if one ends.
 
-        One that gives up connects before it closes what leads to it, and says why.
+        A process that gives up connects and sends its reason before it closes its own socket. So
+        connections that wait are accepted before a process is taken to have ended.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
@@ -253,12 +260,12 @@ class Meeting:
                     raise gone[0]
                 if not ready:
                     raise self._late(missing[0])
-                for key in ready:  # nothing is ever sent this way, so this is its end
+                for key in ready:  # peers send nothing here, so the connection was closed
                     selector.unregister(key.fileobj)
                     self._gone[key.data] = self._ended(key.data)
 
     def _accept_one(self, missing: Sequence[int]) -> None:
-        """Takes a connection of a missing process of this user; closes any other."""
+        """Accepts a connection; keeps it if it is of a missing process of this user."""
         connection, _ = self._listener.accept()
         self._cleanup.enter_context(connection)
         connection.settimeout(self._left())
@@ -274,13 +281,16 @@ class Meeting:
     def _tell(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode()
         for connection in self._to.values():
-            with contextlib.suppress(OSError):  # who is gone is found when it should answer
+            with contextlib.suppress(OSError):  # `_receive` notices a process that has ended
                 connection.settimeout(self._left())
                 socket.send_fds(connection, [_LENGTH.pack(len(data))], descriptors)
                 connection.sendall(data)
 
     def _receive(self, process: int, received: contextlib.ExitStack) -> tuple[Message, list[int]]:
-        """The next message of a process; `received` closes its descriptors."""
+        """Receives the next message and file descriptors of a process.
+
+        `received` gets callbacks that close the descriptors.
+        """
         connection = self._from[process]
         connection.settimeout(self._left())
         try:
@@ -303,7 +313,7 @@ class Meeting:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """The user whose process is at the other end of a UNIX socket."""
+    """Returns the id of the user whose process is at the other end of a UNIX socket."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("3i", data)[1])
 
@@ -318,14 +328,14 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def raise_failure(messages: Mapping[int, Message]) -> None:
-    """Raises the first "failure" of messages by process."""
+    """Raises `Refused` with the "failure" of the first process whose message has one."""
     for _, message in sorted(messages.items()):
         if failure := message.get("failure"):
             raise Refused(failure)
 
 
 def _remove(path: str) -> None:
-    """Removes the socket, and its folder, of a process that could not do so itself."""
+    """Removes the socket and its folder that an ended process has left behind."""
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         if os.path.basename(folder).startswith(_FOLDER) and stat.S_ISSOCK(os.lstat(path).st_mode):

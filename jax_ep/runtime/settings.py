@@ -1,4 +1,4 @@
-"""The environment variables that the kernels' calls obey, read when a program is lowered."""
+"""Reads the environment variables that change how kernels run, when a program is lowered."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _LONGEST_TIMEOUT_SECONDS = 1e9  # kernels count nanoseconds in 64 bits
 
 
 def timeout_seconds() -> float:
-    """JAX_EP_TIMEOUT_SECONDS: how long a kernel waits for a peer before it gives up.
+    """Returns JAX_EP_TIMEOUT_SECONDS: how long a kernel waits for a peer before it gives up.
 
-    Raises ValueError unless it is a positive number of seconds up to 1e9.
+    The default is 100. Raises ValueError unless it is a positive number of seconds up to 1e9.
     """
     text = os.environ.get("JAX_EP_TIMEOUT_SECONDS", str(_TIMEOUT_SECONDS))
     try:
@@ -27,10 +27,10 @@ def timeout_seconds() -> float:
 
 
 def num_blocks() -> int | None:
-    """JAX_EP_NUM_BLOCKS: the most thread blocks of a kernel; None for those measured to be fastest.
+    """Returns JAX_EP_NUM_BLOCKS, the most thread blocks of an exchange kernel, or None if not set.
 
-    It may leave part of the GPU to a kernel that runs at the same time. Raises ValueError unless it
-    is a positive integer.
+    None stands for the number measured to be fastest. A smaller number leaves part of the GPU to a
+    kernel that runs at the same time. Raises ValueError unless it is a positive integer.
     """
     text = os.environ.get("JAX_EP_NUM_BLOCKS")
     if text is None:

@@ -1,8 +1,9 @@
-"""Memory on every GPU of an NVLink domain that all its GPUs address, in one process or several.
+"""Symmetric memory: memory on every GPU of a host that all of them address, in any processes.
 
-`pallas_kernels.fabric.layout` says where it is and what its header holds. This module takes it
-from the driver, once, when a program that needs it is first lowered, and keeps it as long as the
-process lives. Processes of one host also map each other's pools, in which XLA's arrays lie.
+`pallas_kernels.fabric.layout` says where it is and what its header holds. This module allocates it
+through the CUDA driver, once, when a program that needs it is first lowered, and keeps it as long
+as the process lives. Processes of one host also map each other's memory pools, in which XLA's
+arrays lie.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from jax_ep.runtime import cuda_driver, processes, settings
 from jax_ep.runtime.processes import Message, Refused
 from pallas_kernels.fabric import layout
 
-# XLA's default is to run the kernels of a program one after the other.
+# Matches XLA_FLAGS that let kernels of a program overlap; by default XLA runs them in turn.
 _CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=.?concurrent")
 
 _lock = threading.Lock()
@@ -38,12 +39,12 @@ class Gpu:
     """A GPU of the domain.
 
     Attributes:
-      number: its number in the domain.
-      device_id: `jax.Device.id`.
-      process: of `jax.process_index()`.
+      number: the GPU's number in the domain.
+      device_id: its `jax.Device.id`.
+      process: the `jax.process_index()` of its process.
       bus_id: its place on the host's PCI bus.
-      pool_start: of the pool that XLA's arrays lie in, as its own process knows it.
-      pool_bytes: the size of that pool.
+      pool_start: the address, in its own process, of the memory pool that XLA's arrays lie in.
+      pool_bytes: the size of that pool; 0 if it is not of the driver's virtual-memory API.
     """
 
     number: int
@@ -56,15 +57,15 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """The GPUs of this host that share memory, as every process of it sees them.
+    """The GPUs of this host that share memory, with the same numbers in each of its processes.
 
     Attributes:
-      base: the address of GPU 0's heap. Between processes always `layout.BASE`.
-      stride: from one GPU's heap to the next one's, in bytes.
-      heap_bytes: of each GPU, the header included.
-      gpus: by number.
-      no_access: of each pair of numbers (one, other), where GPU `one` cannot address the memory of
-        GPU `other`, the reason.
+      base: the address of GPU 0's heap. With several processes it is always `layout.BASE`.
+      stride: bytes from one GPU's heap to the next one's.
+      heap_bytes: bytes of each GPU's heap, the header included.
+      gpus: the GPUs, by number.
+      no_access: triples (one, other, reason) of numbers where GPU `one` cannot address the memory
+        of GPU `other`.
     """
 
     base: int
@@ -79,28 +80,28 @@ class Domain:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """The number of each GPU by its `jax.Device.id`."""
+        """The number of each GPU in the domain, by its `jax.Device.id`."""
         return {gpu.device_id: gpu.number for gpu in self.gpus}
 
     @property
     def gpus_of_process(self) -> dict[int, int]:
-        """How many GPUs each process has."""
+        """How many GPUs each process has, by its `jax.process_index()`."""
         return dict(Counter(gpu.process for gpu in self.gpus))
 
 
 def domain() -> Domain | str:
-    """The domain of this process, set up by the first call; or why there is none.
+    """Returns the domain of this process, or why there is none; the first call sets it up.
 
-    Where the host has several processes, each must make that call (by lowering a program that
-    needs it) within JAX_EP_TIMEOUT_SECONDS of the first: it waits for them, and all have the same
-    answer. What was said once holds as long as the process lives.
+    Where the host has several processes, each must make the first call, by lowering a program that
+    needs symmetric memory, within JAX_EP_TIMEOUT_SECONDS of the others: the call waits for them,
+    and all get the same answer. Later calls return what the first one did.
     """
     with _lock:
         return _domain()
 
 
 def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
-    """Why these GPUs do not address each other's memory, or None if they do."""
+    """Returns why these GPUs do not address each other's memory, or None if they do."""
     devices, found = list(devices), domain()
     if isinstance(found, str):
         return found
@@ -120,7 +121,7 @@ def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
 
 
 def describe() -> list[str]:
-    """What `python -m jax_ep info` says of it: lines of plain text."""
+    """Describes symmetric memory in lines of plain text, for `python -m jax_ep info`."""
     found = domain()
     if isinstance(found, str):
         return [f"none: {found}"]
@@ -143,16 +144,17 @@ def describe() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Participant:
-    """What a process brings to the set-up.
+    """A process that takes part in setting up symmetric memory.
 
     Attributes:
-      process: its number.
+      process: its `jax.process_index()`.
       devices: its GPUs, as JAX has them.
-      others: the processes that may be on this host.
-      store: where it meets them; None: nowhere.
-      timeout_s: for all of the set-up.
-      array_address: where XLA has put an array on a device.
-      jax_version, jax_ep_version: must be those of all.
+      others: the other processes that may be on this host.
+      store: the key-value service by which processes find each other; None: there is none.
+      timeout_s: seconds within which the whole set-up must end.
+      array_address: returns the address at which XLA has put an array on a device.
+      jax_version: its version of JAX, which must be that of all processes.
+      jax_ep_version: its version of this library, which must be that of all processes.
     """
 
     process: int
@@ -194,9 +196,10 @@ def _domain() -> Domain | str:
 
 
 def set_up(me: Participant) -> Domain | str:
-    """Makes this process part of its host's domain; or says why there is none, in every process.
+    """Sets up the domain of this process's host together with the host's other processes.
 
-    All or nothing: where there is a reason, nothing stays mapped.
+    Returns the domain, or why there is none; all processes return alike. Without a domain, nothing
+    stays mapped.
     """
     meeting: processes.Meeting | processes.Alone
     try:
@@ -219,14 +222,14 @@ def set_up(me: Participant) -> Domain | str:
                 _close(descriptors)
             outcomes = meeting.agree(sharing.accept(messages))
             found = sharing.domain(message, messages, outcomes)
-            undo.pop_all()  # it stays
+            undo.pop_all()  # the memory stays mapped
             return found
     except (Refused, cuda_driver.Error) as reason:
         return str(reason)
 
 
 def _card(me: Participant) -> Message:
-    """What the other processes must know of this one before they share anything."""
+    """Returns what other processes must know of this one before they share memory: its card."""
     card: Message = {
         "layout": layout.VERSION,
         "jax_ep": me.jax_ep_version,
@@ -246,7 +249,7 @@ def _card(me: Participant) -> Message:
 
 
 def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
-    """The cards of the processes on this host, if they may share memory."""
+    """Returns the cards of the processes on this host; raises `Refused` if they may not share."""
     members = {
         p: card for p, card in sorted(cards.items()) if card["host"] == cards[process]["host"]
     }
@@ -276,11 +279,11 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
 
 
 class _Sharing:
-    """One process's side of the set-up, between its meetings with the others.
+    """One process's share of the work of setting up symmetric memory.
 
     Attributes:
-      places: by GPU number: its process, and what that process's card says of it.
-      local: the ordinal of each GPU of this process, by number.
+      places: for each GPU, by number, its process and its entry in that process's card.
+      local: the driver's ordinal of each GPU of this process, by number.
     """
 
     def __init__(
@@ -288,7 +291,7 @@ class _Sharing:
     ) -> None:
         self._me, self._undo, self._alone = me, undo, len(cards) == 1
         self.places = [(p, gpu) for p, card in cards.items() for gpu in card["gpus"]]
-        if not self._alone:  # in one process they are in the driver's order
+        if not self._alone:  # GPUs of a single process keep the driver's order
             self.places.sort(key=lambda place: (place[1]["bus"], place[1]["uuid"]))
         self.local = {
             g: gpu["ordinal"] for g, (p, gpu) in enumerate(self.places) if p == me.process
@@ -299,7 +302,10 @@ class _Sharing:
         self._deltas: dict[int, int] = {}
 
     def offer(self) -> tuple[Message, list[int]]:
-        """Takes this process's heaps and finds its pools; returns what makes others map them."""
+        """Allocates this process's heaps and finds its pools.
+
+        Returns a message and file descriptors from which other processes can map both.
+        """
         descriptors: list[int] = []
         offers = []
         try:
@@ -319,7 +325,7 @@ class _Sharing:
         return {"offers": offers}, descriptors
 
     def accept(self, messages: Mapping[int, tuple[Message, list[int]]]) -> Message:
-        """Maps what the others offer; returns what to tell them of it."""
+        """Maps the heaps and pools that other processes offer; returns a message on how it went."""
         try:
             for process, (message, descriptors) in messages.items():
                 for i, offer in enumerate(message["offers"]):
@@ -346,7 +352,7 @@ class _Sharing:
         messages: Mapping[int, tuple[Message, list[int]]],
         outcomes: Mapping[int, Message],
     ) -> Domain:
-        """The result, from what every process has said: the same in all of them."""
+        """Makes the domain from the messages of all processes; it is the same in each of them."""
         every = [message, *(theirs for theirs, _ in messages.values())]
         pools = {g: pool for theirs in every for g, _, *pool in theirs["offers"]}
         pairs = [pair for outcome in outcomes.values() for pair in outcome["no_access"]]
@@ -372,7 +378,7 @@ class _Sharing:
             )
 
     def _take_heap(self, g: int, ordinal: int, descriptors: list[int]) -> int:
-        """Takes the heap of a GPU of this process, and fills it; returns its size as mapped."""
+        """Allocates, maps and fills the heap of a GPU of this process; returns its mapped bytes."""
         handle, length = cuda_driver.create(ordinal, self._heap_bytes, exportable=not self._alone)
         try:
             self._map(g, self._heap(g), length, handle)
@@ -385,9 +391,11 @@ class _Sharing:
         return length
 
     def _find_pool(self, g: int, device: Any, descriptors: list[int]) -> tuple[int, int]:
-        """Where the pool of a GPU of this process is, and its size; (0, 0): it has no such pool.
+        """Returns the start and the bytes of the pool of a GPU of this process.
 
-        In one process it need not: XLA lets all GPUs that it has address each other's memory.
+        Where the pool is not of the driver's virtual-memory API, a single process gets (0, 0): XLA
+        lets its GPUs address each other's memory anyway. With several processes that raises
+        `Refused`.
         """
         address, ordinal = self._me.array_address(device), device.local_hardware_id
         try:
@@ -448,13 +456,13 @@ class _Sharing:
         return self._base + g * layout.STRIDE
 
     def _map(self, g: int, address: int, num_bytes: int, handle: int) -> None:
-        """Maps memory of GPU g, for every GPU of this process that can address it."""
+        """Maps memory of GPU g at an address, for all GPUs of this process that can address it."""
         cuda_driver.map_at(address, num_bytes, handle)
         self._undo.callback(cuda_driver.unmap, address, num_bytes)
         self._allow(g, address, num_bytes, self.local)
 
     def _allow(self, g: int, address: int, num_bytes: int, numbers: Iterable[int]) -> None:
-        """Lets GPUs of this process use mapped memory of GPU g, and notes which cannot."""
+        """Lets GPUs of this process, by number, use mapped memory of GPU g; notes which cannot."""
         for one in numbers:
             try:
                 cuda_driver.allow_access(address, num_bytes, [self.local[one]])
@@ -469,10 +477,10 @@ class _Sharing:
 
 
 def _array_address(device: jax.Device) -> int:
-    """Where XLA has put a new array on a device.
+    """Returns the address at which XLA puts a new array on a device.
 
-    Another thread makes it: this one may be tracing, or within a mesh, and no array of a trace has
-    an address.
+    Another thread makes the array: this one may be tracing, or within a mesh, where a new array
+    would be traced and have no address.
     """
 
     def make() -> int:
@@ -484,7 +492,7 @@ def _array_address(device: jax.Device) -> int:
 
 
 def _may_share_host(device: jax.Device, mine: jax.Device) -> bool:
-    """False if XLA has put them on different hosts; what it calls a slice is one on GPUs."""
+    """Returns False if two GPUs are on different hosts, so far as XLA's slice index tells."""
     slices = {getattr(each, "slice_index", None) for each in (device, mine)}
     return len(slices) == 1 or None in slices
 
