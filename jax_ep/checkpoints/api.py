@@ -21,7 +21,7 @@ from jax_ep.checkpoints.block import Block, open_block
 from jax_ep.checkpoints.safetensors import rewriting
 from jax_ep.checks import as_axes
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.params import MoEParams
+from jax_ep.moe.params import PARTS, MoEParams
 from jax_ep.nnx import MoE
 from jax_ep.runtime import jax_compat
 
@@ -214,6 +214,9 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
     _, hidden, mlp_dim = params.wi_0.shape
     shared = 0 if params.shared_wo is None else params.shared_wo.shape[0]
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for part in PARTS:
+        if part.startswith("use_"):
+            fields[part] = getattr(params, part.removeprefix("use_")) is not None
     layer = nnx.eval_shape(
         lambda: MoE(
             hidden,
@@ -232,7 +235,8 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 def _variables(layer: MoE) -> dict[str, nnx.Variable]:
     """Returns a layer's parameters by their names in `MoEParams`, those that it has."""
     found = {name: getattr(layer, name, None) for name in MoEParams._fields}
-    found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
+    if layer.gate is not None:
+        found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
     return {name: variable for name, variable in found.items() if variable is not None}
 
 

@@ -12,17 +12,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# The axes of each parameter of a layer; see `jax_ep.MoEParams`.
-PARAMETER_AXES = {
-    "gate": "HE",
-    "bias": "E",
-    "wi_0": "EHF",
-    "wi_1": "EHF",
-    "wo": "EFH",
-    "shared_wi_0": "HS",
-    "shared_wi_1": "HS",
-    "shared_wo": "SH",
-}
+from jax_ep.moe.params import PARAMETERS
+
+# The axes of each parameter of a layer, the selection bias among them.
+PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()} | {"bias": "E"}
 
 
 class Tensor(NamedTuple):
@@ -60,7 +53,7 @@ class Architecture:
         models: what they are called.
         model_types: their `model_type` in config.json.
         sizes: the size of each axis that is a letter, by a key of config.json; one without a key is
-            0, and tensors with it are absent.
+            0. Tensors with an axis of size 0 are absent.
         fields: fields of `jax_ep.MoEConfig`, by a key of config.json.
         fixed: fields that have one value in all these models.
         defaults: what a key means that config.json leaves out or has as null.
@@ -118,6 +111,15 @@ _MIXTRAL = _each("block_sparse_moe.experts", "w1", "w3", "w2")
 # Normalization without a constant, and with the smallest that some models have.
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
 _DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
+
+_DEEPSEEK_SIZES = {
+    "E": "n_routed_experts",
+    "H": "hidden_size",
+    "F": "moe_intermediate_size",
+    "S": "n_shared_experts*moe_intermediate_size",
+}
+_DEEPSEEK_DEFAULTS = {"n_shared_experts": 0}
+_DEEPSEEK_V2_ONLY = {"scoring_func": ("softmax",), "norm_topk_prob": (False,)}
 
 _K = {"num_experts_per_token": "num_experts_per_tok", "activation": "hidden_act"}
 _SILU = {"hidden_act": "silu"}
@@ -199,12 +201,7 @@ TABLE = (
             "dots1",
             "solar_open",
         ),
-        sizes={
-            "E": "n_routed_experts",
-            "H": "hidden_size",
-            "F": "moe_intermediate_size",
-            "S": "n_shared_experts*moe_intermediate_size",
-        },
+        sizes=_DEEPSEEK_SIZES,
         fields=_K
         | {
             "num_groups": "n_group",
@@ -213,6 +210,7 @@ TABLE = (
             "scale": "routed_scaling_factor",
         },
         fixed=_DEEPSEEK,
+        defaults=_DEEPSEEK_DEFAULTS,
         only={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
         tensors=(
             _router("mlp.gate.weight"),
@@ -249,19 +247,26 @@ TABLE = (
     Architecture(
         models="DeepSeek-V2-Lite",
         model_types=("deepseek_v2",),
-        sizes={
-            "E": "n_routed_experts",
-            "H": "hidden_size",
-            "F": "moe_intermediate_size",
-            "S": "n_shared_experts*moe_intermediate_size",
-        },
+        sizes=_DEEPSEEK_SIZES,
         fields=_K | {"scale": "routed_scaling_factor"},
         fixed={"score": "softmax", "normalize": False},
-        only={
-            "scoring_func": ("softmax",),
-            "topk_method": ("greedy",),
-            "norm_topk_prob": (False,),
+        defaults=_DEEPSEEK_DEFAULTS,
+        only=_DEEPSEEK_V2_ONLY | {"topk_method": ("greedy",)},
+        tensors=(_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts")),
+    ),
+    Architecture(
+        models="DeepSeek-V2",
+        model_types=("deepseek_v2",),
+        sizes=_DEEPSEEK_SIZES,
+        fields=_K
+        | {
+            "num_groups": "n_group",
+            "groups_kept": "topk_group",
+            "scale": "routed_scaling_factor",
         },
+        fixed={"score": "softmax", "normalize": False, "group_score": "max"},
+        defaults=_DEEPSEEK_DEFAULTS,
+        only=_DEEPSEEK_V2_ONLY | {"topk_method": ("group_limited_greedy",)},
         tensors=(_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts")),
     ),
     Architecture(

@@ -1,0 +1,205 @@
+"""Blocks of the `transformers` package, through the files that it writes.
+
+A tiny random model of each kind is saved by `save_pretrained`; its MoE block is loaded, and must
+give the same output and the same gradients, of x and of every parameter, on one rank and on
+several. Torch's gradients are saved as a model is, so that the same loading brings them into the
+layer's shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.meshes import expert_mesh
+from support.published import E, F, H, K
+from support.selection import quick
+
+import jax_ep
+from jax_ep import checkpoints
+
+WHY = (
+    "compares with PyTorch and transformers, which are not installed: pip install '.[transformers]'"
+)
+torch = pytest.importorskip("torch", reason=WHY)
+transformers = pytest.importorskip("transformers", reason=WHY)
+
+LAYER = 1
+MESHES = {"one rank": 1, "two ranks": 2, "eight ranks": 8}
+
+
+class Variant(NamedTuple):
+    """A kind of model in `transformers`.
+
+    Attributes:
+        name: of its classes there, before "Config" and "ForCausalLM".
+        config: arguments of the configuration.
+        block: its MoE block as a function of x, given the decoder's layer.
+    """
+
+    name: str
+    config: dict[str, Any]
+    block: Callable[[Any], Callable[[Any], Any]] = lambda layer: layer.mlp
+
+
+def feed_forward(layer):
+    return layer.feed_forward
+
+
+SMALL = dict(
+    hidden_size=H,
+    intermediate_size=F,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=16,
+    pad_token_id=0,
+    num_experts_per_tok=K,
+)
+LOCAL = SMALL | dict(num_local_experts=E)
+EXPERTS = SMALL | dict(num_experts=E)
+OWN_WIDTH = EXPERTS | dict(moe_intermediate_size=F, intermediate_size=20)
+ROUTED = SMALL | dict(n_routed_experts=E, moe_intermediate_size=F, intermediate_size=20)
+GROUPS = ROUTED | dict(n_group=4, topk_group=2, n_shared_experts=2, routed_scaling_factor=2.5)
+ONE_GROUP = GROUPS | dict(n_group=1, topk_group=1)
+LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+INDEXER = dict(index_n_heads=2, index_head_dim=8)
+
+VARIANTS = {
+    "Mixtral": Variant("Mixtral", LOCAL),
+    "MiniMax-Text-01": Variant("MiniMax", LOCAL),
+    "MiniMax-M2": Variant("MiniMaxM2", LOCAL),
+    "Qwen3-MoE": Variant("Qwen3Moe", OWN_WIDTH | dict(norm_topk_prob=True)),
+    "Qwen3-MoE, not normalized": Variant("Qwen3Moe", OWN_WIDTH | dict(norm_topk_prob=False)),
+    "OLMoE": Variant("Olmoe", EXPERTS),
+    "FlexOlmo": Variant("FlexOlmo", EXPERTS | dict(norm_topk_prob=True)),
+    "DeepSeek-V2, greedy": Variant("DeepseekV2", ROUTED | LATENT | dict(routed_scaling_factor=2.0)),
+    "DeepSeek-V2": Variant(
+        "DeepseekV2", GROUPS | LATENT | dict(topk_method="group_limited_greedy")
+    ),
+    "DeepSeek-V3": Variant("DeepseekV3", GROUPS | LATENT | dict(first_k_dense_replace=1)),
+    "DeepSeek-V3.2": Variant(
+        "DeepseekV32", GROUPS | LATENT | INDEXER | dict(first_k_dense_replace=1)
+    ),
+    "GLM-4.5": Variant("Glm4Moe", ONE_GROUP),
+    "GLM-4.7-Flash": Variant("Glm4MoeLite", ONE_GROUP | LATENT),
+    "GLM-5": Variant("GlmMoeDsa", ONE_GROUP | LATENT | INDEXER | dict(first_k_dense_replace=1)),
+    "dots.llm1": Variant("Dots1", ONE_GROUP | dict(first_k_dense_replace=1)),
+    "Solar Open": Variant("SolarOpen", ONE_GROUP),
+    "EXAONE-MoE": Variant(
+        "ExaoneMoe", OWN_WIDTH | dict(num_shared_experts=2, routed_scaling_factor=2.5)
+    ),
+    "Granite MoE": Variant("GraniteMoe", LOCAL, lambda layer: layer.block_sparse_moe),
+    "ERNIE 4.5": Variant(
+        "Ernie4_5_Moe",
+        SMALL | dict(moe_num_experts=E, moe_k=K, moe_intermediate_size=F, intermediate_size=20),
+    ),
+    "Hunyuan-A13B": Variant("HunYuanMoEV1", EXPERTS | dict(moe_topk=K, head_dim=8)),
+    "LFM2-MoE": Variant(
+        "Lfm2Moe", OWN_WIDTH | dict(num_dense_layers=1, layer_types=["conv", "conv"]), feed_forward
+    ),
+    "LFM2-MoE, no bias": Variant(
+        "Lfm2Moe",
+        OWN_WIDTH | dict(num_dense_layers=1, layer_types=["conv", "conv"], use_expert_bias=False),
+        feed_forward,
+    ),
+    "Jamba": Variant(
+        "Jamba", EXPERTS | dict(attn_layer_period=2, attn_layer_offset=1), feed_forward
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+class Expected(NamedTuple):
+    """What torch gives, and where the model and its gradients are saved."""
+
+    folder: Any
+    gradients: Any
+    x: np.ndarray
+    cotangent: np.ndarray
+    out: np.ndarray
+    dx: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> Callable[[str], Expected]:
+    """A variant's model, made once for all meshes."""
+
+    @functools.cache
+    def make(name: str) -> Expected:
+        torch.manual_seed(0)
+        variant = VARIANTS[name]
+        config = getattr(transformers, variant.name + "Config")(**variant.config)
+        model = getattr(transformers, variant.name + "ForCausalLM")(config).float()
+        layer = model.model.layers[LAYER]
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            # Weights that keep the size of x; logits that differ; biases that steer.
+            scale = tensor.shape[-1] ** -0.5 if tensor.ndim > 1 else 0.3
+            tensor.data.normal_(std=scale)
+        folder = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folder)
+
+        x = torch.randn(16, 4, H).requires_grad_()
+        cotangent = torch.randn(16, 4, H) / 8  # the square root of the tokens: gradients of size 1
+        out = variant.block(layer)(x)
+        out = (out[0] if isinstance(out, tuple) else out).reshape(x.shape)
+        out.backward(cotangent)
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
+        gradients = tmp_path_factory.mktemp("gradients")
+        model.save_pretrained(gradients)
+        arrays = (tensor.detach().numpy() for tensor in (x, cotangent, out, x.grad))
+        return Expected(folder, gradients, *arrays)
+
+    return make
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def output_and_gradients(params, x, cotangent, config):
+    """The output, and the gradients of its product with the cotangent."""
+
+    def product(params, x):
+        out, _ = jax_ep.moe_layer(params, x, config)
+        return jnp.sum(out * cotangent), out
+
+    (_, out), grads = jax.value_and_grad(product, (0, 1), has_aux=True)(params, x)
+    return out, *grads
+
+
+@pytest.mark.parametrize("num_ranks", quick(MESHES, "eight ranks"))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_output_and_every_gradient(expected, name, num_ranks):
+    want = expected(name)
+    ranks = expert_mesh(num_ranks)
+    config, params = checkpoints.load_moe_params(want.folder, LAYER, mesh=ranks)
+    _, dparams_want = checkpoints.load_moe_params(want.gradients, LAYER)
+    got = output_and_gradients(params, want.x, want.cotangent, config)
+    out, dparams, dx = jax.tree.map(np.asarray, got)
+    assert np.abs(want.out).mean() > 0.1
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    close(out, want.out, err_msg="output")
+    close(dx, want.dx, err_msg="gradient of x")
+    for param, gradient in dparams._asdict().items():
+        if param != "bias" and gradient is not None:
+            assert np.abs(gradient).mean() > 1e-3
+            close(gradient, getattr(dparams_want, param), err_msg=f"gradient of {param}")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loaded_and_saved_is_the_same_byte_for_byte(expected, name):
+    folder = expected(name).folder
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    layer = checkpoints.load_moe(folder, LAYER)
+    checkpoints.save_moe(layer, folder, LAYER)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
