@@ -100,7 +100,7 @@ class Case:
 
     @property
     def x(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a rank's operand."""
+        """The shape and dtype of a rank's operand."""
         rows = self.rows // self.ranks if self.op == "all_gather" else self.rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
@@ -140,7 +140,7 @@ class Case:
         )
 
     def expected(self, state: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Computes the results in float64; operands and results have the ranks stacked."""
+        """Computes the results from the operands, in float64; both have the ranks stacked."""
         x = np.asarray(state[0])
         if self.op == "all_gather":
             return [
@@ -321,7 +321,7 @@ def write_table(
             record
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
-            and record["column"] in MEASURED[op]  # neither another plan nor "auto"
+            and record["column"] in MEASURED[op]  # an algorithm with its own plan
             and record.get("wall")
         ]
         clock = "device" if all(record.get("device") for record in timed) else "wall"
@@ -370,7 +370,7 @@ def _measure(
 
             with forced_plan(column.plan):
                 return case.loop(column.algorithm, operands, mesh)
-        except Exception as error:  # what cannot be compiled is a result too
+        except Exception as error:  # a failed compilation is a result too
             return error
 
     measuring.progress(f"{cases[0].op}, {cases[0].ranks} ranks: compiling")

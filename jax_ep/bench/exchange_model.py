@@ -124,7 +124,7 @@ def designs(cluster: Cluster, reached: Reach) -> dict[str, Rows]:
 
 
 def bound(rows: Rows, cluster: Cluster, work: Work) -> Bound:
-    """Computes the least time of an exchange that moves so many rows per token."""
+    """Computes the least time of an exchange that sends `rows` per token at each level."""
     size = work.tokens * work.row_bytes * 1e-3  # GB/s are bytes per nanosecond
     between = rows.between * size / cluster.nic_gb_per_s
     inside = rows.inside * size / cluster.nvlink_gb_per_s

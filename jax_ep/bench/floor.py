@@ -80,7 +80,7 @@ def _copies_per_second(copy: Callable[[], jax.Array], repeats: int = 8, at_once:
 
 
 def traffic(op: str, work: Work) -> Traffic:
-    """Counts the bytes that an operation of `operations.OPERATIONS` must move."""
+    """Counts the bytes per rank that an operation of `operations.OPERATIONS` must move."""
     case = work.case()
     pairs, received = case.pairs().sum() / work.num_ranks, case.tokens().sum() / work.num_ranks
     own = work.wire_row_bytes(quantized=False)

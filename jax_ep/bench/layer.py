@@ -108,7 +108,7 @@ _WIRE_DTYPE = FLAGS.choice(
     "send them in any case.",
 )
 _CHECK = FLAGS.boolean("check", "Compare outputs and gradients of all layers before timing.")
-_TIMING = FLAGS.timing(5, 5, least_iterations=2)  # 2 and 3 of ragged_dot
+_TIMING = FLAGS.timing(5, 5, least_iterations=2)  # ragged_dot: 2 iterations, 3 repeats
 _SECONDS = FLAGS.seconds(600.0)
 _SEED = FLAGS.integer("seed", 0, "Of parameters and tokens.", least=0)
 _JSON = FLAGS.json()
@@ -178,7 +178,7 @@ def measure_shape(
         mesh = Mesh(np.asarray(jax.devices()[: work["ranks"]]), (AXIS,))
         state = make_state(shape, work["tokens"], mesh, _SEED.value)
         config, load = make_config(shape, state, mesh, _CAPACITY_FACTOR.value)
-    except Exception as error:  # nor must one shape cost the others their results
+    except Exception as error:  # a shape that fails must not cost others their results
         return [case | {"error": measuring.first_line(error)} for case in cases]
 
     def build(case: dict[str, Any]) -> Loop:
@@ -257,7 +257,7 @@ def memory_of(loop: Loop) -> dict[str, Any]:
 
 
 def communication_share(by_kernel: dict[str, float]) -> float:
-    """Computes the share of communication in the time of all kernels, told by kernels' names."""
+    """Computes the share of kernels that communicate, by their names, in the time of all."""
     in_exchange = sum(us for name, us in by_kernel.items() if COMMUNICATION.search(name))
     return in_exchange / sum(by_kernel.values())
 

@@ -118,7 +118,7 @@ def measure_case(case: Case, dtype: Any, mesh: Mesh, deadline: float) -> Iterato
     measuring.progress(f"{case.name}: operands")
     try:
         state = random_operands(case, dtype, _SEED.value)
-    except Exception as error:  # nor must one case cost the others their results
+    except Exception as error:  # a case that fails must not cost others their results
         yield from (
             facts | {"op": op, "candidate": "all", "error": measuring.first_line(error)}
             for op in _OPS.value

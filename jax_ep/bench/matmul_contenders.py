@@ -119,7 +119,7 @@ def _core_count_known(module: Any) -> Iterator[None]:
     """Lets a kernel that asks the first device for its core count be lowered without a GPU.
 
     Replaces `jax` in `module` by one whose first device has the cores of an H100 or H200 SXM. The
-    machine that runs the program lowers it again, so this serves only lowering ahead of time.
+    machine that runs the program lowers it again, so this affects only lowering ahead of time.
     """
     if jax.devices()[0].platform == "gpu":
         yield

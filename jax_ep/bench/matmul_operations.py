@@ -83,7 +83,7 @@ def operation(backend: Backend, op: str) -> Function:
 
 
 def dense_operation(operation: str) -> Function:
-    """Returns a dense matmul of the size of an operation, as the yardstick for it.
+    """Returns a dense matmul of the size of an operation, to compare the operation with.
 
     It multiplies every row of lhs or grad by the first group's matrix. For "sum_of_dlhs" it is one
     of the two products.

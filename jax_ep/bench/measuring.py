@@ -82,7 +82,7 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
         return {"device": None}
     try:
         device = loop.device_time(repeats, DEVICE_TIMERS if timer == "auto" else (timer,), spaced)
-    except RuntimeError as error:  # the wall time stands without it
+    except RuntimeError as error:  # the wall time is valid without the device time
         return {"device": None, "device_error": str(error)}
     return {
         "device": {

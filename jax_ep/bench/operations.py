@@ -61,7 +61,7 @@ class Work:
         return [received.routes for received in self.reference_dispatch(nothing, topk_idx)]
 
     def wire_row_bytes(self, quantized: bool) -> int:
-        """Returns the bytes of a row on the wire, quantized or not."""
+        """Returns the bytes of a row on the wire, in wire_dtype if `quantized`, else in dtype."""
         return quantization.row_bytes(
             self.hidden, self.dtype, self.wire_dtype if quantized else None
         )
@@ -165,7 +165,7 @@ def _check_dispatched(work: Work, state: Any, out: Any) -> None:
         wanted = work.reference_dispatch(x, topk_idx)
     tolerance = 0.0
     tokens = out.tokens
-    if work.wire_dtype is not None:  # of values below 1
+    if work.wire_dtype is not None:  # absolute, since values are below 1
         tolerance = 2.0**-4 + float(jax.numpy.finfo(work.dtype).eps)
     if out.scales is not None:
         tokens = reference.dequantize(np.asarray(tokens), np.asarray(out.scales), np.float32)

@@ -84,7 +84,8 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
       [N * n, ...]: rank r's x at [r * n : (r + 1) * n]. Its transpose is `reduce_scatter`.
 
     Raises:
-      ValueError, TypeError: as for `all_reduce`.
+      ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
+        message says why.
     """
     return _linear(primitives.ALL_GATHER, x, axis_name, algorithm)
 
@@ -104,7 +105,8 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
     Raises:
       ValueError: the first axis of x is not a multiple of N, which `jax.lax.psum_scatter` also
         requires; pad it.
-      ValueError, TypeError: as for `all_reduce`.
+      ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
+        message says why.
     """
     return _linear(primitives.REDUCE_SCATTER, x, axis_name, algorithm)
 
@@ -123,7 +125,8 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Raises:
       ValueError: the first axis of x is not a multiple of N, which `jax.lax.all_to_all` also
         requires; pad it.
-      ValueError, TypeError: as for `all_reduce`.
+      ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
+        message says why.
     """
     return _linear(primitives.ALL_TO_ALL, x, axis_name, algorithm)
 
@@ -163,7 +166,8 @@ def all_reduce_rms_norm(
       normalized (x's dtype) and new_residual (residual's dtype), both [..., H].
 
     Raises:
-      ValueError, TypeError: as for `all_reduce`.
+      ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
+        message says why.
     """
     axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)

@@ -65,8 +65,10 @@ def payload_unavailable_reason(
     """Returns why the kernel of an algorithm does not support x, or None if it does.
 
     Args:
-      op, algorithm: as in `jax_ep.collectives.algorithms.ALGORITHMS`.
-      shape, dtype: those of a rank's x.
+      op: a key of `jax_ep.collectives.algorithms.ALGORITHMS`.
+      algorithm: one of the operation's algorithms there that is a kernel.
+      shape: the shape of a rank's x.
+      dtype: the dtype of x.
       num_ranks: N.
     """
     sums = op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm")
@@ -204,10 +206,10 @@ class PallasCollectives:
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int
     ) -> jax.Array:
-        """Runs on x [..., S] the kernel, or the low-latency kernel if the algorithm is such.
+        """Runs a kernel on x [..., S]: `low_latency_kernel` if the algorithm is a low-latency one.
 
-        `num_elements` is how many elements the blocks of a rank process, by which they are planned.
-        The low-latency kernels process S.
+        The plan of `kernel` is for `num_elements`, how many elements the blocks of a rank process;
+        that of `low_latency_kernel` is for S.
         """
         if not is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))

@@ -32,7 +32,8 @@ from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varyin
 class Collectives(Protocol):
     """The collectives of one algorithm between the ranks of some mesh axes.
 
-    Each method runs inside `shard_map` and has the shapes of the primitive of its name.
+    Each method runs inside `shard_map`. Its operands and results have the shapes that the module's
+    docstring gives for the primitive of its name.
     """
 
     def all_reduce(self, x: jax.Array) -> jax.Array: ...

@@ -1,4 +1,4 @@
-"""The table of measured times that tells which algorithm of a collective is the fastest.
+"""Reads the table of measured times, and finds the fastest algorithm of a collective in it.
 
 `python -m jax_ep bench collectives --write_table FILE` writes entries into a table of this form,
 a JSON object. `table.json`, next to this module, is used unless the environment variable
@@ -64,7 +64,7 @@ def _read(path: str) -> dict[str, Any]:
         _check(table)
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
-    except ValueError as error:  # of _check, of json, or of the encoding
+    except ValueError as error:  # raised by _check, json, or the text's encoding
         problem = f"holds no table of collectives: {error}"
     else:
         return table
@@ -75,7 +75,10 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _check(table: Any) -> None:
-    """Raises ValueError unless a value is a table of this form; the message names the place."""
+    """Raises ValueError unless a JSON value has the form that the module's docstring gives.
+
+    The message names the place in the value that does not fit.
+    """
     for capability, operations in _items(table, "the file"):
         for op, by_ranks in _items(operations, capability):
             if op not in ALGORITHMS:

@@ -1,4 +1,4 @@
-"""The exchange with its custom gradients, which serve both layouts.
+"""The exchange with its custom gradients, for both layouts.
 
 A dispatch and an unweighted combine are each other's transposes, so the gradient of each is a call
 of the other over the same routes. The gradient of a weighted combine is an operation of its own,

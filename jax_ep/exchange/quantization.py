@@ -85,7 +85,10 @@ def both_checked(
     wire_dtype: jax.typing.DTypeLike | None,
     grad_wire_dtype: jax.typing.DTypeLike | None,
 ) -> tuple[jnp.dtype | None, jnp.dtype | None]:
-    """Checks, as `checked` does, the wire dtypes of rows and of their cotangents; returns both."""
+    """Checks that rows can be sent in wire_dtype and cotangents in grad_wire_dtype; returns both.
+
+    `checked` has the arguments, results and errors for each.
+    """
     return (
         checked(name, rows, wire_dtype),
         checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),

@@ -82,7 +82,7 @@ class Backend:
 
 
 def accumulator(dtype: Any) -> Any:
-    """Returns the dtype that products of `dtype` are summed in."""
+    """Returns the dtype in which products of operands of a dtype are summed: float32 or float64."""
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 

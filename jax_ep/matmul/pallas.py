@@ -124,7 +124,7 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
 
 def drhs_tiles(num_cols: int) -> Tiles:
-    """Chooses tiles for gradients of the groups' matrices, which have num_cols columns."""
+    """Chooses tiles for the gradient of rhs [L, K, num_cols]."""
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     block_n = _widest(num_cols)

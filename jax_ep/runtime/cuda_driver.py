@@ -49,7 +49,10 @@ def kernel_module_version() -> str | None:
 
 
 def attribute(ordinal: int, number: int) -> int | None:
-    """Returns a GPU's attribute, by its number in the enum CUdevice_attribute, or None."""
+    """Returns a GPU's attribute, by its number in the enum CUdevice_attribute.
+
+    None where the driver does not answer.
+    """
     library, value = _libcuda(), ctypes.c_int()
     if library is None or (handle := _handle(library, ordinal)) is None:
         return None
@@ -132,7 +135,7 @@ _u64, _size = ctypes.c_uint64, ctypes.c_size_t
 
 
 def pci_bus_id(ordinal: int) -> str:
-    """Returns a GPU's place on the PCI bus, as "0000:1b:00.0", alike in all processes of a host."""
+    """Returns a GPU's place on the PCI bus, as "0000:1b:00.0"; all processes of a host agree."""
     text = ctypes.create_string_buffer(32)
     _call("cuDeviceGetPCIBusId", text, ctypes.c_int(len(text)), _device(ordinal))
     return text.value.decode().lower()

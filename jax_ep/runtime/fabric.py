@@ -55,5 +55,5 @@ def _domain(num_places: int) -> symmetric_memory.Domain | None:
     if jax.default_backend() != "gpu" or num_places > jax.device_count():
         return None
     domain = symmetric_memory.domain()
-    assert not isinstance(domain, str), domain  # availability has asked
+    assert not isinstance(domain, str), domain  # availability refuses kernels without a domain
     return domain

@@ -121,7 +121,7 @@ def result_type(
 def replicated(x: jax.Array) -> jax.Array:
     """Reshards x to be replicated over the mesh's Explicit axes, unless it is already.
 
-    Where JAX does not know such axes, x is returned as it is.
+    Where JAX does not know Explicit axes, x is returned as it is.
     """
     spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
     if not any(spec):
@@ -156,7 +156,7 @@ class Program:
 
     @property
     def operand_types(self) -> Sequence[Any]:
-        """The types of the primitive's operands."""
+        """The types of the operands of the primitive that is being lowered."""
         return self._context.avals_in
 
     @property
@@ -168,7 +168,7 @@ class Program:
 
     @property
     def mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh of the enclosing `shard_map`; None outside, and where JAX does not say."""
+        """The mesh of the enclosing `shard_map`; None without one, and where JAX does not say."""
         return getattr(self._axis_context, "mesh", None)
 
     @property

@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 
 class Refused(Exception):
-    """The error that processes cannot share memory; its text is the reason, alike in all."""
+    """The error that processes cannot share memory; its text is the reason."""
 
 
 class Store(Protocol):
@@ -243,8 +243,8 @@ class Meeting:
     def _accept(self, others: Sequence[int]) -> None:
         """Waits until each of the other processes has connected; raises `Refused` if one ends.
 
-        A process that gives up connects and sends its reason before it closes its own socket. So
-        connections that wait are accepted before a process is taken to have ended.
+        A process that fails connects and sends its reason before it closes its own socket. So
+        waiting connections are accepted before a process is taken to have ended.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)

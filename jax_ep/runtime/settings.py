@@ -9,7 +9,7 @@ _LONGEST_TIMEOUT_SECONDS = 1e9  # kernels count nanoseconds in 64 bits
 
 
 def timeout_seconds() -> float:
-    """Returns JAX_EP_TIMEOUT_SECONDS: how long a kernel waits for a peer before it gives up.
+    """Returns JAX_EP_TIMEOUT_SECONDS: how long a kernel waits for a peer until it traps.
 
     The default is 100. Raises ValueError unless it is a positive number of seconds up to 1e9.
     """

@@ -1,4 +1,4 @@
-"""Symmetric memory: memory on every GPU of a host that all of them address, in any processes.
+"""Sets up symmetric memory: memory on every GPU of a host that all its GPUs can address.
 
 `pallas_kernels.fabric.layout` says where it is and what its header holds. This module allocates it
 through the CUDA driver, once, when a program that needs it is first lowered, and keeps it as long
@@ -198,8 +198,8 @@ def _domain() -> Domain | str:
 def set_up(me: Participant) -> Domain | str:
     """Sets up the domain of this process's host together with the host's other processes.
 
-    Returns the domain, or why there is none; all processes return alike. Without a domain, nothing
-    stays mapped.
+    Returns the domain, or why there is none, which is the same in all processes. Without a domain,
+    nothing stays mapped.
     """
     meeting: processes.Meeting | processes.Alone
     try:
@@ -432,7 +432,16 @@ class _Sharing:
     def _map_peer(
         self, g: int, heap_length: int, start: int, num_bytes: int, heap_fd: int, pool_fd: int
     ) -> None:
-        """Maps the heap and the pool of a GPU of another process."""
+        """Maps the heap and the pool of GPU g of another process, and checks the heap's header.
+
+        Args:
+          g: the GPU's number.
+          heap_length: bytes of its heap, as mapped.
+          start: the address of its pool in its own process.
+          num_bytes: the size of its pool.
+          heap_fd: a file descriptor to import the heap from.
+          pool_fd: a file descriptor to import the pool from.
+        """
         pool = cuda_driver.reserve(num_bytes)
         self._undo.callback(cuda_driver.free_addresses, pool, num_bytes)
         for fd, address, length in (
@@ -492,7 +501,7 @@ def _array_address(device: jax.Device) -> int:
 
 
 def _may_share_host(device: jax.Device, mine: jax.Device) -> bool:
-    """Returns False if two GPUs are on different hosts, so far as XLA's slice index tells."""
+    """Returns False if XLA's slice index shows that two GPUs are on different hosts."""
     slices = {getattr(each, "slice_index", None) for each in (device, mine)}
     return len(slices) == 1 or None in slices
 

@@ -271,7 +271,7 @@ class _Body:
         self._norm(sums, row, old, scales, *refs, signal=None)
 
     def _row(self, ref, *row):
-        """Loads this warpgroup's tiles of a row."""
+        """Loads this warpgroup's tiles of a row of `ref` into registers, a list of arrays."""
         return [
             vectors.load(self.fabric, ref.at[(*row, where)], self.vector)
             for where in self._my_tiles()

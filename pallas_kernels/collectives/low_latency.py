@@ -25,7 +25,7 @@ from pallas_kernels.fabric.tiles import Plan, tile_length
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """Sums x [S] over ranks: every rank sends its whole input to all ranks, and sums all."""
+    """All-reduces x [S]: every rank sends its whole input to all ranks, and sums all inputs."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
@@ -39,7 +39,7 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
 
 
 def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """Sums x [N, S] over ranks: rank r receives and sums shard r, and sends the sum to all."""
+    """All-reduces x [N, S]: rank r receives and sums shard r, and sends the sum to all ranks."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, (tile, total) in enumerate(_sums_of_shard(mail, where, x_ref)):
@@ -54,7 +54,7 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
 
 
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """Gathers x [S] of every rank into [N, S], that of rank r at index r."""
+    """Gathers x [S] of every rank into [N, S]: every rank sends its x to the slots of all ranks."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
@@ -69,7 +69,7 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
 
 
 def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
-    """Sums x [N, S] over ranks, and returns at rank r the shard r of the sum, [S]."""
+    """Reduce-scatters x [N, S]: rank r receives shard r of all ranks and returns its sum, [S]."""
 
     def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for tile, total in _sums_of_shard(mail, where, x_ref):

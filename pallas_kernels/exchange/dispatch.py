@@ -108,10 +108,23 @@ def dispatch_like(
     expert_alignment: int,
     wire_dtype: Any = None,
 ) -> Payload:
-    """Sends x [T, H] along the routes of an earlier dispatch, and returns its tokens.
+    """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
 
-    `rows` [N, T, K] and `counts` [N, E] are results of `dispatch`; the other arguments and the
-    result are those of `dispatch` too.
+    With stacked ranks, every array has a leading axis of N.
+
+    Args:
+      x: [T, H]; H · itemsize a multiple of 128 bytes.
+      rows: [N, T, K] int32, the result of `dispatch`.
+      counts: [N, E] int32, the result of `dispatch`.
+      fabric: how ranks reach each other.
+      plan: number of blocks, tokens of a step, and depth of the rings.
+      capacity: R, that of `dispatch`.
+      expert_alignment: that of `dispatch`.
+      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
+        every 128 values; then H is a multiple of 512.
+
+    Returns:
+      tokens [R, H], or with a wire_dtype (rows [R, H], scales [R, H / 128]).
     """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,

@@ -297,7 +297,7 @@ def padded_columns(row: Row) -> int:
 
 
 def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
-    """Returns how many rows the gradient of a combine has room for in shared memory."""
+    """Returns how many rows `combine_grad` has room for in shared memory, y's and cotangents."""
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = (4 + num_ranks) * count_width(num_experts)
     sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing

@@ -129,7 +129,7 @@ class Sender:
             if wide_slots is not None:
                 parts = [part.at[slot] for part in slots]
                 quantized_rows.quantize_row(self.fabric, wide_slots.at[slot], *parts)
-                plgpu.commit_smem()  # all threads have read the input row; puts see the quantized
+                plgpu.commit_smem()  # all threads have read the input; puts see the quantized row
                 ahead = i + self.plan.num_slots
 
                 @pl.when(ahead < num_tokens)

@@ -34,7 +34,7 @@ IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 
 
 class Ranks(Protocol):
-    """The ranks that a kernel runs on, and the memory that a fabric adds to each kernel."""
+    """The ranks that a kernel runs on, and the operands and scratch that they add to the kernel."""
 
     @property
     def num_ranks(self) -> int: ...
@@ -65,7 +65,7 @@ class Ranks(Protocol):
 
 
 class Fabric(Ranks, Protocol):
-    """The ranks of a kernel, and the ways in which they communicate."""
+    """The interface by which the ranks of a kernel communicate, within the kernel."""
 
     def connect(self) -> None:
         """Waits until every rank's buffers are known, so that this warpgroup may use `peer`."""

@@ -6,9 +6,9 @@ with a header of 64-bit little-endian words, which the owner's process writes on
 kernel runs. The rest belongs to the kernels; `contents` says what it holds at first.
 
 XLA's arrays lie in the *pool* of their GPU. An array that GPU g's process knows by address a is
-reached from another GPU at the address `a + header[DELTA + g]`, modulo 2**64, where the header is
-that of the GPU which reaches. This holds if a lies in the shared part of g's pool, so if
-`header[POOL_START] <= a < header[POOL_START] + header[POOL_BYTES]` with g's own header.
+reached from another GPU at the address `a + header[DELTA + g]`, modulo 2**64, with the header of
+that other GPU. This holds if a lies in the shared part of g's pool: if
+`header[POOL_START] <= a < header[POOL_START] + header[POOL_BYTES]`, with g's own header.
 
 Imports neither JAX nor Pallas.
 """
@@ -34,9 +34,9 @@ ANY_ADDRESS = (0, 1 << 63)
 
 # Offsets in a heap of what kernels keep there; zero at first. Sizes are those for MAX_GPUS, so that
 # offsets in a program do not depend on the machine.
-MAX_BLOCKS = 2048  # of a kernel
-MAX_BUFFERS = 4  # of a kernel, that peers reach
-MAX_WORDS = 4096  # that a rank sends to a peer at a time
+MAX_BLOCKS = 2048  # thread blocks of a kernel
+MAX_BUFFERS = 4  # buffers of a kernel that peers reach
+MAX_WORDS = 4096  # words that a rank sends to a peer in a call
 NUM_CHANNELS = 2
 CALLS = HEADER_BYTES  # [MAX_GPUS, MAX_BLOCKS]: calls with each peer so far; this GPU's own
 SIGNALS = CALLS + WORD_BYTES * MAX_GPUS * MAX_BLOCKS  # [NUM_CHANNELS, MAX_BLOCKS, MAX_GPUS]

@@ -120,7 +120,7 @@ class Mail:
     def post(self, slot: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
         """Sends each peer its tile, to a slot of this call's set.
 
-        With `exact` here and in `collect`, the bits of NaNs arrive unchanged too.
+        With `exact`, here and in the peers' `collect`, the bits of NaNs arrive unchanged too.
         """
         for device, calls, tile in zip(self._there, self._calls, tiles_of_peers, strict=True):
             number = self._slot(self._here, calls, slot)
@@ -131,7 +131,7 @@ class Mail:
     ) -> list[jax.Array]:
         """Receives the tile that each peer sends to a slot of this call's set.
 
-        With `exact` here and in `post`, the bits of NaNs arrive unchanged too.
+        With `exact`, here and in the peers' `post`, the bits of NaNs arrive unchanged too.
         """
         slots = [
             self._slot(device, calls, slot)

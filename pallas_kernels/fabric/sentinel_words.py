@@ -1,7 +1,7 @@
 """Memory of the low-latency protocol: how a warpgroup sends, polls and counts by 32-bit words.
 
-Every GPU has a region of memory: counters of its calls, slots that each hold a tile of a peer, and
-for each slot a note from each of the sender's 128 threads. `EMPTY` is the sentinel: a word that has
+Every GPU's heap has counters of its calls, slots that each hold a tile of a peer, and for each
+slot a note from each of the sender's 128 threads. `EMPTY` is the sentinel: a word that has
 not arrived. A payload word that equals the sentinel is sent as `_INSTEAD`. Where a receiver needs
 exact bits, the sender's thread also writes a note that says which of its words were replaced.
 """
@@ -31,14 +31,14 @@ _SCALAR = mosaic.SCALAR
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """The GPUs' memory for the low-latency protocol, one region of it on each GPU.
+    """The memory of the low-latency protocol in the heaps of the GPUs.
 
     Attributes:
-      base: the address of GPU 0's region.
-      stride: bytes from the region of a GPU to that of the next one.
-      num_devices: how many GPUs have a region.
-      num_counters: counters of a region, 32 bits each.
-      num_slots: slots of a region, one tile each.
+      base: the address of that memory in GPU 0's heap.
+      stride: bytes from one GPU's heap to the next one's.
+      num_devices: how many GPUs have a heap.
+      num_counters: counters of each GPU, 32 bits each.
+      num_slots: slots of each GPU, one tile each.
     """
 
     base: int
@@ -50,7 +50,7 @@ class Regions:
     def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
         """Sends a tile to a slot of a GPU, which must be empty.
 
-        Without `exact`, which the receiver must pass alike, a NaN may arrive as another NaN.
+        Without `exact`, a NaN may arrive as another NaN. The receiver must pass the same `exact`.
         """
 
         def emit(ctx: Any, device: Any, slot: Any, array: Any) -> None:

@@ -102,7 +102,7 @@ class Tiles:
 
 
 def load(fabric: fb.Ranks, ref: Any) -> jax.Array:
-    """Loads a tile of any rank's memory into registers."""
+    """Loads a tile, a contiguous 1D part of any rank's memory, into registers."""
     return vectors.load(fabric, ref, vector_length(ref.dtype))
 
 

@@ -211,7 +211,7 @@ class _Kernel:
     tiles: Tiles
     num_blocks: int
     interpreted: bool
-    width: int  # of the output
+    width: int  # columns of the output
 
     def __post_init__(self) -> None:
         if self.width % self.tiles.block_n:
