@@ -353,11 +353,11 @@ def top_k_routing(
 ) -> Routing:
     """Chooses each token's k experts from logits [T, E], in float64.
 
-    `bias` [E] is added to the scores for the choice only (DeepSeek-V3, arXiv:2412.19437, 2.1.2), or
-    with `choose_by="logit"` to the logits. With `num_groups` > 1 the experts form equal consecutive
-    groups. The score of a group is the sum of its two best biased scores ("top2") or its best one
-    ("max"), and experts are chosen from the `groups_kept` best groups. Of equal scores the one with
-    the lowest expert id is best.
+    For the choice only, `bias` [E] is added to the scores (DeepSeek-V3, arXiv:2412.19437, 2.1.2),
+    or with `choose_by="logit"` to the logits. With `num_groups` > 1 the experts form equal
+    consecutive groups. The score of a group is the sum of its two best biased scores ("top2") or
+    its best one ("max"), and experts are chosen from the `groups_kept` best groups. Of equal scores
+    the one with the lowest expert id is best.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape

@@ -237,9 +237,9 @@ def _ragged_out(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged_back(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.Array:
-    """Returns rows that `_ragged_out` has sent to where they came from, [num_rows, H].
+    """Sends each row that `_ragged_out` has delivered back to its source: [num_rows, H].
 
-    It is the gradient of `_ragged_out`, and takes the same `pairs`.
+    pairs[s, d] rows go from rank d back to rank s. This is the gradient of `_ragged_out`.
     """
     return _ragged_all_to_all(rows, pairs.T, num_rows)
 

@@ -225,7 +225,10 @@ class Loop:
 
 @functools.cache
 def _of_a_loop(mesh: Mesh, timer: str) -> float:
-    """Measures the device time per call of a loop itself, in microseconds, without its spacer."""
+    """Measures what a loop itself adds to the device time of a call, in microseconds.
+
+    The spacer, the kernel that waits after each call, is not included.
+    """
     loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
     return loop.timed_by(timer, repeats=2, spaced=True).median
 

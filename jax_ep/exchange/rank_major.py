@@ -137,7 +137,7 @@ def combine(
     if topk_weights is not None:
         raise ValueError(
             "topk_weights must be None in the rank-major layout, whose y is summed over a token's "
-            "choices already: give them to dispatch, and weigh with RankDispatched.topk_weights."
+            "choices already: give them to dispatch, and multiply by RankDispatched.topk_weights."
         )
     config = gradients.configure("y", y, **_static(handle), **options)
     (y,) = gradients.match((y,), handle.axis_name)

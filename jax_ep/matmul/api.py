@@ -180,7 +180,8 @@ def sum_of_products(
     """Sums the grouped products of (lhs, rhs) pairs, which have equal shapes and one dtype.
 
     "pallas" computes the sum in one kernel, in float32 and rounded once; the other implementations
-    round each product. Operands are as for `product`.
+    round each product. Operands must have been checked and have one varying-axes type; group_sizes
+    must be int32.
     """
     operands = (operand for pair in pairs for operand in pair)
     return grouped_matmul_p.bind(

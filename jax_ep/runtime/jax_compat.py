@@ -1,9 +1,9 @@
 """The one door to JAX's internals: everything private or unstable of JAX that jax_ep touches.
 
-JAX keeps none of these names stable, so each use says what happens where JAX lacks it; `import
-jax_ep` works all the same. Where JAX lacks what primitives need, `define_primitive` returns one
-that XLA computes inline. `primitives_unavailable_reason` then says what is missing, and kernels,
-which need primitives, are refused with that reason.
+JAX keeps none of these names stable, so each use says what happens where JAX lacks it. The package
+can be imported without any of them. Where JAX lacks what primitives need, `define_primitive`
+returns a stand-in that XLA computes inline. `primitives_unavailable_reason` then says what is
+missing, and kernels, which need primitives, are refused with that reason.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def host_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
-        raise Refused(f"what host this is cannot be read: {error}") from error
+        raise Refused(f"the id of this host cannot be read: {error}") from error
 
 
 class Alone:
@@ -121,7 +121,7 @@ class Meeting:
         try:
             self._store.key_value_set(_KEY.format(process=self._process), json.dumps(card))
         except Exception as error:
-            raise Refused(f"process {self._process} cannot publish what it has: {error}") from error
+            raise Refused(f"process {self._process} cannot publish its GPUs: {error}") from error
         cards = {self._process: card}
         for process in sorted(set(processes) - {self._process}):
             try:
@@ -140,7 +140,7 @@ class Meeting:
     def exchange(
         self, cards: Mapping[int, Message], message: Message, descriptors: Sequence[int] = ()
     ) -> dict[int, tuple[Message, list[int]]]:
-        """Sends a message and file descriptors to each of the others; returns theirs.
+        """Sends a message and file descriptors to each other process, and receives theirs.
 
         Args:
           cards: the cards of the processes that take part, as `introduce` returned them.

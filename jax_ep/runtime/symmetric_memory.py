@@ -458,7 +458,9 @@ class _Sharing:
         for one, ordinal in self.local.items():
             if (one, g) not in self._no_access:
                 if cuda_driver.read(ordinal, self._heap(g), len(header)) != header:
-                    raise Refused(f"what process {self._me.process} maps is not GPU {g}'s heap")
+                    raise Refused(
+                        f"process {self._me.process} has mapped memory that is not GPU {g}'s heap"
+                    )
                 break
 
     def _heap(self, g: int) -> int:

@@ -82,7 +82,10 @@ class Fabric(Ranks, Protocol):
         """Signals `count` on a channel to the block of this index on every rank."""
 
     def wait(self, channel: int, count: Any, what: str) -> None:
-        """Waits until the block of this index on every rank has signalled `count` on a channel."""
+        """Waits until the block of this index on every rank has signalled `count` on a channel.
+
+        `what` names the wait in the message of a timeout.
+        """
 
     def send_words(self, words: Any) -> None:
         """Sends int32 words [W] to every rank."""

@@ -300,7 +300,7 @@ def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
 
     def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
         if on_host:
-            raise NotImplementedError("a peer is reached by bulk copies of contiguous rows alone")
+            raise NotImplementedError("peers' memory is reached only by copies of contiguous rows")
         kind = ir.MemRefType(ref.type)
         strides, _ = kind.get_strides_and_offset()
         there = ir.MemRefType.get(  # offset 0: the pointer already includes the offset

@@ -338,7 +338,9 @@ class Gpus:
         """
         call, (count,) = self._call, words.shape
         if count > layout.MAX_WORDS:
-            raise ValueError(f"{call.name} sends {count} words of at most {layout.MAX_WORDS}.")
+            raise ValueError(
+                f"{call.name}: a rank sends at most {layout.MAX_WORDS} words, not {count}."
+            )
 
         def emit(context: Any, table: Any, here: Any, words: Any, *peers: Any) -> None:
             del context

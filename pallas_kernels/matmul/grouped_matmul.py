@@ -206,7 +206,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """The base of both kernels: the ring of operands, and which block has which output tile."""
+    """The common base of the kernels `product` and `drhs`: the ring, and the order of tiles."""
 
     tiles: Tiles
     num_blocks: int
