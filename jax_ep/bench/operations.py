@@ -406,7 +406,10 @@ def _agree_all(got: Array, wanted: Sequence[Array], name: str, tolerance: float)
 
 
 def _agree(got: Array, wanted: Array, name: str, tolerance: float = 0.0) -> None:
-    """Raises AssertionError unless two arrays agree in every element; a tolerance of 0: equal."""
+    """Raises AssertionError unless two arrays agree in every element within an absolute tolerance.
+
+    A tolerance of 0 asks for equality.
+    """
     got, wanted = np.asarray(got), np.asarray(wanted)
     assert got.shape == wanted.shape, f"{name}: shape {got.shape}, not {wanted.shape}"
     if tolerance == 0.0:

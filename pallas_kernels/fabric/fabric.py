@@ -76,7 +76,7 @@ class Fabric(Ranks, Protocol):
         """Returns this rank's part of a buffer."""
 
     def peer(self, ref: Any, rank: Any) -> Any:
-        """Returns the reference to the same buffer on another rank."""
+        """Returns a reference to rank `rank`'s buffer that corresponds to `ref` on this rank."""
 
     def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
         """Signals `count` on a channel to the block of this index on every rank."""

@@ -265,7 +265,7 @@ class Gpus:
         mosaic.inline(emit, operands, layouts)
 
     def peer(self, ref: Any, rank: Any) -> Any:
-        """Returns the reference to the same buffer on another rank."""
+        """Returns a reference to rank `rank`'s buffer that corresponds to `ref` on this rank."""
         base = getattr(ref, "ref", ref)
         found = [i for i, other in enumerate(self._call.buffers) if other is base]
         if not found:
