@@ -38,8 +38,9 @@ class Dispatched(NamedTuple):
     tokens: Array  # [R, H]: received rows, grouped by local expert; every other row is zero
     group_sizes: Array  # [L] int32: rows of each expert's block within R, with its padding
     expert_counts: Array  # [L] int32: received rows of each block, which are its first
-    num_dropped: Array  # [] int32: pairs for this rank whose row is past R
+    num_dropped: Array  # [] int32: pairs for this rank that did not fit in R
     rows_needed: Array  # [] int32: the least R that drops nothing on this rank
+    dropped_counts: Array  # [L] int32: num_dropped, by local expert
     routes: Routes  # of the tokens that this rank *sent*
 
 
@@ -72,6 +73,7 @@ def dispatch(
     num_experts: int,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    overflow: str = "tail",
 ) -> list[Dispatched]:
     """Sends every token to the ranks that own its experts, one row per (token, choice).
 
@@ -83,11 +85,13 @@ def dispatch(
       capacity: R, rows of each rank's result; None: `default_capacity`, which drops nothing.
       expert_alignment: each expert's block starts at a multiple of this. An expert that receives
         nothing has a block of no rows.
+      overflow: which rows are dropped where R is too small; "tail" or "fair".
 
     Returns:
       N `Dispatched`. Rows are ordered by local expert, then source rank, then source token, then
-      choice. Rows past R in that order are dropped. A block's rows past R, padding included, are
-      not counted in `group_sizes`.
+      choice. With "tail", rows past R in that order are dropped, and a block's rows past R, padding
+      included, are not counted in `group_sizes`. With "fair", an expert of c rows keeps its first
+      min(c, q), with the rank's `fair_quota` q; the blocks are those of the rows that are kept.
     """
     num_ranks = len(x_per_rank)
     num_tokens, hidden = x_per_rank[0].shape
@@ -103,31 +107,51 @@ def dispatch(
         tokens = np.zeros((capacity, hidden), x_per_rank[0].dtype)
         group_sizes = np.zeros(num_local, np.int32)
         expert_counts = np.zeros(num_local, np.int32)
-        num_dropped = 0
+        dropped_counts = np.zeros(num_local, np.int32)
+        own_experts = rank * num_local + np.arange(num_local)
+        wanted = [sum(int(np.sum(idx == e)) for idx in topk_idx_per_rank) for e in own_experts]
+        quota = max(wanted)
+        if overflow == "fair":
+            quota = fair_quota(wanted, capacity, expert_alignment)
         start = 0  # of the expert's block, if capacity were unlimited
         for local in range(num_local):
             row = start
             for source in range(num_ranks):
                 chosen = topk_idx_per_rank[source] == rank * num_local + local
                 for token, choice in zip(*np.nonzero(chosen), strict=True):  # token by token
-                    if row < capacity:
+                    if row < min(capacity, start + quota):
                         tokens[row] = x_per_rank[source][token]
                         route_ranks[source][token, choice] = rank
                         route_rows[source][token, choice] = row
                         expert_counts[local] += 1
                     else:
-                        num_dropped += 1
+                        dropped_counts[local] += 1
                     row += 1
-            end = round_up(row, expert_alignment)
+            end = start + round_up(min(row - start, quota), expert_alignment)
             group_sizes[local] = min(end, capacity) - min(start, capacity)
             start = end
+        num_dropped = np.int32(dropped_counts.sum())
+        rows_needed = np.int32(sum(round_up(rows, expert_alignment) for rows in wanted))
         received.append(
-            (tokens, group_sizes, expert_counts, np.int32(num_dropped), np.int32(start))
+            (tokens, group_sizes, expert_counts, num_dropped, rows_needed, dropped_counts)
         )
     return [
         Dispatched(*rest, routes=Routes(ranks, rows, capacity))  # type: ignore[arg-type]
         for rest, ranks, rows in zip(received, route_ranks, route_rows, strict=True)
     ]
+
+
+def fair_quota(wanted: Sequence[int], capacity: int, expert_alignment: int) -> int:
+    """The largest q at which blocks of min(c, q) rows, for each c of `wanted`, fit in `capacity`.
+
+    At most the largest of `wanted`: with that many rows for each expert nothing is dropped.
+    """
+    quota = 0
+    while quota < max(wanted) and capacity >= sum(
+        round_up(min(rows, quota + 1), expert_alignment) for rows in wanted
+    ):
+        quota += 1
+    return quota
 
 
 def combine(

@@ -23,8 +23,13 @@ def _dispatch(**options):
     return reference.dispatch(X, TOPK_IDX, num_experts=4, **options)
 
 
-def _check(result, *, tokens, group_sizes, expert_counts, num_dropped, rows_needed):
+def _check(
+    result, *, tokens, group_sizes, expert_counts, num_dropped, rows_needed, dropped_counts=None
+):
     """`tokens` gives the first column; the second is ten times it."""
+    if dropped_counts is not None:
+        np.testing.assert_array_equal(result.dropped_counts, dropped_counts)
+    assert result.dropped_counts.sum() == num_dropped
     first = np.array(tokens, np.float32)
     np.testing.assert_array_equal(result.tokens, np.stack([first, 10 * first], axis=1))
     np.testing.assert_array_equal(result.group_sizes, group_sizes)
@@ -100,6 +105,66 @@ def test_overflow_drops_the_last_rows_and_clips_the_blocks():
         rows_needed=8,
     )
     np.testing.assert_array_equal(first.routes.rows, [[0, 0], [-1, 1], [-1, -1]])
+
+
+def test_fair_overflow_takes_from_the_experts_with_most_rows():
+    """Seven rows for rank 0: five of expert 0, two of expert 1."""
+    first, second = _dispatch(capacity=5, overflow="fair")
+    _check(
+        first,
+        tokens=[1, 2, 4, 2, 3],  # three rows of expert 0, both of expert 1: q is 3
+        group_sizes=[3, 2],
+        expert_counts=[3, 2],
+        num_dropped=2,
+        rows_needed=7,
+        dropped_counts=[2, 0],
+    )
+    _check(
+        second,
+        tokens=[1, 4, 0, 0, 0],
+        group_sizes=[1, 1],
+        expert_counts=[1, 1],
+        num_dropped=0,
+        rows_needed=2,
+    )
+    np.testing.assert_array_equal(first.routes.rows, [[0, 0], [3, 1], [-1, 4]])
+    np.testing.assert_array_equal(second.routes.rows, [[1, 2], [-1, -1], [-1, -1]])
+
+
+def test_fair_overflow_counts_padding():
+    first, _ = _dispatch(capacity=11, expert_alignment=4, overflow="fair")
+    _check(
+        first,
+        tokens=[1, 2, 4, 5, 2, 3, 0, 0, 0, 0, 0],
+        group_sizes=[4, 4],  # a fifth row of expert 0 would need a block of eight
+        expert_counts=[4, 2],
+        num_dropped=1,
+        rows_needed=12,
+        dropped_counts=[1, 0],
+    )
+    none, _ = _dispatch(capacity=7, expert_alignment=4, overflow="fair")
+    _check(  # one row of each needs two blocks of four
+        none,
+        tokens=[0] * 7,
+        group_sizes=[0, 0],
+        expert_counts=[0, 0],
+        num_dropped=7,
+        rows_needed=12,
+        dropped_counts=[5, 2],
+    )
+
+
+def test_the_fair_quota_is_the_largest_that_fits():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        wanted = rng.integers(0, 30, rng.integers(1, 6)).tolist()
+        capacity, alignment = int(rng.integers(1, 80)), int(rng.integers(1, 9))
+
+        quota = reference.fair_quota(wanted, capacity, alignment)
+        kept, one_more = (np.minimum(wanted, q) for q in (quota, quota + 1))
+        assert sum(-(-kept // alignment) * alignment) <= capacity
+        fits = sum(-(-one_more // alignment) * alignment) <= capacity
+        assert quota == max(wanted) if fits else quota < max(wanted)
 
 
 def test_capacity_of_one_row():

@@ -24,6 +24,7 @@ from jax_ep.exchange import expert_major, quantization, rank_major
 from jax_ep.exchange.expert_major import Dispatched, Handle
 from jax_ep.exchange.interface import Implementation
 from jax_ep.exchange.rank_major import RankDispatched, RankHandle
+from jax_ep.exchange.routes import Overflow
 
 Output = Literal["dequantized", "quantized"]
 
@@ -37,6 +38,7 @@ def dispatch(
     axis_name: AxisName,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    overflow: Overflow = "tail",
     wire_dtype: jax.typing.DTypeLike | None = None,
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
     output: Output = "dequantized",
@@ -69,6 +71,7 @@ def dispatch(
     axis_name: AxisName,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    overflow: Overflow = "tail",
     wire_dtype: jax.typing.DTypeLike | None = None,
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
     output: Output = "dequantized",
@@ -84,9 +87,13 @@ def dispatch(
         of no expert. One token may choose an expert more than once and gets a row each time.
       num_experts: E, a multiple of the number of ranks N. Rank r owns experts [r·L, (r+1)·L).
       axis_name: the mesh axis, or tuple of axes, that the experts are spread over.
-      capacity: R, the rows of the receive buffer. Rows past it, in row order, are dropped and
-        counted. None: enough rows for any routing, N·T·K and the blocks' padding.
+      capacity: R, the rows of the receive buffer. Rows that do not fit are dropped and counted.
+        None: enough rows for any routing, N·T·K and the blocks' padding.
       expert_alignment: each expert's block starts at a multiple of this many rows.
+      overflow: which rows are dropped where R is too small. "tail": those past R in row order, so
+        that a rank's last experts lose theirs first. "fair": an expert of c rows keeps its first
+        min(c, q), in row order, with the largest q, one for the rank, at which all blocks and their
+        padding fit in R; no expert loses rows while another has more than it keeps.
       wire_dtype: None, or `jnp.float8_e4m3fn`: each row crosses the wire as float8 values with one
         float32 scale per 128 of them; H must be a multiple of 128. What that costs, and what
         becomes of NaN and of the largest and smallest values: see `jax_ep.exchange.quantization`.
@@ -123,10 +130,11 @@ def dispatch(
         implementation=implementation,
     )
     if layout == "rank":
-        if capacity is not None or expert_alignment != 1:
+        if capacity is not None or expert_alignment != 1 or overflow != "tail":
             raise ValueError(
-                'layout="rank" has a row for each (source rank, token) and takes no capacity or '
-                f"expert_alignment, but they are {capacity} and {expert_alignment}."
+                'layout="rank" has a row for each (source rank, token) and takes no capacity, '
+                f"expert_alignment or overflow, but they are {capacity}, {expert_alignment} and "
+                f"{overflow!r}; give them to group_by_expert."
             )
         return rank_major.dispatch(x, topk_idx, topk_weights, **shared)
     if layout != "expert":
@@ -137,7 +145,12 @@ def dispatch(
             "the weights to combine."
         )
     return expert_major.dispatch(
-        x, topk_idx, capacity=capacity, expert_alignment=expert_alignment, **shared
+        x,
+        topk_idx,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+        overflow=overflow,
+        **shared,
     )
 
 

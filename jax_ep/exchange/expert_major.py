@@ -15,14 +15,14 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.exchange import gradients, routes
-from jax_ep.exchange.routes import Routes
+from jax_ep.exchange.routes import Overflow, Routes
 from jax_ep.runtime.jax_compat import register_for_export
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["routes"],
-    meta_fields=["axis_name", "capacity", "num_experts", "expert_alignment"],
+    meta_fields=["axis_name", "capacity", "num_experts", "expert_alignment", "overflow"],
 )
 @dataclasses.dataclass(frozen=True)
 class Handle:
@@ -34,6 +34,7 @@ class Handle:
       capacity: R.
       num_experts: E.
       expert_alignment: the alignment of each expert's block, in rows.
+      overflow: which rows were kept, if not all fit.
     """
 
     routes: Routes
@@ -41,6 +42,7 @@ class Handle:
     capacity: int
     num_experts: int
     expert_alignment: int
+    overflow: Overflow = "tail"
 
     @property
     def rows(self) -> jax.Array:
@@ -54,7 +56,8 @@ class Handle:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed", "handle", "scales",
+        "tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed", "dropped_counts",
+        "handle", "scales",
     ],
     meta_fields=[],
 )  # fmt: skip
@@ -68,6 +71,7 @@ class Dispatched:
       expert_counts: [L] int32: real rows in each block; they stand first in it.
       num_dropped: [] int32: (token, choice) pairs meant for this rank that did not fit in R.
       rows_needed: [] int32: the R that would have dropped nothing on this rank.
+      dropped_counts: [L] int32: `num_dropped`, by local expert.
       handle: the routes, for `combine` and `dispatch_like`.
       scales: [R, H / 128] float32 where `output="quantized"` was asked for, else None: each row's
         values are tokens · scale, block by block; zero where the row is.
@@ -78,6 +82,7 @@ class Dispatched:
     expert_counts: jax.Array
     num_dropped: jax.Array
     rows_needed: jax.Array
+    dropped_counts: jax.Array
     handle: Handle
     scales: jax.Array | None = None
 
@@ -94,6 +99,7 @@ def dispatch(
     axis_name: tuple[str, ...],
     capacity: int | None,
     expert_alignment: int,
+    overflow: Overflow,
     **options: Any,
 ) -> Dispatched:
     """`api.dispatch(layout="expert")`, which has checked what both layouts share.
@@ -103,6 +109,9 @@ def dispatch(
     expert_alignment = checks.check_integer(
         "expert_alignment", expert_alignment, most=checks.MAX_INT32
     )
+    routes.check_overflow(overflow)
+    if capacity is None:
+        overflow = "tail"  # nothing overflows: no rows to choose from
     num_tokens, top_k = topk_idx.shape
     config = gradients.configure(
         "x",
@@ -116,6 +125,7 @@ def dispatch(
             num_local_experts=num_experts // checks.num_ranks(axis_name),
         ),
         expert_alignment=expert_alignment,
+        overflow=overflow,
         list_words=top_k,
         **options,
     )
@@ -123,7 +133,7 @@ def dispatch(
     topk_idx = routes.expert_ids(topk_idx, num_experts)
     layout: routes.Layout
     tokens, scales, route, layout = gradients.dispatch(config, x, topk_idx, None)
-    handle = Handle(route, axis_name, config.rows, num_experts, expert_alignment)
+    handle = Handle(route, axis_name, config.rows, num_experts, expert_alignment, overflow)
     return Dispatched(tokens, *layout, handle, scales)
 
 
@@ -178,6 +188,7 @@ def _static(handle: Handle) -> dict[str, Any]:
         num_experts=handle.num_experts,
         capacity=handle.capacity,
         expert_alignment=handle.expert_alignment,
+        overflow=handle.overflow,
         list_words=handle.rows.shape[2],
     )
 

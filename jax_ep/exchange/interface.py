@@ -12,7 +12,7 @@ from typing import Literal, Protocol, Self
 import jax
 import jax.numpy as jnp
 
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.exchange.routes import Layout, Overflow, RankRoutes, Routes
 
 Implementation = Literal["pallas", "xla"] | None
 IMPLEMENTATIONS = ("pallas", "xla")
@@ -29,6 +29,7 @@ class Config:
       num_experts: E.
       capacity: R, the rows of a receive buffer; None in the rank-major layout, which has N·T.
       expert_alignment: each expert's block starts at a multiple of this many rows.
+      overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
       list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
       implementation: which exchange; None for the best that runs here.
       wire_dtype: what rows, or sums of rows, are sent in; None for their own dtype.
@@ -40,6 +41,7 @@ class Config:
     num_experts: int
     capacity: int | None = None
     expert_alignment: int = 1
+    overflow: Overflow = "tail"
     list_words: int = 1
     implementation: Implementation = None
     wire_dtype: jnp.dtype | None = None

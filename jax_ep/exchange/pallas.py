@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep.exchange import routes as routing
 from jax_ep.exchange import xla as xla_exchange
@@ -33,7 +34,7 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
     counts = None
     if topk_idx.shape[0] > plans.FEW_TOKENS:  # more than one block of the kernel should count
         counts = routing.count_experts(topk_idx, config.num_experts)
-    received, rows, counts, group_sizes, expert_counts, *totals = dispatch_kernel.dispatch(
+    received, rows, counts, *layout = dispatch_kernel.dispatch(
         padded,
         topk_idx,
         counts,
@@ -42,10 +43,15 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
         plan=_dispatch_plan(padded, sizes, config),
         capacity=config.rows,
         expert_alignment=config.expert_alignment,
+        fair=config.overflow == "fair",
         wire_dtype=config.wire_dtype,
     )
-    layout = Layout(group_sizes, expert_counts, *(total.reshape(()) for total in totals))
-    return _unpadded(received, x.shape[1]), Routes(topk_idx, rows, counts), layout
+    group_sizes, expert_counts, num_dropped, rows_needed = layout
+    recv_counts = routing.counts_here(counts, lax.axis_index(config.axis_name))
+    dropped_counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32) - expert_counts
+    totals = num_dropped.reshape(()), rows_needed.reshape(())
+    described = Layout(group_sizes, expert_counts, *totals, dropped_counts)
+    return _unpadded(received, x.shape[1]), Routes(topk_idx, rows, counts), described
 
 
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
@@ -59,6 +65,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
         plan=_dispatch_plan(padded, routes.rows.shape, config),
         capacity=config.rows,
         expert_alignment=config.expert_alignment,
+        fair=config.overflow == "fair",
         wire_dtype=config.wire_dtype,
     )
     return _unpadded(received, x.shape[1])
@@ -110,6 +117,7 @@ def combine_grad(
         fabric=of_axis(config.axis_name, g),
         plan=plan,
         expert_alignment=config.expert_alignment,
+        fair=config.overflow == "fair",
     )
     return dy[:, :hidden], dweights
 

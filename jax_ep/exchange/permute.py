@@ -22,6 +22,7 @@ from jax_ep import checks
 from jax_ep.exchange.api import Dispatched, combine, dispatch, dispatch_like
 from jax_ep.exchange.interface import Implementation
 from jax_ep.exchange.rank_major import RankDispatched
+from jax_ep.exchange.routes import Overflow
 
 
 def group_by_expert(
@@ -29,6 +30,7 @@ def group_by_expert(
     *,
     capacity: int | None = None,
     expert_alignment: int = 1,
+    overflow: Overflow = "tail",
     implementation: Implementation = None,
 ) -> Dispatched:
     """Permutes received rank-major rows [N, T, H] to the expert-major layout, [R, H].
@@ -37,6 +39,7 @@ def group_by_expert(
       received: the result of `dispatch(layout="rank")`.
       capacity: R; None: enough for any routing.
       expert_alignment: the rows of each expert start at a multiple of this.
+      overflow: which rows are dropped where R is too small; see `dispatch`.
       implementation: "pallas", "xla", or None for the best that runs here. float8 rows need "xla".
 
     Returns:
@@ -57,6 +60,7 @@ def group_by_expert(
         axis_name=(),
         capacity=capacity,
         expert_alignment=expert_alignment,
+        overflow=overflow,
         implementation=implementation,
     )
     if received.scales is None:

@@ -161,7 +161,7 @@ def _dispatch_results(x, topk_idx, config):
     routes = Routes(
         topk_idx, _int32(num_ranks, *topk_idx.shape), _int32(num_ranks, config.num_experts)
     )
-    layout = Layout(blocks, blocks, total, total)
+    layout = Layout(blocks, blocks, total, total, blocks)
     return _received((config.rows,), x, config), routes, layout
 
 

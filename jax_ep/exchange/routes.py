@@ -2,11 +2,13 @@
 
 A route says which row of which rank's receive buffer holds one (token, choice). The row order is
 local expert, then source rank, then source token, then choice; everything here follows from it.
+
+Where a receive buffer is too small, `Overflow` says which rows it keeps.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,14 @@ from jax import lax
 from jax_ep.runtime.jax_compat import register_for_export, smaller
 
 _CHUNK = 128
+
+Overflow = Literal["tail", "fair"]
+"""Which rows are dropped where R rows are too few for all.
+
+"tail": those past R in row order, so the last local experts lose most. "fair": expert e keeps its
+first min(c_e, q) rows of c_e, in row order, with the largest q at which all blocks fit in R.
+"""
+_OVERFLOWS = ("tail", "fair")
 
 
 class Routes(NamedTuple):
@@ -45,8 +55,15 @@ class Layout(NamedTuple):
 
     group_sizes: jax.Array  # [L] rows of each block inside the buffer, alignment padding included
     expert_counts: jax.Array  # [L] real rows of each block inside the buffer
-    num_dropped: jax.Array  # [] real rows that lie past the buffer
+    num_dropped: jax.Array  # [] real rows that are not in the buffer
     rows_needed: jax.Array  # [] the capacity that would have dropped nothing
+    dropped_counts: jax.Array  # [L] real rows of each expert that are not in the buffer
+
+
+def check_overflow(overflow: Overflow) -> None:
+    """Raises ValueError unless it is one."""
+    if overflow not in _OVERFLOWS:
+        raise ValueError(f"overflow must be one of {_OVERFLOWS}, but is {overflow!r}.")
 
 
 def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:
@@ -119,12 +136,42 @@ def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Arr
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes, sizes
 
 
+def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.Array:
+    """The most rows that an expert keeps under "fair": [L] rows of each expert -> [] int32.
+
+    The largest q at which blocks of min(counts, q) rows, each padded to the alignment, fit in
+    `capacity` rows; where all rows fit, the largest of `counts`.
+    """
+    # In units of the alignment: min(blocks, m) must add up to at most `room`.
+    blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
+    used = jnp.sum(jnp.minimum(blocks[:, None], blocks[None, :]), axis=0, dtype=jnp.int32)
+    whole = used <= room  # with m as large as this block
+    least = jnp.max(jnp.where(whole, blocks, 0))
+    rest = room - jnp.max(jnp.where(whole, used, 0))
+    larger = jnp.sum(~whole, dtype=jnp.int32)  # blocks that share the rest
+    quota = (least + rest // jnp.maximum(larger, 1)) * expert_alignment
+    return jnp.where(larger == 0, jnp.max(counts), quota)
+
+
+def kept_counts(
+    recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow
+) -> jax.Array:
+    """[N, L] rows per (source, local expert) -> [L] int32: the rows of each that are kept."""
+    counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
+    if overflow == "fair":
+        return jnp.minimum(counts, fair_quota(counts, capacity, expert_alignment))
+    starts, _ = block_starts(recv_counts, expert_alignment)
+    return jnp.minimum(counts, jnp.maximum(capacity - starts, 0))
+
+
 def receive_rows(
     topk_idx: jax.Array,
     places: jax.Array,
     recv_counts: jax.Array,
     rank: jax.Array,
     expert_alignment: int,
+    *,
+    fair_capacity: int | None = None,
 ) -> jax.Array:
     """The row of this rank's receive buffer that each (source, token, choice) is sent to.
 
@@ -134,30 +181,43 @@ def receive_rows(
       recv_counts: [N, L] int32: rows that each source sends to each local expert.
       rank: [] int32, this rank.
       expert_alignment: each block starts at a multiple of this.
+      fair_capacity: R, where overflow is "fair"; None where it is "tail".
 
     Returns:
       [N, T, K] int32; -1 where the choice is not of this rank. A row past the buffer's capacity
-      is one that overflow drops.
+      is one that overflow drops; "fair" gives all of these the row R.
     """
     num_local_experts = recv_counts.shape[1]
-    starts, _ = block_starts(recv_counts, expert_alignment)
+    kept = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
+    if fair_capacity is not None:
+        kept = kept_counts(recv_counts, fair_capacity, expert_alignment, "fair")
+    starts, _ = block_starts(kept[None], expert_alignment)
     first_rows = starts[None, :] + jnp.cumsum(recv_counts, axis=0, dtype=jnp.int32) - recv_counts
     local_expert = topk_idx - rank * num_local_experts
     mine = (local_expert >= 0) & (local_expert < num_local_experts)
     local_expert = jnp.clip(local_expert, 0, num_local_experts - 1)
     source = jnp.arange(topk_idx.shape[0])[:, None, None]
-    return jnp.where(mine, first_rows[source, local_expert] + places, -1)
+    rows = first_rows[source, local_expert] + places
+    if fair_capacity is not None:
+        rows = jnp.where(rows < (starts + kept)[local_expert], rows, fair_capacity)
+    return jnp.where(mine, rows, -1)
 
 
-def layout(recv_counts: jax.Array, capacity: int, expert_alignment: int) -> Layout:
+def layout(
+    recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
+) -> Layout:
     """[N, L] rows per (source, local expert) -> the blocks as they lie in `capacity` rows."""
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
+    expert_counts = kept_counts(recv_counts, capacity, expert_alignment, overflow)
     starts, sizes = block_starts(recv_counts, expert_alignment)
-    room = jnp.maximum(capacity - starts, 0)
-    expert_counts = jnp.minimum(counts, room)
+    if overflow == "fair":
+        starts, group_sizes = block_starts(expert_counts[None], expert_alignment)
+    else:
+        group_sizes = jnp.minimum(sizes, jnp.maximum(capacity - starts, 0))
     return Layout(
-        group_sizes=jnp.minimum(sizes, room),
+        group_sizes=group_sizes,
         expert_counts=expert_counts,
         num_dropped=jnp.sum(counts - expert_counts, dtype=jnp.int32),
         rows_needed=jnp.sum(sizes, dtype=jnp.int32),
+        dropped_counts=counts - expert_counts,
     )

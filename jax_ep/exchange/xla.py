@@ -40,9 +40,10 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
         recv_counts,
         rank,
         config.expert_alignment,
+        fair_capacity=config.rows if config.overflow == "fair" else None,
     )
     routes = Routes(topk_idx, rows, all_counts)
-    layout = routing.layout(recv_counts, config.rows, config.expert_alignment)
+    layout = routing.layout(recv_counts, config.rows, config.expert_alignment, config.overflow)
     return dispatch_like(x, routes, config), routes, layout
 
 

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
 from jax_ep.exchange.api import Implementation
+from jax_ep.exchange.routes import Overflow, check_overflow
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe import routing
 
@@ -45,6 +46,8 @@ class MoEConfig:
         capacity_factor: None for a receive buffer that any routing fits in: nothing is dropped. A
             number c above 0 for one of c times the rows that a rank receives on average, T * K,
             plus room for `expert_alignment`; rows that do not fit are dropped, and counted.
+        overflow: which rows are dropped. "fair" takes from the experts of a rank that have most;
+            "tail" from its last experts first. See `jax_ep.dispatch`.
         expert_alignment: each expert's block of rows starts at a multiple of this.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
@@ -76,6 +79,7 @@ class MoEConfig:
     router: Router | None = None
     router_dtype: Any = jnp.float32
     capacity_factor: float | None = None
+    overflow: Overflow = "fair"
     expert_alignment: int = 1
     wire_dtype: Any = None
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
@@ -113,6 +117,7 @@ def check_config(config: MoEConfig) -> None:
     if config.capacity_factor is not None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
+    check_overflow(config.overflow)
     checks.check_integer("expert_alignment", config.expert_alignment)
     for name, arguments in FUNCTIONS.items():
         value = getattr(config, name)

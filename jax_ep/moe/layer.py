@@ -36,12 +36,14 @@ class MoEMetrics(NamedTuple):
         router_z_loss: [] float32; see `jax_ep.router_z_loss`.
         expert_counts: [E] int32: (token, choice) pairs that chose each expert, dropped ones too.
         num_dropped: [] int32: pairs that no expert computed, because a receive buffer was full.
+        dropped_counts: [E] int32: `num_dropped`, by expert.
     """
 
     load_balance_loss: jax.Array
     router_z_loss: jax.Array
     expert_counts: jax.Array
     num_dropped: jax.Array
+    dropped_counts: jax.Array
 
 
 register_for_export(MoEMetrics)
@@ -216,6 +218,8 @@ def _on_rank(
             config, x.shape[0], where.num_ranks(), distinct=makes_distinct_choices(inputs, config)
         ),
         expert_alignment=config.expert_alignment,
+        # Without a factor nothing overflows, and there is nothing to choose.
+        overflow="tail" if config.capacity_factor is None else config.overflow,
         wire_dtype=config.wire_dtype,
         implementation=config.implementation,
     )
@@ -242,7 +246,12 @@ def _on_rank(
         if logits is None
         else routing.router_z_loss(logits, mask=mask, axis_name=batch_axes),
         *lax.psum(
-            (routing.count_choices(topk_idx, config.num_experts), received.num_dropped), batch_axes
+            (
+                routing.count_choices(topk_idx, config.num_experts),
+                received.num_dropped,
+                _of_all_experts(received.dropped_counts, where),
+            ),
+            batch_axes,
         ),
     )
     return out.reshape(shape), metrics
@@ -273,6 +282,13 @@ def _own_experts(weights: jax.Array, config: MoEConfig, where: LayerMesh) -> jax
         first = lax.axis_index(where.expert_axes) * num_local_experts
         weights = lax.dynamic_slice_in_dim(weights, first, num_local_experts)
     return weights.astype(config.dtype)
+
+
+def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
+    """Returns [E] int32: the counts [L] of this rank's experts, and zeros for other ranks'."""
+    rank_of_expert = jnp.arange(counts.shape[0] * where.num_ranks()) // counts.shape[0]
+    here = rank_of_expert == lax.axis_index(where.expert_axes)
+    return jnp.where(here, jnp.tile(counts, where.num_ranks()), 0)
 
 
 def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Array:

@@ -56,6 +56,7 @@ def combine_grad(
     fabric: fb.Fabric,
     plan: Plan,
     expert_alignment: int,
+    fair: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
@@ -72,6 +73,7 @@ def combine_grad(
       fabric: how ranks reach each other.
       plan: number of blocks, and depth of the two rings.
       expert_alignment: the rows of each expert start at a multiple of this.
+      fair: as in the dispatch.
 
     Returns:
       dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
@@ -85,7 +87,7 @@ def combine_grad(
     window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
     of_experts = ExpertRows(
         fabric, plan, counts.shape[-1], capacity, expert_alignment, counts.dtype,
-        parts=[(hidden, y.dtype)],
+        parts=[(hidden, y.dtype)], fair=fair,
     )  # fmt: skip
     call = _CombineGrad(
         num_tokens=num_tokens,

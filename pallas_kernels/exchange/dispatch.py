@@ -47,6 +47,7 @@ def dispatch(
     plan: Plan,
     capacity: int,
     expert_alignment: int,
+    fair: bool = False,
     wire_dtype: Any = None,
 ) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
@@ -63,6 +64,8 @@ def dispatch(
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R.
       expert_alignment: the rows of each expert start at a multiple of this.
+      fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
+        others have the row R; else it keeps those before R.
       wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
         every 128 values; then H is a multiple of 512.
 
@@ -80,7 +83,7 @@ def dispatch(
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        count_dtype=jnp.int32, routes_known=False, wire_dtype=wire_dtype,
+        count_dtype=jnp.int32, routes_known=False, fair=fair, wire_dtype=wire_dtype,
         counted=counts is not None,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
@@ -106,6 +109,7 @@ def dispatch_like(
     plan: Plan,
     capacity: int,
     expert_alignment: int,
+    fair: bool = False,
     wire_dtype: Any = None,
 ) -> Payload:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
@@ -128,7 +132,7 @@ def dispatch_like(
     """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        count_dtype=counts.dtype, routes_known=True, wire_dtype=wire_dtype,
+        count_dtype=counts.dtype, routes_known=True, fair=fair, wire_dtype=wire_dtype,
     )  # fmt: skip
     tokens = kernel.call(
         x,
@@ -151,7 +155,7 @@ class _Dispatch:
     @classmethod
     def of(
         cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
-        routes_known, wire_dtype, counted=True,
+        routes_known, fair, wire_dtype, counted=True,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         row = x.shape[-1], x.dtype, wire_dtype
@@ -169,6 +173,7 @@ class _Dispatch:
                 alignment,
                 count_dtype,
                 Row(*row).parts,
+                fair=fair,
                 fetched=routes_known,
             ),
         )
@@ -357,7 +362,7 @@ class _Dispatch:
         entries = [entry + choice for choice in range(self.top_k)]
         return [[choices[peer, e] for e in entries] for peer in peers]
 
-    def _new_rows(self, entry, peers, *, choices, next_rows, **_):
+    def _new_rows(self, entry, peers, *, choices, next_rows, block_ends, **_):
         """Computes the row of each choice of a token at each peer, [N][K]; advances `next_rows`."""
         of_experts = self.expert_rows
         # All threads read each expert's next row before any counts this token's choices.
@@ -375,6 +380,12 @@ class _Dispatch:
         for expert, row in zip(experts, found, strict=True):
             next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
         self.fabric.barrier()  # the next token reads what this one has counted
+        if of_experts.fair:
+            ends = [block_ends[0, jnp.minimum(e, of_experts.num_experts - 1)] for e in experts]
+            dropped = jnp.int32(of_experts.capacity)
+            found = [
+                jnp.where(row < end, row, dropped) for row, end in zip(found, ends, strict=True)
+            ]
         owners = [
             jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)
             for e, v in zip(experts, valid, strict=True)

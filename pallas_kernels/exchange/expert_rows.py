@@ -7,6 +7,8 @@ computes it; another may write the zeros.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +36,8 @@ class ExpertRows:
       alignment: the rows of each expert start at a multiple of this.
       count_dtype: the dtype of the counts.
       parts: columns and dtype of each part of a row.
+      fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
+        the first rows.
       fetched: whether counts are loaded from this rank's memory, or received from peers.
     """
 
@@ -44,6 +48,7 @@ class ExpertRows:
     alignment: int
     count_dtype: Any
     parts: Sequence[tuple[int, Any]]
+    fair: bool = False
     fetched: bool = True
 
     @property
@@ -86,8 +91,12 @@ class ExpertRows:
         On entry, `next_rows` has how many choices of each expert this rank's earlier blocks make;
         it becomes the row of this block's first choice of each. Block 0 writes all counts to
         `all_counts_ref` [N, E]. Either may be None.
+
+        If `fair`, the blocks are those of the rows that are kept: at most q of each expert, with
+        the largest q, one for each rank, at which its blocks fit in the capacity. A row that is
+        not before the end of its expert's rows is then one that is dropped.
         """
-        fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
+        fabric, width = self.fabric, self.count_width
         num_ranks, rank = fabric.num_ranks, fabric.rank()
         plgpu.barrier_wait(counts_full)
         per_source = [
@@ -95,21 +104,10 @@ class ExpertRows:
             for source in range(num_ranks)
         ]
         total = sum(per_source[1:], per_source[0])
-        sizes = total
-        if self.alignment > 1:
-            alignment = jnp.int32(self.alignment)
-            sizes = lax.div(total + (alignment - 1), alignment) * alignment
-        # Inclusive scan over each rank's experts. `scan` is zeros, then the sums of the last round.
-        local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
-        fb.clear(scan, width)
-        ends, shift = sizes, 1
-        while shift < per_rank:
-            scan[pl.ds(width, width)] = ends
-            fabric.barrier()
-            before = fb.load(fabric, scan.at[pl.ds(width - shift, width)], 1)
-            fabric.barrier()
-            ends = ends + jnp.where(local_expert >= shift, before, jnp.zeros_like(before))
-            shift *= 2
+        if self.fair:
+            total = jnp.minimum(total, self._quotas(total, scan, block_ends))
+        sizes = self._aligned(total)
+        ends = self._ends(sizes, scan)
         starts = ends - sizes
         if next_rows is not None:
             row = starts + fb.load(fabric, next_rows.at[pl.ds(0, width)], 1)
@@ -127,9 +125,69 @@ class ExpertRows:
                 for source in range(num_ranks):
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
+    def _aligned(self, counts: Any) -> Any:
+        """Rows of blocks, padding included."""
+        if self.alignment == 1:
+            return counts
+        alignment = jnp.int32(self.alignment)
+        return lax.div(counts + (alignment - 1), alignment) * alignment
+
+    def _ends(self, sizes: Any, scan: Any) -> Any:
+        """Adds up the sizes of each rank's experts: where each expert's block ends."""
+        fabric, width, per_rank = self.fabric, self.count_width, self.num_local_experts
+        # Inclusive scan over each rank's experts. `scan` is zeros, then the sums of the last round.
+        local_expert = lax.rem(fb.iota(fabric, width), jnp.int32(per_rank))
+        fb.clear(scan, width)
+        ends, shift = sizes, 1
+        while shift < per_rank:
+            scan[pl.ds(width, width)] = ends
+            fabric.barrier()
+            before = fb.load(fabric, scan.at[pl.ds(width - shift, width)], 1)
+            fabric.barrier()
+            ends = ends + jnp.where(local_expert >= shift, before, jnp.zeros_like(before))
+            shift *= 2
+        return ends
+
+    def _quotas(self, total: Any, scan: Any, block_ends: Any) -> Any:
+        """The most rows that each expert keeps at its rank, [E]: the rank's quota q.
+
+        A rank's q is found from its highest bit to its lowest, and all ranks' at once: a bit stays
+        if blocks of at most so many rows fit. Where all ranks' rows fit, no bit is tried.
+        """
+        fabric, num_ranks = self.fabric, self.fabric.num_ranks
+        per_rank, width = self.num_local_experts, self.count_width
+        rank_of_expert = lax.div(fb.iota(fabric, width), jnp.int32(per_rank))
+
+        def of_experts(quotas: Sequence[Any]) -> Any:
+            each = jnp.full((width,), 0, jnp.int32)
+            for rank, quota in enumerate(quotas):
+                each = jnp.where(rank_of_expert == rank, quota, each)
+            return each
+
+        def fit(counts: Any) -> list[Any]:
+            """Whether each rank's blocks of so many rows fit in the capacity."""
+            block_ends[1] = self._ends(self._aligned(counts), scan)
+            fabric.barrier()
+            ends = [block_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
+            fabric.barrier()
+            return [end <= self.capacity for end in ends]
+
+        def try_bit(i: Any, quotas: Sequence[Any]) -> tuple[Any, ...]:
+            bit = lax.shift_left(jnp.int32(1), num_bits - 1 - i)
+            tried = [quota + bit for quota in quotas]
+            fitting = fit(jnp.minimum(total, of_experts(tried)))
+            return tuple(map(jnp.where, fitting, tried, quotas))
+
+        overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
+        num_bits = jnp.int32(self.capacity.bit_length())  # no more rows are kept than the capacity
+        zeros = (jnp.int32(0),) * num_ranks
+        quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
+        # Where nothing overflows anywhere, the quotas are still 0.
+        return jnp.where(overflows, of_experts(quotas), total)
+
     def describe(
         self, group_sizes: Any, expert_counts: Any, num_dropped: Any, rows_needed: Any, *,
-        block_ends: Any, **_: Any,
+        block_ends: Any, all_counts: Any, **_: Any,
     ) -> None:  # fmt: skip
         """Writes this rank's group_sizes, expert_counts, num_dropped and rows_needed, in block 0.
 
@@ -149,10 +207,26 @@ class ExpertRows:
                 fabric.mine(expert_counts)[i] = kept
                 return end, dropped + (end_of_rows - start - kept)
 
+            def describe_fair(i: Any, carry: Any) -> Any:
+                """As `describe`, of blocks that all fit; `carry`: start, dropped, rows needed."""
+                start, dropped, needed = carry
+                end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
+                wanted = jnp.int32(0)
+                for source in range(fabric.num_ranks):
+                    wanted = wanted + all_counts[source, first_expert + i].astype(jnp.int32)
+                fabric.mine(group_sizes)[i] = end - start
+                fabric.mine(expert_counts)[i] = end_of_rows - start
+                dropped = dropped + (wanted - (end_of_rows - start))
+                return end, dropped, needed + self._aligned(wanted)
+
             zero = jnp.int32(0)
-            end, dropped = lax.fori_loop(0, per_rank, describe, (zero, zero))
+            if self.fair:
+                carry = (zero, zero, zero)
+                _, dropped, needed = lax.fori_loop(0, per_rank, describe_fair, carry)
+            else:
+                needed, dropped = lax.fori_loop(0, per_rank, describe, (zero, zero))
             fabric.mine(num_dropped)[0] = dropped
-            fabric.mine(rows_needed)[0] = end
+            fabric.mine(rows_needed)[0] = needed
 
     def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
         """Writes zeros to the rows of `tokens`, an array for each part, that receive no token."""

@@ -61,6 +61,7 @@ OVERFLOWING = [
         Case(2, 5, 8, 3, 6, "float32", 7, 4),
         Case(4, 4, 8, 2, 4, "bfloat16", 5),
         Case(8, 3, 8, 2, 16, "float32", 6, 8),
+        Case(2, 6, 8, 3, 8, "float32", 9, 2, "fair"),
     )
     if case.num_ranks <= most_ranks(8)
 ]
@@ -111,9 +112,9 @@ def _f64(a: Any) -> np.ndarray:
 def test_everything_equals_the_reference(implementation: Implementation, call: Call):
     inputs = _inputs(call, implementation)
     actual, expected = program(call[0], implementation)(inputs), run_reference(call[0], inputs)
-    for name in actual._fields[:5]:
+    for name in actual._fields[:6]:
         assert_bitwise_equal(getattr(actual, name), getattr(expected, name), name)
-    for name in actual._fields[5:]:
+    for name in actual._fields[6:]:
         assert_equal(getattr(actual, name), getattr(expected, name), name)
 
 
@@ -178,6 +179,7 @@ def test_every_pair_is_a_row_or_counted_as_dropped(implementation: Implementatio
     meant = np.bincount(chosen, minlength=case.num_experts).reshape(case.num_ranks, -1)
     sizes, counts = np.asarray(sent.group_sizes), np.asarray(sent.expert_counts)
     np.testing.assert_array_equal(counts.sum(axis=1) + sent.num_dropped, meant.sum(axis=1))
+    np.testing.assert_array_equal(counts + sent.dropped_counts, meant)
     assert np.all(counts <= np.minimum(sizes, meant))
     assert np.all(sizes.sum(axis=1) <= capacity)
     ends = np.cumsum(sizes, axis=1)

@@ -96,7 +96,7 @@ def operation(
     def sum_by_token(y, grouped_rows, counts, tokens, topk_idx, local_topk_idx):
         flat = local_topk_idx.reshape(-1, top_k)
         local = jax_ep.Handle(Routes(flat, grouped_rows, counts), (), rows, num_experts // ranks, 1)
-        grouped = jax_ep.Dispatched(y, *(None,) * 4, local, None)
+        grouped = jax_ep.Dispatched(y, *(None,) * 5, local, None)
         rank_received = received(tokens, topk_idx, local_topk_idx)
         rank_received = dataclasses.replace(
             rank_received, topk_weights=flat.reshape(-1, tokens.shape[1], top_k) * jnp.float32(0.5)

@@ -42,6 +42,7 @@ class Shapes:
     axis_name: str | tuple[str, ...] = "expert"
     capacity: int | None = None
     alignment: int = 1
+    overflow: Any = "tail"
 
     def __str__(self) -> str:
         mesh = "x".join(str(size) for _, size in self.mesh)
@@ -95,6 +96,7 @@ def send(shapes: Shapes, implementation: Any, x: jax.Array, topk_idx: jax.Array)
         axis_name=shapes.axis_name,
         capacity=shapes.capacity,
         expert_alignment=shapes.alignment,
+        overflow=shapes.overflow,
         implementation=implementation,
     )
 
@@ -134,6 +136,8 @@ SHAPES = [
     Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("a", "b")),
     Shapes(129, 1024, 8, 64, mesh=(("a", 2), ("b", 4)), axis_name=("b", "a")),
     Shapes(5, 256, 7, 8, mesh=(("expert", 2), ("data", 4)), axis_name="expert"),
+    Shapes(128, 7168, 8, 256, capacity=1000, alignment=8, overflow="fair"),
+    Shapes(300, 64, 6, 2, "float16", **ranks(2), capacity=30, overflow="fair"),
 ]
 
 

@@ -27,6 +27,7 @@ CASES = [
     Case(2, 5, 16, 2, 8, "bfloat16"),
     Case(4, 11, 8, 3, 12, "bfloat16"),
     Case(8, 7, 24, 3, 8, "bfloat16"),
+    Case(2, 6, 8, 3, 8, "bfloat16", 9, 1, "fair"),
 ]
 
 
@@ -57,7 +58,12 @@ def layouts(case: Case, implementation: str, alignment: int) -> Any:
             topk_weights=weights,
             implementation=implementation,
         )
-        grouped = jax_ep.group_by_expert(received, expert_alignment=alignment)
+        grouped = jax_ep.group_by_expert(
+            received,
+            capacity=case.capacity,
+            expert_alignment=alignment,
+            overflow=case.overflow,
+        )
         y = experts(grouped.tokens)
         sums = jax_ep.sum_by_token(y, grouped, received)
         out = jax_ep.combine(sums, received.handle, implementation=implementation)

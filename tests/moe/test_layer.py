@@ -17,6 +17,7 @@ from support.meshes import RANK_COUNTS, expert_mesh, mesh
 from support.selection import quick
 
 import jax_ep
+from jax_ep import reference
 from jax_ep.moe import layer as moe
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
@@ -226,8 +227,10 @@ def test_small_capacity_drops_and_says_so(num_ranks):
         (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
     counts = np.asarray(metrics.expert_counts)
     rows = BATCH * SEQUENCE // num_ranks * K // 2
-    per_rank = counts.reshape(num_ranks, -1).sum(axis=1)
-    assert metrics.num_dropped == np.maximum(per_rank - rows, 0).sum() > 0
+    per_rank = counts.reshape(num_ranks, -1)
+    dropped = [c - np.minimum(c, reference.fair_quota([*c], rows, 1)) for c in per_rank]
+    np.testing.assert_array_equal(metrics.dropped_counts, np.concatenate(dropped))
+    assert metrics.num_dropped == np.sum(dropped) > 0
     np.testing.assert_array_equal(counts, unsharded()[0][1][1].expert_counts)
     assert np.abs(out - unsharded()[0][1][0]).max() > 1e-2
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
@@ -444,6 +447,7 @@ X = jnp.zeros((8, H))
             ValueError,
             "capacity_factor must .* but is 0.0",
         ),
+        (config_with(overflow="last"), X, None, ValueError, "overflow must .* but is 'last'"),
         (config_with(expert_alignment=0), X, None, ValueError, "expert_alignment must .* but is 0"),
         (config_with(num_experts_per_token=9), X, None, ValueError, "k must .* but is 9"),
         (config_with(implementation="pallas"), X, None, ValueError, "there is no mesh with that"),

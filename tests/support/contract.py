@@ -45,11 +45,13 @@ class Case:
     dtype: str = "float32"
     capacity: int | None = None
     expert_alignment: int = 1
+    overflow: str = "tail"
 
     def __str__(self) -> str:
+        fair = "-fair" if self.overflow == "fair" else ""
         return (
             f"N{self.num_ranks}-T{self.num_tokens}-H{self.hidden}-K{self.top_k}"
-            f"-E{self.num_experts}-{self.dtype}-R{self.capacity}-A{self.expert_alignment}"
+            f"-E{self.num_experts}-{self.dtype}-R{self.capacity}-A{self.expert_alignment}{fair}"
         )
 
     @property
@@ -58,6 +60,7 @@ class Case:
             "num_experts": self.num_experts,
             "capacity": self.capacity,
             "expert_alignment": self.expert_alignment,
+            "overflow": self.overflow,
         }
 
     def dispatch(
@@ -161,6 +164,7 @@ class Outputs(NamedTuple):
     expert_counts: Any
     num_dropped: Any
     rows_needed: Any
+    dropped_counts: Any
     grad_x: Any
     out: Any  # weighted combine of y
     grad_y: Any
@@ -209,6 +213,7 @@ def program(case: Case, implementation: Implementation, check_vma: bool = True) 
             sent.expert_counts,
             sent.num_dropped,
             sent.rows_needed,
+            sent.dropped_counts,
             grad_x,
             out,
             grad_y,
@@ -249,7 +254,7 @@ def run_reference(case: Case, inputs: Inputs) -> Outputs:
     grad_y, grad_weights = reference.combine_grad(grad_out, y, routes, weights)
     plain_grad_y, _ = reference.combine_grad(grad_out, y, routes)
     fields: list[Any] = [
-        *([getattr(d, name) for d in sent] for name in reference.Dispatched._fields[:5]),
+        *([getattr(d, name) for d in sent] for name in reference.Dispatched._fields[:6]),
         reference.dispatch_grad(list(inputs.grad_tokens), routes),
         reference.combine(y, routes, weights),
         grad_y,

@@ -42,6 +42,7 @@ class Problem:
     capacity: int | None = None
     alignment: int = 1
     weighted: bool = True
+    overflow: str = "tail"
 
     def __str__(self) -> str:
         return (
@@ -82,6 +83,7 @@ class Problem:
             num_experts=self.num_experts,
             capacity=num_rows,
             expert_alignment=self.alignment,
+            overflow=self.overflow,
         )
 
     @functools.cached_property
@@ -105,6 +107,9 @@ class Problem:
         """[N, N, T, K]: the row at each rank of each (rank, token, choice), dropped or not."""
         sent = [d.routes for d in self.dispatched(self._rows_of_any_routing)]
         ranks, rows = np.stack([s.ranks for s in sent]), np.stack([s.rows for s in sent])
+        if self.overflow == "fair":
+            kept = np.stack([d.routes.rows for d in self.dispatched(self.num_rows)])
+            rows = np.where(kept < 0, self.num_rows, kept)
         return np.stack([np.where(ranks == r, rows, -1) for r in range(self.num_ranks)])
 
     @functools.cached_property
@@ -249,6 +254,7 @@ def dispatch(
         plan=plan,
         capacity=problem.num_rows,
         expert_alignment=problem.alignment,
+        fair=problem.overflow == "fair",
         **options,
     )
 
@@ -264,6 +270,7 @@ def dispatch_like(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) 
         plan=plan,
         capacity=problem.num_rows,
         expert_alignment=problem.alignment,
+        fair=problem.overflow == "fair",
         **options,
     )
 
@@ -293,6 +300,7 @@ def combine_grad(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
         fabric=fabric,
         plan=plan,
         expert_alignment=problem.alignment,
+        fair=problem.overflow == "fair",
     )
 
 

@@ -38,6 +38,11 @@ CASES = {
     "empty": (Problem(2, 3, 32, 2, 4, "empty", capacity=4), Plan(1, 3)),
     "idle_sources": (Problem(2, 3, 32, 2, 4, "idle_sources", capacity=9), Plan(1, 3, 2)),
     "fewer_tokens_than_blocks": (Problem(2, 5, 32, 2, 4), Plan(4, 3)),
+    "fair": (Problem(2, 5, 32, 3, 6, "skewed", capacity=5, overflow="fair"), Plan(1, 3, 2)),
+    "fair_of_blocks": (
+        Problem(2, 5, 32, 2, 8, capacity=6, alignment=2, overflow="fair"),
+        Plan(2, 3),
+    ),
     "last_block_short": (Problem(2, 5, 32, 2, 4), Plan(2, 3, window_tokens=2)),
 }
 

@@ -36,12 +36,33 @@ CASES = {
     "empty": (Problem(2, 3, 64, 4, 4, "empty", "float16", capacity=4), Plan(1, 3)),
     "idle_sources": (Problem(2, 3, 32, 2, 4, "idle_sources", capacity=9), Plan(1, 3, 2)),
     "fewer_tokens_than_blocks": (Problem(2, 5, 32, 2, 4), Plan(4, 3)),
+    "fair": (
+        Problem(2, 5, 32, 4, 6, "skewed", capacity=7, overflow="fair"),
+        Plan(2, 3, step_tokens=2),
+    ),
+    "fair_of_blocks": (
+        Problem(2, 5, 32, 3, 8, "skewed", capacity=9, alignment=2, overflow="fair"),
+        Plan(1, 3),
+    ),
+    "fair_of_one_expert": (
+        Problem(2, 4, 32, 3, 2, "masked", capacity=3, overflow="fair"),
+        Plan(1, 3),
+    ),
+    "fair_where_all_fits": (Problem(2, 4, 32, 2, 8, capacity=99, overflow="fair"), Plan(1, 3)),
+    "fair_of_too_few_rows": (
+        Problem(2, 4, 32, 4, 8, "masked", capacity=3, alignment=2, overflow="fair"),
+        Plan(1, 3),
+    ),
+    "fair_of_many_experts": (
+        Problem(2, 5, 32, 4, 160, "skewed", capacity=11, alignment=2, overflow="fair"),
+        Plan(1, 3),
+    ),
 }
 
 
 @simulated
 @pytest.mark.parametrize("counted", quick({"counted": True, "counting": False}, "counting"))
-@pytest.mark.parametrize("case", quick([*CASES], "overflow_of_blocks"))
+@pytest.mark.parametrize("case", quick([*CASES], "overflow_of_blocks", "fair_of_blocks"))
 def test_dispatch(case, counted):
     """`counted`: whether the kernel is given the counts that it sends to peers."""
     problem, plan = CASES[case]
@@ -51,7 +72,9 @@ def test_dispatch(case, counted):
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")
-    for got, (name, wanted) in zip(layout, problem.layout._asdict().items(), strict=True):
+    described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
+    for name, got in zip(described, layout, strict=True):
+        wanted = getattr(problem.layout, name)
         np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
 
 
@@ -63,6 +86,9 @@ LIKE_CASES = [
     "overflow_of_blocks",
     "half",
     "fewer_tokens_than_blocks",
+    "fair",
+    "fair_of_blocks",
+    "fair_of_many_experts",
 ]
 
 
