@@ -1,6 +1,6 @@
 """PTX that Pallas lacks or is slow at: barriers, polling, timeouts, counting, fences.
 
-A whole warpgroup runs each function at a time.
+All threads of a warpgroup run each of these functions together.
 """
 
 from __future__ import annotations
