@@ -216,6 +216,23 @@ def test_decoding_does_not_depend_on_the_mesh():
         assert decode(**ONE_DEVICE) == tokens
 
 
+@pytest.mark.slow
+def test_a_published_model_decodes_alike_on_any_mesh():
+    """Of random weights; tests/checkpoints/test_transformers.py says what a real one must give."""
+
+    def decode(**env: str) -> str:
+        flags = "--steps=6", "--batch_size=6", "--prompt=1,2,3,4,5"
+        output = finish(start("decode_qwen3_moe.py", *flags, **env))
+        assert re.search(r"prefill [\d.]+ ms: [\d,]+ tokens/s", output)
+        assert re.search(r"median step [\d.]+ ms: [\d,]+ tokens/s", output)
+        return re.search(r"first sequence: \[(.*)\]", output)[1]
+
+    tokens = decode()
+    assert len(tokens.split(", ")) == 6
+    if jax.default_backend() == "cpu":  # bfloat16 has ties
+        assert decode(**ONE_DEVICE) == tokens
+
+
 # ------------------------------------------------------------------- training in several processes
 
 FOUR_DEVICES = {

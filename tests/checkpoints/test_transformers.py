@@ -9,7 +9,9 @@ layer's shapes.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +70,7 @@ ROUTED = SMALL | dict(n_routed_experts=E, moe_intermediate_size=F, intermediate_
 GROUPS = ROUTED | dict(n_group=4, topk_group=2, n_shared_experts=2, routed_scaling_factor=2.5)
 ONE_GROUP = GROUPS | dict(n_group=1, topk_group=1)
 LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+ROTARY = dict(rope_type="default", rope_theta=1000.0)
 INDEXER = dict(index_n_heads=2, index_head_dim=8)
 
 VARIANTS = {
@@ -203,3 +206,51 @@ def test_loaded_and_saved_is_the_same_byte_for_byte(expected, name):
     layer = checkpoints.load_moe(folder, LAYER)
     checkpoints.save_moe(layer, folder, LAYER)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+# ------------------------------------------------------------------- a whole model, as an example
+
+
+@functools.cache  # a program's flags may be defined once
+def example(name: str) -> Any:
+    """An example program as a module."""
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("batch, tied", [(8, False), (3, True)])
+def test_the_example_decodes_as_transformers_does(tmp_path, batch, tied):
+    """Prefill and greedy decoding of a Qwen3-MoE: every logit, and every token."""
+    program = example("decode_qwen3_moe")
+    torch.manual_seed(1)
+    sizes = dict(head_dim=16, num_attention_heads=4, vocab_size=64, tie_word_embeddings=tied)
+    config = transformers.Qwen3MoeConfig(
+        **(OWN_WIDTH | sizes | dict(norm_topk_prob=True, rope_parameters=ROTARY))
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).float()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        elif "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    prompts = torch.randint(64, (batch, 9))
+    want = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=7,
+        do_sample=False,
+        eos_token_id=-1,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    ranks = expert_mesh(8)
+    model_here = program.load_model(tmp_path, ranks, np.float32)
+    tokens, logits, _, _ = program.decode(*model_here, prompts.numpy(), 7, ranks, np.float32)
+    for got, step in zip(logits, want.logits, strict=True):
+        np.testing.assert_allclose(got, step.numpy(), rtol=1e-4, atol=1e-4)
+    assert np.std(logits[0]) > 0.3 and len(np.unique(tokens)) > 3
+    np.testing.assert_array_equal(tokens, want.sequences[:, 9:].numpy())
