@@ -91,7 +91,7 @@ class Gate(nn.Module):
 
 
 class MoE(nn.Module, _ConfigFields):
-    """Mixture of gated MLP experts, spread over the ranks of a mesh axis.
+    """Mixture of MLP experts, spread over the ranks of a mesh axis.
 
     Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
@@ -101,10 +101,13 @@ class MoE(nn.Module, _ConfigFields):
 
     Parameters, with their logical axes (map "exp" to the mesh's expert axis):
       gate.kernel  [H, E]               ("embed", None)
-      wi_0, wi_1   [E, H, F]            ("exp", "embed", "mlp")
+      wi_0, wi_1   [E, H, F]            ("exp", "embed", "mlp"); with `gated=False` no wi_1
       wo           [E, F, H]            ("exp", "mlp", "embed")
-      shared_wi_0, shared_wi_1 [H, S·F] ("embed", "mlp"), with S shared experts
-      shared_wo    [S·F, H]             ("mlp", "embed")
+      wi_0_bias, wi_1_bias [E, F]       ("exp", "mlp"), with `use_mlp_bias`
+      wo_bias      [E, H]               ("exp", "embed"), with `use_mlp_bias`
+      shared_wi_0, shared_wi_1 [H, S]   ("embed", "mlp"), with shared experts
+      shared_wo    [S, H]               ("mlp", "embed")
+      shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`
       gate_bias    [E]                  (None,), with `use_gate_bias`
       expert_scale [E]                  (None,), with `use_expert_scale`
     and, with `selection_bias`, gate.bias [E] in the collection "router_state", which only
@@ -114,7 +117,11 @@ class MoE(nn.Module, _ConfigFields):
       num_experts: E.
       num_experts_per_token: K.
       mlp_dim: F, the hidden size of one expert.
-      num_shared_experts: S, experts that every token goes to.
+      num_shared_experts: experts of F that every token goes to.
+      shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
+      use_shared_gate: multiply their output by a sigmoid of x @ shared_gate (Qwen2-MoE).
+      gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
+      use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
       selection_bias: keep a DeepSeek-V3 selection bias, which only the choice of experts sees.
       use_gate_bias: add a trained bias to the logits (GPT-OSS), as choice and weights see them.
       use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
@@ -130,6 +137,10 @@ class MoE(nn.Module, _ConfigFields):
     num_experts_per_token: int
     mlp_dim: int
     num_shared_experts: int = 0
+    shared_dim: int | None = None
+    use_shared_gate: bool = False
+    gated: bool = True
+    use_mlp_bias: bool = False
     selection_bias: bool = False
     use_gate_bias: bool = False
     use_expert_scale: bool = False
@@ -174,7 +185,7 @@ class MoE(nn.Module, _ConfigFields):
         shapes = moe_params.weight_shapes(self.num_experts, hidden, self.mlp_dim, **parts)
         weights = {name: self._weight(name, shape) for name, shape in shapes.items()}
         return moe_layer(
-            MoEParams(gate=kernel, bias=bias, **weights),
+            MoEParams.of(gate=kernel, bias=bias, **weights),
             x,
             MoEConfig.of(self),
             mask,

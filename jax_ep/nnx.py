@@ -45,7 +45,7 @@ class Gate(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Mixture of gated MLP experts, spread over the ranks of a mesh axis.
+    """Mixture of MLP experts, spread over the ranks of a mesh axis.
 
     Replaces the MLP of a transformer block: `y, metrics = layer(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
@@ -55,10 +55,13 @@ class MoE(nnx.Module):
 
     Parameters (`nnx.Param`), with their logical axes (map "exp" to the mesh's expert axis):
       gate.kernel  [H, E]               ("embed", None)
-      wi_0, wi_1   [E, H, F]            ("exp", "embed", "mlp")
+      wi_0, wi_1   [E, H, F]            ("exp", "embed", "mlp"); with `gated=False` no wi_1
       wo           [E, F, H]            ("exp", "mlp", "embed")
-      shared_wi_0, shared_wi_1 [H, S·F] ("embed", "mlp"), with S shared experts, else None
-      shared_wo    [S·F, H]             ("mlp", "embed")
+      wi_0_bias, wi_1_bias [E, F]       ("exp", "mlp"), with `use_mlp_bias`, else None
+      wo_bias      [E, H]               ("exp", "embed"), with `use_mlp_bias`, else None
+      shared_wi_0, shared_wi_1 [H, S]   ("embed", "mlp"), with shared experts, else None
+      shared_wo    [S, H]               ("mlp", "embed")
+      shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`, else None
       gate_bias    [E]                  (None,), with `use_gate_bias`, else None
       expert_scale [E]                  (None,), with `use_expert_scale`, else None
     and, with `selection_bias`, gate.bias [E] (`RouterState`), which only `update_bias` changes.
@@ -72,7 +75,11 @@ class MoE(nnx.Module):
       mlp_dim: F, the hidden size of one expert.
       num_experts: E.
       num_experts_per_token: K.
-      num_shared_experts: S, experts that every token goes to.
+      num_shared_experts: experts of F that every token goes to.
+      shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
+      use_shared_gate: multiply their output by a sigmoid of x @ shared_gate (Qwen2-MoE).
+      gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
+      use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
       selection_bias: keep a DeepSeek-V3 selection bias, which only the choice of experts sees.
       use_gate_bias: add a trained bias to the logits (GPT-OSS), as choice and weights see them.
       use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
@@ -94,8 +101,12 @@ class MoE(nnx.Module):
     gate_bias: nnx.Param | None
     expert_scale: nnx.Param | None
     wi_0: nnx.Param
-    wi_1: nnx.Param
+    wi_1: nnx.Param | None
     wo: nnx.Param
+    wi_0_bias: nnx.Param | None
+    wi_1_bias: nnx.Param | None
+    wo_bias: nnx.Param | None
+    shared_gate: nnx.Param | None
     shared_wi_0: nnx.Param | None
     shared_wi_1: nnx.Param | None
     shared_wo: nnx.Param | None
@@ -108,6 +119,10 @@ class MoE(nnx.Module):
         num_experts: int,
         num_experts_per_token: int,
         num_shared_experts: int = 0,
+        shared_dim: int | None = None,
+        use_shared_gate: bool = False,
+        gated: bool = True,
+        use_mlp_bias: bool = False,
         selection_bias: bool = False,
         use_gate_bias: bool = False,
         use_expert_scale: bool = False,
@@ -137,8 +152,12 @@ class MoE(nnx.Module):
             hidden,
             mlp_dim,
             num_shared_experts,
+            shared_dim=shared_dim,
+            gated=gated,
             use_gate_bias=use_gate_bias,
             use_expert_scale=use_expert_scale,
+            use_mlp_bias=use_mlp_bias,
+            use_shared_gate=use_shared_gate,
         )
         for name in moe_params.WEIGHTS:
             param = None

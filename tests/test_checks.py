@@ -127,7 +127,7 @@ EXCHANGE = {
 ALONE = {
     "tokens": (lambda: mlp(tokens=None), TypeError, "tokens must be .*, but is None"),
     "wi_0": (lambda: mlp(wi_0=[WI]), TypeError, "wi_0 must be .*, but is the list"),
-    "wi_1": (lambda: mlp(wi_1=None), TypeError, "wi_1 must be .*, but is None"),
+    "wi_1": (lambda: mlp(wi_1=[1.0]), TypeError, "wi_1 must be .*, but is the list [1.0]"),
     "wo": (lambda: mlp(wo="wo"), TypeError, "wo must be .*, but is 'wo'"),
     "group_sizes": (
         lambda: mlp(group_sizes=[1, 2, 3, 4]),

@@ -7,7 +7,7 @@ import functools
 import importlib
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,10 @@ from jax_ep.exchange.api import Implementation
 from jax_ep.exchange.routes import Overflow, check_overflow
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe import routing
+from jax_ep.moe.expert_mlp import FUNCTIONS, Activation, Gating, HiddenUnit, check_unit
+from jax_ep.moe.routed_experts import WeightsOn
 
 Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
-
-# The fields that are functions, and what each is a function of.
-FUNCTIONS = {
-    "activation": "one array, such as jax.nn.silu",
-    "router": "tokens [T, H] and logits [T, E] that returns a jax_ep.Routing",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +48,14 @@ class MoEConfig:
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
             gradient, stays in `dtype`.
-        activation: a function of one array, that of the gated MLP:
-            (activation(x wi_0) * (x wi_1)) wo.
+        activation: a function of one array, that of every MLP, shared experts' too:
+            (activation(x wi_0) * (x wi_1)) wo, or activation(x wi_0) wo where there is no wi_1.
+        gating: None, or a function of two arrays in place of activation(gate) * up: of
+            gate = x wi_0 and up = x wi_1, biases included.
+        clamp: None, or a number above 0: before activation or gating, gate is at most this, and up
+            between minus this and this (GPT-OSS, DeepSeek-V4).
+        weights_on: "output": an expert's output is multiplied by the choice's weight; "input":
+            what it sees is (Llama 4).
         dtype: of tokens, expert matmuls and output: a floating dtype of 16 bits or more. None: the
             dtype that x and wi_0 promote to.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over.
@@ -82,7 +84,10 @@ class MoEConfig:
     overflow: Overflow = "fair"
     expert_alignment: int = 1
     wire_dtype: Any = None
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+    activation: Activation = jax.nn.silu
+    gating: Gating | None = None
+    clamp: float | None = None
+    weights_on: WeightsOn = "output"
     dtype: Any = None
     expert_axis: str | tuple[str, ...] = "expert"
     batch_axes: str | tuple[str, ...] | None = None
@@ -95,9 +100,13 @@ class MoEConfig:
         """Reads the attributes of these names off a layer."""
         return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
 
+    def unit(self) -> HiddenUnit:
+        """Returns what an MLP makes of its pre-activations."""
+        return HiddenUnit(self.activation, self.gating, self.clamp)
+
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the fields that hold a function."""
-        fields = {name: getattr(self, name) for name in FUNCTIONS}
+        fields = {name: getattr(self, name) for name in (*FUNCTIONS, "router")}
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,12 +128,13 @@ def check_config(config: MoEConfig) -> None:
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
     check_overflow(config.overflow)
     checks.check_integer("expert_alignment", config.expert_alignment)
-    for name, arguments in FUNCTIONS.items():
-        value = getattr(config, name)
-        if not (callable(value) or (value is None and name != "activation")):
-            raise TypeError(
-                f"{name} must be a function of {arguments}, but is {checks.described(value)}."
-            )
+    check_unit(config.unit())
+    checks.check_name("weights_on", config.weights_on, get_args(WeightsOn))
+    if not (config.router is None or callable(config.router)):
+        raise TypeError(
+            "router must be a function of tokens [T, H] and logits [T, E] that returns a "
+            f"jax_ep.Routing, or None, but is {checks.described(config.router)}."
+        )
     if config.mesh is not None and not isinstance(config.mesh, Mesh | AbstractMesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh, or None for the ambient one, but is "

@@ -1,12 +1,15 @@
-"""The gated expert MLP: three grouped matmuls with a memory-frugal gradient of their own."""
+"""The expert MLP: grouped matmuls with a memory-frugal gradient of their own."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
@@ -14,27 +17,75 @@ from jax_ep.matmul import api as gmm
 from jax_ep.runtime.jax_compat import match_varying
 
 Activation = Callable[[jax.Array], jax.Array]
+Gating = Callable[[jax.Array, jax.Array], jax.Array]
+
+# The functions of a `HiddenUnit`, and what each is a function of.
+FUNCTIONS = {
+    "activation": "one array, such as jax.nn.silu",
+    "gating": "two arrays, gate and up",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenUnit:
+    """What an expert makes of its pre-activations: of gate and up, or of one where it has no gate.
+
+    Attributes:
+        activation: a function of one array: activation(gate) * up, or activation(h).
+        gating: a function of (gate, up) in its place, or None.
+        clamp: before that, gate is at most this, and up between minus this and this; or None.
+    """
+
+    activation: Activation = jax.nn.silu
+    gating: Gating | None = None
+    clamp: float | None = None
+
+    def __call__(self, gate: jax.Array, *up: jax.Array) -> jax.Array:
+        if self.clamp is not None:
+            gate = jnp.minimum(gate, jnp.asarray(self.clamp, gate.dtype))
+            up = tuple(jnp.clip(u, -self.clamp, self.clamp) for u in up)
+        if self.gating is not None:
+            return self.gating(gate, *up)
+        hidden = self.activation(gate)
+        return hidden * up[0] if up else hidden
+
+
+class Experts(NamedTuple):
+    """The weights of L experts, as `expert_mlp` says; wi_1 and the biases may be None."""
+
+    wi_0: jax.Array
+    wi_1: jax.Array | None
+    wo: jax.Array
+    wi_0_bias: jax.Array | None = None
+    wi_1_bias: jax.Array | None = None
+    wo_bias: jax.Array | None = None
 
 
 def expert_mlp(
     tokens: jax.Array,
     wi_0: jax.Array,
-    wi_1: jax.Array,
+    wi_1: jax.Array | None,
     wo: jax.Array,
     group_sizes: jax.Array,
     *,
+    wi_0_bias: jax.Array | None = None,
+    wi_1_bias: jax.Array | None = None,
+    wo_bias: jax.Array | None = None,
     activation: Activation = jax.nn.silu,
+    gating: Gating | None = None,
+    clamp: float | None = None,
     implementation: gmm.Implementation = None,
 ) -> jax.Array:
     """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
-    The product of the two halves is computed in float32, in one pass over them.
+    Without wi_1 an expert has no gate: activation(x @ wi_0) @ wo. What is between the matmuls is
+    computed in float32, in one pass over the pre-activations.
 
-    **What is kept for the backward pass**: `tokens` and the two pre-activations, x @ wi_0 and
-    x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values carry the
-    names "dispatched_tokens" and "expert_pre_activations" (`jax.ad_checkpoint.checkpoint_name`),
-    so that a `jax.checkpoint` policy can choose: for example
+    **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
+    x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values
+    carry the names "dispatched_tokens" and "expert_pre_activations"
+    (`jax.ad_checkpoint.checkpoint_name`), so that a `jax.checkpoint` policy can choose: for example
     `jax.checkpoint_policies.save_only_these_names("dispatched_tokens")` keeps R·H values and
     computes the two products again.
 
@@ -44,10 +95,16 @@ def expert_mlp(
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
       wi_0: [L, H, F], the dtype of tokens: the projection that the activation is applied to.
-      wi_1: [L, H, F]: the other one.
+      wi_1: [L, H, F]: the one that is multiplied with it; or None.
       wo: [L, F, H]: the projection back.
       group_sizes: [L] integer: rows of each expert's block; their sum is at most R.
+      wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
+      wo_bias: [L, H] floating, or None: a bias of the output.
       activation: an elementwise function of one array, finite at zero.
+      gating: an elementwise function of (x @ wi_0, x @ wi_1), biases included, in place of
+        activation(gate) * up; or None.
+      clamp: before activation or gating, x @ wi_0 is at most this, and x @ wi_1 between minus this
+        and this (GPT-OSS, DeepSeek-V4); or None.
       implementation: as in `grouped_matmul`.
 
     Returns:
@@ -57,115 +114,218 @@ def expert_mlp(
       TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
         it here; the message says why.
     """
-    check_operands(tokens, wi_0, wi_1, wo, group_sizes, implementation)
-    operands = (tokens, wi_0, wi_1, wo, jnp.asarray(group_sizes, jnp.int32))
-    return _expert_mlp(*match_varying(operands, ()), activation, implementation)
+    experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
+    unit = HiddenUnit(activation, gating, clamp)
+    check_operands(tokens, experts, group_sizes, unit, implementation)
+    leaves, tree = jax.tree.flatten((tokens, experts, jnp.asarray(group_sizes, jnp.int32)))
+    operands = jax.tree.unflatten(tree, match_varying(leaves, ()))
+    return _expert_mlp(*operands, unit, implementation)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _expert_mlp(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation):
-    return forward(tokens, wi_0, wi_1, wo, group_sizes, activation, implementation)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _expert_mlp(tokens, experts: Experts, group_sizes, unit, implementation):
+    return forward(tokens, experts, group_sizes, unit, implementation)[0]
 
 
-def _backward(activation, implementation, saved, grad):
-    return *backward(saved, grad, None, activation, implementation), None
+def _backward(unit, implementation, saved, grad):
+    dtokens, dexperts, _ = backward(saved, grad, None, unit, implementation)
+    return dtokens, dexperts, None
 
 
 def forward(
     tokens: jax.Array,
-    wi_0: jax.Array,
-    wi_1: jax.Array,
-    wo: jax.Array,
+    experts: Experts,
     group_sizes: jax.Array,
-    activation: Activation,
+    unit: HiddenUnit,
     implementation: gmm.Implementation,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple]:
     """Returns the output [R, H] and what `backward` needs.
 
     The operands must be checked and have one varying-axes type.
     """
     tokens = checkpoint_name(tokens, "dispatched_tokens")
-    pre_0, pre_1 = (
+    pre = tuple(
         checkpoint_name(
             gmm.product(tokens, wi, group_sizes, implementation), "expert_pre_activations"
         )
-        for wi in (wi_0, wi_1)
+        for wi in (experts.wi_0, experts.wi_1)
+        if wi is not None
     )
-    out = gmm.product(_gate(activation, pre_0, pre_1), wo, group_sizes, implementation)
-    return out, (tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes)
+    hidden = _hidden(unit, _bias_rows(experts, group_sizes, len(tokens)), pre)
+    out = gmm.product(hidden, experts.wo, group_sizes, implementation)
+    if experts.wo_bias is not None:
+        groups = _group_of_row(group_sizes, len(tokens))
+        wide = wide_dtype(out.dtype)
+        bias_rows = _rows(experts.wo_bias, groups).astype(wide)
+        out = (out.astype(wide) + bias_rows).astype(out.dtype)
+    return out, (tokens, pre, experts, group_sizes)
 
 
 def backward(
-    saved: tuple[jax.Array, ...],
+    saved: tuple,
     grad: jax.Array,
     weights: jax.Array | None,
-    activation: Activation,
+    unit: HiddenUnit,
     implementation: gmm.Implementation,
-) -> tuple[jax.Array, ...]:
-    """Returns the gradients of tokens, wi_0, wi_1, wo, and of the weights if there are any.
+) -> tuple[jax.Array, Experts, jax.Array | None]:
+    """Returns the gradients of tokens and experts, and of the weights if there are any.
 
     With weights [R] float32 the gradients are those of weights[:, None] * output: each weight
-    multiplies its row of the gated product, which the output is linear in.
+    multiplies its row of the hidden values, which the output is linear in but for its bias.
     """
-    tokens, pre_0, pre_1, wi_0, wi_1, wo, group_sizes = saved
-    dgated = gmm.product(grad, wo, group_sizes, implementation, True)
-    factors = (pre_0, pre_1) if weights is None else (pre_0, pre_1, weights)
-    gated, gate_vjp = jax.vjp(functools.partial(_gate, activation), *factors)
-    dpre_0, dpre_1, *dweights = gate_vjp(dgated)
-    dwo = gmm.drhs(gated, grad, group_sizes, implementation)
-    dwi_0 = gmm.drhs(tokens, dpre_0, group_sizes, implementation)
-    dwi_1 = gmm.drhs(tokens, dpre_1, group_sizes, implementation)
-    pairs = (dpre_0, wi_0), (dpre_1, wi_1)
+    tokens, pre, experts, group_sizes = saved
+    biases = _bias_rows(experts, group_sizes, len(tokens))
+    dhidden = gmm.product(grad, experts.wo, group_sizes, implementation, True)
+    factors = (pre,) if weights is None else (pre, weights)
+    hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
+    dpre, *dfactors = hidden_vjp(dhidden)
+    dweights = dfactors[0] if dfactors else None
+    dwo = gmm.drhs(hidden, grad, group_sizes, implementation)
+    dwi = [gmm.drhs(tokens, d, group_sizes, implementation) for d in dpre]
+    pairs = tuple(zip(dpre, (experts.wi_0, experts.wi_1), strict=False))
     dtokens = gmm.sum_of_products(pairs, group_sizes, implementation, True)
-    return dtokens, dwi_0, dwi_1, dwo, *dweights
+
+    dwi_1 = dwi[1] if len(dwi) > 1 else None
+    dexperts = Experts(dwi[0], dwi_1, dwo)
+    if experts[3:] == (None, None, None):
+        return dtokens, dexperts, dweights
+    groups = _group_of_row(group_sizes, len(tokens))
+    for name, rows in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
+        if (bias := getattr(experts, name)) is not None:
+            dexperts = dexperts._replace(**{name: _sum_by_group(rows, groups, bias)})
+    if (bias := experts.wo_bias) is not None:
+        grad = jnp.where((groups < len(bias))[:, None], grad, 0)
+        rows = grad.astype(jnp.float32)
+        if weights is not None and dweights is not None:
+            dweights += jnp.sum(rows * _rows(bias, groups), axis=-1)
+            rows *= weights[:, None]
+        dexperts = dexperts._replace(wo_bias=_sum_by_group(rows.astype(grad.dtype), groups, bias))
+    return dtokens, dexperts, dweights
 
 
 _expert_mlp.defvjp(forward, _backward)
 
 
-def _gate(
-    activation: Activation, pre_0: jax.Array, pre_1: jax.Array, weights: jax.Array | None = None
+def _hidden(
+    unit: HiddenUnit,
+    biases: tuple[jax.Array | None, ...],
+    pre: tuple[jax.Array, ...],
+    weights: jax.Array | None = None,
 ) -> jax.Array:
-    dtype = jnp.float32 if pre_0.dtype.itemsize < 4 else pre_0.dtype
-    gated = activation(pre_0.astype(dtype)) * pre_1.astype(dtype)
+    kept = pre[0].dtype
+    dtype = wide_dtype(kept)
+    wide = [rows.astype(dtype) for rows in pre]
+    for i, bias in enumerate(biases[: len(wide)]):
+        if bias is not None:
+            wide[i] += bias.astype(dtype)
+    hidden = unit(*wide)
     if weights is not None:
-        gated *= weights.astype(dtype)[:, None]
-    return gated.astype(pre_0.dtype)
+        hidden *= weights.astype(dtype)[:, None]
+    return hidden.astype(kept)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns the dtype that rows are computed with between matmuls: float32, or a wider one."""
+    return jnp.float32 if dtype.itemsize < 4 else dtype
+
+
+def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """Returns [R] int32: the group of each row; L for rows past the last group."""
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    return jnp.sum(rows[:, None] >= ends[None], axis=1, dtype=jnp.int32)
+
+
+def _bias_rows(
+    experts: Experts, group_sizes: jax.Array, num_rows: int
+) -> tuple[jax.Array | None, ...]:
+    """Returns the biases of the pre-activations for each row, [R, F] float32 each, or None."""
+    biases = experts.wi_0_bias, experts.wi_1_bias
+    if biases == (None, None):
+        return biases
+    groups = _group_of_row(group_sizes, num_rows)
+    return tuple(None if bias is None else _rows(bias, groups) for bias in biases)
+
+
+def _rows(bias: jax.Array, groups: jax.Array) -> jax.Array:
+    """Returns the bias [L, F] of each row's group: [R, F] float32, zero past the last group."""
+    return bias.astype(jnp.float32).at[groups].get(mode="fill", fill_value=0)
+
+
+def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns the sums of each group's rows [R, F], the gradient of the bias [L, F].
+
+    A matmul, for which rows past the last group must be finite: a scatter would add in any order.
+    """
+    members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
+    contract = (((0,), (0,)), ((), ()))
+    sums = lax.dot_general(members, rows, contract, preferred_element_type=jnp.float32)
+    return sums.astype(bias.dtype)
 
 
 def check_operands(
     tokens: jax.Array,
-    wi_0: jax.Array,
-    wi_1: jax.Array,
-    wo: jax.Array,
+    experts: Experts,
     group_sizes: jax.Array,
+    unit: HiddenUnit,
     implementation: gmm.Implementation,
 ) -> None:
     """Raises what `expert_mlp` says it raises."""
-    for name, weights in (("wi_0", wi_0), ("wi_1", wi_1), ("wo", wo)):
-        shape = "[L, F, H]" if name == "wo" else "[L, H, F]"
-        checks.check_array(name, weights, 3, jnp.floating, shape, may_be_empty=False)
+    shapes = dict(
+        wi_0="[L, H, F]",
+        wi_1="[L, H, F]",
+        wo="[L, F, H]",
+        wi_0_bias="[L, F]",
+        wi_1_bias="[L, F]",
+        wo_bias="[L, H]",
+    )
+    given = {n: w for n, w in experts._asdict().items() if w is not None or n in ("wi_0", "wo")}
+    for name, weights in given.items():
+        ndim = shapes[name].count(",") + 1
+        checks.check_array(name, weights, ndim, jnp.floating, shapes[name], may_be_empty=False)
     checks.check_array("tokens", tokens, 2, jnp.floating, "[R, H]", may_be_empty=False)
     checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]")
-    num_experts, hidden, mlp = wi_0.shape
+    num_experts, hidden, mlp = experts.wi_0.shape
     expected = {
         "tokens": (tokens.shape[0], hidden),
         "wi_1": (num_experts, hidden, mlp),
         "wo": (num_experts, mlp, hidden),
         "group_sizes": (num_experts,),
+        "wi_0_bias": (num_experts, mlp),
+        "wi_1_bias": (num_experts, mlp),
+        "wo_bias": (num_experts, hidden),
     }
-    arrays = {"tokens": tokens, "wi_1": wi_1, "wo": wo, "group_sizes": group_sizes}
+    arrays = {"tokens": tokens, "group_sizes": group_sizes} | given
     for name, wanted in expected.items():
-        if arrays[name].shape != wanted:
+        if name in arrays and arrays[name].shape != wanted:
             raise ValueError(
-                f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape {wi_0.shape}, but "
-                f"has shape {arrays[name].shape}."
+                f"{name} must have shape {wanted} for wi_0 [L, H, F] of shape "
+                f"{experts.wi_0.shape}, but has shape {arrays[name].shape}."
             )
     for name in ("wi_0", "wi_1", "wo"):
-        dtype = {"wi_0": wi_0, **arrays}[name].dtype
-        if dtype != tokens.dtype:
+        if name in given and given[name].dtype != tokens.dtype:
             raise TypeError(
-                f"{name} must have the dtype of tokens, {tokens.dtype}, but has {dtype}; "
-                "cast it with .astype."
+                f"{name} must have the dtype of tokens, {tokens.dtype}, but has "
+                f"{given[name].dtype}; cast it with .astype."
             )
-    gmm.check_implementation(implementation, wi_0)
+    check_unit(unit)
+    if experts.wi_1 is None:
+        for name, value in (("gating", unit.gating), ("wi_1_bias", experts.wi_1_bias)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be None where wi_1 is None: an expert without a gate has one "
+                    "pre-activation."
+                )
+    gmm.check_implementation(implementation, experts.wi_0)
+
+
+def check_unit(unit: HiddenUnit) -> None:
+    """Raises TypeError or ValueError for functions and numbers that cannot be, naming them."""
+    for name, arguments in FUNCTIONS.items():
+        value = getattr(unit, name)
+        if not (callable(value) or (value is None and name == "gating")):
+            raise TypeError(
+                f"{name} must be a function of {arguments}, but is {checks.described(value)}."
+            )
+    if unit.clamp is not None:
+        checks.check_number("clamp", unit.clamp, otherwise=", or None")

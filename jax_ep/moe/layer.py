@@ -175,8 +175,10 @@ def _on_mesh(on_rank, params, call: _Call, where: LayerMesh) -> tuple[jax.Array,
 
     tokens_spec = PartitionSpec(where.batch_axes)
     experts_spec = PartitionSpec(where.expert_axes)
-    params_spec = jax.tree.map(lambda _: PartitionSpec(), params)
-    params_spec = params_spec._replace(**dict.fromkeys(ROUTED_WEIGHTS, experts_spec))
+    params_spec = MoEParams.of(**{
+        name: None if array is None else experts_spec if name in ROUTED_WEIGHTS else PartitionSpec()
+        for name, array in params._asdict().items()
+    })  # fmt: skip
     specs = (params_spec, jax.tree.map(lambda _: tokens_spec, call))
     args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), (params, call), specs)
     out, metrics = jax.shard_map(
@@ -223,19 +225,27 @@ def _on_rank(
         wire_dtype=config.wire_dtype,
         implementation=config.implementation,
     )
-    own_experts = functools.partial(_own_experts, config=config, where=where)
+    experts = {
+        name: _own_experts(weights, config, where)
+        for name in ROUTED_WEIGHTS
+        if (weights := getattr(params, name)) is not None
+    }
     out = routed_experts(
         received,
-        own_experts(params.wi_0),
-        own_experts(params.wi_1),
-        own_experts(params.wo),
+        experts.pop("wi_0"),
+        experts.pop("wi_1", None),
+        experts.pop("wo"),
         routed.topk_weights,
+        **experts,
         activation=config.activation,
+        gating=config.gating,
+        clamp=config.clamp,
+        weights_on=config.weights_on,
         implementation=config.implementation,
         matmul_implementation=config.matmul_implementation,
     )
     if params.shared_wo is not None:
-        out += _shared_experts(params, x.astype(config.dtype), config)
+        out += _shared_experts(params, x, config)
 
     no_loss = jnp.zeros((), jnp.float32)
     metrics = MoEMetrics(
@@ -276,12 +286,12 @@ def receive_capacity(
 
 
 def _own_experts(weights: jax.Array, config: MoEConfig, where: LayerMesh) -> jax.Array:
-    """Returns this rank's experts in the compute dtype; `weights` hold all or these."""
+    """Returns this rank's experts, of which `weights` hold all or these, matrices in the dtype."""
     num_local_experts = config.num_experts // where.num_ranks()
     if weights.shape[0] != num_local_experts:
         first = lax.axis_index(where.expert_axes) * num_local_experts
         weights = lax.dynamic_slice_in_dim(weights, first, num_local_experts)
-    return weights.astype(config.dtype)
+    return weights.astype(config.dtype) if weights.ndim == 3 else weights
 
 
 def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
@@ -292,12 +302,15 @@ def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
 
 
 def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Array:
-    """Runs the S experts that every token goes to, as one MLP of S times the width."""
-    wi_0, wi_1, wo = (
-        w.astype(config.dtype)  # type: ignore[union-attr]
-        for w in (params.shared_wi_0, params.shared_wi_1, params.shared_wo)
-    )
-    return (config.activation(x @ wi_0) * (x @ wi_1)) @ wo
+    """Runs the experts that every token goes to, as one MLP."""
+    wi = [w.astype(config.dtype) for w in (params.shared_wi_0, params.shared_wi_1) if w is not None]
+    assert params.shared_wo is not None
+    tokens = x.astype(config.dtype)
+    out = config.unit()(*(tokens @ w for w in wi)) @ params.shared_wo.astype(config.dtype)
+    if params.shared_gate is not None:
+        factor = jax.nn.sigmoid(routing.router_logits(x, params.shared_gate))
+        out = (out.astype(jnp.float32) * factor).astype(out.dtype)
+    return out
 
 
 def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int) -> None:

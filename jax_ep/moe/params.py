@@ -34,40 +34,60 @@ PARAMETERS = {
     "wi_0": Parameter("EHF", ("exp", "embed", "mlp")),
     "wi_1": Parameter("EHF", ("exp", "embed", "mlp")),
     "wo": Parameter("EFH", ("exp", "mlp", "embed")),
+    "wi_0_bias": Parameter("EF", ("exp", "mlp"), "zeros"),
+    "wi_1_bias": Parameter("EF", ("exp", "mlp"), "zeros"),
+    "wo_bias": Parameter("EH", ("exp", "embed"), "zeros"),
     "shared_wi_0": Parameter("HS", ("embed", "mlp")),
     "shared_wi_1": Parameter("HS", ("embed", "mlp")),
     "shared_wo": Parameter("SH", ("mlp", "embed")),
+    "shared_gate": Parameter("H1", ("embed", None)),
 }
 LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.items()}
 WEIGHTS = tuple(name for name in PARAMETERS if name != "gate")
-ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo")
+ROUTED_WEIGHTS = tuple(n for n, axes in LOGICAL_AXES.items() if axes[0] == "exp")
 SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 
 # The attributes of the Flax layers that say which parameters there are; see `weight_shapes`.
-PARTS = ("num_shared_experts", "use_gate_bias", "use_expert_scale")
+PARTS = (
+    "num_shared_experts",
+    "shared_dim",
+    "gated",
+    "use_gate_bias",
+    "use_expert_scale",
+    "use_mlp_bias",
+    "use_shared_gate",
+)
+# Parameters that are of use with another one alone.
+_NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 
 class MoEParams(NamedTuple):
-    """The parameters of a layer: E experts, H hidden, F expert hidden, S shared experts. A pytree.
+    """The parameters of a layer: E experts, H hidden, F expert hidden, S shared hidden. A pytree.
 
     Attributes:
         gate: [H, E] router kernel; None where every call is given its routing.
         wi_0: [E, H, F], the projection that the activation is applied to.
-        wi_1: [E, H, F], the projection that is multiplied with it.
+        wi_1: [E, H, F], the projection that is multiplied with it; None: experts without a gate.
         wo: [E, F, H], the projection back.
         bias: [E] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which steers the
             choice of experts and nothing else. The bias of a router that is a linear layer with
             one, as GPT-OSS's, is `gate_bias`.
-        shared_wi_0: [H, S * F], or None without shared experts, like the next two.
-        shared_wi_1: [H, S * F].
-        shared_wo: [S * F, H].
+        shared_wi_0: [H, S], or None without shared experts, like the next two. S is the width of
+            all of them together, and need not be a multiple of F.
+        shared_wi_1: [H, S]; None where wi_1 is.
+        shared_wo: [S, H].
         gate_bias: [E] bias of the logits, or None.
         expert_scale: [E] factor on the weight of each choice of an expert (Gemma 4), or None.
+        wi_0_bias: [E, F] bias of x wi_0, or None.
+        wi_1_bias: [E, F] bias of x wi_1, or None.
+        wo_bias: [E, H] bias of the output of an expert, or None.
+        shared_gate: [H, 1], or None: the shared experts' output is multiplied by
+            sigmoid(x shared_gate) (Qwen2-MoE, Qwen3-Next).
     """
 
     gate: jax.Array | None
     wi_0: jax.Array
-    wi_1: jax.Array
+    wi_1: jax.Array | None
     wo: jax.Array
     bias: jax.Array | None = None
     shared_wi_0: jax.Array | None = None
@@ -75,6 +95,16 @@ class MoEParams(NamedTuple):
     shared_wo: jax.Array | None = None
     gate_bias: jax.Array | None = None
     expert_scale: jax.Array | None = None
+    wi_0_bias: jax.Array | None = None
+    wi_1_bias: jax.Array | None = None
+    wo_bias: jax.Array | None = None
+    shared_gate: jax.Array | None = None
+
+    @classmethod
+    def of(cls, **given: Any) -> MoEParams:
+        """Makes the parameters from those that there are; the others are None."""
+        absent: dict[str, Any] = dict.fromkeys(cls._fields)
+        return cls(**(absent | given))
 
 
 register_for_export(MoEParams)
@@ -86,13 +116,51 @@ def weight_shapes(
     mlp_dim: int,
     num_shared_experts: int = 0,
     *,
+    shared_dim: int | None = None,
+    gated: bool = True,
     use_gate_bias: bool = False,
     use_expert_scale: bool = False,
+    use_mlp_bias: bool = False,
+    use_shared_gate: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the global shape of each parameter but the gate, by its name in `MoEParams`."""
-    sizes = dict(E=num_experts, H=hidden, F=mlp_dim, S=num_shared_experts * mlp_dim)
-    present = dict(gate_bias=use_gate_bias, expert_scale=use_expert_scale)
-    present |= dict.fromkeys(SHARED_WEIGHTS, sizes["S"] > 0)
+    """Returns the global shape of each parameter but the gate, by its name in `MoEParams`.
+
+    Args:
+        num_experts, hidden, mlp_dim: E, H and F.
+        num_shared_experts: shared experts of F each.
+        shared_dim: the width of all shared experts together, in place of num_shared_experts * F.
+        gated: experts have a wi_1.
+        use_gate_bias, use_expert_scale, use_mlp_bias, use_shared_gate: there is a `gate_bias`, an
+            `expert_scale`, biases of the routed experts, a `shared_gate`.
+
+    Raises:
+        ValueError: the shared experts' width is given twice, or their gate without them.
+    """
+    if shared_dim is None:
+        shared_dim = num_shared_experts * mlp_dim
+    elif num_shared_experts:
+        raise ValueError(
+            "shared_dim, the width of all shared experts, must be None where num_shared_experts is "
+            f"{num_shared_experts}, but is {shared_dim}."
+        )
+    if use_shared_gate and not shared_dim:
+        raise ValueError(
+            "use_shared_gate must be False without shared experts: set num_shared_experts or "
+            "shared_dim."
+        )
+    sizes = {"E": num_experts, "H": hidden, "F": mlp_dim, "S": shared_dim, "1": 1}
+    present = {
+        "gate_bias": use_gate_bias,
+        "expert_scale": use_expert_scale,
+        "wi_1": gated,
+        "wi_0_bias": use_mlp_bias,
+        "wi_1_bias": use_mlp_bias and gated,
+        "wo_bias": use_mlp_bias,
+        "shared_wi_0": shared_dim > 0,
+        "shared_wi_1": shared_dim > 0 and gated,
+        "shared_wo": shared_dim > 0,
+        "shared_gate": use_shared_gate,
+    }
     return {
         name: tuple(sizes[dim] for dim in PARAMETERS[name].dims)
         for name in WEIGHTS
@@ -139,16 +207,23 @@ def check_params(params: MoEParams, num_experts: int) -> None:
                     f"{name} must have one value per expert, shape ({num_experts},), but has shape "
                     f"{array.shape}."
                 )
-    for name, shape in (("wi_0", "[E, H, F]"), ("wi_1", "[E, H, F]"), ("wo", "[E, F, H]")):
-        checks.check_array(name, getattr(params, name), 3, jnp.floating, shape)
+    for name in ROUTED_WEIGHTS:
+        if (array := getattr(params, name)) is not None or name in ("wi_0", "wo"):
+            dims = PARAMETERS[name].dims
+            checks.check_array(name, array, len(dims), jnp.floating, f"[{', '.join(dims)}]")
+    for name, other in _NEEDS.items():
+        if getattr(params, name) is not None and getattr(params, other) is None:
+            raise ValueError(f"{name} must be None where {other} is None.")
     _check_shared(params, hidden=params.wi_0.shape[1])
 
 
 def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> None:
-    """Raises ValueError unless wi_0, wi_1 and wo hold one of the `allowed` numbers of experts."""
+    """Raises ValueError unless experts' weights hold one of the `allowed` numbers of experts."""
     for name in ROUTED_WEIGHTS:
-        shape = getattr(params, name).shape
-        if len(shape) != 3 or shape[0] not in allowed:
+        if (array := getattr(params, name)) is None:
+            continue
+        shape = array.shape
+        if shape[0] not in allowed:
             raise ValueError(
                 f"{name} must hold {' or '.join(map(str, sorted(allowed)))} experts "
                 f"(num_experts={num_experts}), but has shape {shape}."
@@ -156,21 +231,25 @@ def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> No
 
 
 def _check_shared(params: MoEParams, hidden: int) -> None:
-    """Raises unless the three shared weights fit each other, or are all None."""
+    """Raises unless the shared weights fit each other, or are all None."""
     given = {name: w for name in SHARED_WEIGHTS if (w := getattr(params, name)) is not None}
     if not given:
         return
-    if len(given) < len(SHARED_WEIGHTS):
+    names = [name for name in SHARED_WEIGHTS if params.wi_1 is not None or name != "shared_wi_1"]
+    if set(given) != set(names):
+        without = "" if params.wi_1 is not None else ", without shared_wi_1 where wi_1 is None"
         raise ValueError(
-            f"{', '.join(SHARED_WEIGHTS)} must be given together or be None, but only "
+            f"{', '.join(names)} must be given together or be None{without}, but only "
             f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given."
         )
+    if params.shared_gate is not None:
+        given["shared_gate"] = params.shared_gate
     for name, array in given.items():
-        shape = "[S * F, H]" if name == "shared_wo" else "[H, S * F]"
-        checks.check_array(name, array, 2, jnp.floating, shape)
-    shared = given["shared_wi_0"].shape[1]
+        dims = PARAMETERS[name].dims
+        checks.check_array(name, array, 2, jnp.floating, f"[{', '.join(dims)}]")
+    sizes = {"H": hidden, "S": given["shared_wi_0"].shape[1], "1": 1}
     for name, array in given.items():
-        wanted = (shared, hidden) if name == "shared_wo" else (hidden, shared)
+        wanted = tuple(sizes[dim] for dim in PARAMETERS[name].dims)
         if array.shape != wanted:
             raise ValueError(
                 f"{name} must have shape {wanted} for H={hidden} and shared_wi_0 of shape "

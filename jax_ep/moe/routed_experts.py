@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,24 @@ from jax_ep import checks
 from jax_ep.exchange import primitives
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
 from jax_ep.matmul.api import Implementation as MatmulImplementation
-from jax_ep.moe.expert_mlp import Activation, backward, check_operands, forward
+from jax_ep.moe.expert_mlp import (
+    Activation,
+    Experts,
+    Gating,
+    HiddenUnit,
+    backward,
+    check_operands,
+    forward,
+    wide_dtype,
+)
 from jax_ep.runtime.jax_compat import match_varying
+
+WeightsOn = Literal["output", "input"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    activation: Activation
+    unit: HiddenUnit
     implementation: Implementation
     matmul_implementation: MatmulImplementation
 
@@ -37,18 +49,25 @@ class _Config:
 def routed_experts(
     received: Dispatched,
     wi_0: jax.Array,
-    wi_1: jax.Array,
+    wi_1: jax.Array | None,
     wo: jax.Array,
     topk_weights: jax.Array,
     *,
+    wi_0_bias: jax.Array | None = None,
+    wi_1_bias: jax.Array | None = None,
+    wo_bias: jax.Array | None = None,
     activation: Activation = jax.nn.silu,
+    gating: Gating | None = None,
+    clamp: float | None = None,
+    weights_on: WeightsOn = "output",
     implementation: Implementation = None,
     matmul_implementation: MatmulImplementation = None,
 ) -> jax.Array:
     """Runs the experts on received tokens and combines their outputs.
 
     The result is combine(expert_mlp(received.tokens, ...), received.handle, topk_weights), bit for
-    bit.
+    bit. With weights_on="input" each received row is multiplied by its weight before its expert
+    sees it (Llama 4), and the outputs are summed as they are.
 
     The gradients differ from those of that composition by roundings: the products w · g and y are
     not rounded to the tokens' dtype, as they are not made, and h is rounded after w multiplies it.
@@ -59,9 +78,10 @@ def routed_experts(
 
     Args:
       received: what this rank's `dispatch` returned.
-      wi_0, wi_1, wo: as in `expert_mlp`.
+      wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
-      activation: as in `expert_mlp`.
+      activation, gating, clamp: as in `expert_mlp`.
+      weights_on: what the weights multiply, "output" or "input" of the experts.
       implementation: of combine and its gradient, as in `dispatch`.
       matmul_implementation: as in `grouped_matmul`.
 
@@ -77,21 +97,31 @@ def routed_experts(
             f"{checks.described(received)}."
         )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
-    check_operands(tokens, wi_0, wi_1, wo, group_sizes, matmul_implementation)
+    experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
+    unit = HiddenUnit(activation, gating, clamp)
+    check_operands(tokens, experts, group_sizes, unit, matmul_implementation)
     checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
-    operands = (tokens, wi_0, wi_1, wo, topk_weights.astype(jnp.float32), group_sizes)
-    config = _Config(activation, implementation, matmul_implementation)
-    return _routed_experts(config, *match_varying(operands, handle.axis_name), handle)
+    checks.check_name("weights_on", weights_on, get_args(WeightsOn))
+    weights: jax.Array | None = topk_weights.astype(jnp.float32)
+    if weights_on == "input":
+        weights, *_ = match_varying((topk_weights, *handle.routes), handle.axis_name)
+        rows = _weight_of_row(weights.astype(jnp.float32), handle)[:, None]
+        wide = wide_dtype(tokens.dtype)
+        tokens = (tokens.astype(wide) * rows.astype(wide)).astype(tokens.dtype)
+        weights = None
+    leaves, tree = jax.tree.flatten((tokens, experts, weights, group_sizes))
+    operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
+    config = _Config(unit, implementation, matmul_implementation)
+    return _routed_experts(config, *operands, handle)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed_experts(config: _Config, tokens, wi_0, wi_1, wo, weights, group_sizes, handle):
-    return _forward(config, tokens, wi_0, wi_1, wo, weights, group_sizes, handle)[0]
+def _routed_experts(config: _Config, tokens, experts, weights, group_sizes, handle):
+    return _forward(config, tokens, experts, weights, group_sizes, handle)[0]
 
 
-def _forward(config, tokens, wi_0, wi_1, wo, weights, group_sizes, handle: Handle):
-    operands = (tokens, wi_0, wi_1, wo, group_sizes)
-    y, saved = forward(*operands, config.activation, config.matmul_implementation)
+def _forward(config, tokens, experts, weights, group_sizes, handle: Handle):
+    y, saved = forward(tokens, experts, group_sizes, config.unit, config.matmul_implementation)
     out = combine(y, handle, weights, implementation=config.implementation)
     return out, (saved, weights, handle)
 
@@ -99,16 +129,37 @@ def _forward(config, tokens, wi_0, wi_1, wo, weights, group_sizes, handle: Handl
 def _backward(config, residuals, grad):
     saved, weights, handle = residuals
     grad_rows = dispatch_like(grad, handle, implementation=config.implementation)
-    routes, axis = handle.routes, dict(axis_name=handle.axis_name)
-    row_weights = primitives.choices_to_rows(weights, routes, capacity=handle.capacity, **axis)
-    dtokens, *dmatrices, drow_weights = backward(
-        saved, grad_rows, row_weights, config.activation, config.matmul_implementation
+    row_weights = None if weights is None else _choices_to_rows(weights, handle)
+    dtokens, dexperts, drow_weights = backward(
+        saved, grad_rows, row_weights, config.unit, config.matmul_implementation
     )
+    if weights is None:
+        return dtokens, dexperts, None, None, None
     # The weights' gradient is sent no sooner than the tokens', for which the ranks meet anyway: a
     # collective that waits for its peers takes multiprocessors from a product that runs meanwhile.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
-    dweights = primitives.rows_to_choices(drow_weights, routes, **axis)
-    return dtokens, *dmatrices, dweights, None, None
+    return dtokens, dexperts, _rows_to_choices(drow_weights, handle), None, None
 
 
 _routed_experts.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _weight_of_row(weights: jax.Array, handle: Handle) -> jax.Array:
+    """Returns [R] float32, the weight of each row's choice."""
+    return _choices_to_rows(weights, handle)
+
+
+_weight_of_row.defvjp(
+    lambda weights, handle: (_choices_to_rows(weights, handle), handle),
+    lambda handle, grad: (_rows_to_choices(grad, handle), None),
+)
+
+
+def _choices_to_rows(weights: jax.Array, handle: Handle) -> jax.Array:
+    axis: dict[str, Any] = dict(axis_name=handle.axis_name)
+    return primitives.choices_to_rows(weights, handle.routes, capacity=handle.capacity, **axis)
+
+
+def _rows_to_choices(rows: jax.Array, handle: Handle) -> jax.Array:
+    return primitives.rows_to_choices(rows, handle.routes, axis_name=handle.axis_name)

@@ -105,14 +105,79 @@ def test_another_activation():
         assert_close(got[start:stop], want, "float32")
 
 
+def unusual(weights, seed=0, gated=True):
+    """Biases, a clamp and a gating of one's own, as arguments of `expert_mlp`."""
+    rng = np.random.default_rng(seed)
+    groups, _, mlp = weights[0].shape
+    shapes = dict(wi_0_bias=mlp, wi_1_bias=mlp, wo_bias=H)
+    biases = {n: jnp.asarray(rng.standard_normal((groups, d))) for n, d in shapes.items()}
+    if not gated:
+        del biases["wi_1_bias"]
+        return biases, dict(activation=lambda h: jax.nn.relu(h) ** 2)
+    return biases, dict(gating=lambda gate, up: (up + 1) * jnp.tanh(gate), clamp=1.0)
+
+
+@functools.partial(jax.jit, static_argnames="gated")
+def unusual_results(tokens, weights, biases, sizes, grad, gated=True):
+    _, options = unusual(weights, gated=gated)
+
+    def layer(tokens, weights, biases):
+        wi_0, wi_1, wo = weights if gated else (weights[0], None, weights[1])
+        return expert_mlp(tokens, wi_0, wi_1, wo, sizes, **biases, **options)
+
+    out, vjp = jax.vjp(layer, tokens, weights, biases)
+    return out, *vjp(grad)
+
+
+def unusual_reference(tokens, weights, biases, sizes, gated=True):
+    """The same, differentiable: each row with its own group's matrices."""
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    x, pre = tokens[: len(groups)], []
+    for i in range(2 if gated else 1):
+        pre.append(jnp.einsum("rh,rhf->rf", x, weights[i][groups]) + biases[f"wi_{i}_bias"][groups])
+    if gated:
+        hidden = (jnp.clip(pre[1], -1, 1) + 1) * jnp.tanh(jnp.minimum(pre[0], 1))
+    else:
+        hidden = jnp.maximum(pre[0], 0) ** 2
+    return jnp.einsum("rf,rfh->rh", hidden, weights[-1][groups]) + biases["wo_bias"][groups]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("case", quick(["empty and huge", "all empty"], "empty and huge"))
+@pytest.mark.parametrize("dtype", quick([*TOLERANCE], "float32"))
+def test_biases_clamps_and_units_of_ones_own(dtype, case, gated):
+    (tokens, *weights), sizes, grad = operands(NUM_ROWS, CASES[case], dtype)
+    weights = weights if gated else [weights[0], weights[2]]
+    biases, _ = unusual(weights, gated=gated)
+    out, dtokens, dweights, dbiases = unusual_results(
+        tokens, weights, biases, sizes, grad, gated=gated
+    )
+    total = sum(CASES[case])
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (tokens, weights, biases, grad))
+    want, vjp = jax.vjp(lambda *a: unusual_reference(*a, np.asarray(sizes), gated), *wide[:3])
+    want_tokens, *want_rest = vjp(wide[3][:total])
+    assert not np.any(np.asarray(out)[total:]) and not np.any(np.asarray(dtokens)[total:])
+    assert_close(out[:total], np.asarray(want), dtype)
+    assert_close(dtokens[:total], np.asarray(want_tokens)[:total], dtype)
+    for mine, wanted in zip(dweights, want_rest[0], strict=True):
+        assert_close(mine, np.asarray(wanted), dtype)
+    for name, mine in dbiases.items():
+        assert_close(mine.astype(dtype), np.asarray(want_rest[1][name]), dtype)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_strict_promotion(dtype):
     weights, sizes, grad = operands(NUM_ROWS, CASES["even"], dtype)
-    want = output_and_gradients(weights, sizes, grad, None)
+    biases, _ = unusual(weights[1:])
+
+    def results():
+        plain = output_and_gradients(weights, sizes, grad, None)
+        return plain, unusual_results(weights[0], weights[1:], biases, sizes, grad)
+
+    want = results()
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        got = output_and_gradients(weights, sizes, grad, None)
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_array_equal(a, b)
+        got = results()
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def saved_shapes(function, *args):
@@ -229,6 +294,9 @@ def test_lowers_for_cuda():
         ("wi_1", (2, H, F + 1), "float32", ValueError, r"wi_1 must have shape \(2, 64, 128\)"),
         ("wi_1", (2, H, F), "bfloat16", TypeError, r"wi_1 must have the dtype of tokens, float32"),
         ("wo", (2, H, F), "float32", ValueError, r"wo must have shape \(2, 128, 64\)"),
+        ("wi_1_bias", (2, F + 1), "float32", ValueError, r"wi_1_bias must have shape \(2, 128\)"),
+        ("wo_bias", (H,), "float32", ValueError, r"wo_bias must be .*\[L, H\].* \(64,\)"),
+        ("wi_0_bias", (2, F), "int32", TypeError, "wi_0_bias must be a floating array"),
         ("group_sizes", (3,), "int32", ValueError, r"group_sizes must have shape \(2,\)"),
         (
             "group_sizes",
@@ -250,3 +318,20 @@ def test_errors(name, shape, dtype, error, message):
     arrays[name] = jnp.zeros(shape, dtype)
     with pytest.raises(error, match=message):
         expert_mlp(**arrays)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(gating="swiglu"), TypeError, "gating must be a function of two arrays.* 'swiglu'"),
+        (dict(activation=None), TypeError, "activation must be a function of one array"),
+        (dict(clamp=-1.0), ValueError, "clamp must be above 0.* or None, but is -1.0"),
+        (dict(wi_1=None, gating=jnp.multiply), ValueError, "gating must be None where wi_1 is"),
+        (dict(wi_1=None, wi_1_bias=jnp.ones((2, F))), ValueError, "wi_1_bias must be None where"),
+    ],
+)
+def test_errors_of_units(options, error, message):
+    given = dict(wi_1=jnp.zeros((2, H, F))) | options
+    arrays = jnp.zeros((8, H)), jnp.zeros((2, H, F)), given.pop("wi_1"), jnp.zeros((2, F, H))
+    with pytest.raises(error, match=message):
+        expert_mlp(*arrays, jnp.zeros(2, jnp.int32), **given)

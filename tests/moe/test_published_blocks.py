@@ -8,11 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
+from support.dense_moe import assert_close
 from support.meshes import expert_mesh
-from support.published_blocks import BLOCKS, H, in_numpy, make_params
+from support.published_blocks import BLOCKS, F, H, in_numpy, make_params
 from support.selection import quick
 
+import jax_ep
 from jax_ep import moe_layer
+from jax_ep.moe.params import PARAMETERS, WEIGHTS
 
 X = jnp.asarray(np.random.default_rng(1).normal(size=(8, 3, H)), jnp.float32)
 MIX = np.random.default_rng(2).normal(size=X.shape)
@@ -35,6 +40,36 @@ def results(block, params, x, num_ranks):
     with jax.set_mesh(expert_mesh(num_ranks)):
         step = jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
         return jax.device_get(step(params, x))
+
+
+@pytest.mark.parametrize("name", quick(["GPT-OSS", "Nemotron-H", "Qwen2-MoE"], "GPT-OSS"))
+def test_both_flax_layers_have_the_parts(name):
+    """Their parameters have the names of `MoEParams`, and their calls are those of `moe_layer`."""
+    block = BLOCKS[name]
+    params = make_params(block)
+    options = vars(block.layer_config()) | block.parts | dict(selection_bias=block.biased)
+    want = moe_layer(params, X, block.layer_config())
+    names = [n for n in WEIGHTS if getattr(params, n) is not None]
+
+    linen = jax_ep.linen.MoE(mlp_dim=F, **options)
+    variables = nn.unbox(linen.init(jax.random.key(0), X))
+    given = {"gate": {"kernel": params.gate}, **{n: getattr(params, n) for n in names}}
+    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, given)
+    state = {"router_state": {"gate": {"bias": params.bias}}} if block.biased else {}
+    assert_close(linen.apply({"params": given, **state}, X), want)
+
+    module = jax_ep.nnx.MoE(H, F, **options, rngs=nnx.Rngs(0))
+    for n in WEIGHTS:
+        param, value = getattr(module, n), getattr(params, n)
+        assert (param is None) == (value is None)
+        if value is not None:
+            assert param.get_value().shape == value.shape
+            assert param.get_metadata()["out_sharding"] == PARAMETERS[n].logical_axes
+            param.set_value(value)
+    module.gate.kernel.set_value(params.gate)
+    if block.biased:
+        module.gate.bias.set_value(params.bias)
+    assert_close(module(X), want)
 
 
 @pytest.mark.parametrize("name", quick(list(BLOCKS), "DeepSeek-V4"))

@@ -128,6 +128,55 @@ def test_output_and_gradients(exchange, dtype, num_ranks, name):
     np.testing.assert_array_equal(got[0], apart[0])
 
 
+@pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
+def test_weights_on_the_input(check_vma, num_ranks):
+    """Against every choice on its own, a bias of the output included; some choices are dropped."""
+    case = Case(most_ranks(num_ranks), T, H, K, E, "float32", 20, 1)
+    x, topk_idx, weights, *experts, grad = make_operands(case)
+    bias = jnp.asarray(np.random.default_rng(3).normal(size=(case.num_ranks, E // num_ranks, H)))
+    sent = reference.dispatch(list(np.asarray(x)), list(topk_idx), **case.options)
+    kept = np.stack([received.routes.rows for received in sent]) >= 0
+    assert not np.all(kept)
+
+    def on_rank(x, topk_idx, weights, bias, *experts_and_grad):
+        *experts, grad = experts_and_grad
+
+        def run(x, weights, bias, *experts):
+            sent = case.dispatch(x, topk_idx, None)
+            return routed_experts(sent, *experts, weights, wo_bias=bias, weights_on="input")
+
+        out, vjp = jax.vjp(run, x, weights, bias, *experts)
+        return out, *vjp(grad)
+
+    def dense(x, weights, bias, *experts):
+        flat = (w.reshape(-1, *w.shape[2:])[topk_idx] for w in experts)
+        wi_0, wi_1, wo = flat  # [ranks, T, K, ...]
+        seen = x[:, :, None] * weights[..., None]
+        hidden = jax.nn.silu(jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_0))
+        hidden *= jnp.einsum("rtkh,rtkhf->rtkf", seen, wi_1)
+        y = jnp.einsum("rtkf,rtkfh->rtkh", hidden, wo) + bias.reshape(-1, H)[topk_idx]
+        return jnp.sum(jnp.where(kept[..., None], y, 0), axis=2)
+
+    run = jax.jit(per_rank(on_rank, case.num_ranks, check_vma=check_vma))
+    got = run(x, topk_idx, weights, bias, *experts, grad)
+    want, vjp = jax.vjp(dense, x, weights, bias, *experts)
+    for a, b in zip(got, (want, *vjp(grad)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unknown_place_of_the_weights_is_named():
+    case = Case(1, T, H, K, E, "float32", None, 1)
+    x, topk_idx, weights, *experts, _ = (a[0] for a in make_operands(case))
+
+    def run(x, topk_idx, weights, *experts):
+        sent = case.dispatch(x, topk_idx, None)
+        return routed_experts(sent, *experts, weights, weights_on="gate")
+
+    with pytest.raises(ValueError, match="weights_on must be one of .* but is 'gate'"):
+        per_rank(run, 1)(*(a[None] for a in (x, topk_idx, weights, *experts)))
+
+
 @pytest.mark.parametrize(
     ("matmul", "dtype"),
     [(name, dtype) for dtype in TOLERANCE for name in available_implementations((H, F), dtype)],

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -130,6 +131,31 @@ def phimoe_router(x, logits) -> jax_ep.Routing:
     return jax_ep.Routing(jnp.concatenate(idx, -1), jnp.concatenate(weights, -1))
 
 
+def llama4(logits, bias):
+    idx = best(logits, 1)
+    return idx, sigmoid(logits[idx])
+
+
+# ---- experts: gate and up of one token -> what the last matmul multiplies ----
+
+
+def swiglu(gate, up):
+    return silu(gate) * up
+
+
+def gpt_oss_swiglu(gate, up):
+    gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+    return (up + 1) * gate * sigmoid(1.702 * gate)
+
+
+def clamped_swiglu(gate, up):
+    return silu(np.minimum(gate, 1.0)) * np.clip(up, -1.0, 1.0)
+
+
+def relu2(h, _):
+    return np.maximum(h, 0) ** 2
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """One model: its router, the layer's configuration and parts, and its expert."""
@@ -139,6 +165,7 @@ class Block:
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
     biased: bool = False
     k: int = K
+    hidden: Callable[[Array, Any], Array] = swiglu
 
     def layer_config(self, **changes: Any) -> jax_ep.MoEConfig:
         fields = dict(num_experts=E, num_experts_per_token=self.k) | self.config | changes
@@ -153,11 +180,36 @@ BLOCKS = {
         deepseek_v2, dict(group_score="max", normalize=False, scale=16.0, **_GROUPS)
     ),
     "DeepSeek-V3": Block(deepseek_v3, dict(score="sigmoid", scale=2.5, **_GROUPS), biased=True),
-    "DeepSeek-V4": Block(deepseek_v4, dict(score="sqrt_softplus", scale=1.5), biased=True),
+    "DeepSeek-V4": Block(
+        deepseek_v4,
+        dict(score="sqrt_softplus", scale=1.5, clamp=1.0),
+        dict(num_shared_experts=1),
+        biased=True,
+        hidden=clamped_swiglu,
+    ),
     "LFM2": Block(lfm2, dict(score="sigmoid", normalize_epsilon=1e-6), biased=True),
     "Ernie 4.5": Block(ernie, biased=True),
     "LongCat": Block(longcat, dict(normalize=False, scale=6.0), biased=True),
-    "GPT-OSS": Block(gpt_oss, parts=dict(use_gate_bias=True)),
+    "GPT-OSS": Block(
+        gpt_oss,
+        dict(gating=lambda gate, up: (up + 1) * gate * jax.nn.sigmoid(1.702 * gate), clamp=1.5),
+        dict(use_gate_bias=True, use_mlp_bias=True),
+        hidden=gpt_oss_swiglu,
+    ),
+    "Llama 4": Block(
+        llama4,
+        dict(score="sigmoid", normalize=False, weights_on="input"),
+        dict(num_shared_experts=1),
+        k=1,
+    ),
+    "Nemotron-H": Block(
+        deepseek_v3,
+        dict(score="sigmoid", scale=2.5, activation=lambda h: jax.nn.relu(h) ** 2, **_GROUPS),
+        dict(shared_dim=12, gated=False),
+        biased=True,
+        hidden=relu2,
+    ),
+    "Qwen2-MoE": Block(olmoe, dict(normalize=False), dict(shared_dim=20, use_shared_gate=True)),
     "Gemma 4": Block(mixtral, parts=dict(use_expert_scale=True)),
     "Kolibri": Block(kolibri, dict(score="sigmoid", choose_by="logit"), biased=True),
     "PhiMoE": Block(phimoe, dict(router=phimoe_router), k=2),
@@ -174,7 +226,7 @@ def make_params(block: Block, seed: int = 0) -> MoEParams:
         return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
 
     bias = jnp.asarray(rng.normal(size=E) * 0.2, jnp.float32) if block.biased else None
-    return MoEParams(**{name: draw(name, shape) for name, shape in shapes.items()}, bias=bias)
+    return MoEParams.of(**{name: draw(name, shape) for name, shape in shapes.items()}, bias=bias)
 
 
 def in_numpy(block: Block, params: Any, x: Array) -> tuple[Array, Array]:
@@ -190,11 +242,28 @@ def in_numpy(block: Block, params: Any, x: Array) -> tuple[Array, Array]:
         logits = token @ p["gate"]
         if p["gate_bias"] is not None:
             logits = logits + p["gate_bias"]
-        experts, weights = block.route(logits, p["bias"])
-        for e, weight in zip(experts, weights, strict=True):
+        for e, weight in zip(*block.route(logits, p["bias"]), strict=True):
             counts[e] += 1
             if p["expert_scale"] is not None:
                 weight = weight * p["expert_scale"][e]
-            gate, up = token @ p["wi_0"][e], token @ p["wi_1"][e]
-            row += weight * (silu(gate) * up) @ p["wo"][e]
+            seen = token * weight if block.config.get("weights_on") == "input" else token
+            weight = 1.0 if block.config.get("weights_on") == "input" else weight
+            row += weight * expert(
+                block, *(None if p[n] is None else p[n][e] for n in ROUTED), seen
+            )
+        if p["shared_wo"] is not None:
+            weights = (p[n] for n in ("shared_wi_0", "shared_wi_1", "shared_wo"))
+            shared = expert(block, *weights, None, None, None, token)
+            row += (
+                shared if p["shared_gate"] is None else shared * sigmoid(token @ p["shared_gate"])
+            )
     return out.reshape(x.shape), counts
+
+
+ROUTED = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
+
+
+def expert(block: Block, wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias, token: Array) -> Array:
+    gate = token @ wi_0 + (0 if wi_0_bias is None else wi_0_bias)
+    up = None if wi_1 is None else token @ wi_1 + (0 if wi_1_bias is None else wi_1_bias)
+    return block.hidden(gate, up) @ wo + (0 if wo_bias is None else wo_bias)
