@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_ep.checkpoints.architectures import PARAMETER_AXES
-from jax_ep.checkpoints.block import Block, open_block
-from jax_ep.checkpoints.safetensors import rewriting
+from jax_ep.checkpoints.block import Block, open_block, plan_block
+from jax_ep.checkpoints.safetensors import adding, rewriting
 from jax_ep.checks import as_axes
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import PARTS, MoEParams
@@ -107,17 +107,20 @@ def load_moe(
 
 
 def save_moe(layer_or_params: MoE | MoEParams, directory: Directory, layer: int) -> None:
-    """Writes one layer's MoE block back into a directory of a published model.
+    """Writes one layer's MoE block into a directory, as published.
 
-    The tensors of the block change, in their names, shapes, dtypes and encodings as they are there;
-    all others stay. Numbers that are what was loaded keep their bytes, so that loading and saving
-    changes no byte of a file; others are rounded to what is stored, with new scales in the blocks
-    of float8 and MXFP4 that changed. Each file of the block is copied, changed and put in the place
-    of the old one, which takes its size of free space.
+    Where the directory has the block, its tensors change, in the names, shapes, dtypes and
+    encodings that they have there; all others stay. Numbers that are what was loaded keep their
+    bytes, so that loading and saving changes no byte of a file; others are rounded to what is
+    stored, with new scales in the blocks of float8 and MXFP4 that changed. Each file of the block
+    is copied, changed and put in the place of the old one, which takes its size of free space.
+
+    Where it has config.json and no such block, the block is written to a file of its own, in the
+    dtypes of the parameters, and entered into the index.
 
     Args:
         layer_or_params: the layer, or its parameters; on devices of this process.
-        directory: a model as published, with this block: that which was loaded, or a copy.
+        directory: that which was loaded or a copy, or a new one with the model's config.json.
         layer: the number of the decoder's layer.
 
     Raises:
@@ -130,9 +133,15 @@ def save_moe(layer_or_params: MoE | MoEParams, directory: Directory, layer: int)
     else:
         variables = _variables(layer_or_params)
         given = {name: variable.get_value() for name, variable in variables.items()}
-    block = open_block(directory, layer)
+    added = plan_block(directory, layer)
+    block = added or open_block(directory, layer)
     _check_saved(block, given)
-    with rewriting(block.directory, block.stored()) as into:
+    if added:
+        tensors = block.new_tensors({name: value.dtype for name, value in given.items()})
+        files = adding(block.directory, f"model-moe-{layer:05}.safetensors", tensors)
+    else:
+        files = rewriting(block.directory, block.stored())
+    with files as into:
         block.write({name: np.asarray(value) for name, value in given.items()}, into)
 
 
@@ -144,9 +153,8 @@ def _load(
     shards = []
     for index, devices in _devices_of_parts(sharding, shape).items():
         part = block.read(name, tuple(slice(*bounds) for bounds in index), dtype, counter)
-        shards += [jax.device_put(part, device) for device in devices]
-        # The next part takes the memory of this one, unless a CPU device uses it as it is.
-        jax.block_until_ready(shards[-len(devices) :])
+        shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+        del part  # before the next one is read, unless a CPU device uses its memory as it is
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 

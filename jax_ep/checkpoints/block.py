@@ -83,6 +83,36 @@ class Block:
         name = self.prefix + tensor.name.format(e=expert)
         return open_tensor(self.directory, name, self.float8_block)
 
+    def _stored_shape(self, tensor: Tensor) -> tuple[int, ...]:
+        return tuple(_size(token, self.sizes) for token in tensor.axes.split())
+
+    def check(self) -> None:
+        """Raises ValueError for a tensor of the block that is missing, misshapen or unknown."""
+        directory, prefix, models = self.directory, self.prefix, self.architecture.models
+        for tensor in self.tensors:
+            wanted = self._stored_shape(tensor)
+            for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1):
+                name = prefix + tensor.name.format(e=expert)
+                if name not in directory.files:
+                    raise ValueError(
+                        f"{directory.path} must hold {name} {wanted}, as {models} do, but does not."
+                    )
+                shape = self.open(tensor, expert).shape
+                if shape != wanted:
+                    raise ValueError(
+                        f"{name} in {directory.path / directory.files[name]} must have shape "
+                        f"{wanted}, [{tensor.axes.replace(' ', ', ')}] as {CONFIG} says, but has "
+                        f"{shape}."
+                    )
+        rooms = {prefix + name.partition(".")[0] + "." for name in _names(self.architecture)}
+        stored = set(self.stored())
+        unknown = [n for n in directory.files if n.startswith(tuple(rooms)) and n not in stored]
+        if unknown:
+            raise ValueError(
+                f"{directory.path} holds {min(unknown)}, which {models} do not have in an MoE "
+                f"block ({len(unknown)} such tensors): what it means is not known."
+            )
+
     def _tensor(self, param: str) -> Tensor:
         return next(tensor for tensor in self.tensors if param in tensor.params)
 
@@ -146,6 +176,19 @@ class Block:
                     values[where] = array.reshape(values[where].shape)
                 encoding.write(region, values)
 
+    def new_tensors(
+        self, dtypes: Mapping[str, np.dtype]
+    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Returns the dtype and shape of each tensor to store, given those of the parameters."""
+        return {
+            self.prefix + tensor.name.format(e=expert): (
+                dtypes[tensor.params[0]],
+                self._stored_shape(tensor),
+            )
+            for tensor in self.tensors
+            for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1)
+        }
+
     def stored(self) -> list[str]:
         """Returns the names of the stored tensors, scales included."""
         return [
@@ -165,32 +208,58 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
             missing, misshapen or unknown; the message names it.
     """
     directory = Directory(path)
-    config = read_config(Path(path))
-    row = find_architecture(config, Path(path))
-    quantized = config.get("quantization_config") or {}
+    row, keys = _look_up(directory.path, layer)
+    prefix = _find_prefix(directory, row, layer)
+    if prefix is None:
+        gate = _gate(row)
+        names = [n.removesuffix("." + gate) for n in directory.files if n.endswith("." + gate)]
+        numbers = sorted({int(name.rpartition(".")[2]) for name in names})
+        raise ValueError(
+            f"layer {layer} of {directory.path} must have an MoE block, with a tensor "
+            f"model.layers.{layer}.{gate}, but has none; "
+            + (f"layers {numbers} have one." if numbers else "no layer has one.")
+        )
+    block = _block(directory, row, prefix, keys)
+    block.check()
+    return block
+
+
+def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
+    """Returns the block that a directory with config.json lacks, to be added, or None."""
+    directory = Directory(path, may_be_empty=True)
+    row, keys = _look_up(directory.path, layer)
+    if _find_prefix(directory, row, layer) is not None:
+        return None
+    return _block(directory, row, f"model.layers.{layer}.", keys)
+
+
+def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
+    """Returns the row of the table for a model, and what looks up its keys."""
+    config = read_config(path)
+    row = find_architecture(config, path)
+    return row, _Keys(config, row, layer, path / CONFIG)
+
+
+def _block(directory: Directory, row: Architecture, prefix: str, keys: _Keys) -> Block:
+    quantized = keys.config.get("quantization_config") or {}
     method = quantized.get("quant_method")
     if method is not None and method not in _QUANTIZATIONS:
         raise ValueError(
-            f"quantization_config of {Path(path) / CONFIG} must have a quant_method among "
+            f"quantization_config of {keys.file} must have a quant_method among "
             f"{', '.join(_QUANTIZATIONS)}, but has {method!r}."
         )
-    look_up = _Keys(config, row, layer, Path(path) / CONFIG)
     sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes}
-    sizes |= {letter: look_up.integer(key) for letter, key in row.sizes.items()}
-    prefix = _prefix(directory, row, layer)
-    block = Block(
+    sizes |= {letter: keys.integer(key) for letter, key in row.sizes.items()}
+    fields = {field: keys.field(field, key) for field, key in row.fields.items()}
+    return Block(
         directory=directory,
         architecture=row,
-        fields=dict(row.fixed)
-        | {field: look_up.field(field, key) for field, key in row.fields.items()}
-        | {"num_experts": sizes["E"]},
+        fields={**row.fixed, **fields, "num_experts": sizes["E"]},
         sizes=sizes,
         prefix=prefix,
-        tensors=_stored(directory, row, prefix, sizes, look_up),
+        tensors=_stored(directory, row, prefix, sizes, keys),
         float8_block=tuple(quantized.get("weight_block_size") or _FLOAT8_BLOCK),
     )
-    _check(block)
-    return block
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -273,21 +342,15 @@ class _Keys:
         return _ACTIVATIONS[value]
 
 
-def _prefix(directory: Directory, row: Architecture, layer: int) -> str:
-    """Returns how the names of the block's tensors begin."""
-    gate = next(t for t in row.tensors if isinstance(t, Tensor) and "gate" in t.params).name
-    for root in _ROOTS:
-        prefix = f"{root}layers.{layer}."
-        if prefix + gate in directory.files:
-            return prefix
-    ending = "." + gate
-    names = [name.removesuffix(ending) for name in directory.files if name.endswith(ending)]
-    numbers = sorted({int(name.rpartition(".")[2]) for name in names})
-    raise ValueError(
-        f"layer {layer} of {directory.path} must have an MoE block, with a tensor "
-        f"model.layers.{layer}.{gate}, but has none; "
-        + (f"layers {numbers} have one." if numbers else "no layer has one.")
-    )
+def _gate(row: Architecture) -> str:
+    """Returns the name of the router's tensor, which every MoE block has."""
+    return next(t for t in row.tensors if isinstance(t, Tensor) and "gate" in t.params).name
+
+
+def _find_prefix(directory: Directory, row: Architecture, layer: int) -> str | None:
+    """Returns how the names of the block's tensors begin, or None where there is no such block."""
+    prefixes = (f"{root}layers.{layer}." for root in _ROOTS)
+    return next((p for p in prefixes if p + _gate(row) in directory.files), None)
 
 
 def _stored(
@@ -314,33 +377,6 @@ def _stored(
         if all(_size(token, sizes) for token in tensor.axes.split())
         and (not tensor.where or look_up.value(tensor.where))
     )
-
-
-def _check(block: Block) -> None:
-    """Raises ValueError for a tensor of the block that is missing, misshapen or unknown."""
-    directory, prefix, models = block.directory, block.prefix, block.architecture.models
-    for tensor in block.tensors:
-        wanted = tuple(_size(token, block.sizes) for token in tensor.axes.split())
-        for expert in range(block.sizes["E"] if "{e}" in tensor.name else 1):
-            name = prefix + tensor.name.format(e=expert)
-            if name not in directory.files:
-                raise ValueError(
-                    f"{directory.path} must hold {name} {wanted}, as {models} do, but does not."
-                )
-            shape = block.open(tensor, expert).shape
-            if shape != wanted:
-                raise ValueError(
-                    f"{name} in {directory.path / directory.files[name]} must have shape {wanted}, "
-                    f"[{tensor.axes.replace(' ', ', ')}] as {CONFIG} says, but has {shape}."
-                )
-    rooms = {prefix + name.partition(".")[0] + "." for name in _names(block.architecture)}
-    stored = set(block.stored())
-    unknown = [n for n in directory.files if n.startswith(tuple(rooms)) and n not in stored]
-    if unknown:
-        raise ValueError(
-            f"{directory.path} holds {min(unknown)}, which {models} do not have in an MoE block "
-            f"({len(unknown)} such tensors): what it means is not known."
-        )
 
 
 def _names(row: Architecture) -> list[str]:

@@ -131,9 +131,11 @@ class Float8:
             return
         numbers = blocks(values.astype(np.float32))
         largest = np.abs(numbers).max(axis=(-3, -1), keepdims=True)
-        scales = np.where(largest > 0, largest / _FLOAT8_MAX, 1).astype(np.float32)
+        dtype = self.directory.entry(self.name + SCALE_SUFFIX).dtype
+        scales = _float8_scales(largest, dtype)
         scales = np.where(changed, scales, blocks(old_scales).max(axis=(-3, -1), keepdims=True))
-        encoded = np.where(changed, (numbers / scales).astype(_FLOAT8), blocks(old))
+        numbers = np.clip(numbers / scales, -_FLOAT8_MAX, _FLOAT8_MAX)
+        encoded = np.where(changed, numbers.astype(_FLOAT8), blocks(old))
         rows, columns = values.shape[-2:]
         encoded = encoded.reshape(*values.shape[:-2], *_padded(values.shape, self.block))
         self.directory.write(self.name, index, encoded[..., :rows, :columns])
@@ -141,13 +143,20 @@ class Float8:
             slice(taken.indices(n)[0] // block, -(-taken.indices(n)[1] // block))
             for taken, n, block in zip(index[-2:], self.shape[-2:], self.block, strict=True)
         )
-        name = self.name + SCALE_SUFFIX
-        scales = scales[..., 0, :, 0].astype(self.directory.entry(name).dtype)
-        self.directory.write(name, (*index[:-2], *where), scales)
+        scales = scales[..., 0, :, 0].astype(dtype)
+        self.directory.write(self.name + SCALE_SUFFIX, (*index[:-2], *where), scales)
 
 
 def _float8_numbers(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values.astype(np.float32) * scales
+
+
+def _float8_scales(largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns the scales, as float32 that `dtype` holds, of blocks with these largest numbers."""
+    scales = np.where(largest > 0, largest / _FLOAT8_MAX, 1).astype(np.float32)
+    if dtype == np.dtype(jnp.float8_e8m0fnu):  # powers of two: the next larger one
+        scales = np.exp2(np.ceil(np.log2(scales)))
+    return scales.astype(dtype).astype(np.float32)
 
 
 def _padded(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

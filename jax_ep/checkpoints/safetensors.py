@@ -18,6 +18,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -81,11 +82,17 @@ class Directory:
         bytes_read: bytes of tensors that were read so far.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, writable: bool = False):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        writable: bool = False,
+        may_be_empty: bool = False,
+    ):
         """Finds what there is.
 
         Raises:
-            FileNotFoundError: there is neither an index nor a single file.
+            FileNotFoundError: there is neither an index nor a single file, and one is needed.
             ValueError: a file is not of the format.
         """
         self.path = Path(path)
@@ -98,6 +105,8 @@ class Directory:
             self.files: dict[str, str] = dict.fromkeys(read_header(self.path / ONE_FILE), ONE_FILE)
         elif (self.path / INDEX).exists():
             self.files = json.loads((self.path / INDEX).read_text())["weight_map"]
+        elif may_be_empty:
+            self.files = {}
         else:
             raise FileNotFoundError(
                 f"{self.path} must hold {ONE_FILE} or {INDEX}, but has neither; tensors are read "
@@ -220,10 +229,8 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
     A reader sees the old files or the new ones, whenever the process ends; a file that is a link
     into a shared cache is replaced, not written to.
     """
-    scratch = directory.path / f".rewriting-{os.getpid()}"
     files = sorted({directory.files[name] for name in names})
-    scratch.mkdir()
-    try:
+    with _scratch(directory.path) as scratch:
         for file in files:
             shutil.copyfile(directory.path / file, scratch / file)
         if (directory.path / INDEX).exists():
@@ -231,5 +238,48 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
         yield Directory(scratch, writable=True)
         for file in files:
             os.replace(scratch / file, directory.path / file)
+
+
+@contextlib.contextmanager
+def adding(
+    directory: Directory, file: str, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+) -> Iterator[Directory]:
+    """Yields a new file of zero tensors to be written; it and its index entries then join others.
+
+    Raises:
+        ValueError: the directory has a single file, which programs read without an index.
+    """
+    if (directory.path / ONE_FILE).exists():
+        raise ValueError(
+            f"{directory.path} must have an index, {INDEX}, or be without tensors for {file} to be "
+            f"added, but has {ONE_FILE}, which is read alone."
+        )
+    with _scratch(directory.path) as scratch:
+        create(scratch / file, tensors)
+        _write_index(scratch, dict.fromkeys(tensors, file), {})
+        yield Directory(scratch, writable=True)
+        index: dict[str, Any] = {"weight_map": {}}
+        if (directory.path / INDEX).exists():
+            index = json.loads((directory.path / INDEX).read_text())
+        added = sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
+        metadata = index.get("metadata", {})
+        metadata["total_size"] = metadata.get("total_size", 0) + added
+        _write_index(scratch, index["weight_map"] | dict.fromkeys(tensors, file), metadata)
+        os.replace(scratch / file, directory.path / file)
+        os.replace(scratch / INDEX, directory.path / INDEX)
+
+
+def _write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[str, int]) -> None:
+    index = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """Makes a folder of this process in the directory, on the same disk, and removes it."""
+    scratch = path / f".rewriting-{os.getpid()}"
+    scratch.mkdir()
+    try:
+        yield scratch
     finally:
         shutil.rmtree(scratch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -281,6 +284,31 @@ def test_changed_parameters_are_saved(tmp_path):
     for name, array in tensors.items():
         want = 2 * array if "w2" in name else array
         np.testing.assert_array_equal(saved.read(name, (slice(None),) * 2), want)
+
+
+def test_blocks_are_saved_into_a_new_directory(tmp_path):
+    """One after the other, with nothing but config.json there: as they were published."""
+    config, tensors = deepseek_v3(dtype=jnp.bfloat16)
+    second = {name.replace("layers.1.", "layers.2."): 2 * a for name, a in tensors.items()}
+    old = publish(tmp_path / "old", config, tensors, second)
+    new = tmp_path / "new"
+    new.mkdir()
+    shutil.copy(old / "config.json", new)
+    for layer in (2, 1):
+        checkpoints.save_moe(checkpoints.load_moe(old, layer, mesh=expert_mesh(8)), new, layer)
+    saved = Directory(new)
+    assert set(saved.files) == set(tensors) | set(second)
+    for name, want in (tensors | second).items():
+        got = saved.read(name, (slice(None),) * want.ndim)
+        assert got.dtype == want.dtype and got.tobytes() == want.tobytes()
+    index = json.loads((new / "model.safetensors.index.json").read_text())
+    total = sum(a.nbytes for a in (tensors | second).values())
+    assert index["metadata"]["total_size"] == total
+    one = publish(tmp_path / "one", config, tensors)
+    before = files_of(one)
+    with pytest.raises(ValueError, match="must have an index, .* has model.safetensors"):
+        checkpoints.save_moe(checkpoints.load_moe(old, 2), one, 2)
+    assert files_of(one) == before
 
 
 # ------------------------------------------------------------------------------------- errors

@@ -98,6 +98,16 @@ def test_large_matrices_are_copied_piece_by_piece(tmp_path):
     np.testing.assert_array_equal(got[0], tensors[names.format("w2")].T[10:510])
 
 
+def test_kimi_k2_is_a_deepseek_v3(tmp_path):
+    config, tensors = deepseek_v3()
+    config |= {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
+    kimi = open_block(publish(tmp_path, config, tensors), 1)
+    assert (kimi.fields["score"], kimi.fields["num_groups"]) == ("sigmoid", 1)
+    assert set(kimi.params()) == {
+        "gate", "bias", "wi_0", "wi_1", "wo", "shared_wi_0", "shared_wi_1", "shared_wo"
+    }  # fmt: skip
+
+
 def test_a_value_for_each_layer(tmp_path):
     """Hunyuan-A13B's config.json has a list of them."""
     config = {

@@ -67,6 +67,17 @@ def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path)
     assert w.read((slice(0, 1), slice(3, 4))) == np.float32(44.8)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e8m0fnu])
+def test_float8_with_rounded_scales(tmp_path, dtype):
+    """Numbers are encoded with the scale as stored; a power of two is as large as they need."""
+    tensors = float8_tensors()
+    tensors["w.weight_scale_inv"] = np.array([[2, 8], [0.25, 4]]).astype(dtype)
+    w = tensor(tmp_path, "w.weight", tensors, writable=True)
+    values = np.float32(NUMBERS * 3.3)
+    w.write((WHOLE, WHOLE), values)
+    np.testing.assert_allclose(w.read((WHOLE, WHOLE)), values, rtol=2**-4, atol=2**-9 * 3.3)
+
+
 def test_float8_of_several_matrices(tmp_path):
     two = {name: np.stack([a, a]) for name, a in float8_tensors().items()}
     two["w.weight_scale_inv"][1] *= 2

@@ -14,6 +14,7 @@ NAMES = {
     np.dtype(np.float16): "F16",
     np.dtype(jnp.bfloat16): "BF16",
     np.dtype(jnp.float8_e4m3fn): "F8_E4M3",
+    np.dtype(jnp.float8_e8m0fnu): "F8_E8M0",
     np.dtype(np.uint8): "U8",
     np.dtype(np.int32): "I32",
 }
