@@ -158,6 +158,8 @@ def combine(
     y_per_rank: Sequence[Array],
     routes_per_rank: Sequence[Routes],
     topk_weights_per_rank: Sequence[Array] | None = None,
+    *,
+    num_hosts: int = 1,
 ) -> list[Array]:
     """Sums the experts' rows by token: out[t] = sum_k weights[t, k] * y[row of (t, k)].
 
@@ -166,24 +168,30 @@ def combine(
         pair is never read, whatever it holds.
       routes_per_rank: N `Routes`.
       topk_weights_per_rank: N arrays [T, K], floating; None for a sum without weights.
+      num_hosts: M; each run of N / M neighbours among the ranks is on one host.
 
     Returns:
       N arrays [T, H] of y's dtype, accumulated in float32. Masked and dropped pairs add nothing.
+      The sum over the rows of each host is rounded to y's dtype; then these are added in float32,
+      in the order of the hosts.
     """
-    outputs = []
+    outputs, dtype = [], y_per_rank[0].dtype
+    ranks_of_host = len(y_per_rank) // num_hosts
     for rank, routes in enumerate(routes_per_rank):
         num_tokens, top_k = routes.rows.shape
-        out = np.zeros((num_tokens, y_per_rank[0].shape[1]), np.float32)
+        sums = np.zeros((num_hosts, num_tokens, y_per_rank[0].shape[1]), np.float32)
         for token in range(num_tokens):
             for choice in range(top_k):
                 if routes.rows[token, choice] < 0:
                     continue
                 y = _row(y_per_rank, routes, token, choice)
-                if topk_weights_per_rank is None:
-                    out[token] += y
-                else:
-                    out[token] += np.float32(topk_weights_per_rank[rank][token, choice]) * y
-        outputs.append(out.astype(y_per_rank[0].dtype))
+                if topk_weights_per_rank is not None:
+                    y = np.float32(topk_weights_per_rank[rank][token, choice]) * y
+                sums[routes.ranks[token, choice] // ranks_of_host, token] += y
+        out = np.zeros(sums.shape[1:], np.float32)
+        for host_sums in sums.astype(dtype):  # what travels
+            out += host_sums.astype(np.float32)
+        outputs.append(out.astype(dtype))
     return outputs
 
 

@@ -105,7 +105,9 @@ def dispatch(
         each (source rank, token), which has no capacity and no alignment.
       topk_weights: [T, K] floating, in the rank-major layout only: sent along, for the experts'
         rank to weigh with. Differentiable.
-      implementation: "pallas" (GPU kernels), "xla" (any backend), or None for the best that runs.
+      implementation: "pallas" (GPU kernels), "xla" (any backend), "two_level" (ranks on several
+        hosts: a token crosses to each host once, see `jax_ep.exchange.two_level`), or None for the
+        best that runs. Which ranks share a host is read from the devices of the mesh.
 
     Returns:
       A `Dispatched`, or for layout="rank" a `RankDispatched`. The gradient with respect to x is the
@@ -167,8 +169,10 @@ def combine(
 
     `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. The sum over one rank's rows is taken
     in float32 next to the experts and rounded once, to y's dtype or the wire_dtype, to cross the
-    wire; the sum over ranks is taken in float32, in rank order. A dropped or masked choice counts
-    as zero.
+    wire; the sum over ranks is taken in float32, in rank order. Where ranks are on several hosts
+    and the implementation is "two_level", or None takes it, the sum over one host's rows is taken
+    in float32 and rounded once instead, and the sum over hosts is taken in float32, in the order of
+    the hosts. A dropped or masked choice counts as zero.
 
     Args:
       y: [R, H] floating: one row for each row of `Dispatched.tokens`. In the rank-major

@@ -1,23 +1,51 @@
 """What an exchange is: six functions of arrays and a `Config`, called inside `jax.shard_map`.
 
-The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are the two exchanges. Both follow
-the contract in `jax_ep.reference`, so the routes of one serve the other.
+The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are exchanges among ranks that all
+reach each other alike, and `jax_ep.exchange.two_level` is made of one of them for ranks on several
+hosts. All follow the contract in `jax_ep.reference`, so the routes of one serve the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ep.exchange.routes import Layout, Overflow, RankRoutes, Routes
 
-Implementation = Literal["pallas", "xla"] | None
-IMPLEMENTATIONS = ("pallas", "xla")
+Implementation = Literal["pallas", "xla", "two_level"] | None
+IMPLEMENTATIONS = ("pallas", "xla", "two_level")
 Received = tuple[jax.Array, ...]
 """Rows; or with a wire_dtype, rows in it and their float32 scales, one for every 128 columns."""
+
+
+class Ranks(NamedTuple):
+    """The ranks that exchange with each other.
+
+    Attributes:
+      axis_name: the mesh axes that ranks are numbered along.
+      group_size: None: all of them. G: each run of G neighbours, such as the ranks of a host, is an
+        exchange of its own.
+    """
+
+    axis_name: tuple[str, ...]
+    group_size: int | None = None
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """The ranks of each exchange, as `axis_index_groups` of JAX's collectives takes them."""
+        if self.group_size is None:
+            return None
+        starts = range(0, lax.axis_size(self.axis_name), self.group_size)
+        return [list(range(start, start + self.group_size)) for start in starts]
+
+    def here(self) -> jax.Array:
+        """[] int32: this rank's number in its exchange."""
+        index = lax.axis_index(self.axis_name)
+        return index if self.group_size is None else index % self.group_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,27 +54,41 @@ class Config:
 
     Attributes:
       axis_name: the mesh axes of the ranks.
+      group_size: see `Ranks`.
       num_experts: E.
       capacity: R, the rows of a receive buffer; None in the rank-major layout, which has N·T.
       expert_alignment: each expert's block starts at a multiple of this many rows.
       overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
       list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
       implementation: which exchange; None for the best that runs here.
+      kernels: False where it is known already that the program can hold no kernels.
+      kernels_fit: False where it is known that they cannot exchange such rows among all ranks.
       wire_dtype: what rows, or sums of rows, are sent in; None for their own dtype.
+      sum_dtype: what a combine sends its sums in, where there is no wire_dtype, and returns; None
+        for the rows' own dtype.
       grad_wire_dtype: the wire_dtype of the exchange that the gradient makes.
       quantized: whether a dispatch returns rows and scales as they arrive.
     """
 
     axis_name: tuple[str, ...]
+    group_size: int | None = None
     num_experts: int
     capacity: int | None = None
     expert_alignment: int = 1
     overflow: Overflow = "tail"
     list_words: int = 1
     implementation: Implementation = None
+    kernels: bool = True
+    kernels_fit: bool = True
     wire_dtype: jnp.dtype | None = None
+    sum_dtype: jnp.dtype | None = None
     grad_wire_dtype: jnp.dtype | None = None
     quantized: bool = False
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that exchange with each other."""
+        return Ranks(self.axis_name, self.group_size)
 
     @property
     def rows(self) -> int:

@@ -29,7 +29,7 @@ from pallas_kernels.fabric.plan import Plan
 def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
     """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
     padded = _pad_hidden(x, config)
-    fabric = of_axis(config.axis_name, padded)
+    fabric = of_axis(config.axis_name, padded, config.group_size)
     sizes = (fabric.num_ranks, *topk_idx.shape)
     counts = None
     if topk_idx.shape[0] > plans.FEW_TOKENS:  # more than one block of the kernel should count
@@ -61,7 +61,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
         padded,
         routes.rows,
         routes.counts,
-        fabric=of_axis(config.axis_name, padded),
+        fabric=of_axis(config.axis_name, padded, config.group_size),
         plan=_dispatch_plan(padded, routes.rows.shape, config),
         capacity=config.rows,
         expert_alignment=config.expert_alignment,
@@ -75,13 +75,13 @@ def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
     """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
-    padded = _pad_hidden(y, config)
+    padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
     out = combine_kernel.combine(
         padded,
         topk_weights,
         routes.topk_idx,
         routes.rows,
-        fabric=of_axis(config.axis_name, padded),
+        fabric=of_axis(config.axis_name, padded, config.group_size),
         plan=_combine_plan(padded, routes.rows, config),
         num_experts=config.num_experts,
         wire_dtype=config.wire_dtype,
@@ -114,7 +114,7 @@ def combine_grad(
         topk_weights,
         y,
         *routes,
-        fabric=of_axis(config.axis_name, g),
+        fabric=of_axis(config.axis_name, g, config.group_size),
         plan=plan,
         expert_alignment=config.expert_alignment,
         fair=config.overflow == "fair",
@@ -128,7 +128,7 @@ def rank_dispatch(
     """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
     num_tokens, hidden = x.shape
     x = _pad_hidden(x, config)
-    fabric = of_axis(config.axis_name, x)
+    fabric = of_axis(config.axis_name, x, config.group_size)
     plan = plans.rank_dispatch(
         _row(x, config),
         num_tokens=num_tokens,
@@ -152,13 +152,13 @@ def rank_dispatch(
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     """Returns partial sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
     hidden = y.shape[-1]
-    y = _pad_hidden(y.reshape(-1, hidden), config)
+    y = _pad_hidden(y.reshape(-1, hidden).astype(config.sum_dtype or y.dtype), config)
     out = combine_kernel.combine(
         y,
         None,
         routes.topk_idx,
         routes.local_topk_idx,
-        fabric=of_axis(config.axis_name, y),
+        fabric=of_axis(config.axis_name, y, config.group_size),
         plan=_combine_plan(y, routes.local_topk_idx, config),
         num_experts=config.num_experts,
         by_rank=True,

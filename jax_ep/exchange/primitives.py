@@ -1,8 +1,9 @@
 """The JAX primitives of the exchange: shapes, varying-axes types, and which exchange runs where.
 
 Six primitives without effects, one for each function of `jax_ep.exchange.interface.Exchange`, with
-the same operands and results. A primitive lowers to the Pallas kernels where they run, and to XLA's
-collectives everywhere else; `jax_ep.exchange.pallas` is imported only where kernels run.
+the same operands and results. A primitive lowers to the exchange of two levels where its ranks are
+on several hosts, else to the Pallas kernels where they run, and to XLA's collectives everywhere
+else; `jax_ep.exchange.pallas` is imported only where kernels run.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange import quantization
+from jax_ep.exchange import quantization, two_level
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.interface import IMPLEMENTATIONS, Config, Exchange, Received
+from jax_ep.exchange.interface import IMPLEMENTATIONS, Config, Exchange, Ranks, Received
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
-from jax_ep.runtime import availability
+from jax_ep.runtime import availability, hosts
 from jax_ep.runtime.jax_compat import (
     Program,
     define_primitive,
@@ -51,7 +52,7 @@ def check_implementation(config: Config, rows: jax.Array) -> None:
             or availability.traced_devices_unavailable_reason()
         )
         if reason is not None:
-            raise _refusal(reason)
+            raise _refusal(name, reason)
 
 
 def _tracing_unavailable_reason(config: Config, rows: Any) -> str | None:
@@ -66,10 +67,40 @@ def _tracing_unavailable_reason(config: Config, rows: Any) -> str | None:
     )
 
 
-def _select(config: Config, reason: str | None) -> Exchange:
-    """The exchange to lower to. `reason`: why the kernels cannot run, or None if they can."""
+def _with_what_tracing_knows(config: Config, rows: Any) -> Config:
+    """`config` with what is known of kernels now, where it did not name them or XLA."""
+    if config.implementation not in (None, "two_level"):
+        return config
+    return dataclasses.replace(
+        config,
+        kernels=availability.tracing_unavailable_reason() is None,
+        kernels_fit=_tracing_unavailable_reason(config, rows) is None,
+    )
+
+
+def _select(config: Config, program: Program) -> Exchange:
+    """The exchange to lower to."""
+    name, axis_name = config.implementation, config.axis_name
+    if name in (None, "two_level"):
+        num_hosts = hosts.num_hosts(program, axis_name)
+        if isinstance(num_hosts, int) and num_hosts > 1:
+            group_size = lax.axis_size(axis_name) // num_hosts
+            kernels = config.kernels and not availability.program_unavailable_reason(
+                program, axis_name, group_size
+            )
+            return two_level.TwoLevel(num_hosts, kernels)
+        if name == "two_level":
+            one = f"all ranks along {axis_name} are on one host (see JAX_EP_DEVICES_PER_HOST)"
+            raise _refusal(name, one if num_hosts == 1 else str(num_hosts))
+    if name == "xla" or not (config.kernels and config.kernels_fit):
+        return xla_exchange  # which needs no memory that GPUs share
+    return _one_level(config, availability.program_unavailable_reason(program, axis_name))
+
+
+def _one_level(config: Config, reason: str | None) -> Exchange:
+    """The exchange among ranks alike. `reason`: why kernels cannot run, or None if they can."""
     if config.implementation == "pallas" and reason is not None:
-        raise _refusal(reason)
+        raise _refusal(config.implementation, reason)
     if config.implementation == "xla" or reason is not None:
         return xla_exchange
     from jax_ep.exchange import pallas as pallas_exchange
@@ -77,9 +108,9 @@ def _select(config: Config, reason: str | None) -> Exchange:
     return pallas_exchange
 
 
-def _refusal(reason: str) -> ValueError:
+def _refusal(name: str, reason: str) -> ValueError:
     return ValueError(
-        f'implementation="pallas" cannot run here: {reason}. '
+        f'implementation="{name}" cannot run here: {reason}. '
         "implementation=None picks one that can."
     )
 
@@ -104,10 +135,7 @@ def _primitive(
         return jax.tree.leaves(method(exchange)(*jax.tree.unflatten(tree, leaves), config))
 
     def lower(program: Program, *leaves, tree, config):
-        reason = None
-        if config.implementation != "xla":  # which needs no memory that GPUs share
-            reason = availability.program_unavailable_reason(program, config.axis_name)
-        exchange = _select(config, reason)
+        exchange = _select(config, program)
 
         def run(*leaves):
             return compute(exchange, *leaves, tree=tree, config=config)
@@ -115,8 +143,10 @@ def _primitive(
         return program.lower(run, *leaves)
 
     def inline(*leaves, tree, config):
-        exchange = _select(config, availability.jax_unavailable_reason())
-        return compute(exchange, *leaves, tree=tree, config=config)
+        reason = availability.jax_unavailable_reason()
+        if config.implementation == "two_level":
+            raise _refusal(config.implementation, f"{reason}")
+        return compute(_one_level(config, reason), *leaves, tree=tree, config=config)
 
     def no_batching(*_, **__):
         raise NotImplementedError(
@@ -130,8 +160,7 @@ def _primitive(
     )
 
     def bind(*operands: Any, config: Config) -> Any:
-        if config.implementation is None and _tracing_unavailable_reason(config, operands[0]):
-            config = dataclasses.replace(config, implementation="xla")
+        config = _with_what_tracing_knows(config, operands[0])
         # JAX lowers equal calls once, so calls that compute the same must have an equal config.
         config = dataclasses.replace(config, list_words=0, grad_wire_dtype=None, quantized=False)
         leaves, tree = jax.tree.flatten(operands)
@@ -219,17 +248,17 @@ def choices_to_rows(
     """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows."""
     values, *arrays = match_varying((values, *routes), axis_name)
     return xla_exchange.choices_to_rows(
-        values, Routes(*arrays), axis_name=axis_name, capacity=capacity
+        values, Routes(*arrays), ranks=Ranks(axis_name), capacity=capacity
     )
 
 
 def rows_to_choices(values: jax.Array, routes: Routes, *, axis_name: tuple[str, ...]) -> jax.Array:
     """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row."""
     values, *arrays = match_varying((values, *routes), axis_name)
-    return xla_exchange.rows_to_choices(values, Routes(*arrays), axis_name=axis_name)
+    return xla_exchange.rows_to_choices(values, Routes(*arrays), ranks=Ranks(axis_name))
 
 
 def return_weights(g: jax.Array, routes: RankRoutes, *, axis_name: tuple[str, ...]) -> jax.Array:
     """The cotangent [T, K] of the weights of a `rank_dispatch`, from that of what arrived."""
     g, *arrays = match_varying((g, *routes), axis_name)
-    return xla_exchange.return_weights(g, RankRoutes(*arrays), axis_name=axis_name)
+    return xla_exchange.return_weights(g, RankRoutes(*arrays), ranks=Ranks(axis_name))

@@ -18,18 +18,29 @@ from jax import lax
 
 from jax_ep.exchange import quantization
 from jax_ep.exchange import routes as routing
-from jax_ep.exchange.interface import Config, Received
+from jax_ep.exchange.interface import Config, Ranks, Received
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
-
-AxisName = tuple[str, ...]
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
     """`Exchange.dispatch`."""
-    rank = lax.axis_index(config.axis_name)
+    # The only exchange besides the payload.
+    messages = stack_ranks(message_of_choices(topk_idx, config), config.ranks)
+    routes, layout = read_messages(messages, topk_idx, config)
+    return dispatch_like(x, routes, config), routes, layout
+
+
+def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
+    """What every rank must know of this rank's choices [T, K]: [2 T·K + E] int32."""
     counts, places = routing.count_choices(topk_idx, config.num_experts)
-    message = jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
-    messages = _stack_ranks(message, config.axis_name)  # the only exchange besides the payload
+    return jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
+
+
+def read_messages(
+    messages: jax.Array, topk_idx: jax.Array, config: Config
+) -> tuple[Routes, Layout]:
+    """The routes and the layout here, from the messages [N, 2 T·K + E] of all ranks."""
+    rank = config.ranks.here()
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
@@ -44,12 +55,12 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
     )
     routes = Routes(topk_idx, rows, all_counts)
     layout = routing.layout(recv_counts, config.rows, config.expert_alignment, config.overflow)
-    return dispatch_like(x, routes, config), routes, layout
+    return routes, layout
 
 
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
     """`Exchange.dispatch_like`."""
-    all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config.axis_name)
+    all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config.ranks)
     choices = _choice_of_row(routes.rows, config.rows)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
     return quantization.parts(sent, x, config.wire_dtype)
@@ -59,8 +70,8 @@ def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
     """`Exchange.combine`."""
-    rows, axis_name = routes.rows, config.axis_name
-    weights = None if topk_weights is None else _stack_ranks(topk_weights, axis_name)
+    rows = routes.rows
+    weights = None if topk_weights is None else stack_ranks(topk_weights, config.ranks)
     if weights is not None:  # no weight of another rank's choice may meet the zero it has here
         weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
     num_ranks, num_tokens, top_k = rows.shape
@@ -69,8 +80,8 @@ def combine(
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
     if config.wire_dtype is None:
-        partial_sum = partial_sum.astype(y.dtype)
-    return _add_ranks(partial_sum, config).astype(y.dtype)
+        partial_sum = partial_sum.astype(config.sum_dtype or y.dtype)
+    return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
 
 
 def combine_grad(
@@ -83,29 +94,25 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """`Exchange.combine_grad`; `send` is the `dispatch_like` of either exchange."""
     g_rows, _ = quantization.handed_out(send(g, routes, config), g.dtype, False)
-    row_weights = choices_to_rows(
-        topk_weights, routes, axis_name=config.axis_name, capacity=y.shape[0]
-    )
+    row_weights = choices_to_rows(topk_weights, routes, ranks=config.ranks, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
     dy = (g_rows * row_weights[:, None]).astype(y.dtype)
     products = jnp.sum(g_rows * y.astype(jnp.float32), axis=1)
-    return dy, rows_to_choices(products, routes, axis_name=config.axis_name)
+    return dy, rows_to_choices(products, routes, ranks=config.ranks)
 
 
-def choices_to_rows(
-    values: jax.Array, routes: Routes, *, axis_name: AxisName, capacity: int
-) -> jax.Array:
+def choices_to_rows(values: jax.Array, routes: Routes, *, ranks: Ranks, capacity: int) -> jax.Array:
     """A number for each choice, [T, K], sent to the choice's row: [R], zero in every other row."""
-    all_values = _stack_ranks(values, axis_name)
+    all_values = stack_ranks(values, ranks)
     return _fill(all_values.reshape(-1), _choice_of_row(routes.rows, capacity))
 
 
-def rows_to_choices(values: jax.Array, routes: Routes, *, axis_name: AxisName) -> jax.Array:
+def rows_to_choices(values: jax.Array, routes: Routes, *, ranks: Ranks) -> jax.Array:
     """A number for each row, [R], sent to its choice: [T, K], zero where there is no row.
 
     The transpose of `choices_to_rows`.
     """
-    by_rank = _swap_ranks(_fill(values, routes.rows), axis_name)
+    by_rank = _swap_ranks(_fill(values, routes.rows), ranks)
     return jnp.sum(by_rank, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
@@ -113,58 +120,60 @@ def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
     """`Exchange.rank_dispatch`."""
-    axis_name, num_experts = config.axis_name, config.num_experts
-    all_topk_idx = _stack_ranks(topk_idx, axis_name)
+    ranks, num_experts = config.ranks, config.num_experts
+    all_topk_idx = stack_ranks(topk_idx, ranks)
     num_local_experts = num_experts // all_topk_idx.shape[0]
-    local = all_topk_idx - lax.axis_index(axis_name) * num_local_experts
+    local = all_topk_idx - ranks.here() * num_local_experts
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
     here &= (local >= 0) & (local < num_local_experts)
-    all_bits = _stack_ranks(quantization.bits(x, config.wire_dtype), axis_name)
+    all_bits = stack_ranks(quantization.bits(x, config.wire_dtype), ranks)
     sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
     received = quantization.parts(sent, x, config.wire_dtype)
     weights = None
     if topk_weights is not None:
-        weights = jnp.where(here, _stack_ranks(topk_weights, axis_name), 0)
+        weights = jnp.where(here, stack_ranks(topk_weights, ranks), 0)
     return received, RankRoutes(topk_idx, jnp.where(here, local, -1)), weights
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     """`Exchange.rank_combine`."""
     sent = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
-    return _add_ranks(jnp.where(sent, y, 0), config).astype(y.dtype)
+    return _add_ranks(jnp.where(sent, y, 0), config).astype(config.sum_dtype or y.dtype)
 
 
-def return_weights(g: jax.Array, routes: RankRoutes, *, axis_name: AxisName) -> jax.Array:
+def return_weights(g: jax.Array, routes: RankRoutes, *, ranks: Ranks) -> jax.Array:
     """The cotangent of weights that a rank dispatch sent, of [N, T, K]: [T, K]."""
-    returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), axis_name)
+    returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), ranks)
     return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
     """Sends [N, T, H] by owner, as they are or quantized; adds what comes in: [T, H] float32."""
     if config.wire_dtype is None:
-        sums = _swap_ranks(sums, config.axis_name)
+        sums = _swap_ranks(sums, config.ranks)
     else:
-        sent = _swap_ranks(quantization.bits(sums, config.wire_dtype), config.axis_name)
+        sent = _swap_ranks(quantization.bits(sums, config.wire_dtype), config.ranks)
         rows, scales = quantization.parts(sent, sums, config.wire_dtype)
         sums = quantization.dequantize(rows, scales, jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)
 
 
-def _gather_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def _gather_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
     """[T, ...] -> [N * T, ...]. No axes at all are one rank, here and below."""
-    return lax.all_gather(x, axis_name, axis=0, tiled=True)
+    return lax.all_gather(x, ranks.axis_name, axis=0, tiled=True, axis_index_groups=ranks.groups)
 
 
-def _stack_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def stack_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
     """[...] -> [N, ...]."""
-    return lax.all_gather(x[None], axis_name, axis=0, tiled=True)
+    return _gather_ranks(x[None], ranks)
 
 
-def _swap_ranks(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def _swap_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
     """[N, ...] by destination -> [N, ...] by source."""
-    return lax.all_to_all(x, axis_name, 0, 0, tiled=True) if axis_name else x
+    if not ranks.axis_name:
+        return x
+    return lax.all_to_all(x, ranks.axis_name, 0, 0, tiled=True, axis_index_groups=ranks.groups)
 
 
 def _fill(array: jax.Array, index: jax.Array) -> jax.Array:

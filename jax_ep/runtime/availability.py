@@ -8,14 +8,12 @@ the operands of a dispatch or combine; `collectives` and `matmul` decide about t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_ep.runtime import jax_compat, symmetric_memory
+from jax_ep.runtime import hosts, jax_compat, symmetric_memory
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 
@@ -84,13 +82,14 @@ def traced_devices_unavailable_reason() -> str | None:
 
 
 def program_unavailable_reason(
-    program: jax_compat.Program, axis_name: tuple[str, ...]
+    program: jax_compat.Program, axis_name: tuple[str, ...], group_size: int | None = None
 ) -> str | None:
     """Returns why the kernels cannot run in a program that is being lowered, or None if they can.
 
     Args:
       program: the program that is being lowered.
       axis_name: the mesh axes of the kernels' ranks.
+      group_size: None if all of these reach each other; else the length of the runs that do.
     """
     if reason := jax_unavailable_reason():
         return reason
@@ -103,6 +102,13 @@ def program_unavailable_reason(
     if program.for_export:
         return "its program holds addresses of this machine, and is to be exported"
     mesh = program.mesh
+    if mesh is not None:
+        sizes = [mesh.shape[name] for name in axis_name]
+        if hosts.parts_of_axes(sizes, group_size) is None:
+            return (
+                f"it needs ranks of a host that are a block of the mesh, and runs of {group_size} "
+                f"along axes of sizes {sizes} are none"
+            )
     is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
     if not is_here:  # the program is lowered for another machine
         return None
@@ -116,21 +122,13 @@ def program_unavailable_reason(
             "it needs to know the order of the GPUs, and shard_map was given an abstract mesh; use "
             "jax.set_mesh or a mesh of devices"
         )
-    for group in _groups(devices, mesh.axis_names, axis_name):
-        if any(device.process_index == jax.process_index() for device in group):
-            if reason := symmetric_memory.unavailable_reason(group):
-                return f"it needs GPUs that share memory, and {reason}"
+    for ranks in hosts.groups(devices, mesh.axis_names, axis_name):
+        for start in range(0, len(ranks), group_size or len(ranks)):
+            group = ranks[start : start + (group_size or len(ranks))]
+            if any(device.process_index == jax.process_index() for device in group):
+                if reason := symmetric_memory.unavailable_reason(group):
+                    return f"it needs GPUs that share memory, and {reason}"
     return None
-
-
-def _groups(
-    devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
-) -> list[list[jax.Device]]:
-    """Returns the devices of each group of ranks along some axes of a mesh, a list for each."""
-    along = [axis_names.index(name) for name in axis_name]
-    size = math.prod(devices.shape[axis] for axis in along)
-    last = np.moveaxis(devices, along, range(-len(along), 0))
-    return [list(group) for group in last.reshape(-1, size)]
 
 
 def exchange_unavailable_reason(

@@ -5,24 +5,28 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from jax_ep.runtime import jax_compat, settings, symmetric_memory
+from jax_ep.runtime import hosts, jax_compat, settings, symmetric_memory
 from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.symmetric import Gpus
 
 
-def of_axis(axis_name: tuple[str, ...], like: jax.Array) -> Gpus:
+def of_axis(axis_name: tuple[str, ...], like: jax.Array, group_size: int | None = None) -> Gpus:
     """Returns the fabric of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
     Args:
       axis_name: the mesh axes of the ranks.
       like: an operand of the kernel; the fabric's own operand is cast to vary over the same axes.
+      group_size: None for all ranks along the axes; else the length of the runs of neighbours that
+        reach each other, a block of the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     strides, stride = {}, 1
     for name, size in reversed(mesh.shape.items()):
         strides[name] = stride
         stride *= size
-    axes = tuple((strides[name], lax.axis_size(name)) for name in axis_name)
+    parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], group_size)
+    assert parts is not None, (axis_name, group_size)  # availability has asked
+    axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
     base, gpus = _where(mesh.size)
     return Gpus(axes, gpus, place, base, settings.timeout_seconds())

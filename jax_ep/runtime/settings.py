@@ -1,4 +1,4 @@
-"""Reads the environment variables that change how kernels run, when a program is lowered."""
+"""Reads the environment variables that change how an exchange runs, when it is lowered."""
 
 from __future__ import annotations
 
@@ -32,13 +32,25 @@ def num_blocks() -> int | None:
     None stands for the number measured to be fastest. A smaller number leaves part of the GPU to a
     kernel that runs at the same time. Raises ValueError unless it is a positive integer.
     """
-    text = os.environ.get("JAX_EP_NUM_BLOCKS")
+    return _positive_int("JAX_EP_NUM_BLOCKS")
+
+
+def devices_per_host() -> int | None:
+    """Returns JAX_EP_DEVICES_PER_HOST: how many neighbours in `jax.devices()` count as one host.
+
+    None stands for the hosts that JAX tells. Raises ValueError unless it is a positive integer.
+    """
+    return _positive_int("JAX_EP_DEVICES_PER_HOST")
+
+
+def _positive_int(name: str) -> int | None:
+    text = os.environ.get(name)
     if text is None:
         return None
     try:
-        blocks = int(text)
+        value = int(text)
     except ValueError:
-        blocks = 0
-    if blocks < 1:
-        raise ValueError(f"JAX_EP_NUM_BLOCKS must be a positive int, but is {text!r}.")
-    return blocks
+        value = 0
+    if value < 1:
+        raise ValueError(f"{name} must be a positive int, but is {text!r}.")
+    return value

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -17,7 +18,7 @@ from jax_ep.exchange import quantization
 from support.meshes import expert_mesh
 
 AXIS = "expert"
-Implementation = Literal["pallas", "xla"]
+Implementation = Literal["pallas", "xla", "two_level"]
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -173,8 +174,14 @@ class Outputs(NamedTuple):
     plain_grad_y: Any
 
 
-def per_rank(function: Any, num_ranks: int, check_vma: bool = True) -> Any:
-    """Run `function` of per-rank arrays on every rank; arrays outside are stacked by rank."""
+def per_rank(
+    function: Any, num_ranks: int, check_vma: bool = True, mesh: Mesh | None = None
+) -> Any:
+    """Run `function` of per-rank arrays on every rank; arrays outside are stacked by rank.
+
+    Ranks are along all axes of a mesh, of one axis unless it is given.
+    """
+    mesh = expert_mesh(num_ranks, AXIS) if mesh is None else mesh
 
     def on_one_rank(*args: Any) -> Any:
         results = function(*jax.tree.map(lambda a: a[0], args))
@@ -182,20 +189,23 @@ def per_rank(function: Any, num_ranks: int, check_vma: bool = True) -> Any:
 
     return jax.shard_map(
         on_one_rank,
-        mesh=expert_mesh(num_ranks, AXIS),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
+        mesh=mesh,
+        in_specs=P(mesh.axis_names),
+        out_specs=P(mesh.axis_names),
         check_vma=check_vma,
     )
 
 
 @functools.cache
-def program(case: Case, implementation: Implementation, check_vma: bool = True) -> Any:
+def program(
+    case: Case, implementation: Implementation, check_vma: bool = True, mesh: Mesh | None = None
+) -> Any:
     """Jitted `Inputs` -> `Outputs`: dispatch, combine, and every gradient."""
+    axis_name = AXIS if mesh is None else mesh.axis_names
 
     def everything(inputs: Inputs) -> Outputs:
         def send(x: Any) -> tuple[Any, Any]:
-            sent = case.dispatch(x, inputs.topk_idx, implementation)
+            sent = case.dispatch(x, inputs.topk_idx, implementation, axis_name=axis_name)
             return sent.tokens, sent
 
         def bring_back(y: Any, weights: Any) -> Any:
@@ -222,7 +232,7 @@ def program(case: Case, implementation: Implementation, check_vma: bool = True) 
             plain_grad_y,
         )
 
-    return jax.jit(per_rank(everything, case.num_ranks, check_vma))
+    return jax.jit(per_rank(everything, case.num_ranks, check_vma, mesh))
 
 
 @functools.cache
@@ -265,7 +275,41 @@ def run_reference(case: Case, inputs: Inputs) -> Outputs:
     return Outputs(*(np.stack(field) for field in fields))
 
 
+def some_inputs(case: Case, kind: str, rng: np.random.Generator, capacity: int) -> Inputs:
+    """Tokens of any bits, and small integers elsewhere, with NaN in rows that no pair owns."""
+    topk_idx = routing(kind, case, rng)
+    by_token = (case.num_ranks, case.num_tokens, case.hidden)
+    by_row = (case.num_ranks, capacity, case.hidden)
+    x = random_bits(rng, by_token, case.dtype)
+    sent = send_by_reference(case, x, topk_idx, capacity)
+    owned = owned_rows([d.routes for d in sent], capacity)
+    return Inputs(
+        x=x,
+        topk_idx=topk_idx,
+        grad_tokens=with_nan_elsewhere(small_integers(rng, by_row, case.dtype), owned),
+        y=with_nan_elsewhere(small_integers(rng, by_row, case.dtype), owned),
+        topk_weights=small_weights(rng, topk_idx.shape, "float32"),
+        grad_out=small_integers(rng, by_token, case.dtype),
+    )
+
+
 # ------------------------------------------------------------------------------------ comparing
+
+
+def assert_outputs(
+    actual: Outputs,
+    expected: Outputs,
+    message: str = "",
+    pick: Any = lambda actual, expected: (actual, expected),
+) -> None:
+    """What a dispatch gives bit for bit, and sums by their values.
+
+    `pick` chooses the part of (actual, expected) that is compared.
+    """
+    sums = Outputs._fields.index("grad_x")
+    for i, name in enumerate(Outputs._fields):
+        check = assert_bitwise_equal if i < sums else assert_equal
+        check(*pick(getattr(actual, name), getattr(expected, name)), f"{name}, {message}")
 
 
 def bits(array: Any) -> np.ndarray:

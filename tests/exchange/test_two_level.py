@@ -1,0 +1,356 @@
+"""The exchange between hosts: on devices of one process that are taken for hosts, and on processes.
+
+What one level does too is compared with `jax_ep.reference`, or with "xla" bit for bit.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from support import meshes
+from support.contract import (
+    ROUTINGS,
+    Case,
+    after_the_wire,
+    assert_bitwise_equal,
+    assert_equal,
+    assert_outputs,
+    per_rank,
+    program,
+    routing,
+    run_reference,
+    send_by_reference,
+    small_integers,
+    small_weights,
+    some_inputs,
+)
+from support.dense_moe import E, K, make_params, make_x
+from support.hlo import received_from_other_hosts
+from support.kernels import needs_kernels
+from support.processes import environment_of_program
+from support.selection import quick
+
+import jax_ep
+from jax_ep import reference
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.layer import moe_layer
+
+WIRE = jnp.float8_e4m3fn
+CHECK = Path(__file__).with_name("two_level_check.py")
+
+
+def mesh_of(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> Mesh:
+    """Eight ranks along two axes or one, whose devices are taken for so many hosts."""
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(8 // num_hosts))
+    if num_axes == 1:
+        return meshes.mesh((8,), ("expert",))
+    return meshes.mesh((num_hosts, 8 // num_hosts), ("host", "expert"))
+
+
+# -------------------------------------------------------------------------------------- contract
+
+SMALL = Case(8, 7, 24, 3, 16, "bfloat16", 20, 4)
+CASES = {
+    "two hosts": (SMALL, 2, 2, True),
+    "one axis": (SMALL, 4, 1, False),
+    "dropless": (Case(8, 4, 8, 2, 16, "float32", None, 8), 2, 1, True),
+    "a rank a host": (Case(8, 5, 16, 2, 8, "float16"), 8, 2, False),
+    "four hosts": (Case(8, 9, 16, 4, 24, "float32", 20, 8), 4, 2, True),
+}
+
+
+@pytest.mark.parametrize("case, num_hosts, num_axes, check_vma", quick(CASES, "two hosts"))
+def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, monkeypatch):
+    mesh = mesh_of(num_hosts, num_axes, monkeypatch)
+    rng = np.random.default_rng(0)
+    run = program(case, "two_level", check_vma, mesh)
+    capacity = case.capacity or reference.default_capacity(
+        8, case.num_tokens, case.top_k, case.num_experts // 8, case.expert_alignment
+    )
+    for kind in ROUTINGS:
+        inputs = some_inputs(case, kind, rng, capacity)
+        assert_outputs(run(inputs), run_reference(case, inputs), f"routing {kind!r}")
+
+
+@pytest.mark.parametrize("num_hosts", quick([2, 4, 8], 2))
+def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
+    """Bit for bit: the values add up exactly in float32, and are rounded in bfloat16."""
+    mesh = mesh_of(num_hosts, 2, monkeypatch)
+    case, rng = Case(8, 16, 32, 6, 16, "bfloat16", 400), np.random.default_rng(1)
+    topk_idx = routing("uniform", case, rng)
+    y = rng.integers(-255, 256, (8, 400, 32)).astype("bfloat16")
+    weights = rng.integers(-63, 64, topk_idx.shape).astype(np.float32)
+
+    def combined(topk_idx: Any, y: Any, weights: Any) -> Any:
+        x = jnp.zeros((16, 32), y.dtype)
+        sent = case.dispatch(x, topk_idx, "two_level", axis_name=mesh.axis_names)
+        return jax_ep.combine(y, sent.handle, weights, implementation="two_level")
+
+    actual = jax.jit(per_rank(combined, 8, mesh=mesh))(topk_idx, y, weights)
+    x = np.zeros((8, 16, 32), y.dtype)
+    routes = [sent.routes for sent in send_by_reference(case, x, topk_idx, 400)]
+    expected = reference.combine(list(y), routes, list(weights), num_hosts=num_hosts)
+    assert_equal(actual, np.stack(expected))
+    one_level = np.stack(reference.combine(list(y), routes, list(weights)))
+    assert np.any(np.asarray(actual) != one_level)  # these values tell the roundings apart
+
+
+@pytest.mark.slow
+def test_float8_on_the_wire(monkeypatch):
+    """Rows are quantized once, at their source; sums once for each token and host."""
+    mesh = mesh_of(2, 2, monkeypatch)
+    case, rng = Case(8, 6, 256, 3, 16, "bfloat16", 40), np.random.default_rng(2)
+    topk_idx = routing("uniform", case, rng)
+    x = rng.normal(size=(8, 6, 256)).astype("bfloat16")
+    y = rng.integers(-15, 16, (8, 40, 256)).astype("bfloat16")
+
+    def exchanged(x: Any, topk_idx: Any, y: Any) -> Any:
+        options = dict(axis_name=mesh.axis_names, wire_dtype=WIRE)
+        found = []
+        for implementation in ("two_level", "xla"):
+            sent = case.dispatch(x, topk_idx, implementation, **options)
+            kept = case.dispatch(x, topk_idx, implementation, output="quantized", **options)
+            found.append((sent.tokens, kept.tokens, kept.scales))
+        out = jax_ep.combine(y, kept.handle, wire_dtype=WIRE, implementation="two_level")
+        return found, out
+
+    (two, one), out = jax.jit(per_rank(exchanged, 8, mesh=mesh))(x, topk_idx, y)
+    for actual, expected, name in zip(two, one, ("tokens", "rows", "scales"), strict=True):
+        assert_bitwise_equal(actual, expected, name)
+
+    routes = [sent.routes for sent in send_by_reference(case, x, topk_idx, 40)]
+    total = np.zeros((8, 6, 256), np.float32)
+    for host in range(2):
+        here = [
+            route._replace(rows=np.where(route.ranks // 4 == host, route.rows, -1))
+            for route in routes
+        ]
+        sums = np.stack(reference.combine(list(y.astype(np.float32)), here))
+        total += after_the_wire(sums, "xla")
+    assert_equal(out, total.astype(y.dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts, num_axes", [(2, 2), (4, 1)])
+def test_rank_major_is_that_of_one_level(num_hosts, num_axes, monkeypatch):
+    """Bit for bit where sums are exact: rows, lists, weights, sums and every gradient."""
+    mesh = mesh_of(num_hosts, num_axes, monkeypatch)
+    case, rng = Case(8, 5, 128, 3, 16, "bfloat16"), np.random.default_rng(3)
+    topk_idx = routing("masked", case, rng)
+    x = small_integers(rng, (8, 5, 128), case.dtype)
+    weights = small_weights(rng, topk_idx.shape, "float32")
+    y = small_integers(rng, (8, 8, 5, 128), case.dtype)
+
+    def everything(x: Any, topk_idx: Any, weights: Any, y: Any, implementation: str) -> Any:
+        def send(x: Any, weights: Any) -> Any:
+            sent = jax_ep.dispatch(
+                x, topk_idx, num_experts=16, axis_name=mesh.axis_names, layout="rank",
+                topk_weights=weights, implementation=implementation,
+            )  # fmt: skip
+            return (sent.tokens, sent.topk_weights), sent
+
+        def bring_back(y: Any, **options: Any) -> Any:
+            return jax_ep.combine(y, sent.handle, implementation=implementation, **options)
+
+        (tokens, sent_weights), pull, sent = jax.vjp(send, x, weights, has_aux=True)
+        out, pull_y = jax.vjp(bring_back, y)
+        return (
+            tokens, sent.local_topk_idx, sent_weights, pull((y, sent_weights)), out, pull_y(x),
+            bring_back(y, wire_dtype=WIRE),
+        )  # fmt: skip
+
+    def both(*arrays: Any) -> Any:
+        return [everything(*arrays, name) for name in ("two_level", "xla")]
+
+    two, one = jax.jit(per_rank(both, 8, num_axes == 2, mesh))(x, topk_idx, weights, y)
+    *two, two_float8 = two
+    *one, one_float8 = one
+    for actual, expected in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
+        assert_equal(actual, expected)
+    np.testing.assert_allclose(  # one quantizes the sums of each rank, the other of each host
+        np.asarray(two_float8, np.float32), np.asarray(one_float8, np.float32), atol=2
+    )
+
+
+@pytest.mark.slow
+def test_in_scan_and_checkpoint(monkeypatch):
+    mesh = mesh_of(2, 2, monkeypatch)
+    case, rng = Case(8, 6, 16, 2, 16, "float32"), np.random.default_rng(4)
+    topk_idx = routing("uniform", case, rng)
+    x = small_integers(rng, (8, 6, 16), case.dtype)
+    weights = small_weights(rng, topk_idx.shape, "float32")
+
+    def layer(x: Any, topk_idx: Any, weights: Any, implementation: str) -> Any:
+        sent = case.dispatch(x, topk_idx, implementation, axis_name=mesh.axis_names)
+        return jax_ep.combine(sent.tokens * 2, sent.handle, weights, implementation=implementation)
+
+    def grads(x: Any, topk_idx: Any, weights: Any) -> Any:
+        def scanned(x: Any, weights: Any) -> Any:
+            def step(x: Any, _: Any) -> Any:
+                return jax.checkpoint(layer, static_argnums=3)(
+                    x, topk_idx, weights, "two_level"
+                ), None
+
+            return jnp.sum(jax.lax.scan(step, x, None, length=2)[0] ** 2)
+
+        def plain(x: Any, weights: Any) -> Any:
+            for _ in range(2):
+                x = layer(x, topk_idx, weights, "xla")
+            return jnp.sum(x**2)
+
+        return [jax.value_and_grad(f, (0, 1))(x, weights) for f in (scanned, plain)]
+
+    one, other = jax.jit(per_rank(grads, 8, mesh=mesh))(x, topk_idx, weights)
+    for actual, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert_equal(actual, expected)  # of integers
+
+
+@pytest.mark.slow
+def test_a_layer_over_hosts(monkeypatch):
+    """None takes two levels; outputs and gradients are those of no mesh, within rounding."""
+    mesh = mesh_of(2, 2, monkeypatch)
+    params, x = make_params(), make_x()
+
+    def run(config: MoEConfig) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            return jnp.mean(moe_layer(params, x, config)[0] ** 2)
+
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        return step.lower(params, x).as_text(), step(params, x)
+
+    options = dict(num_experts=E, num_experts_per_token=K)
+    text, actual = run(MoEConfig(**options, mesh=mesh, expert_axis=("host", "expert")))
+    assert "[[0, 4], [1, 5], [2, 6], [3, 7]]" in text  # the rails
+    _, expected = run(MoEConfig(**options))
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+# ------------------------------------------------------------------------ bytes, and which it is
+
+
+@pytest.mark.parametrize("num_hosts, most", quick([(2, 1.15), (4, 3.2)], (4, 3.2)))
+def test_tokens_cross_to_each_host_once(num_hosts, most, monkeypatch):
+    """By the text of the compiled programs, with implementation=None; and what they hold."""
+    mesh = mesh_of(num_hosts, 3 - num_hosts // 2, monkeypatch)
+    case = Case(8, 64, 1024, 8, 64, "bfloat16", 768)
+    hosts = [rank * num_hosts // 8 for rank in range(8)]
+    shapes = [
+        jax.ShapeDtypeStruct((8, 64, 1024), "bfloat16"),
+        jax.ShapeDtypeStruct((8, 64, 8), "int32"),
+        jax.ShapeDtypeStruct((8, 64, 8), "float32"),
+    ]
+
+    def dispatch(x: Any, topk_idx: Any) -> Any:
+        sent = case.dispatch(x, topk_idx, None, axis_name=mesh.axis_names)
+        return sent.tokens, sent.handle
+
+    send, back = (jax.jit(per_rank(f, 8, mesh=mesh)) for f in (dispatch, jax_ep.combine))
+    operands = *jax.eval_shape(send, *shapes[:2]), shapes[2]
+    for compiled in send.lower(*shapes[:2]).compile(), back.lower(*operands).compile():
+        text, unit = compiled.as_text(), 64 * 1024 * 2
+        assert num_hosts - 1 <= received_from_other_hosts(text, hosts) / unit <= most
+        assert "[8,64,1024]" not in text and "[512,1024]" not in text  # of all ranks
+
+
+def test_one_host_is_one_level(monkeypatch):
+    mesh = meshes.mesh((8,), ("expert",))
+    case = Case(8, 4, 8, 2, 16)
+
+    def lowered(implementation: Any) -> str:
+        def tokens(x: Any, topk_idx: Any) -> Any:
+            return case.dispatch(x, topk_idx, implementation).tokens
+
+        shapes = (
+            jax.ShapeDtypeStruct((8, 4, 8), "float32"),
+            jax.ShapeDtypeStruct((8, 4, 2), "int32"),
+        )
+        return jax.jit(per_rank(tokens, 8, mesh=mesh)).lower(*shapes).as_text()
+
+    monkeypatch.delenv("JAX_EP_DEVICES_PER_HOST", raising=False)
+    assert lowered(None) == lowered("xla")
+    with pytest.raises(ValueError, match='"two_level" cannot run here: all ranks .* on one host'):
+        lowered("two_level")
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "3")
+    assert lowered(None) == lowered("xla")
+    with pytest.raises(ValueError, match=r"hosts \[0, 0, 0, 1, 1, 1, 2, 2\].*order the devices"):
+        lowered("two_level")
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "none")
+    with pytest.raises(ValueError, match="JAX_EP_DEVICES_PER_HOST must be a positive int"):
+        lowered("two_level")
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_axes", quick([1, 2], 1))
+def test_kernels_run_inside_hosts(num_axes, monkeypatch):
+    """Lowered for GPUs: one kernel for the rows of all hosts, in every function of an exchange."""
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "4")
+    shape, names = ((8,), ("expert",)) if num_axes == 1 else ((2, 4), ("host", "expert"))
+    mesh = meshes.cuda_mesh(shape, names)
+    case = Case(8, 64, 256, 4, 64, "bfloat16", 512)
+
+    def everything(x: Any, topk_idx: Any, weights: Any) -> Any:
+        def layer(x: Any, weights: Any) -> Any:
+            sent = case.dispatch(x, topk_idx, None, axis_name=names, wire_dtype=WIRE)
+            return jnp.sum(jax_ep.combine(sent.tokens, sent.handle, weights))
+
+        def ranks(x: Any, weights: Any) -> Any:
+            sent = jax_ep.dispatch(
+                x, topk_idx, num_experts=64, axis_name=names, layout="rank", topk_weights=weights
+            )
+            return jnp.sum(jax_ep.combine(sent.tokens, sent.handle))
+
+        return [jax.grad(f, (0, 1))(x, weights) for f in (layer, ranks)]
+
+    shapes = (
+        jax.ShapeDtypeStruct((8, 64, 256), "bfloat16"),
+        jax.ShapeDtypeStruct((8, 64, 4), "int32"),
+        jax.ShapeDtypeStruct((8, 64, 4), "float32"),
+    )
+    program = jax.jit(per_rank(everything, 8, mesh=mesh)).trace(*shapes)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+    for kernel in ("ep_dispatch_like", "ep_combine", "ep_combine_grad", "ep_rank_dispatch"):
+        assert any(kernel in call for call in calls), kernel
+
+
+# ------------------------------------------------------------------------------------- processes
+
+LAYOUTS = {"small": (2, 4, ["--small"]), "two hosts": (2, 4, []), "four hosts": (4, 2, [])}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the processes would share the GPUs")
+@pytest.mark.parametrize("processes, devices, flags", quick(LAYOUTS, "small"))
+def test_between_processes(processes, devices, flags):
+    """A process is a host: contract and bytes are checked in each of them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = environment_of_program(
+        XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+        PYTHONPATH=":".join([str(CHECK.parents[2]), str(CHECK.parents[1])]),
+        JAX_PLATFORMS="cpu",
+        **({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if flags else {}),
+    )
+    command = [
+        sys.executable, str(CHECK), f"--coordinator={address}", f"--num_processes={processes}",
+    ]  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [*command, f"--process_id={process}", *flags],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for process in range(processes)
+    ]  # fmt: skip
+    for process in started:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0 and "checked" in output, output

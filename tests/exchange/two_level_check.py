@@ -1,0 +1,103 @@
+"""One of several processes that check the exchange between them: see `--help`.
+
+Each process has as many CPU devices as XLA_FLAGS say, and is a host. It checks dispatch, combine
+and every gradient against `jax_ep.reference`, with the ranks along two mesh axes and along one, and
+counts what the compiled program sends between hosts. tests/exchange/test_two_level.py starts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import contract
+from support.hlo import received_from_other_hosts
+
+import jax_ep
+
+MOST_BYTES = {2: 1.15, 4: 3.2}  # by hosts, in units of a rank's T·H
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--coordinator")
+    parser.add_argument("--num_processes", type=int)
+    parser.add_argument("--process_id", type=int)
+    parser.add_argument("--small", action="store_true", help="one mesh, one routing, no bytes")
+    args = parser.parse_args()
+    jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    num_hosts, devices = args.num_processes, np.array(jax.devices())
+    meshes = (
+        Mesh(devices.reshape(num_hosts, -1), ("host", "expert")),
+        Mesh(devices, ("expert",)),
+    )
+    if args.small:
+        check_contract(meshes[0], ["skewed"])
+    else:
+        for mesh in meshes:
+            check_contract(mesh, contract.ROUTINGS)
+            check_bytes(mesh, num_hosts)
+    print("checked")
+
+
+def check_contract(mesh: Mesh, routings: Sequence[str]) -> None:
+    """Every output of the ranks here is that of the reference."""
+    case = contract.Case(mesh.size, 6, 24, 3, 2 * mesh.size, "bfloat16", 20)
+    rng = np.random.default_rng(0)
+    run = contract.program(case, None, True, mesh)
+    share = functools.partial(shared, sharding=NamedSharding(mesh, P(mesh.axis_names)))
+    for kind in routings:
+        inputs = contract.some_inputs(case, kind, rng, case.capacity)
+        outputs = run(jax.tree.map(share, inputs))
+        contract.assert_outputs(outputs, contract.run_reference(case, inputs), kind, of_ranks_here)
+
+
+def check_bytes(mesh: Mesh, num_hosts: int) -> None:
+    """Dispatch and combine receive little more than (M - 1)·T·H from other hosts, per rank."""
+    num_tokens, hidden, top_k, num_experts = 64, 1024, 8, 64
+    capacity = 2 * num_tokens * top_k
+
+    def dispatch(x, topk_idx):
+        sent = jax_ep.dispatch(
+            x, topk_idx, num_experts=num_experts, axis_name=mesh.axis_names, capacity=capacity
+        )
+        return sent.tokens, sent.handle
+
+    def shape(*rest: int, dtype: str) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, P(mesh.axis_names))
+        return jax.ShapeDtypeStruct((mesh.size, *rest), dtype, sharding=sharding)
+
+    send = jax.jit(contract.per_rank(dispatch, mesh.size, mesh=mesh))
+    back = jax.jit(contract.per_rank(jax_ep.combine, mesh.size, mesh=mesh))
+    x = shape(num_tokens, hidden, dtype="bfloat16")
+    operands = x, shape(num_tokens, top_k, dtype="int32")
+    tokens, handle = jax.eval_shape(send, *operands)
+    programs = {
+        "dispatch": send.lower(*operands),
+        "combine": back.lower(tokens, handle, shape(num_tokens, top_k, dtype="float32")),
+    }
+    hosts = [device.process_index for device in mesh.devices.flat]
+    for name, program in programs.items():
+        received = received_from_other_hosts(program.compile().as_text(), hosts)
+        units = received / (num_tokens * hidden * 2)
+        assert num_hosts - 1 <= units <= MOST_BYTES[num_hosts], (name, mesh.axis_names, units)
+
+
+def shared(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def of_ranks_here(array: jax.Array, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the ranks of this process hold, and what they should."""
+    pairs = [(np.asarray(s.data), expected[s.index]) for s in array.addressable_shards]
+    actual, expected = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+    return actual, expected
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Which ranks share a host, of meshes whose devices are only said to be somewhere."""
+
+from __future__ import annotations
+
+import re
+import types
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ep.runtime import hosts
+
+
+def program(processes: list[int], shape: tuple[int, ...], **changes: Any) -> Any:
+    """A program on a mesh with axes "a", "b" whose devices are CPUs of these processes."""
+    devices = np.empty(len(processes), object)
+    devices[:] = [types.SimpleNamespace(process_index=p, platform="cpu") for p in processes]
+    names = ("a", "b")[: len(shape)]
+    mesh = types.SimpleNamespace(
+        size=len(processes), axis_names=names, shape=dict(zip(names, shape, strict=True))
+    )
+    facts = dict(mesh=mesh, mesh_devices=devices.reshape(shape), for_export=False)
+    return types.SimpleNamespace(**facts | changes)
+
+
+@pytest.mark.parametrize(
+    "processes, shape, axis_name, expected",
+    [
+        ([0, 0, 0, 0], (4,), ("a",), 1),
+        ([0, 0, 1, 1], (4,), ("a",), 2),
+        ([0, 0, 1, 1], (2, 2), ("a", "b"), 2),
+        ([0, 0, 1, 1], (2, 2), ("b",), 1),
+        ([0, 0, 1, 1], (2, 2), ("a",), 2),
+        ([0, 1, 0, 1], (2, 2), ("b", "a"), 2),  # ranks are numbered along "a" first
+        ([3, 3, 1, 1, 2, 2], (6,), ("a",), 3),
+        ([0, 1, 0, 1], (4,), ("a",), r"on hosts \[0, 1, 0, 1\]"),
+        ([0, 0, 0, 1], (4,), ("a",), r"on hosts \[0, 0, 0, 1\]"),
+        ([0, 0, 0, 1], (2, 2), ("b",), r"span \[1, 2\] hosts"),
+    ],
+)
+def test_hosts_are_runs_of_neighbours(processes, shape, axis_name, expected, monkeypatch):
+    monkeypatch.delenv("JAX_EP_DEVICES_PER_HOST", raising=False)
+    found = hosts.num_hosts(program(processes, shape), axis_name)
+    if isinstance(expected, int):
+        assert found == expected
+    else:
+        assert re.search(expected, str(found))
+
+
+def test_where_devices_are_may_be_unknown(monkeypatch):
+    monkeypatch.delenv("JAX_EP_DEVICES_PER_HOST", raising=False)
+    exported = program([0, 0, 1, 1], (4,), for_export=True)
+    assert "exported" in str(hosts.num_hosts(exported, ("a",)))
+    abstract = program([0, 0, 1, 1], (4,), mesh_devices=None)
+    assert "use jax.set_mesh" in str(hosts.num_hosts(abstract, ("a",)))
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "1")  # then they are taken in order
+    assert hosts.num_hosts(abstract, ("a",)) == 4
+    gpus = [types.SimpleNamespace(process_index=p, platform="gpu") for p in (0, 1)]
+    monkeypatch.delenv("JAX_EP_DEVICES_PER_HOST")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert hosts.hosts_of(gpus) == [None, None]
+    gpus = [types.SimpleNamespace(slice_index=5, **vars(gpu)) for gpu in gpus]
+    assert hosts.hosts_of(gpus) == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "sizes, group_size, expected",
+    [
+        ([8], 4, [4]),
+        ([2, 4], 4, [1, 4]),
+        ([4, 2], 4, [2, 2]),
+        ([2, 4], 2, [1, 2]),
+        ([2, 4], None, [2, 4]),
+        ([2, 4], 1, [1, 1]),
+        ([2, 3], 2, None),
+        ([4, 6], 4, None),
+        ([], None, []),
+    ],
+)
+def test_a_run_of_ranks_may_be_a_block_of_the_mesh(sizes, group_size, expected):
+    assert hosts.parts_of_axes(sizes, group_size) == expected
