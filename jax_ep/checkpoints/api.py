@@ -21,7 +21,7 @@ from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
 from jax_ep.checks import as_axes
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.params import PARTS, MoEParams
+from jax_ep.moe.params import MoEParams
 from jax_ep.nnx import MoE
 from jax_ep.runtime import jax_compat
 
@@ -89,7 +89,7 @@ def load_moe_params(
         name: _load(block, name, sharding, dtypes[name], counter)
         for name, sharding in shardings.items()
     }
-    return config, MoEParams(**params)
+    return config, MoEParams.of(**params)
 
 
 def load_moe(
@@ -220,21 +220,17 @@ def _print_progress(loaded: int, total: int) -> None:
 def _module(config: MoEConfig, params: MoEParams) -> MoE:
     """Returns a layer with these parameters, without ever making others."""
     _, hidden, mlp_dim = params.wi_0.shape
-    shared = 0 if params.shared_wo is None else params.shared_wo.shape[0]
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for part in PARTS:
-        if part.startswith("use_"):
-            fields[part] = getattr(params, part.removeprefix("use_")) is not None
-    layer = nnx.eval_shape(
-        lambda: MoE(
-            hidden,
-            mlp_dim,
-            num_shared_experts=shared // mlp_dim,
-            selection_bias=params.bias is not None,
-            rngs=nnx.Rngs(0),
-            **fields,
-        )
+    parts: dict[str, Any] = dict(
+        selection_bias=params.bias is not None,
+        shared_dim=None if params.shared_wo is None else params.shared_wo.shape[0],
+        gated=params.wi_1 is not None,
+        use_gate_bias=params.gate_bias is not None,
+        use_expert_scale=params.expert_scale is not None,
+        use_mlp_bias=params.wo_bias is not None,
+        use_shared_gate=params.shared_gate is not None,
     )
+    layer = nnx.eval_shape(lambda: MoE(hidden, mlp_dim, **parts, **fields, rngs=nnx.Rngs(0)))
     for name, variable in _variables(layer).items():
         variable.set_value(getattr(params, name))
     return layer

@@ -112,6 +112,15 @@ _MIXTRAL = _each("block_sparse_moe.experts", "w1", "w3", "w2")
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
 _DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
 
+_QWEN_SIZES = {
+    "E": "num_experts|num_local_experts",
+    "H": "hidden_size",
+    "F": "moe_intermediate_size",
+}
+_QWEN_SHARED = (
+    *_mlp("mlp.shared_expert"),
+    Tensor(("shared_gate",), "mlp.shared_expert_gate.weight", "1 H"),
+)
 _DEEPSEEK_SIZES = {
     "E": "n_routed_experts",
     "H": "hidden_size",
@@ -150,23 +159,32 @@ TABLE = (
     Architecture(
         models="Qwen3-MoE, Mellum",
         model_types=("qwen3_moe", "mellum"),
-        sizes={
-            "E": "num_experts|num_local_experts",
-            "H": "hidden_size",
-            "F": "moe_intermediate_size",
-        },
+        sizes=_QWEN_SIZES,
         fields=_K | {"normalize": "norm_topk_prob"},
         fixed={"score": "softmax", "normalize_epsilon": 0.0},
         tensors=(_router("mlp.gate.weight"), _EXPERTS),
     ),
     Architecture(
+        models="Qwen2-MoE, Qwen3-Next",
+        model_types=("qwen2_moe", "qwen3_next"),
+        sizes=_QWEN_SIZES | {"S": "shared_expert_intermediate_size"},
+        fields=_K | {"normalize": "norm_topk_prob"},
+        fixed={"score": "softmax", "normalize_epsilon": 0.0},
+        tensors=(_router("mlp.gate.weight"), _EXPERTS, *_QWEN_SHARED),
+    ),
+    Architecture(
+        models="Qwen3.5-MoE",
+        model_types=("qwen3_5_moe_text",),
+        sizes=_QWEN_SIZES | {"S": "shared_expert_intermediate_size"},
+        fields=_K,
+        fixed={"score": "softmax"} | _SUM,
+        only={"norm_topk_prob": (True,)},
+        tensors=(_router("mlp.gate.weight"), _EXPERTS, *_QWEN_SHARED),
+    ),
+    Architecture(
         models="Qwen3-VL-MoE",
         model_types=("qwen3_vl_moe_text",),
-        sizes={
-            "E": "num_experts|num_local_experts",
-            "H": "hidden_size",
-            "F": "moe_intermediate_size",
-        },
+        sizes=_QWEN_SIZES,
         fields=_K,
         fixed={"score": "softmax"} | _SUM,
         only={"norm_topk_prob": (True,)},
@@ -281,6 +299,80 @@ TABLE = (
             *_stacked(
                 "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
             ),
+        ),
+    ),
+    Architecture(
+        models="Granite MoE with shared experts, Granite 4.0",
+        model_types=("granitemoeshared", "granitemoehybrid"),
+        sizes={
+            "E": "num_local_experts",
+            "H": "hidden_size",
+            "F": "intermediate_size",
+            "S": "shared_intermediate_size",
+        },
+        fields=_K,
+        fixed={"score": "softmax"} | _SUM,
+        tensors=(
+            _router("block_sparse_moe.router.layer.weight"),
+            *_stacked(
+                "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
+            ),
+            Tensor(("shared_wi_0", "shared_wi_1"), "shared_mlp.input_linear.weight", "GS H"),
+            Tensor(("shared_wo",), "shared_mlp.output_linear.weight", "H S"),
+        ),
+    ),
+    Architecture(
+        models="GPT-OSS",
+        model_types=("gpt_oss",),
+        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        fields={
+            "num_experts_per_token": "num_experts_per_tok",
+            "gating": "swiglu_alpha",
+            "clamp": "swiglu_limit",
+        },
+        # The softmax of the chosen logits is that of all logits, normalized.
+        fixed={"score": "softmax"} | _SUM,
+        defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        tensors=(
+            _router("mlp.router.weight"),
+            Tensor(("gate_bias",), "mlp.router.bias", "E"),
+            OneOf(
+                (
+                    _stacked(
+                        "mlp.experts.gate_up_proj_blocks",
+                        "mlp.experts.down_proj_blocks",
+                        "E FG H",
+                        "E H F",
+                    ),
+                    _stacked(
+                        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H FG", "E F H"
+                    ),
+                )
+            ),
+            Tensor(("wi_0_bias", "wi_1_bias"), "mlp.experts.gate_up_proj_bias", "E FG"),
+            Tensor(("wo_bias",), "mlp.experts.down_proj_bias", "E H"),
+        ),
+    ),
+    Architecture(
+        models="Llama 4",
+        model_types=("llama4_text",),
+        sizes={
+            "E": "num_local_experts",
+            "H": "hidden_size",
+            "F": "intermediate_size",
+            "S": "intermediate_size",
+        },
+        fields=_K,
+        fixed={"score": "sigmoid", "normalize": False, "weights_on": "input"},
+        tensors=(
+            _router("feed_forward.router.weight"),
+            *_stacked(
+                "feed_forward.experts.gate_up_proj",
+                "feed_forward.experts.down_proj",
+                "E H GF",
+                "E F H",
+            ),
+            *_mlp("feed_forward.shared_expert"),
         ),
     ),
     Architecture(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -36,6 +37,17 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swish": jax.nn.silu,
     "relu": jax.nn.relu,
 }
+
+
+def _swiglu(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Array:
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
+@functools.cache  # layers alike have one function, so that configurations are equal
+def gpt_oss_gating(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns GPT-OSS's function of gate and up: gate * sigmoid(alpha * gate) * (up + 1)."""
+    return functools.partial(_swiglu, alpha=alpha)
+
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
 _FLOAT8_BLOCK = (128, 128)
@@ -248,7 +260,7 @@ def _block(directory: Directory, row: Architecture, prefix: str, keys: _Keys) ->
             f"quantization_config of {keys.file} must have a quant_method among "
             f"{', '.join(_QUANTIZATIONS)}, but has {method!r}."
         )
-    sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes}
+    sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes} | {"1": 1}
     sizes |= {letter: keys.integer(key) for letter, key in row.sizes.items()}
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
     return Block(
@@ -333,6 +345,8 @@ class _Keys:
     def field(self, field: str, key: str) -> Any:
         """Returns a field of `jax_ep.MoEConfig`."""
         value = self.value(key)
+        if field == "gating":
+            return gpt_oss_gating(float(value))
         if field != "activation":
             return value
         if value not in _ACTIVATIONS:
@@ -386,27 +400,20 @@ def _names(row: Architecture) -> list[str]:
 
 def _size(token: str, sizes: Mapping[str, int]) -> int:
     """Returns the size of a stored axis."""
-    return math.prod({"1": 1, "G": 2}.get(letter) or sizes[letter] for letter in token)
+    return math.prod(2 if letter == "G" else sizes[letter] for letter in token)
 
 
 def _place(
     tensor: Tensor, param: str, taken: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> tuple[Index, str]:
-    """Returns the slice of a stored tensor that holds a slice of a parameter, and its letters.
-
-    Letters of one element, an expert's or "1", are left out of the result's letters but for the
-    parameter's own.
-    """
+    """Returns the slice of a stored tensor that holds a slice of a parameter, and its letters."""
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
-        if token == "1":
-            index.append(slice(0, 1))
-            continue
         letter = token.replace("G", "")
-        part = taken[letter]
-        if token[0] == "G" and len(token) > 1:
+        part = taken.get(letter, slice(0, 1))  # "1" may be no axis of the parameter
+        if token[0] == "G":
             part = slice(g * sizes[letter] + part.start, g * sizes[letter] + part.stop)
-        elif token[-1] == "G" and len(token) > 1:
+        elif token[-1] == "G":
             part = slice(2 * part.start + g, 2 * part.stop - 1 + g, 2)
         index.append(part)
         letters += letter

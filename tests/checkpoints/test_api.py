@@ -274,6 +274,61 @@ def test_float8_is_loaded_and_saved(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, saved._replace(wo=params.wo), params)
 
 
+def test_gpt_oss_is_loaded_and_saved_in_mxfp4(tmp_path):
+    """Its matrices are published as [E, out, in], gate and up in turn, in blocks of 32 inputs."""
+    h = f = 64
+    config = {
+        "model_type": "gpt_oss",
+        "num_local_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": h,
+        "intermediate_size": f,
+        "swiglu_limit": 5.0,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    rng = np.random.default_rng(0)
+    prefix = "model.layers.1.mlp."
+    tensors = {
+        "router.weight": numbers(0, E, h, dtype=jnp.bfloat16),
+        "router.bias": numbers(1, E, dtype=jnp.bfloat16),
+        "experts.gate_up_proj_bias": numbers(2, E, 2 * f, dtype=jnp.bfloat16),
+        "experts.down_proj_bias": numbers(3, E, h, dtype=jnp.bfloat16),
+    }
+    for name, rows in (("gate_up_proj", 2 * f), ("down_proj", h)):
+        blocks, scales = (
+            rng.integers(256, size=(E, rows, 2, 16)),
+            rng.integers(118, 124, (E, rows, 2)),
+        )
+        tensors[f"experts.{name}_blocks"] = blocks.astype(np.uint8)
+        tensors[f"experts.{name}_scales"] = scales.astype(np.uint8)
+    publish(tmp_path, config, {prefix + name: array for name, array in tensors.items()})
+    before = files_of(tmp_path)
+
+    def value(name, expert, row, column):
+        """One number, from its byte: sign, two bits of exponent and one of fraction."""
+        block, place = divmod(column, 32)
+        byte = int(tensors[f"experts.{name}_blocks"][expert, row, block, place // 2])
+        code = byte >> 4 if place % 2 else byte & 15
+        exponent, fraction = code >> 1 & 3, code & 1
+        size = 2 ** (exponent - 1) * (1 + fraction / 2) if exponent else fraction / 2
+        scale = 2.0 ** (int(tensors[f"experts.{name}_scales"][expert, row, block]) - 127)
+        return (-size if code & 8 else size) * scale
+
+    got, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(4))
+    assert (got.clamp, got.normalize, params.wi_0.dtype) == (5.0, True, jnp.bfloat16)
+    arrays = jax.tree.map(np.asarray, params)
+    for e, i, j in rng.integers([E, h, f], size=(50, 3)):
+        assert arrays.wi_0[e, i, j] == value("gate_up_proj", e, 2 * j, i)
+        assert arrays.wi_1[e, i, j] == value("gate_up_proj", e, 2 * j + 1, i)
+        assert arrays.wo[e, j, i] == value("down_proj", e, i, j)
+    biases = tensors["experts.gate_up_proj_bias"]
+    np.testing.assert_array_equal(arrays.wi_0_bias, biases[:, ::2])
+    np.testing.assert_array_equal(arrays.wi_1_bias, biases[:, 1::2])
+    np.testing.assert_array_equal(arrays.gate_bias, tensors["router.bias"])
+    checkpoints.save_moe(checkpoints.load_moe(tmp_path, 1, mesh=expert_mesh(8)), tmp_path, 1)
+    assert files_of(tmp_path) == before
+
+
 def test_changed_parameters_are_saved(tmp_path):
     config, tensors = mixtral(dtype=jnp.bfloat16)
     publish(tmp_path, config, tensors)

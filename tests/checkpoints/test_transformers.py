@@ -53,6 +53,10 @@ def feed_forward(layer):
     return layer.feed_forward
 
 
+def granite_with_shared(layer):
+    return lambda x: layer.block_sparse_moe(x) + layer.shared_mlp(x)
+
+
 SMALL = dict(
     hidden_size=H,
     intermediate_size=F,
@@ -70,6 +74,14 @@ ROUTED = SMALL | dict(n_routed_experts=E, moe_intermediate_size=F, intermediate_
 GROUPS = ROUTED | dict(n_group=4, topk_group=2, n_shared_experts=2, routed_scaling_factor=2.5)
 ONE_GROUP = GROUPS | dict(n_group=1, topk_group=1)
 LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+LINEAR = dict(
+    layer_types=["full_attention"] * 2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    head_dim=8,
+)
 ROTARY = dict(rope_type="default", rope_theta=1000.0)
 INDEXER = dict(index_n_heads=2, index_head_dim=8)
 
@@ -79,6 +91,13 @@ VARIANTS = {
     "MiniMax-M2": Variant("MiniMaxM2", LOCAL),
     "Qwen3-MoE": Variant("Qwen3Moe", OWN_WIDTH | dict(norm_topk_prob=True)),
     "Qwen3-MoE, not normalized": Variant("Qwen3Moe", OWN_WIDTH | dict(norm_topk_prob=False)),
+    "Qwen2-MoE": Variant("Qwen2Moe", OWN_WIDTH | dict(shared_expert_intermediate_size=20)),
+    "Qwen3-Next": Variant(
+        "Qwen3Next", OWN_WIDTH | LINEAR | dict(shared_expert_intermediate_size=20)
+    ),
+    "Qwen3.5-MoE": Variant(
+        "Qwen3_5Moe", OWN_WIDTH | LINEAR | dict(shared_expert_intermediate_size=20)
+    ),
     "OLMoE": Variant("Olmoe", EXPERTS),
     "FlexOlmo": Variant("FlexOlmo", EXPERTS | dict(norm_topk_prob=True)),
     "DeepSeek-V2, greedy": Variant("DeepseekV2", ROUTED | LATENT | dict(routed_scaling_factor=2.0)),
@@ -98,6 +117,18 @@ VARIANTS = {
         "ExaoneMoe", OWN_WIDTH | dict(num_shared_experts=2, routed_scaling_factor=2.5)
     ),
     "Granite MoE": Variant("GraniteMoe", LOCAL, lambda layer: layer.block_sparse_moe),
+    "Granite MoE, shared": Variant(
+        "GraniteMoeShared", LOCAL | dict(shared_intermediate_size=20), granite_with_shared
+    ),
+    "Granite 4.0": Variant(
+        "GraniteMoeHybrid",
+        LOCAL
+        | dict(shared_intermediate_size=20, layer_types=["full_attention"] * 2, mamba_n_heads=2),
+        granite_with_shared,
+    ),
+    "GPT-OSS": Variant("GptOss", LOCAL | dict(head_dim=8)),
+    "Llama 4": Variant("Llama4", LOCAL | dict(num_experts_per_tok=1, head_dim=8), feed_forward),
+    "Llama 4, three experts": Variant("Llama4", LOCAL | dict(head_dim=8), feed_forward),
     "ERNIE 4.5": Variant(
         "Ernie4_5_Moe",
         SMALL | dict(moe_num_experts=E, moe_k=K, moe_intermediate_size=F, intermediate_size=20),
@@ -142,7 +173,9 @@ def expected(tmp_path_factory) -> Callable[[str], Expected]:
     def make(name: str) -> Expected:
         torch.manual_seed(0)
         variant = VARIANTS[name]
-        config = getattr(transformers, variant.name + "Config")(**variant.config)
+        for kind in ("Config", "TextConfig"):
+            if hasattr(transformers, variant.name + kind):
+                config = getattr(transformers, variant.name + kind)(**variant.config)
         model = getattr(transformers, variant.name + "ForCausalLM")(config).float()
         layer = model.model.layers[LAYER]
         for tensor in (*layer.parameters(), *layer.buffers()):
