@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.checkpoints.architectures import (
@@ -30,12 +31,26 @@ from jax_ep.checkpoints.safetensors import Directory, Index
 CONFIG = "config.json"
 
 # How the names of a decoder's layers begin: alone, in a causal model, and in one of several media.
-_ROOTS = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+_ROOTS = (
+    "model.",
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "backbone.",
+    "",
+)
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    """Returns the square of what is above zero (So et al., "Primer", 2021)."""
+    return jnp.square(jax.nn.relu(x))
+
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "relu": jax.nn.relu,
+    "relu2": relu_squared,
 }
 
 
@@ -310,7 +325,7 @@ def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
             return row
         key, allowed = other[0]
         wrong += (
-            f" {key} must be {' or '.join(map(repr, allowed))} for {row.models}, but is "
+            f" {key} must be {' or '.join(map(repr, allowed)) or 'null'} for {row.models}, but is "
             f"{config[key]!r}."
         )
     raise ValueError(f"{path / CONFIG} is of a {model_type!r} that is not known here:{wrong}")

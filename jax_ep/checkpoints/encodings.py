@@ -59,6 +59,9 @@ class Plain:
 
     def write(self, index: Index, values: np.ndarray) -> None:
         """Writes a slice."""
+        if values.dtype == self.dtype:
+            self.directory.write(self.name, index, values)
+            return
         old = self.read(index)
         kept = old.astype(values.dtype) == values
         self.directory.write(self.name, index, np.where(kept, old, values.astype(self.dtype)))

@@ -39,7 +39,7 @@ def test_a_row_names_fields_parameters_and_axes_that_there_are(row):
     for tensors in layouts(row):
         params = [param for tensor in tensors for param in tensor.params]
         assert len(params) == len(set(params))
-        assert {"gate", "wi_0", "wi_1", "wo"} <= set(params) <= set(PARAMETER_AXES)
+        assert {"gate", "wi_0", "wo"} <= set(params) <= set(PARAMETER_AXES)
         for tensor in tensors:
             stored = tensor.axes.replace("1", "").replace(" ", "")
             assert ("G" in stored) == (len(tensor.params) == 2)

@@ -113,6 +113,29 @@ VARIANTS = {
     "GLM-5": Variant("GlmMoeDsa", ONE_GROUP | LATENT | INDEXER | dict(first_k_dense_replace=1)),
     "dots.llm1": Variant("Dots1", ONE_GROUP | dict(first_k_dense_replace=1)),
     "Solar Open": Variant("SolarOpen", ONE_GROUP),
+    "MiMo-V2-Flash": Variant("MiMoV2Flash", ONE_GROUP | dict(n_shared_experts=None, head_dim=8)),
+    "DeepSeek-V4": Variant(
+        "DeepseekV4",
+        ROUTED
+        | dict(
+            mlp_layer_types=["moe"] * 2,
+            layer_types=["sliding_attention"] * 2,
+            head_dim=8,
+            q_lora_rank=8,
+            o_lora_rank=8,
+            o_groups=2,
+            swiglu_limit=0.5,
+        ),
+    ),
+    "Nemotron-H": Variant(
+        "NemotronH",
+        GROUPS
+        | dict(layers_block_type=["moe"] * 2, moe_shared_expert_intermediate_size=20, head_dim=8),
+        lambda layer: layer.mixer,
+    ),
+    "Hunyuan 3": Variant("HYV3", OWN_WIDTH | dict(num_shared_experts=2, head_dim=8)),
+    "AFMoE": Variant("Afmoe", OWN_WIDTH | dict(num_dense_layers=1, route_scale=2.0, head_dim=8)),
+    "Aria": Variant("AriaText", SMALL | dict(moe_num_experts=E, moe_topk=K)),
     "EXAONE-MoE": Variant(
         "ExaoneMoe", OWN_WIDTH | dict(num_shared_experts=2, routed_scaling_factor=2.5)
     ),
