@@ -139,6 +139,8 @@ def test_attributes_reach_the_core():
         "router": lambda x, logits: None,
         "router_dtype": jnp.bfloat16,
         "capacity_factor": 1.25,
+        "overflow": "tail",
+        "num_slots": 64,
         "expert_alignment": 8,
         "wire_dtype": jnp.float8_e4m3fn,
         "activation": jax.nn.gelu,
