@@ -24,12 +24,16 @@ from jax_ep.matmul.api import grouped_matmul
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.moe.layer import MoEMetrics, moe_layer
+from jax_ep.moe.losses import (
+    BalanceSums,
+    load_balance_loss,
+    pooled_load_balance_loss,
+    router_z_loss,
+)
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routed_experts import routed_experts
 from jax_ep.moe.routing import (
     Routing,
-    load_balance_loss,
-    router_z_loss,
     top_k_routing,
     update_expert_bias,
 )
@@ -40,6 +44,7 @@ if _TYPE_CHECKING:
 
 
 __all__ = [
+    "BalanceSums",
     "Dispatched",
     "Handle",
     "MoEConfig",
@@ -64,6 +69,7 @@ __all__ = [
     "moe_layer",
     "nnx",
     "placement",
+    "pooled_load_balance_loss",
     "reduce_scatter",
     "reference",
     "routed_experts",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_ep.checks import as_axes
 from jax_ep.moe import params as moe_params
@@ -19,7 +19,6 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
 from jax_ep.moe.mesh import shard
 from jax_ep.moe.params import Initializer
-from jax_ep.placement.table import Placement
 
 
 class RouterState(nnx.Variable):
@@ -37,11 +36,11 @@ class Gate(nnx.Module):
         selection_bias: bool,
         kernel_init: Initializer,
         param_dtype: Any,
-        expert_axis: str | tuple[str, ...],
+        config: MoEConfig,
         rngs: nnx.Rngs,
     ):
         kernel = kernel_init(rngs.params(), (hidden, num_experts), param_dtype)
-        self.kernel = _param(kernel, "gate", expert_axis)
+        self.kernel = _param(kernel, "gate", config)
         self.bias = RouterState(jnp.zeros(num_experts, jnp.float32)) if selection_bias else None
 
 
@@ -65,13 +64,12 @@ class MoE(nnx.Module):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`, else None
       gate_bias    [E]                  (None,), with `use_gate_bias`, else None
       expert_scale [E]                  (None,), with `use_expert_scale`, else None
-    with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
-    `jax_ep.placement.Placement.in_order` until they are moved;
     and, with `selection_bias`, gate.bias [E] (`RouterState`), which only `update_bias` changes.
 
-    With a mesh set they are created sharded over it, each logical axis over the mesh axes that
-    `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over `expert_axis` and
-    the others are not sharded. A mesh without `expert_axis` gives every rank all experts.
+    With a mesh set, or given as `mesh`, they are created sharded over it, each logical axis over
+    the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
+    `expert_axis`, "mlp" over `tensor_axis`, and the others are not sharded. A mesh without
+    `expert_axis` gives every rank all experts.
 
     Args:
       hidden: H.
@@ -145,7 +143,7 @@ class MoE(nnx.Module):
             num_experts,
             selection_bias=selection_bias,
             param_dtype=param_dtype,
-            expert_axis=self.config.expert_axis,
+            config=self.config,
             rngs=rngs,
         )
         # NNX lets an attribute be set to None or to a module, but not to the one after the other.
@@ -161,14 +159,13 @@ class MoE(nnx.Module):
             use_expert_scale=use_expert_scale,
             use_mlp_bias=use_mlp_bias,
             use_shared_gate=use_shared_gate,
-            num_slots=self.config.num_slots,
         )
         for name in moe_params.WEIGHTS:
             param = None
             if (shape := shapes.get(name)) is not None:
-                init = moe_params.initializer(name, kernel_init, num_experts, self.config.num_slots)
+                init = moe_params.initializer(name, kernel_init)
                 weight = init(rngs.params(), shape, param_dtype)
-                param = _param(weight, name, self.config.expert_axis)
+                param = _param(weight, name, self.config)
             setattr(self, name, param)
 
     def __call__(
@@ -176,7 +173,6 @@ class MoE(nnx.Module):
         x: jax.Array,
         mask: jax.Array | None = None,
         *,
-        placement: Placement | None = None,
         router_x: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
         topk_weights: jax.Array | None = None,
@@ -187,7 +183,6 @@ class MoE(nnx.Module):
           x: [..., H] floating, for example [batch, sequence, H].
           mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert
             and count in no metric.
-          placement: with `num_slots`, which expert each slot holds; see `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
 
         Returns:
@@ -207,7 +202,6 @@ class MoE(nnx.Module):
             x,
             self.config,
             mask,
-            placement=placement,
             router_x=router_x,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
@@ -231,42 +225,51 @@ class MoE(nnx.Module):
         bias.set_value(routing.update_expert_bias(bias.get_value(), expert_counts, rate))
 
 
-def _param(value: jax.Array, name: str, expert_axis: str | tuple[str, ...]) -> nnx.Param:
-    """Returns an `nnx.Param` with logical axes, sharded over the ambient mesh if there is one.
+def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
+    """Returns an `nnx.Param` with logical axes, sharded over the mesh if there is one.
 
-    Flax's own eager sharding needs a rule for each logical axis, and Explicit or Auto axes only;
-    where it lacks them this function shards the value itself.
+    That is the ambient mesh, or the layer's own. Flax's own eager sharding needs an ambient mesh, a
+    rule for each logical axis, and Explicit or Auto axes only; where it lacks them this function
+    shards the value itself.
     """
     axes = moe_params.LOGICAL_AXES[name]
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes or not nnx.using_eager_sharding():
+    ambient = jax.sharding.get_abstract_mesh()
+    mesh = config.mesh if ambient.empty else ambient
+    if mesh is None or ambient.manual_axes or not nnx.using_eager_sharding():
         return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 
     rules: dict[str, Any] = dict(spmd.get_logical_axis_rules())
-    held = tuple(axis for axis in as_axes(expert_axis, "expert_axis") if axis in mesh.axis_names)
+    held = _axes_of(mesh, config.expert_axis)
     missing = [axis for axis in axes if axis is not None and axis not in rules]
     defaults: dict[str, Any] = {a: a if a in mesh.axis_names else None for a in missing}
     if "exp" in defaults:
         defaults["exp"] = held or None
+    if "mlp" in defaults and config.tensor_axis is not None:
+        defaults["mlp"] = _axes_of(mesh, config.tensor_axis) or None
     named = rules | defaults
     spec = [None if axis is None else named[axis] for axis in axes]
     if "exp" in axes:
         if not held:  # data parallelism: every rank has all experts
             spec[0] = None
         _check_divides(value, spec[0], mesh)
-    if spec[0] == rules.get(str(axes[0]), spec[0]) and len(set(mesh.axis_types)) == 1:
+    flax_can = not ambient.empty and len(set(mesh.axis_types)) == 1
+    if flax_can and spec[0] == rules.get(str(axes[0]), spec[0]):
         metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
         return nnx.Param(value, out_sharding=axes, eager_sharding=True, **metadata)
     value = shard(value, mesh, PartitionSpec(*spec))
     return nnx.Param(value, out_sharding=axes, eager_sharding=False)
 
 
-def _check_divides(weights: jax.Array, axes: Any, mesh: AbstractMesh) -> None:
+def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in as_axes(axes) if axis in mesh.axis_names)
+
+
+def _check_divides(weights: jax.Array, axes: Any, mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError unless the experts of [E, ...] divide over the mesh axes."""
     names = as_axes(axes or ())
     num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)
     if weights.shape[0] % num_ranks:
         raise ValueError(
             f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis {names}, "
-            f"as must num_slots, but is {weights.shape[0]}."
+            f"but is {weights.shape[0]}."
         )

@@ -14,7 +14,7 @@ from support.meshes import cuda_mesh
 import jax_ep
 from jax_ep import checks
 from jax_ep.moe import layer as moe
-from jax_ep.moe import routing
+from jax_ep.moe import losses, routing
 from jax_ep.moe.expert_mlp import expert_mlp
 from jax_ep.moe.routed_experts import routed_experts
 
@@ -114,12 +114,12 @@ EXCHANGE = {
         "expert_alignment must be at most 715827878, since 2 experts",
     ),
     "load_balance_loss": (
-        lambda: routing.load_balance_loss(LOGITS, IDX, axis_name="data"),
+        lambda: losses.load_balance_loss(LOGITS, IDX, axis_name="data"),
         ValueError,
         "axis_name ('data',) is not bound here",
     ),
     "router_z_loss": (
-        lambda: routing.router_z_loss(LOGITS, axis_name="data"),
+        lambda: losses.router_z_loss(LOGITS, axis_name="data"),
         ValueError,
         "axis_name ('data',) is not bound here",
     ),
@@ -168,20 +168,20 @@ ALONE = {
         TypeError,
         "num_groups must be a static integer, but is None",
     ),
-    "logits of the z loss": (lambda: routing.router_z_loss(None), TypeError, "logits must be"),
+    "logits of the z loss": (lambda: losses.router_z_loss(None), TypeError, "logits must be"),
     "mask of the z loss": (
-        lambda: routing.router_z_loss(LOGITS, mask=[True]),
+        lambda: losses.router_z_loss(LOGITS, mask=[True]),
         TypeError,
         "mask must be a bool or integer array",
     ),
-    "probs": (lambda: routing.load_balance_loss(None, IDX), TypeError, "probs must be"),
+    "probs": (lambda: losses.load_balance_loss(None, IDX), TypeError, "probs must be"),
     "topk_idx of the loss": (
-        lambda: routing.load_balance_loss(LOGITS, [[0]]),
+        lambda: losses.load_balance_loss(LOGITS, [[0]]),
         TypeError,
         "topk_idx must be .* the list [[0]]",
     ),
     "axis_name of the loss": (
-        lambda: routing.load_balance_loss(LOGITS, IDX, axis_name="expert"),
+        lambda: losses.load_balance_loss(LOGITS, IDX, axis_name="expert"),
         ValueError,
         "axis_name ('expert',) is not bound here",
     ),

@@ -164,7 +164,9 @@ def collectives() -> None:
         close(result, expected)
 
 
-@exercises("moe_layer", "MoEConfig", "MoEMetrics", "MoEParams")
+@exercises(
+    "moe_layer", "MoEConfig", "MoEMetrics", "MoEParams", "BalanceSums", "pooled_load_balance_loss"
+)  # fmt: skip
 def layer_as_a_function() -> None:
     params, x = make_params(), make_x()
     assert isinstance(params, jax_ep.MoEParams)
@@ -173,6 +175,10 @@ def layer_as_a_function() -> None:
         out, metrics = jax.jit(lambda *args: jax_ep.moe_layer(*args, config))(params, x)
     want, counts = dense(params, x)
     assert isinstance(metrics, jax_ep.MoEMetrics)
+    assert isinstance(metrics.balance, jax_ep.BalanceSums)
+    # All tokens choose K experts, so the convention of transformers gives K times that of Switch.
+    pooled = jax_ep.pooled_load_balance_loss([metrics.balance, metrics.balance])
+    close(pooled, K * np.asarray(metrics.load_balance_loss))
     close(out, want)
     np.testing.assert_array_equal(metrics.expert_counts, counts)
 

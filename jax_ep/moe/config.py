@@ -17,7 +17,7 @@ from jax_ep import checks
 from jax_ep.exchange.api import Implementation
 from jax_ep.exchange.routes import Overflow, check_overflow
 from jax_ep.matmul.api import Implementation as MatmulImplementation
-from jax_ep.moe import routing
+from jax_ep.moe import losses, routing
 from jax_ep.moe.expert_mlp import FUNCTIONS, Activation, Gating, HiddenUnit, check_unit
 from jax_ep.moe.routed_experts import WeightsOn
 
@@ -39,13 +39,15 @@ class MoEConfig:
             learns must come through the logits, or as `topk_idx` and `topk_weights` of the call.
         router_dtype: the dtype that logits are computed in and rounded to, of 16 bits or more;
             None: `dtype`. Scores are float32 always.
+        balance_convention: of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
+            "deepseek_v3"; see `jax_ep.load_balance_loss`. For "transformers" probabilities and
+            choices are those of the softmax of the logits, whatever the router makes of them. For
+            "deepseek_v3" x is [..., sequence, H], and each sequence is balanced on its own.
         capacity_factor: None for a receive buffer that any routing fits in: nothing is dropped. A
             number c above 0 for one of c times the rows that a rank receives on average, T * K,
             plus room for `expert_alignment`; rows that do not fit are dropped, and counted.
         overflow: which rows are dropped. "fair" takes from the experts of a rank that have most;
             "tail" from its last experts first. See `jax_ep.dispatch`.
-        num_slots: None; or P, a multiple of the ranks, at least E: the ranks hold P copies of
-            experts, and each call is given a `placement` that says which. E may then be any number.
         expert_alignment: each expert's block of rows starts at a multiple of this.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
@@ -62,8 +64,11 @@ class MoEConfig:
             dtype that x and wi_0 promote to.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over.
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
-            them. None: every axis of the mesh; in the caller's `jax.shard_map`, the axes that x
-            varies over.
+            them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
+            the axes that x varies over.
+        tensor_axis: None, or a mesh axis, or tuple of axes, that F is split over, of every expert
+            and of the shared experts. Ranks along it hold the same tokens, or each its own where
+            it is among `batch_axes`; see `jax_ep.moe_layer`. A mesh without it splits nothing.
         mesh: the mesh to run on where no ambient mesh is set.
         implementation: of dispatch and combine; see `jax_ep.dispatch`. "pallas" needs a mesh with
             `expert_axis`.
@@ -82,9 +87,9 @@ class MoEConfig:
     scale: float = 1.0
     router: Router | None = None
     router_dtype: Any = jnp.float32
+    balance_convention: losses.Convention = "switch"
     capacity_factor: float | None = None
     overflow: Overflow = "fair"
-    num_slots: int | None = None
     expert_alignment: int = 1
     wire_dtype: Any = None
     activation: Activation = jax.nn.silu
@@ -94,6 +99,7 @@ class MoEConfig:
     dtype: Any = None
     expert_axis: str | tuple[str, ...] = "expert"
     batch_axes: str | tuple[str, ...] | None = None
+    tensor_axis: str | tuple[str, ...] | None = None
     mesh: Mesh | None = None
     implementation: Implementation = None
     matmul_implementation: MatmulImplementation = None
@@ -106,11 +112,6 @@ class MoEConfig:
     def unit(self) -> HiddenUnit:
         """Returns what an MLP makes of its pre-activations."""
         return HiddenUnit(self.activation, self.gating, self.clamp)
-
-    @property
-    def num_held(self) -> int:
-        """The experts that the ranks hold, copies counted: P, or E without slots."""
-        return self.num_experts if self.num_slots is None else self.num_slots
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the fields that hold a function."""
@@ -135,15 +136,9 @@ def check_config(config: MoEConfig) -> None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
     check_overflow(config.overflow)
-    if config.num_slots is not None:
-        checks.check_integer("num_slots", config.num_slots)
-        if config.num_slots < config.num_experts:
-            raise ValueError(
-                f"num_slots must be at least num_experts={config.num_experts}, or None for one "
-                f"slot for each expert, but is {config.num_slots}."
-            )
     checks.check_integer("expert_alignment", config.expert_alignment)
     check_unit(config.unit())
+    checks.check_name("balance_convention", config.balance_convention, get_args(losses.Convention))
     checks.check_name("weights_on", config.weights_on, get_args(WeightsOn))
     if not (config.router is None or callable(config.router)):
         raise TypeError(

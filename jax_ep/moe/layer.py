@@ -18,37 +18,14 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_ep import checks
 from jax_ep.exchange.api import dispatch
-from jax_ep.moe import routing
+from jax_ep.moe import losses, routing
 from jax_ep.moe.config import MoEConfig, SameCode, check_compute_dtype, check_config
 from jax_ep.moe.mesh import LayerMesh, explicit_axes, find_mesh, reshard
-from jax_ep.moe.params import ROUTED_WEIGHTS, MoEParams, check_num_held, check_params
+from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
+from jax_ep.moe.params import LOGICAL_AXES, ROUTED_WEIGHTS, MoEParams, check_num_held, check_params
 from jax_ep.moe.routed_experts import routed_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
-from jax_ep.moe.routing import check_mask
-from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
-from jax_ep.placement.table import Placement
-from jax_ep.runtime.jax_compat import register_for_export, smaller
-
-
-class MoEMetrics(NamedTuple):
-    """The losses and counts of one call of a layer, over all tokens of all ranks. A pytree.
-
-    Attributes:
-        load_balance_loss: [] float32, 1 when balanced; see `jax_ep.load_balance_loss`.
-        router_z_loss: [] float32; see `jax_ep.router_z_loss`.
-        expert_counts: [E] int32: (token, choice) pairs that chose each expert, dropped ones too.
-        num_dropped: [] int32: pairs that no expert computed, because a receive buffer was full.
-        dropped_counts: [E] int32: `num_dropped`, by expert.
-    """
-
-    load_balance_loss: jax.Array
-    router_z_loss: jax.Array
-    expert_counts: jax.Array
-    num_dropped: jax.Array
-    dropped_counts: jax.Array
-
-
-register_for_export(MoEMetrics)
+from jax_ep.runtime.jax_compat import match_varying, smaller
 
 
 def moe_layer(
@@ -57,7 +34,6 @@ def moe_layer(
     config: MoEConfig,
     mask: jax.Array | None = None,
     *,
-    placement: Placement | None = None,
     router_x: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
     topk_weights: jax.Array | None = None,
@@ -74,6 +50,13 @@ def moe_layer(
       not divide. A mesh without `expert_axis` gives every rank all experts: data parallelism;
     - else, with no mesh, unsharded.
 
+    With `tensor_axis` each rank along that axis holds F / ranks columns of its experts, for the
+    tokens of all of them. Where tokens are not spread over it, they are dispatched by each, and the
+    partial outputs [T, H] are summed after combine. Where it is among `batch_axes`, tokens are
+    gathered along it before dispatch, and the sums scattered after combine. In the caller's
+    `jax.shard_map` each rank is given its own columns, of wi_0, wi_1, their biases, wo, and the
+    shared experts.
+
     Args:
         params: the parameters; their global shapes do not depend on the mesh.
         x: [..., H] floating.
@@ -81,10 +64,6 @@ def moe_layer(
         mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert and
             count in no metric. They may hold anything: no gradient of a parameter sees a NaN of
             theirs.
-        placement: with `config.num_slots`, which expert each slot holds: a
-            `jax_ep.placement.Placement` of this layer. It is an array argument, so another one
-            needs no other program. wi_0, wi_1 and wo are then [P, ...], as
-            `jax_ep.placement.to_slots` makes them, and an expert's copies get the same gradient.
         router_x: [..., H'] floating, or None for x: what the gate [H', E] multiplies, where the
             experts see something else (Gemma 4; Nemotron's latent experts).
         topk_idx: [..., K] integer expert ids, or None: choices made by the caller, -1 for none. The
@@ -102,7 +81,11 @@ def moe_layer(
     check_params(params, config.num_experts)
     _check_tokens(x, mask, params.wi_0.shape[1])
     check_config(config)
-    check_placement(placement, config.num_experts, config.num_slots)
+    if config.balance_convention == "deepseek_v3" and x.ndim < 2:
+        raise ValueError(
+            'x must be [..., sequence, H] for balance_convention="deepseek_v3", but has shape '
+            f"{x.shape}."
+        )
     inputs = RouterInputs(router_x, topk_idx, topk_weights)
     check_router(params, x, inputs, config)
     if mask is not None:
@@ -130,49 +113,52 @@ def moe_layer(
         implementation=implementation,
         **functions,
     )
-    return _moe_layer(params, _Call(x, mask, inputs), placement, config, where)
+    return _moe_layer(params, _Call(x, mask, inputs), config, where)
 
 
 class _Call(NamedTuple):
-    """The arrays of one call; all but None have the tokens' leading dimensions."""
+    """The arrays of one call; all but None have the tokens' leading dimensions.
+
+    `sequence_ids` [...] int32 is there where sequences may be on several ranks.
+    """
 
     x: jax.Array
     mask: jax.Array | None
     router: RouterInputs
+    sequence_ids: jax.Array | None = None
 
 
 # Static arguments are hashable, so layers alike are traced once, and eager calls are compiled.
 @functools.partial(jax.jit, static_argnames=("config", "where"))
 def _moe_layer(
-    params: MoEParams,
-    call: _Call,
-    placement: Placement | None,
-    config: MoEConfig,
-    where: LayerMesh,
+    params: MoEParams, call: _Call, config: MoEConfig, where: LayerMesh
 ) -> tuple[jax.Array, MoEMetrics]:
     on_rank = functools.partial(_on_rank, config=config, where=where)
     if where.mesh is not None:
-        return _on_mesh(on_rank, params, call, placement, where)
+        return _on_mesh(on_rank, params, call, where)
     ambient = jax.sharding.get_abstract_mesh()
     if not explicit_axes(ambient):
-        return on_rank(params, call, placement)
+        return on_rank(params, call)
     # A shard_map over some axes of a mesh whose others are Explicit: along these, every rank does
     # the same.
     spec = jax.typeof(call.x).sharding.spec
-    args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, call, placement))
+    args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, call))
     out, metrics = on_rank(*args)
     return reshard(out, ambient, spec), metrics
 
 
-def _on_mesh(
-    on_rank, params, call: _Call, placement: Placement | None, where: LayerMesh
-) -> tuple[jax.Array, MoEMetrics]:
+def _on_mesh(on_rank, params, call: _Call, where: LayerMesh) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer in a `jax.shard_map` of its own."""
     mesh = where.mesh
     assert mesh is not None
     shape, spec = call.x.shape, jax.typeof(call.x).sharding.spec
     parts = math.prod(mesh.shape[a] for a in where.batch_axes)
     divides = len(shape) > 1 and shape[0] % parts == 0
+    if len(shape) < 3 or not divides:
+        number = math.prod(shape[:-2])
+        ids = jnp.arange(number, dtype=jnp.int32).reshape(*shape[:-2], 1)
+        call = call._replace(sequence_ids=jnp.broadcast_to(ids, shape[:-1]))
+        on_rank = functools.partial(on_rank, num_sequences=number)
     if not divides:
         if call.mask is None:
             call = call._replace(mask=jnp.ones(shape[:-1], jnp.bool_))
@@ -188,14 +174,13 @@ def _on_mesh(
         call = jax.tree.map(flattened, call)
 
     tokens_spec = PartitionSpec(where.batch_axes)
-    experts_spec = PartitionSpec(where.expert_axes)
     params_spec = MoEParams.of(**{
-        name: None if array is None else experts_spec if name in ROUTED_WEIGHTS else PartitionSpec()
+        name: _spec_of_parameter(name, where)
         for name, array in params._asdict().items()
+        if array is not None
     })  # fmt: skip
-    placement_spec = jax.tree.map(lambda _: PartitionSpec(), placement)
-    specs = (params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec)
-    args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), (params, call, placement), specs)
+    specs = (params_spec, jax.tree.map(lambda _: tokens_spec, call))
+    args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), (params, call), specs)
     out, metrics = jax.shard_map(
         on_rank,
         mesh=None if isinstance(mesh, AbstractMesh) else mesh,
@@ -208,18 +193,25 @@ def _on_mesh(
     return reshard(out, mesh, spec), metrics
 
 
+def _spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
+    axes = {"exp": where.expert_axes, "mlp": where.tensor_axes}
+    logical_axes = LOGICAL_AXES.get(name, ())
+    return PartitionSpec(*((axes.get(axis or "") or None) for axis in logical_axes))
+
+
 def _on_rank(
     params: MoEParams,
     call: _Call,
-    placement: Placement | None,
     *,
+    num_sequences: int | None = None,
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer on one rank's tokens and experts."""
-    shape, batch_axes = call.x.shape, where.batch_axes
+    shape = call.x.shape
     num_lead = len(shape) - 1
-    x, mask, inputs = jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_lead:]), call)
+    x, mask, inputs, ids = jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_lead:]), call)
+    sequences = Sequences(math.prod(shape[:-2]) if num_sequences is None else num_sequences, ids)
     tokens = x
     if mask is not None:
         # Zero times the NaN of a masked token would be a NaN in the gate's gradient.
@@ -229,19 +221,57 @@ def _on_rank(
             inputs = inputs._replace(x=jnp.where(mask[:, None], inputs.x, 0))
     router_x = tokens if inputs.x is None else inputs.x
     routed, logits = route(params, router_x, inputs, mask, config)
-    topk_idx = routed.topk_idx
-    slots = topk_idx
-    if placement is not None:
-        slots = chosen(topk_idx, placement, where.expert_axes)
+    arrays = tokens, x, routed.topk_idx, routed.topk_weights
+    tokens, x, topk_idx, topk_weights = _for_all_tensor_ranks(arrays, where)
+    distinct = makes_distinct_choices(inputs, config)
+    out, dropped = _routed_experts(params, tokens, topk_idx, topk_weights, distinct, config, where)
+    if params.shared_wo is not None:
+        out += _shared_experts(params, x, config)
+    out = _sum_over_tensor_ranks(out, where)
+    metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
+    return out.reshape(shape), metrics
 
+
+def _for_all_tensor_ranks(arrays: tuple[jax.Array, ...], where: LayerMesh) -> tuple[jax.Array, ...]:
+    """Returns [T, ...] of the tokens that all ranks along the tensor axes compute together.
+
+    The gradient of what they hold alike is a sum over them; it is made here, of a row for each
+    token, and not later, of a row for each choice.
+    """
+    if where.splits_tokens_over_tensor_axes():
+        gather = functools.partial(lax.all_gather, axis_name=where.tensor_axes, tiled=True)
+        return tuple(gather(array) for array in arrays)
+    if not where.tensor_axes:
+        return arrays
+    return tuple(match_varying((array,), where.tensor_axes)[0] for array in arrays)
+
+
+def _sum_over_tensor_ranks(out: jax.Array, where: LayerMesh) -> jax.Array:
+    """Returns this rank's tokens of the sum of the tensor ranks' partial outputs [T, H].
+
+    After combine, which has summed a token's choices: before it there is a row for each choice.
+    """
+    if where.splits_tokens_over_tensor_axes():
+        return lax.psum_scatter(out, where.tensor_axes, scatter_dimension=0, tiled=True)
+    return lax.psum(out, where.tensor_axes) if where.tensor_axes else out
+
+
+def _routed_experts(
+    params: MoEParams,
+    tokens: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    distinct: bool,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the routed experts' output [T, H], and this rank's drops: all, and by expert [E]."""
     received = dispatch(
         tokens.astype(config.dtype),
-        slots,
-        num_experts=config.num_held,
+        topk_idx,
+        num_experts=config.num_experts,
         axis_name=where.expert_axes,
-        capacity=receive_capacity(
-            config, x.shape[0], where.num_ranks(), distinct=makes_distinct_choices(inputs, config)
-        ),
+        capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
         expert_alignment=config.expert_alignment,
         # Without a factor nothing overflows, and there is nothing to choose.
         overflow="tail" if config.capacity_factor is None else config.overflow,
@@ -249,16 +279,19 @@ def _on_rank(
         implementation=config.implementation,
     )
     experts = {
-        name: _own_experts(weights, placement, config, where)
+        name: _own_experts(weights, config, where)
         for name in ROUTED_WEIGHTS
         if (weights := getattr(params, name)) is not None
     }
+    if where.tensor_axes and "wo_bias" in experts:  # once, among partial sums
+        is_first = lax.axis_index(where.tensor_axes) == 0
+        experts["wo_bias"] = jnp.where(is_first, experts["wo_bias"], 0)
     out = routed_experts(
         received,
         experts.pop("wi_0"),
         experts.pop("wi_1", None),
         experts.pop("wo"),
-        routed.topk_weights,
+        topk_weights,
         **experts,
         activation=config.activation,
         gating=config.gating,
@@ -267,29 +300,7 @@ def _on_rank(
         implementation=config.implementation,
         matmul_implementation=config.matmul_implementation,
     )
-    if params.shared_wo is not None:
-        out += _shared_experts(params, x, config)
-
-    no_loss = jnp.zeros((), jnp.float32)
-    metrics = MoEMetrics(
-        no_loss
-        if routed.probs is None
-        else routing.load_balance_loss(routed.probs, topk_idx, axis_name=batch_axes),
-        no_loss
-        if logits is None
-        else routing.router_z_loss(logits, mask=mask, axis_name=batch_axes),
-        *lax.psum(
-            (
-                routing.count_choices(topk_idx, config.num_experts),
-                received.num_dropped,
-                _of_all_experts(received.dropped_counts, where)
-                if placement is None
-                else by_expert(received.dropped_counts, placement, where.expert_axes),
-            ),
-            batch_axes,
-        ),
-    )
-    return out.reshape(shape), metrics
+    return out, (received.num_dropped, _of_all_experts(received.dropped_counts, where))
 
 
 def receive_capacity(
@@ -299,7 +310,7 @@ def receive_capacity(
 
     Where a token's choices are distinct, at most E / N of them are of one rank.
     """
-    num_local_experts = config.num_held // num_ranks
+    num_local_experts = config.num_experts // num_ranks
     choices = config.num_experts_per_token
     rows = num_ranks * num_tokens * (min(choices, num_local_experts) if distinct else choices)
     if config.capacity_factor is not None:
@@ -310,16 +321,12 @@ def receive_capacity(
     return -(-rows // alignment) * alignment
 
 
-def _own_experts(
-    weights: jax.Array, placement: Placement | None, config: MoEConfig, where: LayerMesh
-) -> jax.Array:
+def _own_experts(weights: jax.Array, config: MoEConfig, where: LayerMesh) -> jax.Array:
     """Returns this rank's experts, of which `weights` hold all or these, matrices in the dtype."""
-    num_local_experts = config.num_held // where.num_ranks()
+    num_local_experts = config.num_experts // where.num_ranks()
     if weights.shape[0] != num_local_experts:
         first = lax.axis_index(where.expert_axes) * num_local_experts
         weights = lax.dynamic_slice_in_dim(weights, first, num_local_experts)
-    if placement is not None:
-        weights = equal_copies(weights, placement, where.expert_axes)
     return weights.astype(config.dtype) if weights.ndim == 3 else weights
 
 
@@ -349,7 +356,7 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int) -> None:
     if 0 in x.shape:
         raise ValueError(f"x must hold at least one token, but has shape {x.shape}.")
     if mask is not None:
-        check_mask(mask, "[...], x's without its last axis")
+        losses.check_mask(mask, "[...], x's without its last axis")
         if mask.shape != x.shape[:-1]:
             raise ValueError(
                 f"mask must have one value for each token of x {x.shape}, but has shape "
@@ -359,16 +366,26 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int) -> None:
 
 def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
     num_ranks = where.num_ranks()
-    if config.num_held % num_ranks:
-        name = "num_experts" if config.num_slots is None else "num_slots"
+    if config.num_experts % num_ranks:
         raise ValueError(
-            f"{name} must be a multiple of the {num_ranks} ranks along expert_axis "
-            f"{where.expert_axes}, but is {config.num_held}."
+            f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis "
+            f"{where.expert_axes}, but is {config.num_experts}."
         )
-    allowed = {config.num_held}
+    allowed = {config.num_experts}
     if where.mesh is None:  # inside the caller's shard_map: they may be this rank's own
-        allowed.add(config.num_held // num_ranks)
+        allowed.add(config.num_experts // num_ranks)
     check_num_held(params, config.num_experts, allowed)
+    if where.mesh is not None:
+        widths = {"wi_0": params.wi_0.shape[2]}
+        if params.shared_wo is not None:
+            widths["shared_wo"] = params.shared_wo.shape[0]
+        for name, width in widths.items():
+            if width % where.num_tensor_ranks():
+                raise ValueError(
+                    f"{name} must have a width that is a multiple of the "
+                    f"{where.num_tensor_ranks()} ranks along tensor_axis {where.tensor_axes}, but "
+                    f"it is {width}, of shape {getattr(params, name).shape}."
+                )
     if not where.expert_axes and config.implementation == "pallas":
         raise ValueError(
             'implementation="pallas" exchanges rows between the ranks of expert_axis '

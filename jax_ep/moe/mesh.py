@@ -1,4 +1,4 @@
-"""Where one call of the layer runs: which mesh, and which of its axes hold experts and tokens."""
+"""Where one call of the layer runs: its mesh, and which axes hold experts, tokens and columns."""
 
 from __future__ import annotations
 
@@ -21,38 +21,46 @@ class LayerMesh(NamedTuple):
         expert_axes: the axes that experts are spread over; none: every rank holds every expert.
         batch_axes: the axes that tokens are spread over.
         mesh: the mesh of the `jax.shard_map` to open, or None to open none.
+        tensor_axes: the axes that F is split over; none: every rank has whole experts.
     """
 
     expert_axes: tuple[str, ...]
     batch_axes: tuple[str, ...]
     mesh: Mesh | AbstractMesh | None = None
+    tensor_axes: tuple[str, ...] = ()
 
     def num_ranks(self) -> int:
         """Returns N, the ranks that the experts are spread over."""
+        return self._size(self.expert_axes)
+
+    def num_tensor_ranks(self) -> int:
+        """Returns the ranks that F is split over."""
+        return self._size(self.tensor_axes)
+
+    def splits_tokens_over_tensor_axes(self) -> bool:
+        """Whether ranks along `tensor_axes` have tokens of their own."""
+        return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
+
+    def _size(self, axes: tuple[str, ...]) -> int:
         if self.mesh is not None:
-            return math.prod(self.mesh.shape[axis] for axis in self.expert_axes)
-        return lax.axis_size(self.expert_axes)
+            return math.prod(self.mesh.shape[axis] for axis in axes)
+        return lax.axis_size(axes)
 
 
 def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
     """Finds the mesh that a call on x runs on.
 
     Raises:
-        ValueError: `config.expert_axis` or `config.batch_axes` names no axis of it that could hold
-            experts or tokens.
+        ValueError: `config.expert_axis`, `tensor_axis` or `batch_axes` names no axis of it that
+            could hold experts, columns or tokens.
     """
     ambient = jax.sharding.get_abstract_mesh()
-    expert_axes = as_axes(config.expert_axis, "expert_axis")
     if ambient.manual_axes:
-        if not set(expert_axes) & set(ambient.axis_names):
-            expert_axes = ()
-        elif not set(expert_axes) <= set(ambient.manual_axes):
-            raise ValueError(
-                f"expert_axis {expert_axes} must be bound by the enclosing jax.shard_map, which is "
-                f"over {ambient.manual_axes}; make it one over the whole mesh "
-                f"{dict(ambient.shape)}."
-            )
-        return LayerMesh(expert_axes, _callers_batch_axes(config, expert_axes, ambient, x))
+        expert_axes, tensor_axes = (
+            _bound(name, axes, ambient) for name, axes in _split_axes(config).items()
+        )
+        batch_axes = _callers_batch_axes(config, expert_axes, tensor_axes, ambient, x)
+        return LayerMesh(expert_axes, batch_axes, None, tensor_axes)
 
     mesh: Mesh | AbstractMesh | None = config.mesh
     if not ambient.empty and (mesh is None or mesh.shape == ambient.shape):
@@ -60,16 +68,48 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
     elif mesh is None:
         mesh = jax_compat.mesh_of_with_statement()
     if mesh is None:
+        _split_axes(config)
         return LayerMesh((), ())
+    expert_axes, tensor_axes = (
+        _on_mesh(name, axes, mesh, config) for name, axes in _split_axes(config).items()
+    )
+    batch_axes = _batch_axes(config, expert_axes, tensor_axes, mesh.axis_names)
+    return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes)
 
-    missing = [a for a in expert_axes if a not in mesh.axis_names]
-    if missing and (config.mesh is not None or len(missing) < len(expert_axes)):
+
+def _split_axes(config: MoEConfig) -> dict[str, tuple[str, ...]]:
+    """Returns the axes that parameters are split over, by the name of the field."""
+    expert_axes = as_axes(config.expert_axis, "expert_axis")
+    tensor_axis = config.tensor_axis
+    tensor_axes = () if tensor_axis is None else as_axes(tensor_axis, "tensor_axis")
+    if set(expert_axes) & set(tensor_axes):
         raise ValueError(
-            f"expert_axis {expert_axes} must name axes of the mesh, but it has {mesh.shape}."
+            f"tensor_axis must be another mesh axis than expert_axis {expert_axes}, but is "
+            f"{tensor_axes}."
         )
-    if missing:
-        expert_axes = ()
-    return LayerMesh(expert_axes, _batch_axes(config, expert_axes, mesh.axis_names), mesh)
+    return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
+
+
+def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
+    """Returns the axes that the caller's shard_map binds: all of them, or none of its mesh's."""
+    if not set(axes) & set(ambient.axis_names):
+        return ()
+    if not set(axes) <= set(ambient.manual_axes):
+        raise ValueError(
+            f"{name} {axes} must be bound by the enclosing jax.shard_map, which is over "
+            f"{ambient.manual_axes}; make it one over the whole mesh {dict(ambient.shape)}."
+        )
+    return axes
+
+
+def _on_mesh(
+    name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh, config: MoEConfig
+) -> tuple[str, ...]:
+    """Returns the axes, all of the mesh, or none where an ambient mesh has none of them."""
+    missing = [axis for axis in axes if axis not in mesh.axis_names]
+    if missing and (config.mesh is not None or len(missing) < len(axes)):
+        raise ValueError(f"{name} {axes} must name axes of the mesh, but it has {mesh.shape}.")
+    return () if missing else axes
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
@@ -106,7 +146,11 @@ def _only(part: Any, axes: frozenset[str]) -> Any:
 
 
 def _callers_batch_axes(
-    config: MoEConfig, expert_axes: tuple[str, ...], ambient: AbstractMesh, x: jax.Array
+    config: MoEConfig,
+    expert_axes: tuple[str, ...],
+    tensor_axes: tuple[str, ...],
+    ambient: AbstractMesh,
+    x: jax.Array,
 ) -> tuple[str, ...]:
     """Returns the axes of the caller's shard_map that its tokens are spread over."""
     bound = tuple(ambient.manual_axes)
@@ -118,13 +162,13 @@ def _callers_batch_axes(
                 "the layer cannot see there over which of these axes the tokens are spread, and "
                 f"over which they are replicated. Set batch_axes={bound} if over all of them."
             )
-        return _batch_axes(config, expert_axes, bound)
+        return _batch_axes(config, expert_axes, tensor_axes, bound)
 
     spread = jax_compat.varying_axes(x)
     if config.batch_axes is None:
         batch_axes = tuple(a for a in bound if a in spread or a in expert_axes)
     else:
-        batch_axes = _batch_axes(config, expert_axes, bound)
+        batch_axes = _batch_axes(config, expert_axes, tensor_axes, bound)
     replicated = tuple(a for a in batch_axes if a in large and a not in spread)
     if replicated:
         raise ValueError(
@@ -137,15 +181,23 @@ def _callers_batch_axes(
 
 
 def _batch_axes(
-    config: MoEConfig, expert_axes: tuple[str, ...], axes: tuple[str, ...]
+    config: MoEConfig,
+    expert_axes: tuple[str, ...],
+    tensor_axes: tuple[str, ...],
+    axes: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Returns the axes that tokens are spread over, of those that are or will be bound."""
-    batch_axes = (
-        tuple(axes) if config.batch_axes is None else as_axes(config.batch_axes, "batch_axes")
-    )
+    if config.batch_axes is None:
+        return tuple(axis for axis in axes if axis not in tensor_axes)
+    batch_axes = as_axes(config.batch_axes, "batch_axes")
     if not set(expert_axes) <= set(batch_axes) <= set(axes):
         raise ValueError(
             f"batch_axes must be among the mesh axes {axes} and hold expert_axis {expert_axes}, "
             f"but is {batch_axes}."
+        )
+    if 0 < len(set(tensor_axes) & set(batch_axes)) < len(tensor_axes):
+        raise ValueError(
+            f"batch_axes must hold all of tensor_axis {tensor_axes}, whose ranks then have tokens "
+            f"of their own, or none of it, but is {batch_axes}."
         )
     return batch_axes

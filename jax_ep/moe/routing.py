@@ -1,4 +1,4 @@
-"""Routers and balance losses: pure functions of one rank's logits, float32 inside."""
+"""Routers: pure functions of one rank's logits, float32 inside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
-from jax_ep.checks import AxisName
 from jax_ep.exchange.routes import expert_ids
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 
@@ -237,7 +236,7 @@ def routing_of_choices(
 
 def _weights(chosen: jax.Array, normalize: bool, epsilon: float, scale: float) -> jax.Array:
     """Returns [T, K] float32, what choices of these scores weigh."""
-    weights = _normalize(chosen, epsilon) if normalize else chosen
+    weights = normalized(chosen, epsilon) if normalize else chosen
     return weights * jnp.asarray(scale, jnp.float32)
 
 
@@ -321,95 +320,6 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     return jnp.sum(choices == experts, axis=0, dtype=jnp.int32)
 
 
-def load_balance_loss(
-    probs: jax.Array, topk_idx: jax.Array, *, axis_name: AxisName | None = None
-) -> jax.Array:
-    """Returns E * sum_e f_e P_e: 1 when choices and probabilities are even, E at worst.
-
-    f_e is the share of all (token, choice) pairs that name expert e, P_e the mean probability of e
-    over the tokens (Switch Transformer, arXiv:2101.03961, eq. 4; GShard, arXiv:2006.16668). A
-    token's probabilities are its row of `probs` over the row's sum: softmax rows are themselves,
-    sigmoid scores become DeepSeek-V3's (arXiv:2412.19437, eq. 19). f and P are means over all
-    tokens of all ranks, taken before the product: the mean of the ranks' own losses would punish a
-    rank for its own tokens' skew. A token that chooses no expert counts nowhere, NaN included.
-
-    Args:
-        probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows through it alone.
-        topk_idx: [T, K] integer expert ids; a value outside [0, E), such as -1, is a choice of no
-            expert.
-        axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
-            for one rank's own loss.
-
-    Returns:
-        [] float32, the same on every rank of `axis_name`. The derivative follows the rule of
-        `lax.psum`: exact for `jax.grad` around the `shard_map`, and inside one with
-        `check_vma=True`; inside one with `check_vma=False`, `jax.grad` gives the derivative of the
-        sum over ranks, for gradients that are then averaged over ranks.
-
-    Raises:
-        ValueError: shapes that do not fit, or an axis that is not bound, naming the argument.
-        TypeError: probs not floating or topk_idx not integer.
-    """
-    checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
-    checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
-    if topk_idx.shape[0] != probs.shape[0]:
-        raise ValueError(
-            f"topk_idx must have the {probs.shape[0]} tokens of probs {probs.shape}, but has shape "
-            f"{topk_idx.shape}."
-        )
-    num_experts = probs.shape[1]
-    topk_idx = expert_ids(topk_idx, num_experts)
-    routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
-    # Selected before the division: the derivative of what is not selected is zero times its value.
-    probs = jnp.where(routed[:, None], probs.astype(jnp.float32), 0.0)
-    sums = (
-        count_choices(topk_idx, num_experts),
-        jnp.sum(_normalize(probs, TINY), axis=0),
-        jnp.sum(routed, dtype=jnp.int32),
-    )
-    counts, prob_sum, tokens = _sum_over_ranks(sums, axis_name)
-    f = counts.astype(jnp.float32) / _at_least_one(jnp.sum(counts))
-    p = prob_sum / _at_least_one(tokens)
-    return num_experts * jnp.sum(f * p)
-
-
-def router_z_loss(
-    logits: jax.Array, *, mask: jax.Array | None = None, axis_name: AxisName | None = None
-) -> jax.Array:
-    """Returns the mean over tokens of logsumexp(logits)^2, a loss that keeps logits small.
-
-    From ST-MoE (arXiv:2202.08906, eq. 5). A token that the mask leaves out counts nowhere, NaN
-    included.
-
-    Args:
-        logits: [T, E] floating.
-        mask: [T] bool or integer, or None: the tokens that count, those that are not False or 0.
-        axis_name: as in `load_balance_loss`: the mean is then over the tokens of all ranks.
-
-    Returns:
-        [] float32.
-
-    Raises:
-        ValueError: shapes that do not fit, naming the argument.
-        TypeError: logits not floating, or a mask that is neither bool nor integer.
-    """
-    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
-    if mask is None:
-        mask = jnp.ones(logits.shape[:1], jnp.bool_)
-    check_mask(mask, "[T]")
-    if mask.shape != logits.shape[:1]:
-        raise ValueError(
-            f"mask must have one value per token of logits {logits.shape}, but has shape "
-            f"{mask.shape}."
-        )
-    mask = mask.astype(jnp.bool_)
-    logits = jnp.where(mask[:, None], logits.astype(jnp.float32), 0.0)
-    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
-    sums = jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.int32)
-    total, tokens = _sum_over_ranks(sums, axis_name)
-    return total / _at_least_one(tokens)
-
-
 def update_expert_bias(
     bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
 ) -> jax.Array:
@@ -442,26 +352,5 @@ def update_expert_bias(
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)
 
 
-def check_mask(mask: jax.Array, shape: str) -> None:
-    """Raises TypeError unless the mask is an array of bools or integers."""
-    wanted = f"mask must be a bool or integer array {shape}"
-    if not hasattr(mask, "dtype"):
-        raise TypeError(f"{wanted}, but is {checks.described(mask)}.")
-    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
-        raise TypeError(f"{wanted}, but has dtype {mask.dtype}.")
-
-
-def _sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
-    if axis_name is None:
-        return sums
-    axes = checks.as_axes(axis_name)
-    checks.num_ranks(axes)
-    return lax.psum(sums, axes)
-
-
-def _at_least_one(count: jax.Array) -> jax.Array:
-    return jnp.maximum(count, 1).astype(jnp.float32)
-
-
-def _normalize(scores: jax.Array, epsilon: float) -> jax.Array:
+def normalized(scores: jax.Array, epsilon: float) -> jax.Array:
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.float32(epsilon))

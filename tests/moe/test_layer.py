@@ -19,8 +19,8 @@ from support.selection import quick
 import jax_ep
 from jax_ep import reference
 from jax_ep.moe import layer as moe
+from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
-from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig
 
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
@@ -76,9 +76,9 @@ def test_metrics_are_those_of_routing():
     _, metrics = moe.moe_layer(params, x, CONFIG)
     logits = x.reshape(-1, H) @ params.gate
     routed = routing.top_k_routing(logits, K)
-    want = routing.load_balance_loss(routed.probs, routed.topk_idx)
+    want = losses.load_balance_loss(routed.probs, routed.topk_idx)
     np.testing.assert_allclose(metrics.load_balance_loss, want, rtol=1e-6)
-    np.testing.assert_allclose(metrics.router_z_loss, routing.router_z_loss(logits), rtol=1e-6)
+    np.testing.assert_allclose(metrics.router_z_loss, losses.router_z_loss(logits), rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, 8))

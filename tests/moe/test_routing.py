@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.meshes import RANK_COUNTS, expert_mesh, mesh
-from support.selection import quick
+from support.logits import E, T, derivative, random_bias, random_logits
+from support.meshes import mesh
 
 from jax_ep import reference
-from jax_ep.moe import routing
+from jax_ep.moe import losses, routing
 
-T, E = 24, 16
 OPTIONS = [
     dict(k=1),
     dict(k=4),
@@ -30,25 +29,6 @@ OPTIONS = [
     dict(k=3, score="sigmoid", choose_by="logit", num_groups=4, groups_kept=2, biased=True),
     dict(k=3, num_groups=4, groups_kept=2, group_score="max", normalize=False, scale=16.0),
 ]
-
-
-def random_logits(seed: int = 0, tokens: int = T) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(tokens, E)).astype(np.float32)
-
-
-def random_bias() -> np.ndarray:
-    return np.random.default_rng(99).normal(scale=0.3, size=E).astype(np.float32)
-
-
-def derivative(f, at: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    """The gradient of a scalar NumPy function, by central differences in float64."""
-    at = at.astype(np.float64)
-    grad = np.zeros_like(at)
-    for index in np.ndindex(at.shape):
-        step = np.zeros_like(at)
-        step[index] = eps
-        grad[index] = (f(at + step) - f(at - step)) / (2 * eps)
-    return grad
 
 
 def norm_error(got, want):
@@ -253,11 +233,11 @@ def test_computes_in_float32_whatever_the_logits(dtype):
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
-    assert routing.router_z_loss(low).dtype == jnp.float32
+    assert losses.router_z_loss(low).dtype == jnp.float32
     np.testing.assert_array_equal(
-        routing.router_z_loss(low), routing.router_z_loss(low.astype(jnp.float32))
+        losses.router_z_loss(low), losses.router_z_loss(low.astype(jnp.float32))
     )
-    assert routing.load_balance_loss(got.probs.astype(dtype), got.topk_idx).dtype == jnp.float32
+    assert losses.load_balance_loss(got.probs.astype(dtype), got.topk_idx).dtype == jnp.float32
 
 
 def test_routing_is_a_pytree():
@@ -293,48 +273,6 @@ def test_the_constant_of_the_normalization():
     np.testing.assert_allclose(default.topk_weights, 0.5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
-def test_load_balance_loss_with_ids_of_any_integer_dtype(dtype):
-    """Also those that cannot hold E; an id that is no expert's counts nowhere."""
-    experts = 300
-    rng = np.random.default_rng(9)
-    probs = rng.uniform(size=(40, experts)).astype(np.float32)
-    topk_idx = rng.integers(0, 100, (40, 3)).astype(dtype)
-    want = reference.load_balance_loss(probs, topk_idx.astype(np.int32))
-    got = routing.load_balance_loss(jnp.asarray(probs), jnp.asarray(topk_idx))
-    np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-def test_ids_past_the_last_expert_are_choices_of_none():
-    routed = routing.top_k_routing(jnp.asarray(random_logits()), 2)
-    absent = jnp.arange(T)[:, None] >= 10
-    none = routing.load_balance_loss(routed.probs, jnp.where(absent, -1, routed.topk_idx))
-    past = routing.load_balance_loss(routed.probs, jnp.where(absent, E + 3, routed.topk_idx))
-    assert past == none
-    one_of_two = routed.topk_idx.at[:, 1].set(E)
-    got = routing.load_balance_loss(routed.probs, one_of_two)
-    want = routing.load_balance_loss(routed.probs, routed.topk_idx.at[:, 1].set(-1))
-    assert got == want
-    np.testing.assert_array_equal(
-        routing.count_choices(one_of_two, E), np.bincount(routed.topk_idx[:, 0], minlength=E)
-    )
-
-
-def test_losses_of_tokens_left_out_that_hold_nan_have_finite_gradients():
-    logits = jnp.asarray(random_logits()).at[3].set(jnp.nan)
-    mask = jnp.arange(T) != 3
-
-    def losses(logits):
-        routed = routing.top_k_routing(logits, 2)
-        topk_idx = jnp.where(mask[:, None], routed.topk_idx, -1)
-        balance = routing.load_balance_loss(jax.lax.stop_gradient(routed.probs) * logits, topk_idx)
-        return balance + routing.router_z_loss(logits, mask=mask)
-
-    value, grad = jax.value_and_grad(losses)(logits)
-    assert np.isfinite(value) and np.all(np.isfinite(grad[mask]))
-    assert not np.any(jax.grad(lambda x: routing.router_z_loss(x, mask=mask))(logits)[3])
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 def test_strict_promotion(dtype):
     """Routers, losses and the bias's step under jax_numpy_*_promotion "strict" and "raise"."""
@@ -349,12 +287,12 @@ def test_strict_promotion(dtype):
             counts = routing.count_choices(routed.topk_idx, E)
             results += [
                 routed,
-                routing.load_balance_loss(routed.probs.astype(dtype), routed.topk_idx),
+                losses.load_balance_loss(routed.probs.astype(dtype), routed.topk_idx),
                 routing.update_expert_bias(bias, counts, jnp.float16(0.5)),
                 routing.update_expert_bias(bias, counts, 1),
             ]
         mask = jnp.arange(T) > 3
-        return results, routing.router_z_loss(logits), routing.router_z_loss(logits, mask=mask)
+        return results, losses.router_z_loss(logits), losses.router_z_loss(logits, mask=mask)
 
     want = everything(logits, jnp.asarray(random_bias()))
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
@@ -365,132 +303,6 @@ def test_strict_promotion(dtype):
 def test_count_choices_skips_minus_one():
     topk_idx = jnp.asarray([[0, 2], [2, -1], [-1, -1]], jnp.int32)
     np.testing.assert_array_equal(routing.count_choices(topk_idx, 4), [1, 0, 2, 0])
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_load_balance_loss_and_its_gradient(score):
-    logits = random_logits(3, tokens=6)
-    topk_idx = reference.top_k_routing(logits, 2, score=score).topk_idx
-
-    def loss(logits):
-        probs = routing.top_k_routing(logits, 2, score=score).probs
-        return routing.load_balance_loss(probs, jnp.asarray(topk_idx))
-
-    def want(logits):
-        probs = reference.top_k_routing(logits, 2, score=score).probs
-        return reference.load_balance_loss(probs, topk_idx)
-
-    value, grad = jax.value_and_grad(loss)(jnp.asarray(logits))
-    np.testing.assert_allclose(value, want(logits), rtol=1e-6)
-    np.testing.assert_allclose(grad, derivative(want, logits), atol=1e-6)
-
-
-def test_load_balance_loss_is_one_when_even_and_num_experts_when_not():
-    even = jnp.arange(T * 2, dtype=jnp.int32).reshape(T, 2) % E
-    np.testing.assert_allclose(
-        routing.load_balance_loss(jnp.full((T, E), 1 / E), even), 1.0, rtol=1e-6
-    )
-    one = jax.nn.one_hot(jnp.full(T, 3), E)
-    np.testing.assert_allclose(
-        routing.load_balance_loss(one, jnp.full((T, 1), 3)), float(E), rtol=1e-6
-    )
-
-
-def test_load_balance_loss_ignores_tokens_without_choices():
-    routed = routing.top_k_routing(jnp.asarray(random_logits()), 2)
-    absent = jnp.arange(T)[:, None] >= 10
-    loss = routing.load_balance_loss(routed.probs, jnp.where(absent, -1, routed.topk_idx))
-    np.testing.assert_allclose(
-        loss, routing.load_balance_loss(routed.probs[:10], routed.topk_idx[:10]), rtol=1e-6
-    )
-    nothing = routing.load_balance_loss(routed.probs, jnp.full((T, 2), -1))
-    assert nothing == 0.0
-
-
-def test_router_z_loss_and_its_gradient():
-    logits = random_logits(4, tokens=6) * 3
-    value, grad = jax.value_and_grad(routing.router_z_loss)(jnp.asarray(logits))
-    np.testing.assert_allclose(value, reference.router_z_loss(logits), rtol=1e-6)
-    np.testing.assert_allclose(grad, derivative(reference.router_z_loss, logits), atol=1e-5)
-    mask = np.arange(6) < 4
-    np.testing.assert_allclose(
-        routing.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask)),
-        reference.router_z_loss(logits[:4]),
-        rtol=1e-6,
-    )
-    as_integers = routing.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask, jnp.int32))
-    assert as_integers == routing.router_z_loss(jnp.asarray(logits), mask=jnp.asarray(mask))
-
-
-@pytest.mark.parametrize("check_vma", quick([True, False], True))
-@pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, 8))
-def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
-    # Each rank's tokens lean to other experts: the mean of the ranks' losses is another number.
-    lean = np.repeat(np.eye(E)[:8] * 4, T // 8, axis=0)
-    logits = jnp.asarray(random_logits(5) + lean, jnp.float32)
-
-    def losses(logits, axis_name=None):
-        routed = routing.top_k_routing(logits, 2)
-        return routing.load_balance_loss(
-            routed.probs, routed.topk_idx, axis_name=axis_name
-        ) + 0.1 * routing.router_z_loss(logits, axis_name=axis_name)
-
-    sharded = jax.shard_map(
-        functools.partial(losses, axis_name="expert"),
-        mesh=expert_mesh(num_ranks),
-        in_specs=P("expert"),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
-    value, grad = jax.jit(jax.value_and_grad(sharded))(logits)
-    want_value, want_grad = jax.value_and_grad(losses)(logits)
-    np.testing.assert_allclose(value, want_value, rtol=1e-6)
-    np.testing.assert_allclose(grad, want_grad, atol=1e-7)
-    if num_ranks > 1:
-        own = np.mean([losses(part) for part in np.split(logits, num_ranks)])
-        assert abs(own - want_value) > 1e-3
-
-
-@pytest.mark.parametrize("check_vma", quick([True, False], True))
-def test_gradients_taken_inside_shard_map(check_vma):
-    """Exact under check_vma; without it lax.psum's rule: of the sum over ranks."""
-    num_ranks = 4
-    logits = jnp.asarray(random_logits(6))
-
-    def loss(logits, axis_name=None):
-        routed = routing.top_k_routing(logits, 2)
-        return routing.load_balance_loss(routed.probs, routed.topk_idx, axis_name=axis_name)
-
-    grad = jax.shard_map(
-        jax.grad(functools.partial(loss, axis_name="expert")),
-        mesh=expert_mesh(num_ranks),
-        in_specs=P("expert"),
-        out_specs=P("expert"),
-        check_vma=check_vma,
-    )(logits)
-    scale = 1 if check_vma else num_ranks
-    np.testing.assert_allclose(grad, scale * jax.grad(loss)(logits), atol=1e-7)
-
-
-@pytest.mark.slow
-def test_losses_over_several_axes():
-    logits = jnp.asarray(random_logits(7))
-
-    def losses(logits, axis_name=None):
-        routed = routing.top_k_routing(logits, 2)
-        return (
-            routing.load_balance_loss(routed.probs, routed.topk_idx, axis_name=axis_name),
-            routing.router_z_loss(logits, axis_name=axis_name),
-        )
-
-    axes = ("data", "expert")
-    got = jax.shard_map(
-        functools.partial(losses, axis_name=axes),
-        mesh=mesh((2, 4), axes),
-        in_specs=P(axes),
-        out_specs=P(),
-    )(logits)
-    np.testing.assert_allclose(got, losses(logits), rtol=1e-6)
 
 
 def test_update_expert_bias_follows_the_sign_rule():
@@ -568,23 +380,23 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
             TypeError,
             "bias must be a floating array",
         ),
-        (lambda: routing.load_balance_loss(LOGITS[0], IDX), ValueError, "probs must be"),
-        (lambda: routing.load_balance_loss(IDX, IDX), TypeError, "probs must be a floating array"),
-        (lambda: routing.load_balance_loss(LOGITS, IDX[:3]), ValueError, r"topk_idx .* \(3, 2\)"),
+        (lambda: losses.load_balance_loss(LOGITS[0], IDX), ValueError, "probs must be"),
+        (lambda: losses.load_balance_loss(IDX, IDX), TypeError, "probs must be a floating array"),
+        (lambda: losses.load_balance_loss(LOGITS, IDX[:3]), ValueError, r"topk_idx .* \(3, 2\)"),
         (
-            lambda: routing.load_balance_loss(LOGITS, LOGITS),
+            lambda: losses.load_balance_loss(LOGITS, LOGITS),
             TypeError,
             "topk_idx must be an integer array",
         ),
-        (lambda: routing.router_z_loss(LOGITS[0]), ValueError, "logits must be"),
-        (lambda: routing.router_z_loss(IDX), TypeError, "logits must be a floating array"),
+        (lambda: losses.router_z_loss(LOGITS[0]), ValueError, "logits must be"),
+        (lambda: losses.router_z_loss(IDX), TypeError, "logits must be a floating array"),
         (
-            lambda: routing.router_z_loss(LOGITS, mask=jnp.ones(3, bool)),
+            lambda: losses.router_z_loss(LOGITS, mask=jnp.ones(3, bool)),
             ValueError,
             r"mask must .* but has shape \(3,\)",
         ),
         (
-            lambda: routing.router_z_loss(LOGITS, mask=jnp.ones(4)),
+            lambda: losses.router_z_loss(LOGITS, mask=jnp.ones(4)),
             TypeError,
             "mask must be a bool or integer array",
         ),

@@ -1,0 +1,265 @@
+"""Losses that keep routers balanced and small, by the conventions of published models.
+
+Each is made of sums over tokens: pool these first, over ranks, layers or microbatches, and take the
+loss of the sums. `BalanceSums` are such sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import checks
+from jax_ep.checks import AxisName
+from jax_ep.exchange.routes import expert_ids
+from jax_ep.moe.routing import TINY, count_choices, normalized
+from jax_ep.runtime.jax_compat import register_for_export
+
+Convention = Literal["switch", "transformers", "deepseek_v3"]
+
+
+class BalanceSums(NamedTuple):
+    """What a load-balance loss is made of: sums over tokens, which may be added. A pytree.
+
+    Attributes:
+        choices: [..., E] int32: (token, choice) pairs that chose each expert.
+        probs: [..., E] float32: each expert's probability, summed over tokens.
+        num_tokens: [...] int32: tokens that chose an expert.
+    """
+
+    choices: jax.Array
+    probs: jax.Array
+    num_tokens: jax.Array
+
+
+register_for_export(BalanceSums)
+
+
+def load_balance_loss(
+    probs: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    convention: Convention = "switch",
+    num_sequences: int | None = None,
+    sequence_ids: jax.Array | None = None,
+    axis_name: AxisName | None = None,
+) -> jax.Array:
+    """Returns a loss that is least when choices and probabilities are even.
+
+    With c_e the (token, choice) pairs that name expert e, and P_e the mean probability of e over
+    the tokens, a published model's loss is, by `convention`:
+
+    - "switch": E * sum_e (c_e / sum c) P_e, 1 when even, E at worst (Switch Transformer,
+      arXiv:2101.03961, eq. 4; GShard, arXiv:2006.16668).
+    - "transformers": E * sum_e (c_e / tokens) P_e, K when even: `load_balancing_loss_func` of the
+      package transformers, for Mixtral, Qwen, OLMoE and others. There P_e are of the softmax of the
+      logits, choices are its top-k, and the tokens are those of all layers: see
+      `pooled_load_balance_loss`.
+    - "deepseek_v3": the mean over sequences of each one's "switch" loss, which is DeepSeek-V3's
+      complementary sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), as DeepSeek-V2 computes it
+      too: of the choices that were made.
+
+    A token's probabilities are its row of `probs` over the row's sum: softmax rows are themselves,
+    sigmoid scores become DeepSeek-V3's (eq. 19). c and P are of all tokens of all ranks, or of a
+    sequence, before the product: the mean of the ranks' own losses would punish a rank for its own
+    tokens' skew. A token that chooses no expert counts nowhere, NaN included.
+
+    Args:
+        probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows through it alone.
+        topk_idx: [T, K] integer expert ids; a value outside [0, E), such as -1, is a choice of no
+            expert.
+        convention: "switch", "transformers" or "deepseek_v3".
+        num_sequences: for "deepseek_v3", the number of sequences, B. The T tokens are those of B
+            sequences one after the other, of equal lengths, and each rank has its own.
+        sequence_ids: [T] integer, or None: the sequence in [0, B) that each token is of, where
+            lengths differ or a sequence is on several ranks; B and ids are then those of all ranks.
+        axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
+            for one rank's own loss.
+
+    Returns:
+        [] float32, the same on every rank of `axis_name`. The derivative follows the rule of
+        `lax.psum`: exact for `jax.grad` around the `shard_map`, and inside one with
+        `check_vma=True`; inside one with `check_vma=False`, `jax.grad` gives the derivative of the
+        sum over ranks, for gradients that are then averaged over ranks.
+
+    Raises:
+        ValueError: shapes that do not fit, or an axis that is not bound, naming the argument.
+        TypeError: probs not floating, topk_idx or sequence_ids not integer.
+    """
+    checks.check_name("convention", convention, get_args(Convention))
+    by_sequence = convention == "deepseek_v3"
+    if by_sequence != (num_sequences is not None):
+        raise ValueError(
+            f"num_sequences must be {'a number' if by_sequence else 'None'} for convention "
+            f"{convention!r}, but is {num_sequences}."
+        )
+    sums = balance_sums(probs, topk_idx, num_sequences=num_sequences, sequence_ids=sequence_ids)
+    if not by_sequence:
+        return pooled_load_balance_loss(sum_over_ranks(sums, axis_name), convention=convention)
+    if sequence_ids is not None:
+        sums, axis_name = sum_over_ranks(sums, axis_name), None
+    of_sequences = _loss(sums, "switch"), (sums.num_tokens > 0).astype(jnp.int32)
+    total, number = sum_over_ranks(jax.tree.map(jnp.sum, of_sequences), axis_name)
+    return total / _at_least_one(number)
+
+
+def pooled_load_balance_loss(
+    sums: BalanceSums | Sequence[BalanceSums], *, convention: Convention = "transformers"
+) -> jax.Array:
+    """Returns the loss of all tokens of several layers, or of several microbatches, together.
+
+    `sum(m.load_balance_loss for m in metrics)` weighs every layer's balance; the package
+    transformers instead counts the choices of all layers before it multiplies.
+
+    Args:
+        sums: `MoEMetrics.balance` of a layer; a sequence of them; or one with leading axes, as
+            `lax.scan` over layers stacks them.
+        convention: "transformers" or "switch"; see `load_balance_loss`.
+
+    Returns:
+        [] float32.
+
+    Raises:
+        ValueError: naming the argument, for a convention that is of sequences or unknown.
+        TypeError: sums are no `BalanceSums`.
+    """
+    checks.check_name("convention", convention, ("transformers", "switch"))
+    given = [sums] if isinstance(sums, BalanceSums) else list(sums)
+    if not given or not all(isinstance(one, BalanceSums) for one in given):
+        raise TypeError(
+            "sums must be a BalanceSums or a sequence of them, such as MoEMetrics.balance of each "
+            f"layer, but is {checks.described(sums)}."
+        )
+    stacked = jax.tree.map(
+        lambda *a: jnp.concatenate([one.reshape(-1, one.shape[-1]) for one in a]),
+        *(one._replace(num_tokens=one.num_tokens[..., None]) for one in given),
+    )
+    pooled = jax.tree.map(functools.partial(jnp.sum, axis=0), stacked)
+    pooled = pooled._replace(num_tokens=pooled.num_tokens[0])
+    return _loss(pooled, convention)
+
+
+def balance_sums(
+    probs: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    num_sequences: int | None = None,
+    sequence_ids: jax.Array | None = None,
+) -> BalanceSums:
+    """Returns this rank's sums over all its tokens, or over each of `num_sequences` sequences."""
+    checks.check_array("probs", probs, 2, jnp.floating, "[T, E]")
+    checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
+    num_tokens, num_experts = probs.shape
+    if topk_idx.shape[0] != num_tokens:
+        raise ValueError(
+            f"topk_idx must have the {num_tokens} tokens of probs {probs.shape}, but has shape "
+            f"{topk_idx.shape}."
+        )
+    topk_idx = expert_ids(topk_idx, num_experts)
+    routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
+    # Selected before the division: the derivative of what is not selected is zero times its value.
+    probs = jnp.where(routed[:, None], probs.astype(jnp.float32), 0.0)
+    probs = normalized(probs, TINY)
+    if num_sequences is None:
+        return BalanceSums(
+            count_choices(topk_idx, num_experts),
+            jnp.sum(probs, axis=0),
+            jnp.sum(routed, dtype=jnp.int32),
+        )
+    num_sequences = checks.check_integer("num_sequences", num_sequences)
+    chosen = jax.nn.one_hot(topk_idx, num_experts, dtype=jnp.int32, axis=1).sum(axis=-1)
+    parts = (chosen, probs, routed)
+    if sequence_ids is None:
+        if num_tokens % num_sequences:
+            raise ValueError(
+                f"num_sequences must divide the {num_tokens} tokens of probs {probs.shape}, but is "
+                f"{num_sequences}; give sequence_ids where lengths differ."
+            )
+        by_sequence = (a.reshape(num_sequences, -1, *a.shape[1:]) for a in parts)
+        return BalanceSums(*(jnp.sum(a, axis=1, dtype=_sum_dtype(a)) for a in by_sequence))
+    checks.check_array("sequence_ids", sequence_ids, 1, jnp.integer, "[T]")
+    if sequence_ids.shape != (num_tokens,):
+        raise ValueError(
+            f"sequence_ids must have the {num_tokens} tokens of probs {probs.shape}, but has shape "
+            f"{sequence_ids.shape}."
+        )
+    members = jax.nn.one_hot(sequence_ids, num_sequences, dtype=jnp.float32, axis=0)
+    exact = lax.Precision.HIGHEST  # counts must not be rounded
+    sums = (jnp.matmul(members, a.astype(jnp.float32), precision=exact) for a in parts)
+    return BalanceSums(*(a.astype(_sum_dtype(b)) for a, b in zip(sums, parts, strict=True)))
+
+
+def _sum_dtype(array: jax.Array) -> Any:
+    return jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
+
+
+def _loss(sums: BalanceSums, convention: str) -> jax.Array:
+    """Returns the loss of sums [..., E]: [...] float32; 0 of no tokens."""
+    tokens = _at_least_one(sums.num_tokens)[..., None]
+    pairs = _at_least_one(jnp.sum(sums.choices, axis=-1))[..., None]
+    share = sums.choices.astype(jnp.float32) / {"switch": pairs, "transformers": tokens}[convention]
+    return sums.choices.shape[-1] * jnp.sum(share * (sums.probs / tokens), axis=-1)
+
+
+def router_z_loss(
+    logits: jax.Array, *, mask: jax.Array | None = None, axis_name: AxisName | None = None
+) -> jax.Array:
+    """Returns the mean over tokens of logsumexp(logits)^2, a loss that keeps logits small.
+
+    From ST-MoE (arXiv:2202.08906, eq. 5). A token that the mask leaves out counts nowhere, NaN
+    included.
+
+    Args:
+        logits: [T, E] floating.
+        mask: [T] bool or integer, or None: the tokens that count, those that are not False or 0.
+        axis_name: as in `load_balance_loss`: the mean is then over the tokens of all ranks.
+
+    Returns:
+        [] float32.
+
+    Raises:
+        ValueError: shapes that do not fit, naming the argument.
+        TypeError: logits not floating, or a mask that is neither bool nor integer.
+    """
+    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
+    if mask is None:
+        mask = jnp.ones(logits.shape[:1], jnp.bool_)
+    check_mask(mask, "[T]")
+    if mask.shape != logits.shape[:1]:
+        raise ValueError(
+            f"mask must have one value per token of logits {logits.shape}, but has shape "
+            f"{mask.shape}."
+        )
+    mask = mask.astype(jnp.bool_)
+    logits = jnp.where(mask[:, None], logits.astype(jnp.float32), 0.0)
+    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+    sums = jnp.sum(jnp.where(mask, squares, 0.0)), jnp.sum(mask, dtype=jnp.int32)
+    total, tokens = sum_over_ranks(sums, axis_name)
+    return total / _at_least_one(tokens)
+
+
+def check_mask(mask: jax.Array, shape: str) -> None:
+    """Raises TypeError unless the mask is an array of bools or integers."""
+    wanted = f"mask must be a bool or integer array {shape}"
+    if not hasattr(mask, "dtype"):
+        raise TypeError(f"{wanted}, but is {checks.described(mask)}.")
+    if not (mask.dtype == jnp.bool_ or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(f"{wanted}, but has dtype {mask.dtype}.")
+
+
+def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
+    """Returns the sums of arrays over the ranks of `axis_name`; None: of this rank alone."""
+    if axis_name is None:
+        return sums
+    axes = checks.as_axes(axis_name)
+    checks.num_ranks(axes)
+    return lax.psum(sums, axes)
+
+
+def _at_least_one(count: jax.Array) -> jax.Array:
+    return jnp.maximum(count, 1).astype(jnp.float32)

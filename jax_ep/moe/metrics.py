@@ -1,0 +1,114 @@
+"""The losses and counts of one call of the layer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.moe import losses, routing
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.mesh import LayerMesh
+from jax_ep.runtime.jax_compat import register_for_export
+
+
+class MoEMetrics(NamedTuple):
+    """The losses and counts of one call of a layer, over all tokens of all ranks. A pytree.
+
+    Attributes:
+        load_balance_loss: [] float32, of `balance_convention`; see `jax_ep.load_balance_loss`.
+        router_z_loss: [] float32; see `jax_ep.router_z_loss`.
+        expert_counts: [E] int32: (token, choice) pairs that chose each expert, dropped ones too.
+        num_dropped: [] int32: pairs that no expert computed, because a receive buffer was full.
+        dropped_counts: [E] int32: `num_dropped`, by expert.
+        balance: the sums that the loss is made of, for `jax_ep.pooled_load_balance_loss` over
+            layers or microbatches; of all tokens, also where the loss is of sequences.
+    """
+
+    load_balance_loss: jax.Array
+    router_z_loss: jax.Array
+    expert_counts: jax.Array
+    num_dropped: jax.Array
+    dropped_counts: jax.Array
+    balance: losses.BalanceSums
+
+
+register_for_export(MoEMetrics)
+
+
+class Sequences(NamedTuple):
+    """How many sequences there are: of this rank, or of all, and then which each token is of."""
+
+    number: int
+    ids: jax.Array | None
+
+
+def metrics_of(
+    routed: routing.Routing,
+    logits: jax.Array | None,
+    mask: jax.Array | None,
+    dropped: tuple[jax.Array, jax.Array],
+    sequences: Sequences,
+    config: MoEConfig,
+    where: LayerMesh,
+) -> MoEMetrics:
+    """Returns the metrics of all ranks' tokens, from the routing of this rank's own [T, ...].
+
+    `dropped` are this rank's drops: their number, and by expert [E].
+    """
+    batch_axes = where.batch_axes
+    z_loss = jnp.zeros((), jnp.float32)
+    if logits is not None:
+        z_loss = losses.router_z_loss(logits, mask=mask, axis_name=batch_axes)
+    balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
+    counts = routing.count_choices(routed.topk_idx, config.num_experts)
+    # The ranks along the tensor axes drop the same rows.
+    dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
+    num_dropped, dropped_counts = (
+        count // where.num_tensor_ranks() for count in lax.psum(dropped, dropped_axes)
+    )
+    return MoEMetrics(
+        load_balance_loss=balance_loss,
+        router_z_loss=z_loss,
+        expert_counts=lax.psum(counts, batch_axes),
+        num_dropped=num_dropped,
+        dropped_counts=dropped_counts,
+        balance=balance,
+    )
+
+
+def _balance(
+    routed: routing.Routing,
+    logits: jax.Array | None,
+    mask: jax.Array | None,
+    sequences: Sequences,
+    config: MoEConfig,
+    batch_axes: tuple[str, ...],
+) -> tuple[jax.Array, losses.BalanceSums]:
+    """Returns the load-balance loss by the layer's convention, and its sums over all tokens."""
+    convention = config.balance_convention
+    probs, topk_idx = routed.probs, routed.topk_idx
+    if convention == "transformers" and logits is not None:
+        probs = jax.nn.softmax(logits, axis=-1)
+        topk_idx = lax.top_k(logits, config.num_experts_per_token)[1]
+        if mask is not None:
+            topk_idx = jnp.where(mask[:, None], topk_idx, -1)
+    absent = probs is None
+    if probs is None:
+        probs = jnp.zeros((topk_idx.shape[0], config.num_experts), jnp.float32)
+    sums = losses.sum_over_ranks(losses.balance_sums(probs, topk_idx), batch_axes)
+    if absent:
+        return jnp.zeros((), jnp.float32), sums
+    if convention != "deepseek_v3":
+        return losses.pooled_load_balance_loss(sums, convention=convention), sums
+    loss = losses.load_balance_loss(
+        probs,
+        topk_idx,
+        convention=convention,
+        num_sequences=sequences.number,
+        sequence_ids=sequences.ids,
+        axis_name=batch_axes,
+    )
+    return loss, sums

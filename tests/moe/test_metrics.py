@@ -1,0 +1,84 @@
+"""The layer's losses by each convention, on meshes that keep sequences whole or cut them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dense_moe import E, H, K, assert_close, make_params, make_x
+from support.meshes import expert_mesh
+from support.selection import quick
+
+import jax_ep
+from jax_ep import MoEConfig, moe_layer
+from jax_ep.moe import losses, routing
+
+PARAMS = make_params(bias=True, shared=False)
+CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K, score="sigmoid", implementation="xla")
+
+
+def expected(gate, x, mask, convention):
+    """Loss and sums from the logits of all tokens; choices are the layer's, or the softmax's."""
+    logits = x.reshape(-1, H) @ gate
+    routed = routing.top_k_routing(logits, K, score="sigmoid", bias=PARAMS.bias)
+    probs, idx = routed.probs, routed.topk_idx
+    if convention == "transformers":
+        probs, idx = jax.nn.softmax(logits), jax.lax.top_k(logits, K)[1]
+    idx = jnp.where(mask.reshape(-1, 1), idx, -1)
+    sequences = int(np.prod(x.shape[:-2])) if convention == "deepseek_v3" else None
+    given: dict = dict(convention=convention, num_sequences=sequences)
+    return losses.load_balance_loss(probs, idx, **given), losses.balance_sums(probs, idx)
+
+
+TOKENS = [((8, 4), 8), ((3, 5), 8), ((24,), 4), ((2, 2, 3), 1)]  # and ranks
+
+
+@pytest.mark.parametrize(
+    "convention", quick(["switch", "transformers", "deepseek_v3"], "deepseek_v3")
+)
+@pytest.mark.parametrize("lead, num_ranks", quick(TOKENS, TOKENS[1]))
+def test_conventions(convention, lead, num_ranks):
+    """With their gradients, masked tokens, and the sums that pool over layers."""
+    x = make_x(shape=lead)
+    mask = jnp.asarray(np.random.default_rng(1).integers(0, 3, lead) > 0)
+    config = dataclasses.replace(CONFIG, balance_convention=convention)
+
+    def loss(params):
+        metrics = moe_layer(params, x, config, mask)[1]
+        return metrics.load_balance_loss, metrics
+
+    with jax.set_mesh(expert_mesh(num_ranks)):
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (value, metrics), grads = jax.device_get(step(PARAMS))
+    given = x, mask, convention
+    (want, sums), want_grad = jax.value_and_grad(expected, has_aux=True)(PARAMS.gate, *given)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert_close(metrics.balance, sums, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(grads.gate, want_grad, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_layers_pool():
+    """As `load_balancing_loss_func` of their logits does, stacked by a scan or in a list."""
+    config = dataclasses.replace(CONFIG, score="softmax", balance_convention="transformers")
+    layers = [make_params(seed, shared=False) for seed in (0, 1)]
+    x = make_x()
+    each = [moe_layer(params, x, config)[1].balance for params in layers]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *layers)
+    scanned = jax.lax.scan(lambda x, p: (x, moe_layer(p, x, config)[1].balance), x, stacked)[1]
+    logits = np.stack([x.reshape(-1, H) @ params.gate for params in layers]).reshape(-1, E)
+    probs = np.asarray(jax.nn.softmax(logits))
+    idx = np.argsort(-logits, axis=-1)[:, :K]
+    share = np.bincount(idx.ravel(), minlength=E) / len(logits)
+    want = E * np.sum(share * probs.mean(axis=0))
+    for sums in (each, scanned):
+        np.testing.assert_allclose(jax_ep.pooled_load_balance_loss(sums), want, rtol=1e-5)
+
+
+def test_a_sequence_wise_loss_needs_sequences():
+    config = dataclasses.replace(CONFIG, balance_convention="deepseek_v3")
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., sequence, H\] .* \(16,\)"):
+        moe_layer(PARAMS, jnp.zeros(H), config)
