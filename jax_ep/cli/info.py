@@ -12,7 +12,7 @@ import jax
 
 import jax_ep
 from jax_ep.cli.flags import Flags
-from jax_ep.runtime import availability, cuda_driver, symmetric_memory
+from jax_ep.runtime import availability, cuda_driver, hosts, symmetric_memory
 
 FLAGS = Flags()
 _JSON = FLAGS.boolean("json", "Print one JSON object instead of text.")
@@ -66,6 +66,7 @@ def collect() -> dict[str, Any]:
             }
             for device in devices
         ],
+        "hosts": [None if host is None else str(host) for host in hosts.hosts_of(devices)],
         "peer_access": _peer_access(devices),
         "symmetric_memory": symmetric_memory.describe(),
         "pallas_unavailable": _pallas_unavailable_reason(devices),
@@ -84,6 +85,7 @@ def render(facts: dict[str, Any]) -> str:
     listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     lines += ["", f"{'devices':<15}{listed} on {facts['backend']}"]
     lines.append(f"{'processes':<15}{facts['processes']}")
+    lines.append(f"{'hosts':<15}{_render_hosts(facts['hosts'])}")
     lines.append(f"{'peer access':<15}{_render_peers(facts)}")
     for i, line in enumerate(facts["symmetric_memory"]):
         lines.append(f"{'' if i else 'shared memory':<15}{line}")
@@ -91,7 +93,11 @@ def render(facts: dict[str, Any]) -> str:
     reason = facts["pallas_unavailable"]
     lines += ["", f"{'xla':<15}runs here"]
     lines.append(f"{'pallas':<15}{'runs here' if reason is None else 'does not run: ' + reason}")
-    lines.append(f"{'default':<15}{'pallas' if reason is None else 'xla'} (implementation=None)")
+    several = len(set(facts["hosts"])) > 1
+    lines.append(f"{'two_level':<15}{'runs here' if several else 'needs ranks on several hosts'}")
+    inside = "pallas" if reason is None else "xla"
+    default = f"two_level between hosts, {inside} inside each" if several else inside
+    lines.append(f"{'default':<15}{default} (implementation=None)")
     return "\n".join(lines)
 
 
@@ -114,6 +120,14 @@ def _peer_access(devices: list[jax.Device]) -> tuple[tuple[bool, ...], ...] | No
     if len(local) < 2 or local[0].platform != "gpu":
         return None
     return cuda_driver.peer_access([d.local_hardware_id for d in local])
+
+
+def _render_hosts(host_of_device: list[str | None]) -> str:
+    if None in host_of_device:
+        return "unknown: JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
+    counts = Counter(host_of_device)
+    listed = " + ".join(str(count) for count in counts.values())
+    return f"{len(counts)} with {listed} devices"
 
 
 def _describe(device: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from pallas_kernels.fabric import layout as heap
 FLAGS = Flags()
 _TOKENS = FLAGS.integer("tokens", 128, "T, tokens per rank.")
 _RANKS = FLAGS.integer("ranks", 8, "N.")
+_HOSTS = FLAGS.integer("hosts", 1, "M; above 1, of the exchange of two levels.")
 _HIDDEN = FLAGS.integer("hidden", 7168, "H.")
 _NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E.")
 _TOP_K = FLAGS.integer("top_k", 8, "K.")
@@ -29,6 +30,8 @@ _MIB = 2**20
 def run() -> int:
     if _NUM_EXPERTS.value % _RANKS.value:
         raise Error(f"--num_experts: {_NUM_EXPERTS.value} over {_RANKS.value} ranks")
+    if _RANKS.value % _HOSTS.value:
+        raise Error(f"--hosts: {_RANKS.value} ranks on {_HOSTS.value} hosts")
     facts = collect()
     print(json.dumps(facts, indent=2) if _JSON.value else render(facts))
     return 0
@@ -48,10 +51,12 @@ def collect() -> dict[str, Any]:
         "capacity": _CAPACITY.value,
         "expert_alignment": _ALIGNMENT.value,
     }
+    hosts = {"num_hosts": _HOSTS.value}
     here, unavailable = [], []
     for way in _ways():
         try:
-            here.append(way | {"buffers": memory.workspace_bytes(**way, **rows, **model)})
+            buffers = memory.workspace_bytes(**way, **rows, **model, **hosts)
+            here.append(way | {"buffers": buffers})
         except ValueError as error:  # the flags were checked: kernels do not support these sizes
             unavailable.append(way | {"reason": str(error)})
     others = [
@@ -65,12 +70,13 @@ def collect() -> dict[str, Any]:
     ]
     return {
         "model": model,
+        "hosts": hosts,
         "rows": rows,
         "here": here,
         "unavailable": unavailable,
         "message_bytes": memory.message_bytes(_HIDDEN.value),
         "others": others,
-        "heap_bytes": heap.heap_bytes(_RANKS.value),
+        "heap_bytes": heap.heap_bytes(_RANKS.value // _HOSTS.value),
     }
 
 
@@ -101,10 +107,10 @@ def _ways() -> Iterator[dict[str, Any]]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    model, rows = facts["model"], facts["rows"]
+    model, rows, num_hosts = facts["model"], facts["rows"], facts["hosts"]["num_hosts"]
     lines = [
-        "T={num_tokens} tokens a rank, N={num_ranks} ranks, H={hidden}, E={num_experts}, "
-        "K={top_k}, ".format(**model)
+        "T={num_tokens} tokens a rank, N={num_ranks} ranks, M={num_hosts} hosts, H={hidden}, "
+        "E={num_experts}, K={top_k}, ".format(**model, **facts["hosts"])
         + "R={}, {dtype}: MiB per rank, without inputs and outputs".format(
             rows["capacity"] or "any routing", **rows
         )
@@ -112,7 +118,10 @@ def render(facts: dict[str, Any]) -> str:
     for implementation in memory.IMPLEMENTATIONS:
         for layout in memory.LAYOUTS:
             chosen = (implementation, layout)
-            lines += ["", f'implementation="{implementation}", layout="{layout}"']
+            name = f'implementation="{implementation}", layout="{layout}"'
+            if num_hosts > 1:
+                name = f'implementation="two_level", layout="{layout}", "{implementation}" inside'
+            lines += ["", name]
             for use in facts["here"]:
                 if (use["implementation"], use["layout"]) == chosen:
                     buffers = use["buffers"]

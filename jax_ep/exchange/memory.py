@@ -48,6 +48,7 @@ def workspace_bytes(
     num_experts: int,
     top_k: int,
     num_ranks: int,
+    num_hosts: int = 1,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     capacity: int | None = None,
     expert_alignment: int = 1,
@@ -78,6 +79,8 @@ def workspace_bytes(
       num_experts: E.
       top_k: K.
       num_ranks: N.
+      num_hosts: M, which divides N. Above 1, these are the buffers of the exchange of two levels,
+        and `implementation` is what runs inside each host.
       dtype: of the rows.
       capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Of
         no matter to what keeps to the rank layout, which has N·T rows.
@@ -103,6 +106,7 @@ def workspace_bytes(
         num_experts=num_experts,
         top_k=top_k,
         num_ranks=num_ranks,
+        num_hosts=num_hosts,
         expert_alignment=expert_alignment,
         **({} if capacity is None else dict(capacity=capacity)),
     )
@@ -113,6 +117,8 @@ def workspace_bytes(
             f"num_experts must be a positive multiple of num_ranks, but is {num_experts} for "
             f"{num_ranks} ranks."
         )
+    if num_ranks % num_hosts:
+        raise ValueError(f"num_hosts must divide the {num_ranks} ranks, but is {num_hosts}.")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be floating, but is {jnp.dtype(dtype).name}.")
     if operation in LOCAL and layout != "rank":
@@ -144,10 +150,11 @@ def workspace_bytes(
         wire_dtype,
         output == "quantized",
     )
-    if implementation == "pallas":
-        _check_kernels_run(shape)
-    count = _COUNTS[operation, implementation]
-    return {name: size for name, size in count(shape).items() if size}
+    if num_hosts > 1 and operation not in LOCAL:
+        held = _between_hosts(operation, implementation, shape, num_hosts)
+    else:
+        held = _of_one_level(operation, implementation, shape)
+    return {name: size for name, size in held.items() if size}
 
 
 class OtherLibrary(NamedTuple):
@@ -404,6 +411,76 @@ _COUNTS: dict[tuple[str, str], Callable[[_Shape], dict[str, int]]] = {
     ("sum_by_token", "pallas"): _pallas_combine,
     ("sum_by_token", "xla"): _xla_combine,
 }
+
+
+def _of_one_level(
+    operation: Operation, implementation: Literal["pallas", "xla"], shape: _Shape
+) -> dict[str, int]:
+    if implementation == "pallas":
+        _check_kernels_run(shape)
+    return _COUNTS[operation, implementation](shape)
+
+
+def _between_hosts(
+    operation: Operation,
+    implementation: Literal["pallas", "xla"],
+    shape: _Shape,
+    num_hosts: int,
+) -> dict[str, int]:
+    """What `jax_ep.exchange.two_level` holds, and the exchange inside a host with it."""
+    num_tokens, group_size = shape.num_tokens, shape.num_ranks // num_hosts
+    at_once = num_tokens * (num_hosts if implementation == "pallas" else 1)
+    inside = dataclasses.replace(
+        shape,
+        num_tokens=at_once,
+        num_experts=shape.num_experts // num_hosts,
+        num_ranks=group_size,
+        capacity=group_size * at_once if shape.by_rank else shape.capacity,
+        wire_dtype=None,
+        quantized=False,
+    )
+    rail = shape.sent_rows(num_hosts * num_tokens)
+    weights = 0 if shape.by_rank else _WORD * num_hosts * num_tokens * shape.top_k
+    if operation in ("combine", "dispatch_grad"):
+        if shape.wire_dtype is not None or (group_size > 1 and not shape.by_rank):
+            inside = dataclasses.replace(inside, dtype=jnp.dtype(jnp.float32))
+        widened = implementation == "pallas" and inside.dtype != shape.dtype
+        return {
+            "sums for and of all hosts": 2 * rail,
+            "weights of the rail": weights if operation == "combine" else 0,
+            "float32 rows": inside.rows(shape.capacity) if widened else 0,
+            **_of_one_level(operation, implementation, inside),
+        }
+    held = {
+        "rows of the rail": rail,
+        "quantized rows": shape.quantized_rows(num_tokens),
+        "weights of the rail": weights if operation == "combine_grad" else 0,
+    }
+    received = {"received rows": shape.quantized_rows(shape.capacity)}
+    if operation == "combine_grad" and not shape.by_rank:  # of rows as wide as they were
+        dy = 0 if implementation == "pallas" else shape.rows(shape.capacity)
+        held |= {"gradient of y, of all hosts so far": dy}
+    elif shape.wire_dtype is not None:  # words of what is sent
+        words = shape.sent_rows(1) // _WORD
+        inside = dataclasses.replace(inside, hidden=words, dtype=jnp.dtype(jnp.float32))
+        held |= received
+    parts = _of_one_level(
+        operation if operation == "combine_grad" else "dispatch_like", implementation, inside
+    )
+    if "gathered tokens" in parts:  # of this host, and of another one
+        parts["gathered tokens"] *= 2
+    if operation == "dispatch" and not shape.by_rank:
+        choices = num_tokens * shape.top_k
+        numbers = 2 * choices + shape.num_experts
+        narrow = 2 if max(choices, shape.num_experts) < 2**16 - 1 else _WORD
+        held |= {
+            "choices of the rail": narrow * num_hosts * numbers,
+            "gathered choices": (narrow + _WORD) * shape.num_ranks * numbers,
+            "counting choices": _WORD * align_up(choices, LANES) * shape.num_experts,
+        }
+    if shape.by_rank or operation == "dispatch":
+        parts["routes"] = shape.routes()
+    return held | parts
 
 
 def _check_kernels_run(shape: _Shape) -> None:

@@ -81,6 +81,8 @@ def combine(
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
     if config.wire_dtype is None:
         partial_sum = partial_sum.astype(config.sum_dtype or y.dtype)
+    if config.sum_dtype is not None:  # else XLA keeps all terms, and adds them for each rank anew
+        partial_sum = lax.optimization_barrier(partial_sum)
     return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
 
 

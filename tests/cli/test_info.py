@@ -40,6 +40,19 @@ def test_info_shows_the_memory_that_gpus_share():
     assert f"\nshared memory  {two[0]}\n{15 * ' '}{two[1]}\n" in text
 
 
+def test_info_shows_both_levels():
+    facts = info.collect() | {"hosts": ["a", "a", "b", "b"], "pallas_unavailable": None}
+    text = info.render(facts)
+    assert "\nhosts          2 with 2 + 2 devices\n" in text
+    assert "\ntwo_level      runs here\n" in text
+    assert (
+        "default        two_level between hosts, pallas inside each (implementation=None)" in text
+    )
+    text = info.render(facts | {"hosts": [None, None]})
+    assert "hosts          unknown: JAX does not say" in text
+    assert "two_level      needs ranks on several hosts" in text
+
+
 def test_info_names_the_pairs_without_peer_access():
     facts = {
         "versions": {"jax": "1"},
@@ -47,6 +60,7 @@ def test_info_names_the_pairs_without_peer_access():
         "backend": "gpu",
         "processes": 1,
         "devices": [{"kind": "GPU", "compute_capability": "9.0"}] * 2,
+        "hosts": ["0", "0"],
         "symmetric_memory": [],
         "pallas_unavailable": None,
     }

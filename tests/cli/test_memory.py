@@ -34,6 +34,15 @@ def test_the_command_prints_every_figure(capsys):
     assert len(ways) == 2 * (5 + 7)
 
 
+def test_the_command_shows_both_levels(capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory", "--hosts=2"]) == 0
+    text = capsys.readouterr().out
+    assert "M=2 hosts" in text and "rows of the rail" in text
+    assert 'implementation="two_level", layout="expert", "pallas" inside' in text
+    assert jax_ep.cli.main(["jax_ep", "memory", "--hosts=3"]) == 2
+    assert "--hosts: 8 ranks on 3 hosts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arg", "reason"),
     [

@@ -378,6 +378,37 @@ def test_the_kernels_need_little():
     assert sum(dispatch.values()) + sum(combine.values()) <= 16 * MIB
 
 
+@on_cpus
+@pytest.mark.parametrize("num_hosts", quick([2, 4], 4))
+@pytest.mark.parametrize(
+    ("name", "layout", "dtype"),
+    quick([case[:3] for case in CASES], CASES[2][:3], CASES[4][:3]),
+)
+def test_the_exchange_between_hosts_holds_what_xla_says(
+    name, layout, dtype, num_hosts, monkeypatch
+):
+    """Roughly: with two hosts XLA holds some arrays of both at a time."""
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(8 // num_hosts))
+    model, way = model_of(SHAPES[1]), dict(layout=layout, wire_dtype=None)
+    run, arguments = operation(name, "two_level", model, dtype, expert_mesh(8), **way)
+    held = run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    options = dict(num_hosts=num_hosts, dtype=dtype, **way)
+    counted = sum(memory.workspace_bytes(name, "xla", **options, **model).values())
+    assert 0.6 * counted <= held <= 1.5 * counted
+
+
+def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
+    """On 8 hosts of 8 ranks: tokens of 24 ranks instead of 64, and of 8 where kernels run."""
+    model = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=64, capacity=1152)
+    one = memory.workspace_bytes("dispatch_like", "xla", **model)
+    two = memory.workspace_bytes("dispatch_like", "xla", num_hosts=8, **model)
+    row = 7168 * 2
+    assert one["gathered tokens"] == 64 * 128 * row
+    assert two["gathered tokens"] == 2 * 8 * 128 * row and two["rows of the rail"] == 8 * 128 * row
+    kernels = memory.workspace_bytes("dispatch_like", "pallas", num_hosts=8, **model)
+    assert kernels == {"rows of the rail": 8 * 128 * row}
+
+
 def test_other_libraries_hold_what_they_say():
     """Figures published for this model, in MiB."""
     published = {
@@ -403,6 +434,7 @@ def test_other_libraries_hold_what_they_say():
         (dict(output="quantized"), 'output="quantized" needs a wire_dtype'),
         (dict(num_tokens=0), "num_tokens must be at least 1, but is 0"),
         (dict(num_ranks=7), "num_experts must be a positive multiple of num_ranks.* 256 for 7"),
+        (dict(num_hosts=3), "num_hosts must divide the 8 ranks, but is 3"),
         (dict(num_ranks=8.0), "num_ranks must be a static integer, but is 8.0"),
         (dict(capacity=0), "capacity must be at least 1, but is 0"),
         (dict(capacity=-1), "capacity must be at least 1, but is -1"),

@@ -136,7 +136,10 @@ def test_float8_on_the_wire(monkeypatch):
         ]
         sums = np.stack(reference.combine(list(y.astype(np.float32)), here))
         total += after_the_wire(sums, "xla")
-    assert_equal(out, total.astype(y.dtype))
+    # XLA may multiply by a scale and add in one rounding: see `jax_ep.exchange.quantization`.
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), total, rtol=float(jnp.finfo(y.dtype).eps), atol=1e-5
+    )
 
 
 @pytest.mark.slow
