@@ -230,7 +230,8 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         use_mlp_bias=params.wo_bias is not None,
         use_shared_gate=params.shared_gate is not None,
     )
-    layer = nnx.eval_shape(lambda: MoE(hidden, mlp_dim, **parts, **fields, rngs=nnx.Rngs(0)))
+    with nnx.use_eager_sharding(False):  # the parameters are where they belong
+        layer = nnx.eval_shape(lambda: MoE(hidden, mlp_dim, **parts, **fields, rngs=nnx.Rngs(0)))
     for name, variable in _variables(layer).items():
         variable.set_value(getattr(params, name))
     return layer

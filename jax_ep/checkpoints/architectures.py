@@ -144,6 +144,15 @@ TABLE = (
         tensors=(_router("block_sparse_moe.gate.weight"), *_MIXTRAL),
     ),
     Architecture(
+        models="Phi-3.5-MoE, its router at inference",
+        model_types=("phimoe",),
+        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        fields=_K | {"router": "router_jitter_noise"},
+        fixed={},
+        only={"num_experts_per_tok": (2,)},
+        tensors=(_router("block_sparse_moe.gate.weight"), *_MIXTRAL),
+    ),
+    Architecture(
         models="MiniMax-M2",
         model_types=("minimax_m2",),
         sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},

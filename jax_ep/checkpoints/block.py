@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -12,8 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.checkpoints.architectures import (
@@ -26,6 +23,7 @@ from jax_ep.checkpoints.architectures import (
     architectures,
 )
 from jax_ep.checkpoints.encodings import Encoding, open_tensor
+from jax_ep.checkpoints.functions import MAKE
 from jax_ep.checkpoints.safetensors import Directory, Index
 
 CONFIG = "config.json"
@@ -39,29 +37,6 @@ _ROOTS = (
     "backbone.",
     "",
 )
-
-
-def relu_squared(x: jax.Array) -> jax.Array:
-    """Returns the square of what is above zero (So et al., "Primer", 2021)."""
-    return jnp.square(jax.nn.relu(x))
-
-
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "relu": jax.nn.relu,
-    "relu2": relu_squared,
-}
-
-
-def _swiglu(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Array:
-    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
-
-
-@functools.cache  # layers alike have one function, so that configurations are equal
-def gpt_oss_gating(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns GPT-OSS's function of gate and up: gate * sigmoid(alpha * gate) * (up + 1)."""
-    return functools.partial(_swiglu, alpha=alpha)
 
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
@@ -360,15 +335,10 @@ class _Keys:
     def field(self, field: str, key: str) -> Any:
         """Returns a field of `jax_ep.MoEConfig`."""
         value = self.value(key)
-        if field == "gating":
-            return gpt_oss_gating(float(value))
-        if field != "activation":
-            return value
-        if value not in _ACTIVATIONS:
-            raise ValueError(
-                f"{key} of {self.file} must be one of {', '.join(_ACTIVATIONS)}, but is {value!r}."
-            )
-        return _ACTIVATIONS[value]
+        try:
+            return MAKE.get(field, lambda value: value)(value)
+        except ValueError as error:
+            raise ValueError(f"{key} of {self.file} {error}") from error
 
 
 def _gate(row: Architecture) -> str:

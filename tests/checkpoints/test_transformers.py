@@ -87,6 +87,9 @@ INDEXER = dict(index_n_heads=2, index_head_dim=8)
 
 VARIANTS = {
     "Mixtral": Variant("Mixtral", LOCAL),
+    "Phi-3.5-MoE": Variant(
+        "Phimoe", LOCAL | dict(num_experts_per_tok=2, router_jitter_noise=0.2, head_dim=8)
+    ),
     "MiniMax-Text-01": Variant("MiniMax", LOCAL),
     "MiniMax-M2": Variant("MiniMaxM2", LOCAL),
     "Qwen3-MoE": Variant("Qwen3Moe", OWN_WIDTH | dict(norm_topk_prob=True)),
@@ -199,7 +202,7 @@ def expected(tmp_path_factory) -> Callable[[str], Expected]:
         for kind in ("Config", "TextConfig"):
             if hasattr(transformers, variant.name + kind):
                 config = getattr(transformers, variant.name + kind)(**variant.config)
-        model = getattr(transformers, variant.name + "ForCausalLM")(config).float()
+        model = getattr(transformers, variant.name + "ForCausalLM")(config).float().eval()
         layer = model.model.layers[LAYER]
         for tensor in (*layer.parameters(), *layer.buffers()):
             # Weights that keep the size of x; logits that differ; biases that steer.

@@ -1,0 +1,87 @@
+"""The functions that config.json names or implies: activations, gating, and one router.
+
+Each is one object for equal numbers, so that the configurations of layers alike are equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep.moe.routing import Routing
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    """Returns the square of what is above zero (So et al., "Primer", arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "relu2": relu_squared,
+}
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns the activation that a config.json names.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"must be one of {', '.join(ACTIVATIONS)}, but is {name!r}.")
+    return ACTIVATIONS[name]
+
+
+@functools.cache
+def gpt_oss_gating(alpha: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns GPT-OSS's function of gate and up: gate * sigmoid(alpha * gate) * (up + 1)."""
+    return functools.partial(_gpt_oss_gating, alpha=alpha)
+
+
+def _gpt_oss_gating(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Array:
+    return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
+
+
+@functools.cache
+def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
+    """Returns Phi-3.5-MoE's router of two experts at inference (Liu et al., arXiv:2409.12136).
+
+    The first expert is that of the largest logit, the second that of the largest one left. Each
+    weighs its share of the softmax over those of the logits left that are at most 2 * jitter below
+    it, relative to the larger of the two sizes.
+    """
+    return functools.partial(_sparse_mixer, jitter=jitter)
+
+
+def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
+    del x
+    chosen, weights, left = [], [], logits
+    for _ in range(2):
+        largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
+        size = jnp.maximum(jnp.abs(logits), largest)
+        near = (largest - logits) / size <= 2 * jitter
+        expert = jnp.argmax(left, axis=-1, keepdims=True)
+        # The largest itself is near, so that the softmax has a term.
+        shares = jax.nn.softmax(jnp.where(near, left, -jnp.inf), axis=-1)
+        chosen.append(expert)
+        weights.append(jnp.take_along_axis(shares, expert, axis=-1))
+        is_chosen = jnp.arange(logits.shape[-1]) == expert
+        left = jnp.where(is_chosen, -jnp.inf, left)
+    topk_idx = jnp.concatenate(chosen, axis=-1).astype(jnp.int32)
+    return Routing(topk_idx, jnp.concatenate(weights, axis=-1))
+
+
+# Makes a field of `jax_ep.MoEConfig` of what config.json has; other fields are what it has.
+MAKE: dict[str, Callable[[Any], Any]] = {
+    "activation": activation,
+    "gating": gpt_oss_gating,
+    "router": sparse_mixer,
+}

@@ -1,0 +1,51 @@
+"""Functions that config.json implies, against numbers computed by hand."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ep import MoEConfig
+from jax_ep.checkpoints.functions import activation, gpt_oss_gating, sparse_mixer
+
+
+def test_activations():
+    x = jnp.array([-2.0, 0.0, 3.0])
+    assert activation("relu2")(x).tolist() == [0, 0, 9]
+    assert activation("silu") is jax.nn.silu
+    with pytest.raises(ValueError, match="one of silu, swish, relu, relu2, but is 'snake'"):
+        activation("snake")
+
+
+def test_gpt_oss_gating():
+    got = gpt_oss_gating(1.5)(jnp.array([2.0, -1.0]), jnp.array([0.5, 3.0]))
+    want = [2 / (1 + math.exp(-3)) * 1.5, -1 / (1 + math.exp(1.5)) * 4]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_sparse_mixer_weighs_among_logits_that_are_near():
+    """Within 10% of the larger: 10 has 9.5 near; then 9.5 has 9 near, and 10 is out."""
+    logits = jnp.array([[9.0, 10.0, 1.0, 9.5], [-1.0, -8.0, -4.0, -2.0]])
+    got = sparse_mixer(0.05)(None, logits)
+    assert got.topk_idx.tolist() == [[1, 3], [0, 3]]
+    near = 1 + math.exp(-0.5)
+    first = [1 / (near + math.exp(-1)), 1 / near]
+    np.testing.assert_allclose(got.topk_weights, [first, [1, 1]], rtol=1e-6)
+
+
+def test_equal_numbers_give_equal_configurations():
+    """So that layers alike are compiled once; and they can be pickled."""
+
+    def config(alpha: float) -> MoEConfig:
+        functions = dict(gating=gpt_oss_gating(alpha), router=sparse_mixer(0.01))
+        return MoEConfig(num_experts=8, num_experts_per_token=2, **functions)
+
+    assert config(1.5) == config(1.5) != config(1.7)
+    again = pickle.loads(pickle.dumps(config(1.5)))
+    one = jnp.ones(1)
+    np.testing.assert_array_equal(again.gating(one, one), gpt_oss_gating(1.5)(one, one))
