@@ -21,7 +21,7 @@ from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
 from jax_ep.checks import as_axes
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.params import MoEParams
+from jax_ep.moe.params import LOGICAL_AXES, MoEParams
 from jax_ep.nnx import MoE
 from jax_ep.runtime import jax_compat
 
@@ -49,8 +49,9 @@ def load_moe_params(
     Args:
         directory: a model as published: config.json and safetensors files.
         layer: the number of the decoder's layer, from 0.
-        mesh: the mesh to spread the experts over, along `expert_axis`; also the `mesh` of the
-            configuration. None: the ambient mesh, or one device where there is none.
+        mesh: the mesh to spread the experts over, along `expert_axis`, and their F along
+            `tensor_axis`; also the `mesh` of the configuration. None: the ambient mesh, or one
+            device where there is none.
         dtype: of the parameters; the selection bias stays float32. None: as stored, bfloat16 where
             the stored numbers are float8 or MXFP4.
         progress: called with the bytes that are loaded and those that will be, of this process.
@@ -64,7 +65,7 @@ def load_moe_params(
         FileNotFoundError: a file is missing.
         ValueError: an unknown architecture or quantization, a layer without an MoE block, or a
             tensor of the block that is missing, misshapen or unknown; the message names it. Experts
-            that do not divide over the mesh.
+            or F that do not divide over the mesh.
         TypeError: `dtype` is not floating, or a keyword is no field of `jax_ep.MoEConfig`.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -177,20 +178,31 @@ def _ambient_mesh() -> Mesh | None:
 
 
 def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> Sharding:
-    """Returns how the layer wants a parameter: experts over the expert axis, all else whole."""
+    """Returns how the layer wants a parameter: split over the axes of experts and of columns.
+
+    Raises:
+        ValueError: a dimension does not divide over its axes.
+    """
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
-    axes = as_axes(config.expert_axis, "expert_axis")
-    held = tuple(axis for axis in axes if axis in mesh.axis_names)
-    num_ranks = math.prod(mesh.shape[axis] for axis in held)
-    if config.num_experts % num_ranks:
-        raise ValueError(
-            f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis {axes}, "
-            f"but {block.directory.path} has {config.num_experts}."
+    fields = {"exp": "expert_axis", "mlp": "tensor_axis"}
+    shape, spec = block.shape(name), []
+    for size, letter, logical in zip(
+        shape, PARAMETER_AXES[name], LOGICAL_AXES.get(name, (None,)), strict=True
+    ):
+        field = fields.get(logical or "", "")
+        axes = tuple(
+            a for a in as_axes(getattr(config, field, None) or (), field) if a in mesh.shape
         )
-    letters = PARAMETER_AXES[name]
-    routed = letters[0] == "E" and len(letters) > 1
-    return NamedSharding(mesh, PartitionSpec(held) if routed and held else PartitionSpec())
+        num_ranks = math.prod(mesh.shape[axis] for axis in axes)
+        if size % num_ranks:
+            what = "num_experts" if letter == "E" else f"the width of {name}"
+            raise ValueError(
+                f"{what} must be a multiple of the {num_ranks} ranks along {field} {axes}, but "
+                f"{block.directory.path} has {size}."
+            )
+        spec.append(axes or None)
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 class _Counter:

@@ -151,8 +151,8 @@ def test_experts_are_spread_over_the_meshs_axis(tmp_path):
         tmp_path, 1, mesh=data_expert, progress=lambda *counts: seen.append(counts)
     )
     assert got.mesh is data_expert
-    assert params.wo.sharding == NamedSharding(data_expert, P(("expert",)))
-    assert params.gate.sharding == NamedSharding(data_expert, P())
+    assert params.wo.sharding.is_equivalent_to(NamedSharding(data_expert, P("expert")), 3)
+    assert params.gate.sharding.is_fully_replicated
     jax.tree.map(np.testing.assert_array_equal, params, whole)
     # Copies of a part are read once: 8 experts and the gate.
     total = E * 3 * H * F * 4 + E * H * 4
@@ -164,6 +164,41 @@ def test_experts_are_spread_over_the_meshs_axis(tmp_path):
     with jax.set_mesh(expert_mesh(2)):
         got, params = checkpoints.load_moe_params(tmp_path, 1)
     assert got.mesh is None and params.wi_0.sharding.shard_shape((E, H, F))[0] == 4
+
+
+def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
+    """Two matrices of a rank's two experts, and of the shared ones, each by half its F."""
+    config, tensors = deepseek_v3()
+    publish(tmp_path, config, tensors)
+    whole = checkpoints.load_moe_params(tmp_path, 1)[1]
+    both = mesh((4, 2), ("expert", "tensor"))
+    seen = []
+    layer = checkpoints.load_moe(
+        tmp_path, 1, mesh=both, tensor_axis="tensor", progress=lambda *counts: seen.append(counts)
+    )
+    for name, part in {
+        "wi_0": (2, H, F // 2),
+        "wo": (2, F // 2, H),
+        "shared_wi_1": (H, F),
+        "shared_wo": (F, H),
+    }.items():
+        array = getattr(layer, name).get_value()
+        assert array.sharding.shard_shape(array.shape) == part
+        np.testing.assert_array_equal(array, getattr(whole, name))
+    total = sum(a.nbytes for a in tensors.values())  # nothing is read twice
+    assert seen[-1] == (total, total)
+    out, _ = nnx.jit(lambda layer, x: layer(x))(layer, jnp.asarray(X))
+    np.testing.assert_allclose(
+        out, deepseek_v3_output(tensors, X.astype(np.float64)), rtol=1e-4, atol=1e-5
+    )
+    checkpoints.save_moe(layer, tmp_path, 1)
+    assert Directory(tmp_path).files.keys() == tensors.keys()
+
+    with pytest.raises(
+        ValueError, match="width of wi_0 .* multiple of the 8 ranks along tensor_ax"
+    ):
+        eight = mesh((1, 8), ("expert", "tensor"))
+        checkpoints.load_moe(tmp_path, 1, mesh=eight, tensor_axis="tensor")
 
 
 def test_a_device_reads_its_own_experts_and_no_others(tmp_path, monkeypatch):

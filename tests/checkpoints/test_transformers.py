@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.meshes import expert_mesh
+from support.meshes import expert_mesh, mesh
 from support.published import E, F, H, K
 from support.selection import quick
 
@@ -32,7 +32,7 @@ torch = pytest.importorskip("torch", reason=WHY)
 transformers = pytest.importorskip("transformers", reason=WHY)
 
 LAYER = 1
-MESHES = {"one rank": 1, "two ranks": 2, "eight ranks": 8}
+MESHES = {"one rank": (1,), "two ranks": (2,), "eight ranks": (8,), "4 x 2": (4, 2)}
 
 
 class Variant(NamedTuple):
@@ -239,12 +239,15 @@ def output_and_gradients(params, x, cotangent, config):
     return out, *grads
 
 
-@pytest.mark.parametrize("num_ranks", quick(MESHES, "eight ranks"))
+@pytest.mark.parametrize("shape", quick(MESHES, "4 x 2", unpack=False))
 @pytest.mark.parametrize("name", VARIANTS)
-def test_output_and_every_gradient(expected, name, num_ranks):
+def test_output_and_every_gradient(expected, name, shape):
     want = expected(name)
-    ranks = expert_mesh(num_ranks)
-    config, params = checkpoints.load_moe_params(want.folder, LAYER, mesh=ranks)
+    axes = ("expert", "tensor")[: len(shape)]
+    split = {"tensor_axis": "tensor"} if "tensor" in axes else {}
+    config, params = checkpoints.load_moe_params(
+        want.folder, LAYER, mesh=mesh(shape, axes), **split
+    )
     _, dparams_want = checkpoints.load_moe_params(want.gradients, LAYER)
     got = output_and_gradients(params, want.x, want.cotangent, config)
     out, dparams, dx = jax.tree.map(np.asarray, got)
