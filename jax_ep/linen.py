@@ -14,6 +14,7 @@ from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
+from jax_ep.placement.table import Placement
 
 ROUTER_STATE = "router_state"
 
@@ -110,6 +111,8 @@ class MoE(nn.Module, _ConfigFields):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`
       gate_bias    [E]                  (None,), with `use_gate_bias`
       expert_scale [E]                  (None,), with `use_expert_scale`
+    with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
+    `jax_ep.placement.Placement.in_order` until they are moved;
     and, with `selection_bias`, gate.bias [E] in the collection "router_state", which only
     `update_bias` changes. In `nn.scan`, list both collections in `variable_axes`.
 
@@ -159,6 +162,7 @@ class MoE(nn.Module, _ConfigFields):
         x: jax.Array,
         mask: jax.Array | None = None,
         *,
+        placement: Placement | None = None,
         router_x: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
         topk_weights: jax.Array | None = None,
@@ -169,6 +173,7 @@ class MoE(nn.Module, _ConfigFields):
           x: [..., H] floating, for example [batch, sequence, H].
           mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert
             and count in no metric.
+          placement: with `num_slots`, which expert each slot holds; see `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
 
         Returns:
@@ -182,13 +187,16 @@ class MoE(nn.Module, _ConfigFields):
         if self.gate_init is not None:
             kernel, bias = self.gate(hidden if router_x is None else router_x.shape[-1])
         parts = {name: getattr(self, name) for name in moe_params.PARTS}
-        shapes = moe_params.weight_shapes(self.num_experts, hidden, self.mlp_dim, **parts)
+        shapes = moe_params.weight_shapes(
+            self.num_experts, hidden, self.mlp_dim, num_slots=self.num_slots, **parts
+        )
         weights = {name: self._weight(name, shape) for name, shape in shapes.items()}
         return moe_layer(
             MoEParams.of(gate=kernel, bias=bias, **weights),
             x,
             MoEConfig.of(self),
             mask,
+            placement=placement,
             router_x=router_x,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
@@ -202,8 +210,9 @@ class MoE(nn.Module, _ConfigFields):
             split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}
             sizes = zip(dims, stored.shape, shape, strict=True)
             shape = tuple(held if axis in split else size for axis, held, size in sizes)
-        init: Any = _partitioned(moe_params.initializer(name, self.kernel_init), name)
-        return self.param(name, init, shape, self.param_dtype)
+        init = moe_params.initializer(name, self.kernel_init, self.num_experts, self.num_slots)
+        boxed: Any = _partitioned(init, name)
+        return self.param(name, boxed, shape, self.param_dtype)
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
         """Steps the selection bias against the load; see `jax_ep.update_expert_bias`.

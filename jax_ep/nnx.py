@@ -19,6 +19,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
 from jax_ep.moe.mesh import shard
 from jax_ep.moe.params import Initializer
+from jax_ep.placement.table import Placement
 
 
 class RouterState(nnx.Variable):
@@ -64,6 +65,8 @@ class MoE(nnx.Module):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`, else None
       gate_bias    [E]                  (None,), with `use_gate_bias`, else None
       expert_scale [E]                  (None,), with `use_expert_scale`, else None
+    with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
+    `jax_ep.placement.Placement.in_order` until they are moved;
     and, with `selection_bias`, gate.bias [E] (`RouterState`), which only `update_bias` changes.
 
     With a mesh set, or given as `mesh`, they are created sharded over it, each logical axis over
@@ -159,11 +162,12 @@ class MoE(nnx.Module):
             use_expert_scale=use_expert_scale,
             use_mlp_bias=use_mlp_bias,
             use_shared_gate=use_shared_gate,
+            num_slots=self.config.num_slots,
         )
         for name in moe_params.WEIGHTS:
             param = None
             if (shape := shapes.get(name)) is not None:
-                init = moe_params.initializer(name, kernel_init)
+                init = moe_params.initializer(name, kernel_init, num_experts, self.config.num_slots)
                 weight = init(rngs.params(), shape, param_dtype)
                 param = _param(weight, name, self.config)
             setattr(self, name, param)
@@ -173,6 +177,7 @@ class MoE(nnx.Module):
         x: jax.Array,
         mask: jax.Array | None = None,
         *,
+        placement: Placement | None = None,
         router_x: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
         topk_weights: jax.Array | None = None,
@@ -183,6 +188,7 @@ class MoE(nnx.Module):
           x: [..., H] floating, for example [batch, sequence, H].
           mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert
             and count in no metric.
+          placement: with `num_slots`, which expert each slot holds; see `jax_ep.moe_layer`.
           router_x, topk_idx, topk_weights: see `jax_ep.moe_layer`.
 
         Returns:
@@ -202,6 +208,7 @@ class MoE(nnx.Module):
             x,
             self.config,
             mask,
+            placement=placement,
             router_x=router_x,
             topk_idx=topk_idx,
             topk_weights=topk_weights,
@@ -271,5 +278,5 @@ def _check_divides(weights: jax.Array, axes: Any, mesh: Mesh | AbstractMesh) -> 
     if weights.shape[0] % num_ranks:
         raise ValueError(
             f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis {names}, "
-            f"but is {weights.shape[0]}."
+            f"as must num_slots, but is {weights.shape[0]}."
         )

@@ -141,6 +141,7 @@ def test_attributes_reach_the_core():
         "balance_convention": "transformers",
         "capacity_factor": 1.25,
         "overflow": "tail",
+        "num_slots": 64,
         "expert_alignment": 8,
         "wire_dtype": jnp.float8_e4m3fn,
         "activation": jax.nn.gelu,

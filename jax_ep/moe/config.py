@@ -48,6 +48,8 @@ class MoEConfig:
             plus room for `expert_alignment`; rows that do not fit are dropped, and counted.
         overflow: which rows are dropped. "fair" takes from the experts of a rank that have most;
             "tail" from its last experts first. See `jax_ep.dispatch`.
+        num_slots: None; or P, a multiple of the ranks, at least E: the ranks hold P copies of
+            experts, and each call is given a `placement` that says which. E may then be any number.
         expert_alignment: each expert's block of rows starts at a multiple of this.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
@@ -90,6 +92,7 @@ class MoEConfig:
     balance_convention: losses.Convention = "switch"
     capacity_factor: float | None = None
     overflow: Overflow = "fair"
+    num_slots: int | None = None
     expert_alignment: int = 1
     wire_dtype: Any = None
     activation: Activation = jax.nn.silu
@@ -112,6 +115,11 @@ class MoEConfig:
     def unit(self) -> HiddenUnit:
         """Returns what an MLP makes of its pre-activations."""
         return HiddenUnit(self.activation, self.gating, self.clamp)
+
+    @property
+    def num_held(self) -> int:
+        """The experts that the ranks hold, copies counted: P, or E without slots."""
+        return self.num_experts if self.num_slots is None else self.num_slots
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the fields that hold a function."""
@@ -136,6 +144,13 @@ def check_config(config: MoEConfig) -> None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
     check_overflow(config.overflow)
+    if config.num_slots is not None:
+        checks.check_integer("num_slots", config.num_slots)
+        if config.num_slots < config.num_experts:
+            raise ValueError(
+                f"num_slots must be at least num_experts={config.num_experts}, or None for one "
+                f"slot for each expert, but is {config.num_slots}."
+            )
     checks.check_integer("expert_alignment", config.expert_alignment)
     check_unit(config.unit())
     checks.check_name("balance_convention", config.balance_convention, get_args(losses.Convention))

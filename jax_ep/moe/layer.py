@@ -25,6 +25,8 @@ from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
 from jax_ep.moe.params import LOGICAL_AXES, ROUTED_WEIGHTS, MoEParams, check_num_held, check_params
 from jax_ep.moe.routed_experts import routed_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
+from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
+from jax_ep.placement.table import Placement
 from jax_ep.runtime.jax_compat import match_varying, smaller
 
 
@@ -34,6 +36,7 @@ def moe_layer(
     config: MoEConfig,
     mask: jax.Array | None = None,
     *,
+    placement: Placement | None = None,
     router_x: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
     topk_weights: jax.Array | None = None,
@@ -64,6 +67,10 @@ def moe_layer(
         mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert and
             count in no metric. They may hold anything: no gradient of a parameter sees a NaN of
             theirs.
+        placement: with `config.num_slots`, which expert each slot holds: a
+            `jax_ep.placement.Placement` of this layer. It is an array argument, so another one
+            needs no other program. wi_0, wi_1 and wo are then [P, ...], as
+            `jax_ep.placement.to_slots` makes them, and an expert's copies get the same gradient.
         router_x: [..., H'] floating, or None for x: what the gate [H', E] multiplies, where the
             experts see something else (Gemma 4; Nemotron's latent experts).
         topk_idx: [..., K] integer expert ids, or None: choices made by the caller, -1 for none. The
@@ -81,6 +88,7 @@ def moe_layer(
     check_params(params, config.num_experts)
     _check_tokens(x, mask, params.wi_0.shape[1])
     check_config(config)
+    check_placement(placement, config.num_experts, config.num_slots)
     if config.balance_convention == "deepseek_v3" and x.ndim < 2:
         raise ValueError(
             'x must be [..., sequence, H] for balance_convention="deepseek_v3", but has shape '
@@ -113,7 +121,7 @@ def moe_layer(
         implementation=implementation,
         **functions,
     )
-    return _moe_layer(params, _Call(x, mask, inputs), config, where)
+    return _moe_layer(params, _Call(x, mask, inputs), placement, config, where)
 
 
 class _Call(NamedTuple):
@@ -131,23 +139,29 @@ class _Call(NamedTuple):
 # Static arguments are hashable, so layers alike are traced once, and eager calls are compiled.
 @functools.partial(jax.jit, static_argnames=("config", "where"))
 def _moe_layer(
-    params: MoEParams, call: _Call, config: MoEConfig, where: LayerMesh
+    params: MoEParams,
+    call: _Call,
+    placement: Placement | None,
+    config: MoEConfig,
+    where: LayerMesh,
 ) -> tuple[jax.Array, MoEMetrics]:
     on_rank = functools.partial(_on_rank, config=config, where=where)
     if where.mesh is not None:
-        return _on_mesh(on_rank, params, call, where)
+        return _on_mesh(on_rank, params, call, placement, where)
     ambient = jax.sharding.get_abstract_mesh()
     if not explicit_axes(ambient):
-        return on_rank(params, call)
+        return on_rank(params, call, placement)
     # A shard_map over some axes of a mesh whose others are Explicit: along these, every rank does
     # the same.
     spec = jax.typeof(call.x).sharding.spec
-    args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, call))
+    args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, call, placement))
     out, metrics = on_rank(*args)
     return reshard(out, ambient, spec), metrics
 
 
-def _on_mesh(on_rank, params, call: _Call, where: LayerMesh) -> tuple[jax.Array, MoEMetrics]:
+def _on_mesh(
+    on_rank, params, call: _Call, placement: Placement | None, where: LayerMesh
+) -> tuple[jax.Array, MoEMetrics]:
     """Runs the layer in a `jax.shard_map` of its own."""
     mesh = where.mesh
     assert mesh is not None
@@ -179,8 +193,9 @@ def _on_mesh(on_rank, params, call: _Call, where: LayerMesh) -> tuple[jax.Array,
         for name, array in params._asdict().items()
         if array is not None
     })  # fmt: skip
-    specs = (params_spec, jax.tree.map(lambda _: tokens_spec, call))
-    args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), (params, call), specs)
+    placement_spec = jax.tree.map(lambda _: PartitionSpec(), placement)
+    specs = (params_spec, jax.tree.map(lambda _: tokens_spec, call), placement_spec)
+    args = jax.tree.map(lambda a, spec: reshard(a, mesh, spec), (params, call, placement), specs)
     out, metrics = jax.shard_map(
         on_rank,
         mesh=None if isinstance(mesh, AbstractMesh) else mesh,
@@ -202,6 +217,7 @@ def _spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
 def _on_rank(
     params: MoEParams,
     call: _Call,
+    placement: Placement | None,
     *,
     num_sequences: int | None = None,
     config: MoEConfig,
@@ -224,7 +240,9 @@ def _on_rank(
     arrays = tokens, x, routed.topk_idx, routed.topk_weights
     tokens, x, topk_idx, topk_weights = _for_all_tensor_ranks(arrays, where)
     distinct = makes_distinct_choices(inputs, config)
-    out, dropped = _routed_experts(params, tokens, topk_idx, topk_weights, distinct, config, where)
+    out, dropped = _routed_experts(
+        params, tokens, topk_idx, topk_weights, placement, distinct, config, where
+    )
     if params.shared_wo is not None:
         out += _shared_experts(params, x, config)
     out = _sum_over_tensor_ranks(out, where)
@@ -261,15 +279,19 @@ def _routed_experts(
     tokens: jax.Array,
     topk_idx: jax.Array,
     topk_weights: jax.Array,
+    placement: Placement | None,
     distinct: bool,
     config: MoEConfig,
     where: LayerMesh,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns the routed experts' output [T, H], and this rank's drops: all, and by expert [E]."""
+    held = topk_idx
+    if placement is not None:
+        held = chosen(topk_idx, placement, where.expert_axes)
     received = dispatch(
         tokens.astype(config.dtype),
-        topk_idx,
-        num_experts=config.num_experts,
+        held,
+        num_experts=config.num_held,
         axis_name=where.expert_axes,
         capacity=receive_capacity(config, tokens.shape[0], where.num_ranks(), distinct),
         expert_alignment=config.expert_alignment,
@@ -279,7 +301,7 @@ def _routed_experts(
         implementation=config.implementation,
     )
     experts = {
-        name: _own_experts(weights, config, where)
+        name: _own_experts(weights, placement, config, where)
         for name in ROUTED_WEIGHTS
         if (weights := getattr(params, name)) is not None
     }
@@ -300,7 +322,12 @@ def _routed_experts(
         implementation=config.implementation,
         matmul_implementation=config.matmul_implementation,
     )
-    return out, (received.num_dropped, _of_all_experts(received.dropped_counts, where))
+    dropped = (
+        _of_all_experts(received.dropped_counts, where)
+        if placement is None
+        else by_expert(received.dropped_counts, placement, where.expert_axes)
+    )
+    return out, (received.num_dropped, dropped)
 
 
 def receive_capacity(
@@ -310,7 +337,7 @@ def receive_capacity(
 
     Where a token's choices are distinct, at most E / N of them are of one rank.
     """
-    num_local_experts = config.num_experts // num_ranks
+    num_local_experts = config.num_held // num_ranks
     choices = config.num_experts_per_token
     rows = num_ranks * num_tokens * (min(choices, num_local_experts) if distinct else choices)
     if config.capacity_factor is not None:
@@ -321,12 +348,16 @@ def receive_capacity(
     return -(-rows // alignment) * alignment
 
 
-def _own_experts(weights: jax.Array, config: MoEConfig, where: LayerMesh) -> jax.Array:
+def _own_experts(
+    weights: jax.Array, placement: Placement | None, config: MoEConfig, where: LayerMesh
+) -> jax.Array:
     """Returns this rank's experts, of which `weights` hold all or these, matrices in the dtype."""
-    num_local_experts = config.num_experts // where.num_ranks()
+    num_local_experts = config.num_held // where.num_ranks()
     if weights.shape[0] != num_local_experts:
         first = lax.axis_index(where.expert_axes) * num_local_experts
         weights = lax.dynamic_slice_in_dim(weights, first, num_local_experts)
+    if placement is not None:
+        weights = equal_copies(weights, placement, where.expert_axes)
     return weights.astype(config.dtype) if weights.ndim == 3 else weights
 
 
@@ -366,14 +397,15 @@ def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int) -> None:
 
 def _check_experts(params: MoEParams, config: MoEConfig, where: LayerMesh) -> None:
     num_ranks = where.num_ranks()
-    if config.num_experts % num_ranks:
+    if config.num_held % num_ranks:
+        name = "num_experts" if config.num_slots is None else "num_slots"
         raise ValueError(
-            f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis "
-            f"{where.expert_axes}, but is {config.num_experts}."
+            f"{name} must be a multiple of the {num_ranks} ranks along expert_axis "
+            f"{where.expert_axes}, but is {config.num_held}."
         )
-    allowed = {config.num_experts}
+    allowed = {config.num_held}
     if where.mesh is None:  # inside the caller's shard_map: they may be this rank's own
-        allowed.add(config.num_experts // num_ranks)
+        allowed.add(config.num_held // num_ranks)
     check_num_held(params, config.num_experts, allowed)
     if where.mesh is not None:
         widths = {"wi_0": params.wi_0.shape[2]}

@@ -122,6 +122,7 @@ def weight_shapes(
     use_expert_scale: bool = False,
     use_mlp_bias: bool = False,
     use_shared_gate: bool = False,
+    num_slots: int | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Returns the global shape of each parameter but the gate, by its name in `MoEParams`.
 
@@ -132,6 +133,7 @@ def weight_shapes(
         gated: experts have a wi_1.
         use_gate_bias, use_expert_scale, use_mlp_bias, use_shared_gate: there is a `gate_bias`, an
             `expert_scale`, biases of the routed experts, a `shared_gate`.
+        num_slots: the experts that routed weights hold, copies counted, where they are not E.
 
     Raises:
         ValueError: the shared experts' width is given twice, or their gate without them.
@@ -149,6 +151,7 @@ def weight_shapes(
             "shared_dim."
         )
     sizes = {"E": num_experts, "H": hidden, "F": mlp_dim, "S": shared_dim, "1": 1}
+    held = sizes | {"E": num_slots or num_experts}
     present = {
         "gate_bias": use_gate_bias,
         "expert_scale": use_expert_scale,
@@ -162,16 +165,31 @@ def weight_shapes(
         "shared_gate": use_shared_gate,
     }
     return {
-        name: tuple(sizes[dim] for dim in PARAMETERS[name].dims)
+        name: tuple((held if name in ROUTED_WEIGHTS else sizes)[d] for d in PARAMETERS[name].dims)
         for name in WEIGHTS
         if present.get(name, True)
     }
 
 
-def initializer(name: str, kernel_init: Initializer) -> Initializer:
+def initializer(
+    name: str, kernel_init: Initializer, num_experts: int, num_slots: int | None
+) -> Initializer:
     """Returns the initializer of a parameter but the gate; matrices are drawn by `kernel_init`."""
     kind = PARAMETERS[name].init
-    return per_expert(kernel_init) if kind == "kernel" else getattr(jax.nn.initializers, kind)
+    init = per_expert(kernel_init) if kind == "kernel" else getattr(jax.nn.initializers, kind)
+    return init if num_slots is None or name not in ROUTED_WEIGHTS else in_order(init, num_experts)
+
+
+def in_order(init: Initializer, num_experts: int) -> Initializer:
+    """Returns an initializer of [P, ...] that draws E experts, placed as `Placement.in_order`."""
+
+    def init_slots(
+        key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
+    ) -> jax.Array:
+        experts = init(key, (num_experts, *shape[1:]), dtype)
+        return jnp.take(experts, jnp.arange(shape[0]) % num_experts, axis=0)
+
+    return init_slots
 
 
 def per_expert(init: Initializer) -> Initializer:

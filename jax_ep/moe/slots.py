@@ -1,0 +1,96 @@
+"""A layer whose ranks hold slots: P of them for E experts, some of which have copies.
+
+The layer is given which slot holds which expert as arrays, so another placement needs no other
+program. Every choice of an expert becomes one of a slot, and dispatch and matmuls know slots alone.
+In the backward pass the gradients of an expert's copies are added, and each copy gets the sum: an
+optimizer that treats elements alike keeps copies equal, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import checks
+from jax_ep.placement.choice import choose_slots
+from jax_ep.placement.table import Placement
+
+
+def check_placement(placement: Placement | None, num_experts: int, num_slots: int | None) -> None:
+    """Raises ValueError or TypeError unless a call has a placement of its slots, or neither."""
+    if num_slots is None:
+        if placement is not None:
+            raise ValueError(
+                "placement must be None for a layer without num_slots; set num_slots to the "
+                "placement's slots."
+            )
+        return
+    if not isinstance(placement, Placement):
+        raise TypeError(
+            f"placement must say which expert each of the num_slots={num_slots} slots holds, as a "
+            f"jax_ep.placement.Placement of this layer, but is {checks.described(placement)}."
+        )
+    shapes = placement.expert_of_slot.shape, placement.num_copies.shape
+    if shapes != ((num_slots,), (num_experts,)):
+        raise ValueError(
+            f"placement must be of this layer, with {num_slots} slots and {num_experts} experts, "
+            f"but expert_of_slot has shape {shapes[0]} and num_copies {shapes[1]}; of a placement "
+            "of several layers, pass placement[layer]."
+        )
+
+
+def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the slot [T, K] of each choice of an expert."""
+    arrays = placement.expert_of_slot, placement.slots_of_expert, placement.num_copies
+    return choose_slots(topk_idx, *map(jnp.asarray, arrays), axis_name=axes)
+
+
+def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """Adds up counts [slots of this rank] by expert: [E] int32, of this rank."""
+    experts = _held_here(counts.shape[0], placement, axes)
+    all_experts = jnp.arange(placement.num_copies.shape[0])
+    return jnp.sum(jnp.where(experts == all_experts[:, None], counts[None], 0), axis=1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the weights [slots of this rank, ...]; the gradient of each slot is its expert's.
+
+    Only experts that have copies are sent: an all-reduce of at most P - E of them, in float32.
+    """
+    return weights
+
+
+def _equal_copies_fwd(weights, placement, axes):
+    return weights, placement
+
+
+def _equal_copies_bwd(axes, placement, g):
+    num_experts = placement.num_copies.shape[0]
+    most = min(placement.expert_of_slot.shape[0] - num_experts, num_experts)
+    if most == 0:
+        return g, None
+    copied = jnp.asarray(placement.num_copies) > 1
+    index = jnp.where(copied, jnp.cumsum(copied) - 1, most)  # among the experts with copies
+    experts = _held_here(g.shape[0], placement, axes)
+    place = jnp.where(experts >= 0, index[jnp.maximum(experts, 0)], most)
+    dtype = jnp.promote_types(g.dtype, jnp.float32)
+    sums = jax.ops.segment_sum(g.astype(dtype), place, most + 1)[:most]
+    if axes:
+        sums = lax.psum(sums, axes)
+    of_slots = sums[jnp.minimum(place, most - 1)].astype(g.dtype)
+    has_copies = (place < most).reshape(-1, *(1,) * (g.ndim - 1))
+    return jnp.where(has_copies, of_slots, g), None
+
+
+equal_copies.defvjp(_equal_copies_fwd, _equal_copies_bwd)
+
+
+def _held_here(num_slots: int, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """Returns the expert of each of this rank's slots, -1 where one is empty."""
+    expert_of_slot = jnp.asarray(placement.expert_of_slot)
+    first = lax.axis_index(axes) * num_slots if axes else 0
+    return lax.dynamic_slice_in_dim(expert_of_slot, first, num_slots)

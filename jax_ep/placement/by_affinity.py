@@ -1,0 +1,237 @@
+"""Places experts of successive layers that tokens visit one after the other on one rank."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import checks
+from jax_ep.placement.by_load import LESS
+from jax_ep.placement.table import Array, Placement, check_ranks
+
+# Experts times parts of a layer: of more, an integer program does not end in time.
+_LARGEST_PROGRAM = 1024
+
+
+def place_by_affinity(
+    trace: Any,
+    *,
+    num_ranks: int,
+    num_hosts: int = 1,
+    max_imbalance: float = 1.05,
+    num_experts: int | None = None,
+) -> Placement:
+    """Places experts of successive layers that the same tokens choose on the same rank.
+
+    The idea is ExFlow's (arXiv:2401.08383): a token that finds its next expert where it is crosses
+    no wire. First hosts are chosen, for the fewest changes of host, then the ranks of each. The
+    first layer's experts are clustered by the experts that their tokens choose next; each other
+    layer is assigned to the clusters of its neighbours, forward and then in sweeps. An assignment
+    that breaks the limit of loads is repaired by exchanges of experts. Small layers are in the end
+    assigned once more by integer programs (MoETuner, arXiv:2502.06643), which SciPy's HiGHS solves
+    within ten seconds together; a layer whose program takes longer stays as it is.
+
+    Args:
+        trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
+        num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
+        num_hosts: hosts.
+        max_imbalance: the most that a rank's load in a layer may be of the mean, at least 1. Where
+            no placement keeps it, as with one expert above it, loads come as near as exchanges do.
+        num_experts: E; None: the largest id in the trace + 1.
+
+    Returns:
+        A `Placement` of one copy of each expert, in the least P >= E that N divides.
+
+    Raises:
+        ValueError, TypeError: naming the argument that does not fit.
+    """
+    trace = np.asarray(trace)
+    checks.check_array("trace", trace, 3, jnp.integer, "[layers, tokens, K]", may_be_empty=False)
+    check_ranks(num_ranks, num_hosts)
+    checks.check_number("max_imbalance", max_imbalance)
+    if max_imbalance < 1:
+        raise ValueError(f"max_imbalance must be at least 1, but is {max_imbalance}.")
+    largest = int(trace.max())
+    if num_experts is None:
+        num_experts = largest + 1
+    num_experts = checks.check_integer("num_experts", num_experts)
+    if largest >= num_experts:
+        raise ValueError(
+            f"num_experts must be above the largest id of trace, {largest}, but is {num_experts}."
+        )
+    num_slots = -(-num_experts // num_ranks) * num_ranks
+    # Experts from num_experts on stand for empty slots.
+    visits = [_visits(choices, num_slots) for choices in trace]
+    together = [np.asarray((a.T @ b).todense()) for a, b in zip(visits, visits[1:], strict=False)]
+    load = np.stack([np.asarray(v.sum(axis=0)).ravel() for v in visits])
+    limit = max_imbalance * load.sum(axis=1)
+    experts = np.tile(np.arange(num_slots), (len(trace), 1))
+    slots = []
+    for own in _split(experts, visits, together, load, num_hosts, limit / num_hosts):
+        per_host = num_ranks // num_hosts
+        slots += _split(own, visits, together, load, per_host, limit / num_ranks)
+    expert_of_slot = np.concatenate(slots, axis=1)
+    expert_of_slot = np.where(expert_of_slot < num_experts, expert_of_slot, -1)
+    return Placement.of(expert_of_slot, num_experts=num_experts, num_ranks=num_ranks)
+
+
+def _visits(choices: Array, num_experts: int) -> Any:
+    """Returns a sparse [tokens, num_experts]: how often each token chose each expert."""
+    from scipy import sparse
+
+    token, k = np.nonzero(choices >= 0)
+    ones = np.ones(len(token))
+    return sparse.csr_matrix((ones, (token, choices[token, k])), (len(choices), num_experts))
+
+
+def _split(
+    experts: Array, visits: list[Any], together: list[Array], load: Array, parts: int, limit: Array
+) -> list[Array]:
+    """Splits experts [layers, n] into parts of [layers, n / parts] that tokens seldom leave.
+
+    Args:
+        experts: the ids of each layer's experts.
+        visits: of each layer, sparse [tokens, P].
+        together: of each layer but the last, [P, P]: how often a token chose e, then f.
+        load: [layers, P].
+        parts: how many.
+        limit: [layers]: the most load of a part.
+    """
+    if parts == 1:
+        return [experts]
+    near = [m[np.ix_(a, b)] for m, a, b in zip(together, experts, experts[1:], strict=False)]
+    load = np.take_along_axis(load, experts, 1)
+    profile = _profile(visits, experts)
+    best: Array = np.zeros(experts.shape, int)
+    most = -1.0
+    for seed in range(3):
+        part = np.zeros(experts.shape, int)
+        first = _clusters(profile, parts, np.random.default_rng(seed))
+        part[0] = _assign(first, load[0], limit[0])
+        for layer in range(1, len(experts)):
+            gain = _of_parts(near[layer - 1].T, part[layer - 1], parts)
+            part[layer] = _assign(gain, load[layer], limit[layer])
+        kept = _sweep(part, near, load, limit, parts, _assign, 4)
+        if kept > most:
+            best, most = part, kept
+    if best.shape[1] * parts <= _LARGEST_PROGRAM:
+        exactly = functools.partial(_assign_exactly, seconds=10 / len(best))
+        _sweep(best, near, load, limit, parts, exactly, 1)
+    order = np.argsort(best, axis=1, kind="stable")
+    return np.split(np.take_along_axis(experts, order, 1), parts, axis=1)
+
+
+def _profile(visits: list[Any], experts: Array) -> Array:
+    """Returns [n, ...]: the experts of the next layers that tokens of a first expert choose."""
+    first = visits[0][:, experts[0]].T
+    later = [(first @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
+    later[0] = later[0] * (1 - np.eye(len(experts[0])))
+    scaled = [m / np.maximum(np.linalg.norm(m, axis=1, keepdims=True), 1e-30) for m in later]
+    return np.concatenate(scaled, axis=1)
+
+
+def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
+    """Returns [n, parts]: how alike each row is to each of `parts` clusters of equal size."""
+    centers = profile[[rng.integers(len(profile))]]
+    while len(centers) < parts:  # each the least like any before it
+        alike = (profile @ centers.T).max(axis=1)
+        centers = np.concatenate([centers, profile[[np.argmin(alike)]]])
+    for _ in range(10):
+        alike = profile @ centers.T
+        part = _assign(alike, np.zeros(len(profile)), 0.0)
+        centers = np.eye(parts)[part].T @ profile
+        centers /= np.maximum(np.linalg.norm(centers, axis=1, keepdims=True), 1e-30)
+    return profile @ centers.T
+
+
+def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
+    """Sums the columns of each part: [n, m] -> [n, parts]; parts are of one size."""
+    in_order = matrix[:, np.argsort(part, kind="stable")]
+    return in_order.reshape(len(matrix), parts, -1).sum(axis=2)
+
+
+def _sweep(
+    part: Array, near: list[Array], load: Array, limit: Array, parts: int, assign: Any, most: int
+) -> float:
+    """Assigns each layer anew, given its neighbours, until a sweep keeps no more tokens in place.
+
+    Changes `part` [layers, n]; returns how many pairs of choices stay. `most` counts sweeps.
+    """
+
+    def kept(part: Array) -> float:
+        same = (a[:, None] == b[None] for a, b in zip(part, part[1:], strict=False))
+        return float(sum(np.sum(m * s) for m, s in zip(near, same, strict=True)))
+
+    best = kept(part)
+    for _ in range(most):
+        tried = part.copy()
+        for layer in range(len(part)):
+            gain = np.zeros((part.shape[1], parts))
+            if layer:
+                gain += _of_parts(near[layer - 1].T, tried[layer - 1], parts)
+            if layer + 1 < len(part):
+                gain += _of_parts(near[layer], tried[layer + 1], parts)
+            tried[layer] = assign(gain, load[layer], limit[layer])
+        if kept(tried) <= best:
+            break
+        part[:], best = tried, kept(tried)
+    return best
+
+
+def _assign(gain: Array, load: Array, limit: float) -> Array:
+    """Returns the part of each item: most gain [n, parts], equal sizes, loads up to a limit."""
+    from scipy.optimize import linear_sum_assignment
+
+    size = len(gain) // gain.shape[1]
+    part = linear_sum_assignment(np.repeat(gain, size, axis=1), maximize=True)[1] // size
+    if np.bincount(part, load, gain.shape[1]).max() <= limit * (1 + 1e-9):
+        return part
+    return _repair(part, gain, load, limit)
+
+
+def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> Array:
+    """Returns what `_assign` does, by an integer program if that ends in time."""
+    from scipy import optimize, sparse
+
+    part = _assign(gain, load, limit)
+    items, parts = gain.shape
+    one_part = sparse.kron(sparse.eye(items), np.ones((1, parts)))
+    members = sparse.kron(np.ones((1, items)), sparse.eye(parts))
+    loads = sparse.kron(load[None], sparse.eye(parts))
+    solved = optimize.milp(
+        -gain.ravel(),
+        integrality=np.ones(gain.size),
+        bounds=optimize.Bounds(0, 1),
+        constraints=[
+            optimize.LinearConstraint(one_part, 1, 1),
+            optimize.LinearConstraint(members, items // parts, items // parts),
+            optimize.LinearConstraint(loads, -np.inf, limit),
+        ],
+        options=dict(time_limit=seconds),
+    )
+    return part if solved.status else solved.x.reshape(gain.shape).argmax(axis=1)
+
+
+def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
+    """Exchanges items of the heaviest part, at the least gain lost for the load, to the limit."""
+    parts = gain.shape[1]
+    for _ in range(100 * len(load)):  # each exchange makes the sorted loads smaller: it ends
+        totals = np.bincount(part, load, parts)
+        heaviest = np.argmax(totals)
+        if totals[heaviest] <= limit:
+            break
+        mine, others = np.flatnonzero(part == heaviest), np.flatnonzero(part != heaviest)
+        moved = load[mine][:, None] - load[others][None]
+        after = np.maximum(totals[heaviest] - moved, totals[part[others]][None] + moved)
+        lost = gain[mine, heaviest][:, None] - gain[mine][:, part[others]]
+        lost = lost + gain[others, part[others]][None] - gain[others, heaviest][None]
+        lighter = totals[heaviest] - np.maximum(after, limit)
+        price = np.where(after < totals[heaviest] * LESS, lost / np.maximum(lighter, 1e-9), np.inf)
+        i, j = np.unravel_index(np.argmin(price), price.shape)
+        if not np.isfinite(price[i, j]):
+            break
+        part[mine[i]], part[others[j]] = part[others[j]], heaviest
+    return part

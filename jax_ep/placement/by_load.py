@@ -1,0 +1,157 @@
+"""Copies and places experts so that no rank has much more to do than another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jax_ep import checks
+from jax_ep.placement.table import Array, Placement, check_ranks, check_slots, checked_load
+
+# An exchange of two experts must lower the load by more than rounding does.
+LESS = 1 - 1e-9
+
+
+def balance(
+    load: Any, *, num_slots: int, num_ranks: int, num_hosts: int = 1, num_groups: int = 1
+) -> Placement:
+    """Copies hot experts and places all copies, so that the busiest rank has little to do.
+
+    Starts from what EPLB finds (DeepSeek-V3, github.com/deepseek-ai/EPLB): a copy goes to whatever
+    expert has the most load for each copy, and copies go, in falling order of load, to the least
+    loaded rank with a free slot. Then, as long as the busiest rank's load falls, it exchanges two
+    copies, or gives a slot of one expert to an expert of the busiest rank. So no rank has more to
+    do than EPLB's busiest one.
+
+    Args:
+        load: [layers, E] numbers, none negative: the load of each expert, in any unit.
+        num_slots: P, a multiple of num_ranks, at least E.
+        num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
+        num_hosts: hosts. They count only if num_groups is a multiple of them.
+        num_groups: groups of experts of consecutive ids, among which a token chooses first (see
+            `jax_ep.top_k_routing`). All experts of a group are then placed on one host, and
+            each host has equally many groups.
+
+    Returns:
+        A `Placement` with all slots filled.
+
+    Raises:
+        ValueError, TypeError: naming the argument that does not fit.
+    """
+    load = checked_load(load)
+    num_experts = load.shape[1]
+    check_ranks(num_ranks, num_hosts)
+    num_slots = checks.check_integer("num_slots", num_slots)
+    check_slots(num_slots, num_experts, num_ranks)
+    num_groups = checks.check_integer("num_groups", num_groups)
+    if num_experts % num_groups:
+        raise ValueError(
+            f"num_groups must divide the {num_experts} experts of load {load.shape}, but is "
+            f"{num_groups}."
+        )
+    if num_groups % num_hosts:
+        num_groups = num_hosts = 1
+    slots = [_balance_layer(w, num_slots, num_ranks, num_hosts, num_groups) for w in load]
+    return Placement.of(np.stack(slots), num_experts=num_experts, num_ranks=num_ranks)
+
+
+def _balance_layer(
+    load: Array, num_slots: int, num_ranks: int, num_hosts: int, num_groups: int
+) -> Array:
+    """Returns the expert of each slot, [P], of one layer."""
+    group_of_expert = np.arange(len(load)) // (len(load) // num_groups)
+    group_load = np.bincount(group_of_expert, load, num_groups)
+    packed = _pack(group_load, num_hosts)
+    best, least = np.empty(0), np.inf
+    # Hosts of more even load have, as a rule, ranks of more even load, but not always.
+    for host_of_group in (packed, _exchange(group_load, packed.copy(), num_hosts)):
+        slots, busiest = [], 0.0
+        for host in range(num_hosts):
+            experts = np.flatnonzero(host_of_group[group_of_expert] == host)
+            own, own_busiest = _balance_host(
+                load[experts], num_slots // num_hosts, num_ranks // num_hosts
+            )
+            slots.append(experts[own])
+            busiest = max(busiest, own_busiest)
+        if busiest < least:
+            best, least = np.concatenate(slots), busiest
+        if num_hosts == 1:
+            break
+    return best
+
+
+def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, float]:
+    """Returns the expert of each slot, [P], and the load of the busiest rank."""
+    copies = np.ones(len(load), int)
+    expert = np.arange(num_slots)
+    for slot in range(len(load), num_slots):
+        expert[slot] = np.argmax(load / copies)
+        copies[expert[slot]] += 1
+    rank = _pack((load / copies)[expert], num_ranks)
+    for _ in range(4 * num_slots):
+        rank = _exchange((load / copies)[expert], rank, num_ranks)
+        if not _copy_another(load, expert, copies, rank, num_ranks):
+            break
+    totals = np.bincount(rank, (load / copies)[expert], num_ranks)
+    return expert[np.argsort(rank, kind="stable")], float(totals.max())
+
+
+def _pack(load: Array, num_packs: int) -> Array:
+    """Returns the pack of each item: the heaviest first, to the lightest pack with room."""
+    pack, room = np.empty(len(load), int), np.full(num_packs, len(load) // num_packs)
+    totals = np.zeros(num_packs)
+    for item in np.argsort(-load, kind="stable"):
+        lightest = np.argmin(np.where(room > 0, totals, np.inf))
+        pack[item] = lightest
+        totals[lightest] += load[item]
+        room[lightest] -= 1
+    return pack
+
+
+def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
+    """Exchanges items between the heaviest pack and another as long as the heavier gets lighter."""
+    totals = np.bincount(pack, load, num_packs)
+    for _ in range(100 * len(load)):  # each exchange makes the sorted totals smaller: it ends
+        heaviest = np.argmax(totals)
+        mine, others = np.flatnonzero(pack == heaviest), np.flatnonzero(pack != heaviest)
+        if not len(others):
+            break
+        moved = load[mine][:, None] - load[others][None]
+        after = np.maximum(totals[heaviest] - moved, totals[pack[others]][None] + moved)
+        i, j = np.unravel_index(np.argmin(after), after.shape)
+        if not after[i, j] < totals[heaviest] * LESS:
+            break
+        pack[mine[i]], pack[others[j]] = pack[others[j]], heaviest
+        totals = np.bincount(pack, load, num_packs)
+    return pack
+
+
+def _copy_another(load: Array, expert: Array, copies: Array, rank: Array, num_ranks: int) -> bool:
+    """Gives the slot of a copied expert to an expert of the busiest rank, if that rank gains.
+
+    Changes `expert` and `copies`; returns whether it did.
+    """
+    held = np.zeros((len(load), num_ranks))
+    np.add.at(held, (expert, rank), 1)
+    totals = (load / copies) @ held
+    victims = np.flatnonzero(copies[expert] > 1)
+    wanted = np.unique(expert[rank == np.argmax(totals)])
+    if not len(victims):
+        return False
+    a, b = expert[victims], wanted
+    less = load[a] / (copies[a] - 1)  # of each copy of the expert that loses one
+    more = load[b] / (copies[b] + 1)
+    of_a = held[a] * (less - load[a] / copies[a])[:, None]
+    of_b = held[b] * (more - load[b] / copies[b])[:, None]
+    there = np.eye(num_ranks)[rank[victims]]
+    after = totals + of_a[:, None] + of_b[None]
+    after += there[:, None] * (more[None] - less[:, None])[:, :, None]
+    busiest = np.where(a[:, None] == b[None], np.inf, after.max(axis=2))
+    i, j = np.unravel_index(np.argmin(busiest), busiest.shape)
+    if not busiest[i, j] < totals.max() * LESS:
+        return False
+    copies[a[i]] -= 1
+    copies[b[j]] += 1
+    expert[victims[i]] = b[j]
+    return True

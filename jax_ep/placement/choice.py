@@ -1,0 +1,77 @@
+"""From choices of experts to choices of slots: the traced part of a placement."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import checks
+from jax_ep.checks import AxisName
+from jax_ep.exchange.routes import expert_ids
+from jax_ep.placement.table import check_slots
+
+
+def choose_slots(
+    topk_idx: jax.Array,
+    expert_of_slot: jax.Array,
+    slots_of_expert: jax.Array,
+    num_copies: jax.Array,
+    *,
+    axis_name: AxisName,
+) -> jax.Array:
+    """Turns choices of experts into choices of slots. Call it inside `jax.shard_map`.
+
+    A choice goes to the copy on this rank if there is one; else this rank's choices of an expert
+    go to its copies in turn, starting at another copy on each rank. The same choices give the same
+    slots on every run.
+
+    Args:
+        topk_idx: [T, K] integer: expert ids of this rank's tokens. A value outside [0, E), such as
+            -1, is a choice of no expert.
+        expert_of_slot: [P] int32, of one layer of a `Placement`, as are the next two.
+        slots_of_expert: [E, C] int32.
+        num_copies: [E] int32.
+        axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
+
+    Returns:
+        [T, K] int32: slots, -1 where no expert was chosen; what `dispatch` takes, with
+        num_experts=P.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it.
+    """
+    axes = checks.as_axes(axis_name)
+    num_ranks = checks.num_ranks(axes)
+    checks.check_array("topk_idx", topk_idx, 2, jnp.integer, "[T, K]")
+    checks.check_array("expert_of_slot", expert_of_slot, 1, jnp.integer, "[P]")
+    checks.check_array("slots_of_expert", slots_of_expert, 2, jnp.integer, "[E, C]")
+    checks.check_array("num_copies", num_copies, 1, jnp.integer, "[E]")
+    num_slots, num_experts = expert_of_slot.shape[0], slots_of_expert.shape[0]
+    check_slots(num_slots, num_experts, num_ranks)
+    if num_copies.shape != (num_experts,):
+        raise ValueError(
+            f"num_copies must have shape ({num_experts},) for slots_of_expert [E, C] of shape "
+            f"{slots_of_expert.shape}, but has shape {num_copies.shape}."
+        )
+    rank = lax.axis_index(axes) if axes else jnp.int32(0)
+    choices = expert_ids(topk_idx, num_experts).reshape(-1)
+    is_choice = (choices >= 0) & (choices < num_experts)
+    turn = _turns(jnp.where(is_choice, choices, num_experts), num_experts)
+    choices = jnp.where(is_choice, choices, 0)
+
+    slots_of_expert = slots_of_expert.astype(jnp.int32)
+    here = (slots_of_expert >= 0) & (slots_of_expert // (num_slots // num_ranks) == rank)
+    local = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)
+    turn = (turn + rank) % num_copies.astype(jnp.int32)[choices]
+    slots = jnp.where(local[choices] >= 0, local[choices], slots_of_expert[choices, turn])
+    return jnp.where(is_choice, slots, -1).reshape(topk_idx.shape)
+
+
+def _turns(choices: jax.Array, num_experts: int) -> jax.Array:
+    """Returns [n] int32: how many earlier entries of `choices` [n], 0 to num_experts, are alike."""
+    order = jnp.argsort(choices, stable=True)
+    in_order = choices[order]
+    first = jnp.searchsorted(in_order, jnp.arange(num_experts + 1, dtype=choices.dtype))
+    place = jnp.arange(choices.shape[0], dtype=jnp.int32) - first[in_order].astype(jnp.int32)
+    return jnp.zeros_like(place).at[order].set(place)

@@ -1,0 +1,66 @@
+"""Loads of experts, averaged over training steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import checks
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["total", "weight"], meta_fields=["decay"]
+)
+@dataclasses.dataclass(frozen=True)
+class LoadTracker:
+    """An exponential average of expert loads. A pytree, so it may be part of a train state.
+
+        tracker = LoadTracker.of((layers, E), decay=0.99)
+        tracker = tracker.update(metrics.expert_counts)  # each step, in jax.jit or outside
+        new = balance(tracker.load, num_slots=64, num_ranks=8)
+
+    Attributes:
+        total: the decayed sum of counts, float32.
+        weight: [] float32, the decayed number of updates.
+        decay: what an update leaves of the sum; 1 - 1 / n averages over about n steps.
+    """
+
+    total: Any
+    weight: Any
+    decay: float
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], *, decay: float = 0.99) -> LoadTracker:
+        """Makes a tracker of counts of `shape`, [layers, E] or [E], that has seen none.
+
+        Raises:
+            ValueError: `decay` is not above 0 and below 1.
+        """
+        checks.check_number("decay", decay)
+        if decay >= 1:
+            raise ValueError(f"decay must be above 0 and below 1, but is {decay}.")
+        return cls(jnp.zeros(shape, jnp.float32), jnp.zeros((), jnp.float32), float(decay))
+
+    def update(self, counts: Any) -> LoadTracker:
+        """Returns the tracker after one more step, of `counts` such as `MoEMetrics.expert_counts`.
+
+        Raises:
+            ValueError: the counts have another shape.
+        """
+        counts = jnp.asarray(counts, jnp.float32)
+        if counts.shape != jnp.shape(self.total):
+            raise ValueError(
+                f"counts must have shape {jnp.shape(self.total)}, as the tracker does, but have "
+                f"shape {counts.shape}."
+            )
+        total = self.decay * self.total + counts
+        return dataclasses.replace(self, total=total, weight=self.decay * self.weight + 1)
+
+    @property
+    def load(self) -> jax.Array:
+        """The average counts of a step; zeros before the first update."""
+        return self.total / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)

@@ -1,0 +1,175 @@
+"""`Placement`: which slot of which rank holds which expert, as small arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import checks
+
+Array = np.ndarray[Any, Any]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["expert_of_slot", "slots_of_expert", "num_copies"],
+    meta_fields=["num_ranks"],
+)
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which slot holds which expert, layer by layer. A pytree of int32 arrays.
+
+    E experts, P slots; slot s is on rank s // (P / num_ranks). C = P - E + 1 is the most copies
+    that one expert can have. Make one with `Placement.of` or `Placement.in_order`.
+
+    `placement[layer]` is the placement of one layer, whose arrays have no axis of layers; it is
+    what a layer's call takes. `jax.lax.scan` over layers makes the same of it.
+
+    Attributes:
+        expert_of_slot: [layers, P] int32, -1 where a slot is empty.
+        slots_of_expert: [layers, E, C] int32: the slots of each expert, in rising order, then -1.
+        num_copies: [layers, E] int32, at least 1.
+        num_ranks: N.
+    """
+
+    expert_of_slot: Array
+    slots_of_expert: Array
+    num_copies: Array
+    num_ranks: int
+
+    @classmethod
+    def of(cls, expert_of_slot: Any, *, num_experts: int, num_ranks: int) -> Placement:
+        """Makes a placement of `expert_of_slot` [layers, P] integers, -1 where a slot is empty.
+
+        Raises:
+            ValueError: P is no multiple of num_ranks, or an id is not below num_experts, or a layer
+                has an expert without a slot.
+        """
+        slots = np.asarray(expert_of_slot)
+        checks.check_array("expert_of_slot", slots, 2, jnp.integer, "[layers, P]")
+        num_experts = checks.check_integer("num_experts", num_experts)
+        num_ranks = checks.check_integer("num_ranks", num_ranks)
+        layers, num_slots = slots.shape
+        check_slots(num_slots, num_experts, num_ranks)
+        if slots.size and not -1 <= slots.min() <= slots.max() < num_experts:
+            raise ValueError(
+                f"expert_of_slot must hold ids below num_experts={num_experts}, or -1, but holds "
+                f"{slots.min()} to {slots.max()}."
+            )
+        copies = np.zeros((layers, num_experts), np.int32)
+        slots_of_expert = np.full((layers, num_experts, num_slots - num_experts + 1), -1, np.int32)
+        for layer, slot in zip(*np.nonzero(slots >= 0), strict=True):
+            expert = slots[layer, slot]
+            if copies[layer, expert] < slots_of_expert.shape[2]:
+                slots_of_expert[layer, expert, copies[layer, expert]] = slot
+            copies[layer, expert] += 1
+        missing = np.argwhere(copies == 0)
+        if len(missing):
+            layer, expert = missing[0]
+            raise ValueError(f"expert_of_slot has no slot for expert {expert} in layer {layer}.")
+        return cls(slots.astype(np.int32), slots_of_expert, copies, num_ranks)
+
+    @classmethod
+    def in_order(
+        cls, *, num_experts: int, num_slots: int, num_ranks: int, layers: int = 1
+    ) -> Placement:
+        """Puts expert s into slot s, and from the first on again into the slots that remain.
+
+        It is the placement of a layer's first parameters.
+        """
+        num_slots = checks.check_integer("num_slots", num_slots)
+        slots = np.arange(num_slots) % checks.check_integer("num_experts", num_experts)
+        layers = checks.check_integer("layers", layers)
+        tiled = np.tile(slots, (layers, 1))
+        return cls.of(tiled, num_experts=num_experts, num_ranks=num_ranks)
+
+    def __getitem__(self, layer: int) -> Placement:
+        """Returns the placement of one layer."""
+        if np.ndim(self.expert_of_slot) != 2:
+            raise TypeError("this Placement is of one layer and has no layers to choose from.")
+        return jax.tree.map(lambda array: array[layer], self)
+
+    def rank_load(self, load: Any) -> Array:
+        """Returns the load of each rank, [layers, num_ranks]; copies share an expert's evenly.
+
+        Args:
+            load: [layers, E] numbers: the load of each expert, in any unit.
+        """
+        load = checked_load(load)
+        if load.shape != self.num_copies.shape:
+            raise ValueError(
+                f"load must have shape [layers, E] = {self.num_copies.shape}, but has shape "
+                f"{load.shape}."
+            )
+        share = np.take_along_axis(load / self.num_copies, np.maximum(self.expert_of_slot, 0), 1)
+        share = np.where(self.expert_of_slot >= 0, share, 0.0)
+        return share.reshape(len(load), self.num_ranks, -1).sum(axis=2)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the placement to a file whose name ends in .json or .npz."""
+        path = Path(path)
+        sizes = {"num_experts": self.num_copies.shape[1], "num_ranks": self.num_ranks}
+        if _suffix(path) == ".json":
+            path.write_text(json.dumps(sizes | {"expert_of_slot": self.expert_of_slot.tolist()}))
+        else:
+            np.savez_compressed(path, expert_of_slot=self.expert_of_slot, **sizes)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | Path) -> Placement:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: the file's name ends in neither .json nor .npz, or it holds no placement.
+        """
+        path = Path(path)
+        if _suffix(path) == ".json":
+            fields = json.loads(path.read_text())
+        else:
+            with np.load(path) as arrays:
+                fields = dict(arrays)
+        try:
+            return cls.of(
+                np.asarray(fields["expert_of_slot"], np.int32),
+                num_experts=int(fields["num_experts"]),
+                num_ranks=int(fields["num_ranks"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} must hold a placement that Placement.save wrote.") from error
+
+
+def checked_load(load: Any) -> Array:
+    load = np.asarray(load)
+    checks.check_array("load", load, 2, jnp.number, "[layers, E]", may_be_empty=False)
+    load = load.astype(np.float64)
+    if not np.all(np.isfinite(load)) or load.min() < 0:
+        raise ValueError("load must be finite and not negative, but is not.")
+    return load
+
+
+def check_ranks(num_ranks: int, num_hosts: int) -> None:
+    checks.check_integer("num_ranks", num_ranks)
+    if num_ranks % checks.check_integer("num_hosts", num_hosts):
+        raise ValueError(
+            f"num_ranks must be a multiple of num_hosts={num_hosts}, but is {num_ranks}."
+        )
+
+
+def check_slots(num_slots: int, num_experts: int, num_ranks: int) -> None:
+    if num_slots % num_ranks or num_slots < num_experts:
+        raise ValueError(
+            f"num_slots must be a multiple of the {num_ranks} ranks and at least the "
+            f"{num_experts} experts, but is {num_slots}."
+        )
+
+
+def _suffix(path: Path) -> str:
+    if path.suffix not in (".json", ".npz"):
+        raise ValueError(f"path must end in .json or .npz, but is {str(path)!r}.")
+    return path.suffix

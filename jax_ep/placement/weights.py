@@ -1,0 +1,261 @@
+"""The experts' weights and their optimizer state, by expert and by slot, and from slot to slot.
+
+A layer with slots holds an array of P slots for each array of E experts that a layer without has.
+`to_slots` and `to_experts` turn one into the other, for checkpoints. `redistribute` moves what the
+slots hold where another placement wants it.
+
+All three take any pytree, such as a train state, and change those leaves alone that a key of their
+path names as an expert's: "wi_0", "wi_1", "wo" and whatever else leads with experts, in the
+parameters as in what an optimizer keeps of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ep import checks
+from jax_ep.checks import AxisName
+from jax_ep.exchange.api import dispatch
+from jax_ep.exchange.interface import Implementation
+from jax_ep.moe.params import ROUTED_WEIGHTS
+from jax_ep.placement.table import Array, Placement
+
+# What a rank sends at once, so that the memory beside the weights stays small.
+_PIECE_BYTES = 64 * 2**20
+
+_CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
+
+
+def to_slots(tree: Any, placement: Placement) -> Any:
+    """Copies the weights of E experts into P slots; an empty slot is zero.
+
+    Args:
+        tree: a pytree; its leaves of experts are [E, ...], or [layers, E, ...] if the placement
+            is of several layers. NumPy arrays stay NumPy arrays.
+        placement: of one layer, `placement[layer]`, or of several.
+
+    Returns:
+        The tree with [P, ...] or [layers, P, ...] in these leaves.
+
+    Raises:
+        ValueError: a leaf of experts does not lead with E experts.
+    """
+    slots = np.asarray(placement.expert_of_slot)
+    size = "E", np.shape(placement.num_copies)[-1]
+    return _map_experts(lambda leaf: _take(leaf, slots), tree, np.shape(placement.num_copies), size)
+
+
+def to_experts(tree: Any, placement: Placement) -> Any:
+    """Reads the weights of E experts from the first slot of each: `to_slots`, undone.
+
+    Raises:
+        ValueError: a leaf of experts does not lead with P slots.
+    """
+    first = np.asarray(placement.slots_of_expert)[..., 0]
+    size = "P", np.shape(placement.expert_of_slot)[-1]
+    return _map_experts(
+        lambda leaf: _take(leaf, first), tree, np.shape(placement.expert_of_slot), size
+    )
+
+
+def _take(leaf: Any, index: Array) -> Any:
+    """Entries of the axis that `index` ends at; zeros for -1."""
+    xp: Any = np if isinstance(leaf, np.ndarray) else jnp
+    axis = index.ndim - 1
+    if xp is jnp:
+        spec = list(jax.typeof(leaf).sharding.spec)
+        if axis < len(spec) and spec[axis] is not None:  # no gather along an Explicit axis
+            spec[axis] = None
+            leaf = jax.sharding.reshard(leaf, PartitionSpec(*spec))
+    index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
+    taken = xp.take_along_axis(leaf, xp.asarray(np.maximum(index, 0)), axis)
+    if index.min() < 0:
+        taken = xp.where(xp.asarray(index) >= 0, taken, xp.zeros((), taken.dtype))
+    return taken
+
+
+def redistribute(
+    tree: Any,
+    before: Placement,
+    after: Placement,
+    *,
+    mesh: Mesh,
+    axis_name: AxisName = "expert",
+    progress: Callable[[int, int], None] | None = None,
+    implementation: Implementation = None,
+) -> Any:
+    """Moves weights and optimizer state to the slots of another placement.
+
+    Every slot is filled from one that holds its expert: on the same rank if there is one, else the
+    copies of an expert send to equally many slots. Each leaf is donated and replaced, piece by
+    piece, so the memory that it needs besides is that of a piece. The bits do not change, so copies
+    that are equal stay equal.
+
+    Call it between steps, outside of `jax.jit`. It compiles one program for each shape of a leaf,
+    and another where one slot sends to more than twice as many.
+
+    Args:
+        tree: a pytree, such as a train state; its leaves of experts are [P, ...], or
+            [layers, P, ...] if the placements are of several layers, split over `axis_name`.
+        before: where the experts are: of one layer or of several.
+        after: where they shall be, with as many layers, experts, slots and ranks.
+        mesh: the mesh of the weights.
+        axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
+        progress: called with the bytes that are moved and those of all leaves, after each leaf.
+        implementation: of the exchange; see `jax_ep.dispatch`.
+
+    Returns:
+        The tree; leaves of experts are new arrays of the same sharding, and the old ones deleted.
+
+    Raises:
+        ValueError: the placements do not fit each other, the mesh or a leaf.
+    """
+    axes = checks.as_axes(axis_name)
+    num_ranks = math.prod(mesh.shape[axis] for axis in axes)
+    shape = np.shape(before.expert_of_slot)
+    for name in ("expert_of_slot", "num_copies"):
+        if np.shape(getattr(before, name)) != np.shape(getattr(after, name)):
+            raise ValueError(
+                "before and after must be placements of as many layers, experts and slots, but "
+                f"their {name} have shapes {np.shape(getattr(before, name))} and "
+                f"{np.shape(getattr(after, name))}."
+            )
+    if not before.num_ranks == after.num_ranks == num_ranks:
+        raise ValueError(
+            f"before and after must be of the {num_ranks} ranks along {axes}, but are of "
+            f"{before.num_ranks} and {after.num_ranks}."
+        )
+    plan = _destinations(before, after)
+    axis = len(shape) - 1  # of the slots
+    unsplit = PartitionSpec(*(None,) * axis, axes)
+    plan = jax.device_put(plan, NamedSharding(mesh, unsplit))
+    total = sum(leaf.nbytes for path, leaf in jax.tree.leaves_with_path(tree) if _of_experts(path))
+    done = 0
+
+    def move(leaf: jax.Array) -> jax.Array:
+        nonlocal done
+        spec = getattr(leaf.sharding, "spec", ())  # which may split other axes too
+        along = spec[axis] if axis < len(spec) else None
+        if along is None or checks.as_axes(along) != axes:
+            spec = unsplit
+        moved = _mover(mesh, axes, spec, axis, implementation)(leaf, plan)
+        done += moved.nbytes
+        if progress is not None:
+            progress(done, total)
+        return moved
+
+    return _map_experts(move, tree, shape, ("P", shape[-1]))
+
+
+def _destinations(before: Placement, after: Placement) -> Array:
+    """[..., P, K] int32: the slots of `after` that each slot of `before` sends to, then -1."""
+    shape = np.shape(before.expert_of_slot)
+    num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
+    old = np.asarray(before.expert_of_slot).reshape(-1, num_slots)
+    new = np.asarray(after.expert_of_slot).reshape(-1, num_slots)
+    sent: list[list[list[int]]] = []
+    for held, wanted in zip(old, new, strict=True):
+        of_layer: list[list[int]] = [[] for _ in range(num_slots)]
+        for slot in np.argsort(held[:num_slots] != wanted, kind="stable"):  # what stays, first
+            copies = np.flatnonzero(held == wanted[slot])
+            if wanted[slot] < 0 or held[slot] == wanted[slot]:
+                source = slot  # also of an empty slot, so that every slot receives one
+            else:
+                far = copies // per_rank != slot // per_rank
+                load = [len(of_layer[copy]) for copy in copies]
+                source = copies[np.lexsort((load, far))[0]]
+            of_layer[source].append(int(slot))
+        sent.append(of_layer)
+    most = max(len(slots) for of_layer in sent for slots in of_layer)
+    width = 1 << (most - 1).bit_length()  # few different ones: each is a program
+    padded = [[slots + [-1] * (width - len(slots)) for slots in of_layer] for of_layer in sent]
+    return np.asarray(padded, np.int32).reshape(*shape, width)
+
+
+@functools.cache
+def _mover(
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    spec: PartitionSpec,
+    layers: int,
+    implementation: Implementation,
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The program (leaf, plan [..., P, K]) -> leaf; with 0 or 1 axes of layers before the slots."""
+    of_plan = PartitionSpec(*(None,) * layers, axes)
+
+    def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
+        lead = leaf.shape[: layers + 1]
+        columns = leaf.shape[-1] if leaf.ndim > layers + 1 else 1
+        dtype = leaf.dtype
+        rows = lax.bitcast_convert_type(leaf, _CARRIERS[dtype.itemsize])
+        rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
+        plan = plan.reshape(*rows.shape[:2], -1)
+        rows = _move_rows(rows, plan, axes, implementation)
+        return lax.bitcast_convert_type(rows.reshape(leaf.shape), dtype)
+
+    moved = jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, of_plan), out_specs=spec)
+    return jax.jit(moved, donate_argnums=0)
+
+
+def _move_rows(
+    rows: jax.Array, plan: jax.Array, axes: tuple[str, ...], implementation: Implementation
+) -> jax.Array:
+    """Rows [layers, slots of this rank, M, columns], sent as `plan` [layers, slots, K] says.
+
+    A dispatch whose experts are slots: each receives the rows of one slot, in order.
+    """
+    layers, num_slots, num_rows, columns = rows.shape
+    bytes_of_row = num_slots * columns * rows.dtype.itemsize
+    most = max(1, _PIECE_BYTES // bytes_of_row)
+    piece = max(size for size in range(1, min(num_rows, most) + 1) if num_rows % size == 0)
+    pieces = num_rows // piece
+
+    def move(i: jax.Array, rows: jax.Array) -> jax.Array:
+        layer, start = i // pieces, i % pieces * piece
+        zero = jnp.zeros_like(layer)
+        begin = (layer, zero, start, zero)
+        x = lax.dynamic_slice(rows, begin, (1, num_slots, piece, columns))
+        slots = lax.dynamic_index_in_dim(plan, layer, keepdims=False)
+        received = dispatch(
+            x.reshape(-1, columns),
+            jnp.repeat(slots, piece, axis=0),
+            num_experts=num_slots * checks.num_ranks(axes),
+            axis_name=axes,
+            capacity=num_slots * piece,
+            implementation=implementation,
+        )
+        return lax.dynamic_update_slice(rows, received.tokens.reshape(x.shape), begin)
+
+    return lax.fori_loop(0, layers * pieces, move, rows)
+
+
+def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[str, int]) -> Any:
+    """Maps the leaves of experts, which must lead with `lead`: (layers and) E or P."""
+    name, number = size
+
+    def visit(path: Any, leaf: Any) -> Any:
+        if not _of_experts(path):
+            return leaf
+        if np.shape(leaf)[: len(lead)] != lead:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} must lead with {lead}, of {name}={number}, as the "
+                f"placement does, but has shape {np.shape(leaf)}."
+            )
+        return function(leaf)
+
+    return jax.tree.map_with_path(visit, tree)
+
+
+def _of_experts(path: Any) -> bool:
+    """Whether a key of a leaf's path names it as an expert's."""
+    keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
+    return any(key in ROUTED_WEIGHTS for key in keys)

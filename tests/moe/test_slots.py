@@ -1,0 +1,141 @@
+"""Layers with slots: as without, and copies of an expert stay equal while they are trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.dense_moe import E, F, H, K, make_params, make_x
+from support.loads import random_loads
+from support.meshes import expert_mesh
+from support.selection import quick
+
+import jax_ep
+from jax_ep import linen
+from jax_ep import nnx as ep_nnx
+from jax_ep.moe.config import MoEConfig
+from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
+
+SLOTS, WEIGHTS = 12, ("wi_0", "wi_1", "wo")
+WITHOUT = MoEConfig(num_experts=E, num_experts_per_token=K)
+WITH = dataclasses.replace(WITHOUT, num_slots=SLOTS)
+
+
+def placed(num_ranks, seed=0):
+    load = random_loads("zipf", 1, E, np.random.default_rng(seed)) ** 2
+    return balance(load, num_slots=SLOTS, num_ranks=num_ranks)[0]
+
+
+@functools.cache
+def step(num_ranks, config):
+    """A program: (params, x, placement) -> params after a step of SGD, loss, output, metrics."""
+
+    def loss(params, x, placement):
+        out, metrics = jax_ep.moe_layer(params, x, config, placement=placement)
+        return jnp.sum(out**2) + metrics.load_balance_loss, (out, metrics)
+
+    @jax.jit
+    def run(params, x, placement):
+        (value, (out, metrics)), grads = jax.value_and_grad(loss, has_aux=True)(
+            params, x, placement
+        )
+        params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return params, value, out, metrics
+
+    def on_mesh(*args):
+        with jax.set_mesh(expert_mesh(num_ranks)):
+            return run(*args)
+
+    return on_mesh
+
+
+def assert_copies_are_equal(params, placement):
+    for name in WEIGHTS:
+        weights = np.asarray(getattr(params, name))
+        for slots, copies in zip(placement.slots_of_expert, placement.num_copies, strict=True):
+            first = weights[slots[0]].tobytes()
+            assert all(weights[slot].tobytes() == first for slot in slots[:copies])
+
+
+@pytest.mark.parametrize("num_ranks", quick([1, 2, 4], 4))
+def test_training_with_copies_is_training_without(num_ranks):
+    """Loss, output, metrics and parameters over steps, between which experts move once."""
+    placement, other = placed(num_ranks), placed(num_ranks, seed=1)
+    assert placement.num_copies.max() > 1
+    x = make_x()
+    experts = make_params()
+    slots = to_slots(experts, placement)
+    for i in range(4):
+        experts, want, want_out, want_metrics = step(num_ranks, WITHOUT)(experts, x, None)
+        slots, value, out, metrics = step(num_ranks, WITH)(slots, x, placement)
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+        np.testing.assert_allclose(out, want_out, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(metrics.expert_counts, want_metrics.expert_counts)
+        assert_copies_are_equal(slots, placement)
+        back = to_experts(slots, placement)
+        for got, wanted in zip(jax.tree.leaves(back), jax.tree.leaves(experts), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        if i == 1:
+            slots = redistribute(slots, placement, other, mesh=expert_mesh(num_ranks))
+            placement = other
+
+
+def test_drops_are_counted_by_expert():
+    placement = placed(4)
+    config = dataclasses.replace(WITH, capacity_factor=0.5)
+    with jax.set_mesh(expert_mesh(4)):
+        params = to_slots(make_params(), placement)
+        _, metrics = jax.jit(functools.partial(jax_ep.moe_layer, config=config))(
+            params, make_x(), placement=placement
+        )
+    assert metrics.dropped_counts.shape == (E,)
+    assert np.all(metrics.dropped_counts <= metrics.expert_counts)
+    assert metrics.dropped_counts.sum() == metrics.num_dropped > 0
+
+
+def test_both_flax_layers_start_in_order():
+    x, placement = make_x(), Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=4)[0]
+    options = dict(num_experts=E, num_experts_per_token=K, num_slots=SLOTS)
+    with jax.set_mesh(expert_mesh(4)):
+        layer = ep_nnx.MoE(H, F, rngs=nnx.Rngs(0), **options)
+        out, _ = layer(x, placement=placement)
+        module = linen.MoE(mlp_dim=F, **options)
+        params = {name: getattr(layer, name).get_value() for name in WEIGHTS}
+        gate = {"kernel": layer.gate.kernel.get_value()}
+        shapes = jax.eval_shape(
+            lambda key: module.init(key, x, placement=placement), jax.random.key(0)
+        )
+        got, _ = jax.jit(module.apply)({"params": params | {"gate": gate}}, x, placement=placement)
+    assert layer.wi_0.shape == (SLOTS, H, F) == jax.tree.leaves(shapes["params"]["wi_0"])[0].shape
+    for name in WEIGHTS:
+        np.testing.assert_array_equal(params[name][E:], params[name][: SLOTS - E])
+    np.testing.assert_array_equal(got, out)
+
+
+@pytest.mark.parametrize(
+    ("config", "placement", "error", "message"),
+    [
+        (WITH, None, TypeError, "placement must say .* num_slots=12 .* but is"),
+        (WITHOUT, placed(1), ValueError, "placement must be None for a layer without num_slots"),
+        (
+            WITH,
+            Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=1),
+            ValueError,
+            r"shape \(1, 12\).*pass placement\[layer\]",
+        ),
+        (
+            dataclasses.replace(WITH, num_slots=E - 1),
+            placed(1),
+            ValueError,
+            "num_slots must be at least num_experts=8, .* but is 7",
+        ),
+    ],
+)
+def test_errors_name_the_argument(config, placement, error, message):
+    with pytest.raises(error, match=message):
+        jax_ep.moe_layer(make_params(), make_x(), config, placement=placement)

@@ -1,0 +1,89 @@
+"""Slots that are chosen for choices of experts."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.loads import random_loads
+from support.meshes import expert_mesh
+
+from jax_ep.placement import Placement, balance, choose_slots
+
+
+def slots_on_ranks(topk_idx, placed, num_ranks):
+    """choose_slots on every rank, each with its part of topk_idx [N, T, K]."""
+    layer = jax.tree.map(lambda a: jnp.asarray(a[0]), placed)
+    arrays = layer.expert_of_slot, layer.slots_of_expert, layer.num_copies
+    run = jax.shard_map(
+        lambda idx: choose_slots(idx[0], *arrays, axis_name="expert")[None],
+        mesh=expert_mesh(num_ranks),
+        in_specs=P("expert"),
+        out_specs=P("expert"),
+    )
+    return np.asarray(jax.jit(run)(topk_idx))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("dtype", [np.int32, np.int8])
+def test_slots_hold_the_experts_that_were_chosen(num_ranks, dtype):
+    rng = np.random.default_rng(4)
+    experts, num_slots = 12, 20
+    load = random_loads("zipf", 1, experts, rng)
+    placed = balance(load, num_slots=num_slots, num_ranks=num_ranks)
+    topk_idx = rng.integers(-1, experts + 1, (num_ranks, 50, 3)).astype(dtype)
+    slots = slots_on_ranks(topk_idx, placed, num_ranks)
+    is_choice = (topk_idx >= 0) & (topk_idx < experts)
+    assert slots.dtype == np.int32
+    np.testing.assert_array_equal(slots == -1, ~is_choice)
+    np.testing.assert_array_equal(placed.expert_of_slot[0][slots[is_choice]], topk_idx[is_choice])
+    rank_of_slot = np.arange(num_slots) // (num_slots // num_ranks)
+    for rank in range(num_ranks):
+        for expert in range(experts):
+            copies = np.flatnonzero(placed.expert_of_slot[0] == expert)
+            used = slots[rank][topk_idx[rank] == expert]
+            here = copies[rank_of_slot[copies] == rank]
+            if len(here):
+                assert np.all(rank_of_slot[used] == rank)
+            else:
+                counts = [np.sum(used == copy) for copy in copies]
+                assert max(counts) - min(counts) <= 1
+
+
+def test_single_choices_of_many_ranks_spread_over_copies():
+    """As in decoding: each rank has one token, and no copy."""
+    slots = [0, 1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    placed = Placement.of([slots], num_experts=15, num_ranks=8)
+    topk_idx = np.zeros((8, 1, 1), np.int32)
+    chosen = slots_on_ranks(topk_idx, placed, 8).ravel()
+    assert chosen[0] == 0 and chosen[1] == 3
+    assert sorted(chosen[2:]) == [0, 0, 0, 3, 3, 3]
+
+
+def test_another_placement_compiles_nothing_anew():
+    traced = []
+
+    @functools.partial(
+        jax.shard_map, mesh=expert_mesh(1), in_specs=(P("expert"), P()), out_specs=P("expert")
+    )
+    def run(topk_idx, placed):
+        traced.append(1)
+        layer = jax.tree.map(lambda a: a[0], placed)
+        return choose_slots(
+            topk_idx,
+            layer.expert_of_slot,
+            layer.slots_of_expert,
+            layer.num_copies,
+            axis_name="expert",
+        )
+
+    run = jax.jit(run)
+    rng = np.random.default_rng(5)
+    for _ in range(3):
+        placed = balance(random_loads("zipf", 1, 6, rng), num_slots=8, num_ranks=1)
+        run(jnp.zeros((4, 2), jnp.int32), placed)
+    assert len(traced) == 1

@@ -1,0 +1,29 @@
+"""Loads averaged over steps."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jax_ep.placement import LoadTracker
+
+
+def test_the_average_forgets_by_the_decay():
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 100, (5, 3, 4))
+    tracker = LoadTracker.of((3, 4), decay=0.8)
+    assert not np.any(tracker.load)
+    update = jax.jit(LoadTracker.update)
+    for step in counts:
+        tracker = update(tracker, step)
+    weights = 0.8 ** np.arange(4, -1, -1)
+    want = np.einsum("s,sle->le", weights, counts) / weights.sum()
+    np.testing.assert_allclose(tracker.load, want, rtol=1e-6)
+
+
+def test_errors_name_the_argument():
+    with pytest.raises(ValueError, match="decay must be above 0 and below 1, but is 1"):
+        LoadTracker.of((4,), decay=1.0)
+    with pytest.raises(ValueError, match=r"counts must have shape \(4,\).* shape \(3,\)"):
+        LoadTracker.of((4,)).update(np.ones(3))

@@ -1,0 +1,98 @@
+"""A placement's arrays, files and errors."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from support.loads import random_loads
+
+from jax_ep import placement
+from jax_ep.placement import Placement, balance, place_by_affinity
+
+LOADS = random_loads("zipf", 2, 12, np.random.default_rng(0))
+
+
+def test_arrays_agree_and_do_not_change_shape_with_the_load():
+    rng = np.random.default_rng(3)
+    shapes = set()
+    for kind in ("zipf", "lognormal"):
+        placed = balance(random_loads(kind, 3, 12, rng), num_slots=20, num_ranks=4)
+        shapes.add(tuple(leaf.shape for leaf in jax.tree.leaves(placed)))
+        for layer in range(3):
+            for expert in range(12):
+                slots = placed.slots_of_expert[layer, expert]
+                held = np.flatnonzero(placed.expert_of_slot[layer] == expert)
+                np.testing.assert_array_equal(slots[: len(held)], held)
+                assert np.all(slots[len(held) :] == -1)
+                assert placed.num_copies[layer, expert] == len(held)
+    assert shapes == {((3, 20), (3, 12, 9), (3, 12))}
+
+
+@pytest.mark.parametrize("name", ["placement.json", "placement.npz"])
+def test_saved_and_loaded(name, tmp_path):
+    placed = balance(LOADS, num_slots=16, num_ranks=8)
+    placed.save(tmp_path / name)
+    loaded = Placement.load(tmp_path / name)
+    jax.tree.map(np.testing.assert_array_equal, loaded, placed)
+    assert loaded.num_ranks == 8
+    assert (tmp_path / name).stat().st_size < 2000
+
+
+LOAD = np.ones((2, 12))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: balance(LOAD[0], num_slots=16, num_ranks=8), ValueError, r"load must .*\(12,\)"),
+        (lambda: balance(-LOAD, num_slots=16, num_ranks=8), ValueError, "load must .*negative"),
+        (lambda: balance(LOAD, num_slots=12, num_ranks=8), ValueError, "num_slots must .* is 12"),
+        (lambda: balance(LOAD, num_slots=8, num_ranks=8), ValueError, "num_slots must .* is 8"),
+        (
+            lambda: balance(LOAD, num_slots=16, num_ranks=8, num_hosts=3),
+            ValueError,
+            "num_ranks must be a multiple of num_hosts=3, but is 8",
+        ),
+        (
+            lambda: balance(LOAD, num_slots=16, num_ranks=8, num_groups=5),
+            ValueError,
+            "num_groups must divide the 12 experts .* but is 5",
+        ),
+        (
+            lambda: balance(LOAD, num_slots=16, num_ranks=8).rank_load(LOAD[:1]),
+            ValueError,
+            r"load must have shape .*\(2, 12\), but has shape \(1, 12\)",
+        ),
+        (
+            lambda: Placement.of([[0, 1, 1, 1]], num_experts=3, num_ranks=2),
+            ValueError,
+            "no slot for expert 2 in layer 0",
+        ),
+        (
+            lambda: Placement.of([[0, 1, 2, 3]], num_experts=3, num_ranks=2),
+            ValueError,
+            "ids below num_experts=3.* -?[0-9]+ to 3",
+        ),
+        (
+            lambda: place_by_affinity(np.zeros((2, 4), int), num_ranks=2),
+            ValueError,
+            r"trace must .*\(2, 4\)",
+        ),
+        (
+            lambda: place_by_affinity(np.full((2, 4, 1), 7), num_ranks=2, num_experts=4),
+            ValueError,
+            "num_experts must be above the largest id of trace, 7, but is 4",
+        ),
+        (
+            lambda: place_by_affinity(np.zeros((2, 4, 1), int), num_ranks=2, max_imbalance=0.9),
+            ValueError,
+            "max_imbalance must be at least 1, but is 0.9",
+        ),
+        (lambda: Placement.load("placement.txt"), ValueError, "path must end in .json or .npz"),
+    ],
+)
+def test_errors_name_the_argument(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+    assert placement.__doc__

@@ -1,0 +1,114 @@
+"""Weights by expert and by slot, and moved from one placement to another."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.contract import random_bits
+from support.loads import random_loads
+from support.meshes import expert_mesh
+
+from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
+
+LAYERS, E, SLOTS, N = 2, 6, 12, 4
+
+
+def placements():
+    rng = np.random.default_rng(0)
+    options = dict(num_slots=SLOTS, num_ranks=N)
+    yield Placement.in_order(num_experts=E, layers=LAYERS, **options)
+    for _ in range(2):
+        yield balance(random_loads("zipf", LAYERS, E, rng) ** 2, **options)
+    # All but one copies of one expert, which one slot sends to all; and empty slots.
+    slots = [[0, 1, 2, 3, 4, 5, *[5] * 6], [5, *[-1] * 6, 4, 3, 2, 1, 0]]
+    yield Placement.of(slots, num_experts=E, num_ranks=N)
+
+
+def tree(rng):
+    """Like a train state: weights, what an optimizer keeps of them, and leaves of other kinds."""
+    weights = {
+        "wi_0": random_bits(rng, (LAYERS, E, 3, 5), np.float32),
+        "wo": random_bits(rng, (LAYERS, E, 4), jnp.bfloat16),
+    }
+    state = {"wi_0": rng.integers(0, 99, (LAYERS, E), np.int32)}
+    # A gate whose leading sizes are those of the experts' weights.
+    return {"params": weights | {"gate": np.ones((LAYERS, E))}, "opt": [state, np.int32(3)]}
+
+
+def assert_same_bits(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_slots_hold_their_experts_and_give_them_back():
+    rng = np.random.default_rng(1)
+    weights = tree(rng)
+    for placement in placements():
+        by_slot = to_slots(weights, placement)
+        assert by_slot["params"]["gate"] is weights["params"]["gate"]
+        for layer, slots in enumerate(placement.expert_of_slot):
+            for slot, expert in enumerate(slots):
+                got = by_slot["params"]["wi_0"][layer, slot].tobytes()
+                want = weights["params"]["wi_0"][layer, max(expert, 0)].tobytes()
+                assert got == (want if expert >= 0 else bytes(len(want)))
+        assert_same_bits(to_experts(by_slot, placement), weights)
+        one = jax.tree.map(lambda leaf: leaf[1] if np.ndim(leaf) else leaf, weights)
+        assert_same_bits(to_experts(to_slots(one, placement[1]), placement[1]), one)
+
+
+def test_redistribution_moves_every_bit():
+    rng = np.random.default_rng(2)
+    weights = tree(rng)
+    mesh = expert_mesh(N)
+    all_placements = list(placements())
+    before = all_placements[0]
+    by_slot = to_slots(weights, before)
+
+    def put(path, leaf):
+        of_experts = any(getattr(key, "key", None) in ("wi_0", "wo") for key in path)
+        return jax.device_put(leaf, NamedSharding(mesh, P(None, "expert"))) if of_experts else leaf
+
+    held = jax.tree.map_with_path(put, by_slot)
+    for after in all_placements[1:]:
+        seen = []
+
+        def progress(done, total, seen=seen):
+            seen.append((done, total))
+
+        moved = redistribute(held, before, after, mesh=mesh, progress=progress)
+        assert moved["params"]["wi_0"].sharding.spec == P(None, "expert")
+        assert_same_bits(to_experts(jax.tree.map(np.asarray, moved), after), weights)
+        filled = after.expert_of_slot >= 0
+        want = to_slots(weights, after)["params"]["wo"][filled]
+        assert np.asarray(moved["params"]["wo"])[filled].tobytes() == want.tobytes()
+        assert len(seen) == 3 and seen[-1][0] == seen[-1][1] and seen[0][0] < seen[0][1]
+        held, before = moved, after
+
+
+def test_pieces_are_moved_one_after_the_other_in_place(monkeypatch):
+    monkeypatch.setattr("jax_ep.placement.weights._PIECE_BYTES", 100)
+    mesh = expert_mesh(2)
+    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
+    after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+    weights = np.random.default_rng(3).random((4, 6, 10, 3), np.float32)
+    held = jax.device_put(weights, NamedSharding(mesh, P("expert")))
+    moved = redistribute({"wo": held}, before, after, mesh=mesh)
+    assert held.is_deleted()
+    np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
+
+
+def test_errors_name_the_argument():
+    options = dict(num_experts=E, num_slots=SLOTS)
+    one = Placement.in_order(num_ranks=N, **options)
+    with pytest.raises(ValueError, match=r"\['wo'\] must lead with \(1, 6\), of E=6, .* \(5, 3\)"):
+        to_slots({"wo": np.ones((5, 3))}, one)
+    more = Placement.in_order(num_experts=E, num_slots=16, num_ranks=N)
+    with pytest.raises(ValueError, match=r"expert_of_slot have shapes \(1, 12\) and \(1, 16\)"):
+        redistribute({}, one, more, mesh=expert_mesh(N))
+    other = Placement.in_order(num_ranks=2, **options)
+    with pytest.raises(ValueError, match="before and after must be of the 4 ranks .* 4 and 2"):
+        redistribute({}, one, other, mesh=expert_mesh(N))
