@@ -20,7 +20,7 @@ from jax_ep import checks
 from jax_ep.exchange.api import dispatch
 from jax_ep.moe import losses, routing
 from jax_ep.moe.config import MoEConfig, SameCode, check_compute_dtype, check_config
-from jax_ep.moe.mesh import LayerMesh, explicit_axes, find_mesh, reshard
+from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
 from jax_ep.moe.params import LOGICAL_AXES, ROUTED_WEIGHTS, MoEParams, check_num_held, check_params
 from jax_ep.moe.routed_experts import routed_experts
@@ -51,7 +51,9 @@ def moe_layer(
       statement, in its own `shard_map`: experts split over `expert_axis`, tokens over `batch_axes`
       along x's leading dimension, or along all of them flattened and padded where that one does
       not divide. A mesh without `expert_axis` gives every rank all experts: data parallelism;
-    - else, with no mesh, unsharded.
+    - else, with no mesh, unsharded. Experts that are sharded over `expert_axis` of some mesh are an
+      error then, or, where that is not known, as under `jax.jit`, a warning: they would be gathered
+      on each call.
 
     With `tensor_axis` each rank along that axis holds F / ranks columns of its experts, for the
     tokens of all of them. Where tokens are not spread over it, they are dispatched by each, and the
@@ -106,6 +108,7 @@ def moe_layer(
             dtype, ", which x and wi_0 promote to; for float8 rows on the wire, set wire_dtype"
         )
     where = find_mesh(config, x)
+    check_mesh_of_experts(params.wi_0, config, where)
     _check_experts(params, config, where)
     implementation = config.implementation
     if not where.expert_axes and implementation is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -110,6 +111,37 @@ def _on_mesh(
     if missing and (config.mesh is not None or len(missing) < len(axes)):
         raise ValueError(f"{name} {axes} must name axes of the mesh, but it has {mesh.shape}.")
     return () if missing else axes
+
+
+def check_mesh_of_experts(experts: jax.Array, config: MoEConfig, where: LayerMesh) -> None:
+    """Speaks where experts [E, ...] are spread over a mesh that the call knows nothing of.
+
+    What XLA does with them is right, but every rank gathers every expert on each call. How a traced
+    array is sharded over Auto axes is not known; which mesh it is on is.
+
+    Raises:
+        ValueError: they are sharded over `config.expert_axis`. Where they may be, it is a warning.
+    """
+    if where.mesh is not None or jax.sharding.get_abstract_mesh().manual_axes:
+        return
+    mesh = jax.typeof(experts).sharding.mesh
+    expert_axes = as_axes(config.expert_axis, "expert_axis")
+    axes = {axis for axis in expert_axes if mesh.shape.get(axis, 1) > 1}
+    if not axes:
+        return
+    what = f"wi_0 of shape {experts.shape} is {{}} expert_axis {expert_axes}, but no mesh is set"
+    cure = "Call the layer under jax.set_mesh(mesh), or set MoEConfig.mesh."
+    concrete = getattr(experts, "sharding", None)
+    sharding = concrete or jax.typeof(experts).sharding
+    first = sharding.spec[0] if isinstance(sharding, NamedSharding) and sharding.spec else None
+    if axes & set(first if isinstance(first, tuple) else (first,)):
+        raise ValueError(f"{what.format('sharded over')}: every rank would gather it all. {cure}")
+    if concrete is None and axes - explicit_axes(mesh):
+        warnings.warn(
+            f"{what.format('on a mesh with')}: if it is sharded over that axis, every rank gathers "
+            f"it all on each call. {cure}",
+            stacklevel=3,
+        )
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:

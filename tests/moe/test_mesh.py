@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -143,3 +145,31 @@ def test_callers_tokens_of_which_nothing_is_known_need_batch_axes():
 def test_callers_tokens_replicated_over_the_experts_are_refused_by_name(changes):
     with pytest.raises(ValueError, match=r"x must be spread over batch_axes .*\('expert',\)"):
         in_callers_shard_map("data", True, **changes)
+
+
+def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
+    """They were gathered on each call, silently."""
+    devices = mesh((8,), ("expert",))
+    params, x = make_params(), make_x()
+
+    def on(spec, devices=devices):
+        put = NamedSharding(devices, spec)
+        return params._replace(wi_0=jax.device_put(params.wi_0, put))
+
+    def layer(params, config=CONFIG):
+        return jax.eval_shape(lambda x: moe_layer(params, x, config), x)
+
+    with pytest.raises(ValueError, match=r"wi_0 of .* sharded over expert_axis .* jax\.set_mesh"):
+        layer(on(P("expert")))
+    with pytest.warns(UserWarning, match=r"wi_0 of .* on a mesh with expert_axis .*set_mesh"):
+        jax.eval_shape(lambda params, x: moe_layer(params, x, CONFIG), on(P("expert")), x)
+    explicit = typed_mesh((8,), ("expert",), (EXPLICIT,))
+    with pytest.raises(ValueError, match="wi_0 of .* sharded over expert_axis"):
+        jax.eval_shape(lambda params, x: moe_layer(params, x, CONFIG), on(P("expert"), explicit), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(on(P()))  # every device has all of them
+        layer(on(P("expert")), dataclasses.replace(CONFIG, mesh=devices))
+        layer(on(P("data"), mesh((8,), ("data",))))
+        with jax.set_mesh(devices):
+            layer(on(P("expert")))
