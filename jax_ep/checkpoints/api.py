@@ -28,11 +28,11 @@ from jax_ep.runtime import jax_compat
 # Called with the bytes that are loaded and those that there are.
 Progress = Callable[[int, int], None]
 
-Directory = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 def load_moe_params(
-    directory: Directory,
+    directory: PathLike,
     layer: int,
     *,
     mesh: Mesh | None = None,
@@ -94,7 +94,7 @@ def load_moe_params(
 
 
 def load_moe(
-    directory: Directory,
+    directory: PathLike,
     layer: int,
     *,
     mesh: Mesh | None = None,
@@ -107,7 +107,7 @@ def load_moe(
     return _module(*load_moe_params(directory, layer, **arguments, **fields))
 
 
-def save_moe(layer_or_params: MoE | MoEParams, directory: Directory, layer: int) -> None:
+def save_moe(layer_or_params: MoE | MoEParams, directory: PathLike, layer: int) -> None:
     """Writes one layer's MoE block into a directory, as published.
 
     Where the directory has the block, its tensors change, in the names, shapes, dtypes and

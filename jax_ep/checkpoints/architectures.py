@@ -108,6 +108,9 @@ _EXPERTS = OneOf(
 )
 _MIXTRAL = _each("block_sparse_moe.experts", "w1", "w3", "w2")
 
+# Routers that compute in the model's dtype; the others' logits are float32.
+_OWN_DTYPE = {"router_dtype": None}
+
 # Normalization without a constant, and with the smallest that some models have.
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
 _DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
@@ -140,7 +143,7 @@ TABLE = (
         model_types=("mixtral", "minimax"),
         sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
         fields=_K,
-        fixed={"score": "softmax"} | _SUM,
+        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
         tensors=(_router("block_sparse_moe.gate.weight"), *_MIXTRAL),
     ),
     Architecture(
@@ -148,7 +151,7 @@ TABLE = (
         model_types=("phimoe",),
         sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
         fields=_K | {"router": "router_jitter_noise"},
-        fixed={},
+        fixed=_OWN_DTYPE,
         only={"num_experts_per_tok": (2,)},
         tensors=(_router("block_sparse_moe.gate.weight"), *_MIXTRAL),
     ),
@@ -170,7 +173,7 @@ TABLE = (
         model_types=("qwen3_moe", "mellum"),
         sizes=_QWEN_SIZES,
         fields=_K | {"normalize": "norm_topk_prob"},
-        fixed={"score": "softmax", "normalize_epsilon": 0.0},
+        fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
         tensors=(_router("mlp.gate.weight"), _EXPERTS),
     ),
     Architecture(
@@ -178,7 +181,7 @@ TABLE = (
         model_types=("qwen2_moe", "qwen3_next"),
         sizes=_QWEN_SIZES | {"S": "shared_expert_intermediate_size"},
         fields=_K | {"normalize": "norm_topk_prob"},
-        fixed={"score": "softmax", "normalize_epsilon": 0.0},
+        fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
         tensors=(_router("mlp.gate.weight"), _EXPERTS, *_QWEN_SHARED),
     ),
     Architecture(
@@ -186,7 +189,7 @@ TABLE = (
         model_types=("qwen3_5_moe_text",),
         sizes=_QWEN_SIZES | {"S": "shared_expert_intermediate_size"},
         fields=_K,
-        fixed={"score": "softmax"} | _SUM,
+        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
         only={"norm_topk_prob": (True,)},
         tensors=(_router("mlp.gate.weight"), _EXPERTS, *_QWEN_SHARED),
     ),
@@ -195,7 +198,7 @@ TABLE = (
         model_types=("qwen3_vl_moe_text",),
         sizes=_QWEN_SIZES,
         fields=_K,
-        fixed={"score": "softmax"} | _SUM,
+        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
         only={"norm_topk_prob": (True,)},
         tensors=(
             _router("mlp.gate.weight"),
@@ -211,7 +214,7 @@ TABLE = (
             "F": "intermediate_size",
         },
         fields=_K | {"normalize": "norm_topk_prob"},
-        fixed={"score": "softmax", "normalize_epsilon": 0.0},
+        fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
         defaults={"norm_topk_prob": False} | _SILU,
         tensors=(_router("mlp.gate.weight"), _EXPERTS),
     ),
@@ -278,7 +281,8 @@ TABLE = (
         model_types=("deepseek_v4",),
         sizes=_DEEPSEEK_SIZES,
         fields=_K | {"scale": "routed_scaling_factor", "clamp": "swiglu_limit"},
-        fixed={"score": "sqrt_softplus", "normalize": True, "normalize_epsilon": 1e-20},
+        fixed={"score": "sqrt_softplus", "normalize": True, "normalize_epsilon": 1e-20}
+        | _OWN_DTYPE,
         defaults=_DEEPSEEK_DEFAULTS,
         only={
             "scoring_func": ("sqrtsoftplus",),
@@ -333,7 +337,7 @@ TABLE = (
         model_types=("afmoe",),
         sizes=_QWEN_SIZES | {"S": "num_shared_experts*moe_intermediate_size"},
         fields=_K | {"scale": "route_scale"},
-        fixed=_DEEPSEEK | {"normalize": True},
+        fixed=_DEEPSEEK | {"normalize": True} | _OWN_DTYPE,
         only={"score_func": ("sigmoid",), "route_norm": (True,)},
         tensors=(
             _router("mlp.router.gate.weight"),
@@ -352,7 +356,7 @@ TABLE = (
             "S": "moe_num_shared_experts*intermediate_size",
         },
         fields={"num_experts_per_token": "moe_topk", "activation": "hidden_act"},
-        fixed={"score": "softmax"} | _SUM,
+        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
         only={"mlp_bias": (False,), "hidden_act": ("silu",)},
         tensors=(
             _router("mlp.router.weight"),
@@ -391,7 +395,7 @@ TABLE = (
         sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
         fields=_K,
         # The softmax of the chosen logits is that of all logits, normalized.
-        fixed={"score": "softmax"} | _SUM,
+        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
         tensors=(
             _router("block_sparse_moe.router.layer.weight"),
             *_stacked(
@@ -409,7 +413,7 @@ TABLE = (
             "S": "shared_intermediate_size",
         },
         fields=_K,
-        fixed={"score": "softmax"} | _SUM,
+        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
         tensors=(
             _router("block_sparse_moe.router.layer.weight"),
             *_stacked(
@@ -429,7 +433,7 @@ TABLE = (
             "clamp": "swiglu_limit",
         },
         # The softmax of the chosen logits is that of all logits, normalized.
-        fixed={"score": "softmax"} | _SUM,
+        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
             _router("mlp.router.weight"),
@@ -461,7 +465,7 @@ TABLE = (
             "S": "intermediate_size",
         },
         fields=_K,
-        fixed={"score": "sigmoid", "normalize": False, "weights_on": "input"},
+        fixed={"score": "sigmoid", "normalize": False, "weights_on": "input"} | _OWN_DTYPE,
         tensors=(
             _router("feed_forward.router.weight"),
             *_stacked(
@@ -521,7 +525,7 @@ TABLE = (
             "normalize": "norm_topk_prob",
             "scale": "routed_scaling_factor",
         },
-        fixed={"score": "sigmoid", "normalize_epsilon": 1e-6},
+        fixed={"score": "sigmoid", "normalize_epsilon": 1e-6} | _OWN_DTYPE,
         tensors=(
             _router("feed_forward.gate.weight"),
             _bias("feed_forward.expert_bias", "use_expert_bias"),
@@ -533,7 +537,7 @@ TABLE = (
         model_types=("jamba",),
         sizes={"E": "num_experts", "H": "hidden_size", "F": "intermediate_size"},
         fields=_K,
-        fixed={"score": "softmax", "normalize": False},
+        fixed={"score": "softmax", "normalize": False} | _OWN_DTYPE,
         tensors=(_router("feed_forward.router.weight"), *_each("feed_forward.experts")),
     ),
 )

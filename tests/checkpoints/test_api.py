@@ -126,6 +126,15 @@ def test_configuration_and_parameters(tmp_path):
     assert params.shared_wi_0.shape == (H, 2 * F)
 
 
+def test_a_router_computes_in_the_dtype_that_the_models_own_does(tmp_path):
+    config, tensors = mixtral(dtype=jnp.bfloat16)
+    publish(tmp_path, config, tensors)
+    assert checkpoints.load_moe_params(tmp_path, 1)[0].router_dtype is None
+    config, tensors = deepseek_v3(dtype=jnp.bfloat16)
+    publish(tmp_path, config, tensors)
+    assert checkpoints.load_moe_params(tmp_path, 1)[0].router_dtype == jnp.float32
+
+
 @pytest.mark.parametrize("stored, asked, got", [
     (jnp.bfloat16, None, jnp.bfloat16),
     (jnp.bfloat16, jnp.float32, jnp.float32),
