@@ -111,6 +111,7 @@ class MoE(nn.Module, _ConfigFields):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`
       gate_bias    [E]                  (None,), with `use_gate_bias`
       expert_scale [E]                  (None,), with `use_expert_scale`
+    constant_value [C, H], constant_gate [C, H, 2], with `constant_experts`;
     with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
     `jax_ep.placement.Placement.in_order` until they are moved;
     and, with `selection_bias`, gate.bias [E] in the collection "router_state", which only
@@ -154,7 +155,8 @@ class MoE(nn.Module, _ConfigFields):
     def setup(self) -> None:
         init = self.gate_init
         if init is not None:
-            self.gate = Gate(self.num_experts, self.selection_bias, init, self.param_dtype)
+            num_routed = MoEConfig.of(self).num_routed
+            self.gate = Gate(num_routed, self.selection_bias, init, self.param_dtype)
 
     @nn.compact
     def __call__(
@@ -187,14 +189,21 @@ class MoE(nn.Module, _ConfigFields):
         if self.gate_init is not None:
             kernel, bias = self.gate(hidden if router_x is None else router_x.shape[-1])
         parts = {name: getattr(self, name) for name in moe_params.PARTS}
+        config = MoEConfig.of(self)
         shapes = moe_params.weight_shapes(
-            self.num_experts, hidden, self.mlp_dim, num_slots=self.num_slots, **parts
+            self.num_experts,
+            hidden,
+            self.mlp_dim,
+            num_slots=self.num_slots,
+            num_free=config.num_free,
+            num_constant=config.constant_experts,
+            **parts,
         )
         weights = {name: self._weight(name, shape) for name, shape in shapes.items()}
         return moe_layer(
             MoEParams.of(gate=kernel, bias=bias, **weights),
             x,
-            MoEConfig.of(self),
+            config,
             mask,
             placement=placement,
             router_x=router_x,

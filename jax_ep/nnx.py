@@ -65,6 +65,7 @@ class MoE(nnx.Module):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`, else None
       gate_bias    [E]                  (None,), with `use_gate_bias`, else None
       expert_scale [E]                  (None,), with `use_expert_scale`, else None
+    constant_value [C, H], constant_gate [C, H, 2], with `constant_experts`, else None;
     with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
     `jax_ep.placement.Placement.in_order` until they are moved;
     and, with `selection_bias`, gate.bias [E] (`RouterState`), which only `update_bias` changes.
@@ -111,6 +112,8 @@ class MoE(nnx.Module):
     wi_1_bias: nnx.Param | None
     wo_bias: nnx.Param | None
     shared_gate: nnx.Param | None
+    constant_value: nnx.Param | None
+    constant_gate: nnx.Param | None
     shared_wi_0: nnx.Param | None
     shared_wi_1: nnx.Param | None
     shared_wo: nnx.Param | None
@@ -143,7 +146,7 @@ class MoE(nnx.Module):
         make_gate = functools.partial(
             Gate,
             hidden if router_dim is None else router_dim,
-            num_experts,
+            self.config.num_routed,
             selection_bias=selection_bias,
             param_dtype=param_dtype,
             config=self.config,
@@ -163,6 +166,8 @@ class MoE(nnx.Module):
             use_mlp_bias=use_mlp_bias,
             use_shared_gate=use_shared_gate,
             num_slots=self.config.num_slots,
+            num_free=self.config.num_free,
+            num_constant=self.config.constant_experts,
         )
         for name in moe_params.WEIGHTS:
             param = None

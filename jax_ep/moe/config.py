@@ -50,6 +50,13 @@ class MoEConfig:
             "tail" from its last experts first. See `jax_ep.dispatch`.
         num_slots: None; or P, a multiple of the ranks, at least E: the ranks hold P copies of
             experts, and each call is given a `placement` that says which. E may then be any number.
+        zero_experts, identity_experts, constant_experts: experts that cost nothing, of which the
+            router chooses like of others: they give 0, the token, and a mix of the token and a
+            vector that is trained (MoE++, LongCat-Flash). In this order their ids follow those of
+            the E experts, and the gate, its biases and `expert_counts` have entries for them too.
+            Nothing is sent for such a choice.
+        free_expert_factor: of these experts' terms in the load-balance loss, above 0: MoE++'s tau.
+            Below 1, tokens choose them more.
         expert_alignment: each expert's block of rows starts at a multiple of this.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
@@ -93,6 +100,10 @@ class MoEConfig:
     capacity_factor: float | None = None
     overflow: Overflow = "fair"
     num_slots: int | None = None
+    zero_experts: int = 0
+    identity_experts: int = 0
+    constant_experts: int = 0
+    free_expert_factor: float = 1.0
     expert_alignment: int = 1
     wire_dtype: Any = None
     activation: Activation = jax.nn.silu
@@ -111,6 +122,16 @@ class MoEConfig:
     def of(cls, layer: Any) -> MoEConfig:
         """Reads the attributes of these names off a layer."""
         return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
+
+    @property
+    def num_free(self) -> int:
+        """The experts that cost nothing."""
+        return self.zero_experts + self.identity_experts + self.constant_experts
+
+    @property
+    def num_routed(self) -> int:
+        """The experts that the router chooses among: E and those that cost nothing."""
+        return self.num_experts + self.num_free
 
     def unit(self) -> HiddenUnit:
         """Returns what an MLP makes of its pre-activations."""
@@ -151,6 +172,9 @@ def check_config(config: MoEConfig) -> None:
                 f"num_slots must be at least num_experts={config.num_experts}, or None for one "
                 f"slot for each expert, but is {config.num_slots}."
             )
+    for name in ("zero_experts", "identity_experts", "constant_experts"):
+        checks.check_integer(name, getattr(config, name), least=0)
+    checks.check_number("free_expert_factor", config.free_expert_factor)
     checks.check_integer("expert_alignment", config.expert_alignment)
     check_unit(config.unit())
     checks.check_name("balance_convention", config.balance_convention, get_args(losses.Convention))

@@ -20,6 +20,8 @@ from jax_ep import checks
 from jax_ep.exchange.api import dispatch
 from jax_ep.moe import losses, routing
 from jax_ep.moe.config import MoEConfig, SameCode, check_compute_dtype, check_config
+from jax_ep.moe.free_experts import output as free_output
+from jax_ep.moe.free_experts import without_free
 from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
 from jax_ep.moe.params import LOGICAL_AXES, ROUTED_WEIGHTS, MoEParams, check_num_held, check_params
@@ -87,9 +89,9 @@ def moe_layer(
     Raises:
         ValueError, TypeError: at trace time, naming the argument, for whatever does not fit.
     """
-    check_params(params, config.num_experts)
-    _check_tokens(x, mask, params.wi_0.shape[1])
     check_config(config)
+    check_params(params, config.num_routed, config.constant_experts)
+    _check_tokens(x, mask, params.wi_0.shape[1])
     check_placement(placement, config.num_experts, config.num_slots)
     if config.balance_convention == "deepseek_v3" and x.ndim < 2:
         raise ValueError(
@@ -238,9 +240,11 @@ def _on_rank(
         x = jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
         if inputs.x is not None:
             inputs = inputs._replace(x=jnp.where(mask[:, None], inputs.x, 0))
+    own_tokens = tokens
     router_x = tokens if inputs.x is None else inputs.x
     routed, logits = route(params, router_x, inputs, mask, config)
-    arrays = tokens, x, routed.topk_idx, routed.topk_weights
+    sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
+    arrays = tokens, x, sent, routed.topk_weights
     tokens, x, topk_idx, topk_weights = _for_all_tensor_ranks(arrays, where)
     distinct = makes_distinct_choices(inputs, config)
     out, dropped = _routed_experts(
@@ -249,6 +253,9 @@ def _on_rank(
     if params.shared_wo is not None:
         out += _shared_experts(params, x, config)
     out = _sum_over_tensor_ranks(out, where)
+    if config.num_free:
+        free = free_output(own_tokens, routed.topk_idx, routed.topk_weights, params, config)
+        out = (out.astype(jnp.float32) + free).astype(out.dtype)
     metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
     return out.reshape(shape), metrics
 

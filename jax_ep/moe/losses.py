@@ -47,6 +47,7 @@ def load_balance_loss(
     convention: Convention = "switch",
     num_sequences: int | None = None,
     sequence_ids: jax.Array | None = None,
+    expert_factors: jax.Array | None = None,
     axis_name: AxisName | None = None,
 ) -> jax.Array:
     """Returns a loss that is least when choices and probabilities are even.
@@ -78,6 +79,8 @@ def load_balance_loss(
             sequences one after the other, of equal lengths, and each rank has its own.
         sequence_ids: [T] integer, or None: the sequence in [0, B) that each token is of, where
             lengths differ or a sequence is on several ranks; B and ids are then those of all ranks.
+        expert_factors: [E] floating, or None: a factor of each expert's term of the sum: MoE++'s
+            (arXiv:2410.07348) is 1, and tau for an expert that costs nothing.
         axis_name: mesh axis or axes over which the tokens are spread, inside `jax.shard_map`; None
             for one rank's own loss.
 
@@ -100,16 +103,22 @@ def load_balance_loss(
         )
     sums = balance_sums(probs, topk_idx, num_sequences=num_sequences, sequence_ids=sequence_ids)
     if not by_sequence:
-        return pooled_load_balance_loss(sum_over_ranks(sums, axis_name), convention=convention)
+        pooled = sum_over_ranks(sums, axis_name)
+        return pooled_load_balance_loss(
+            pooled, convention=convention, expert_factors=expert_factors
+        )
     if sequence_ids is not None:
         sums, axis_name = sum_over_ranks(sums, axis_name), None
-    of_sequences = _loss(sums, "switch"), (sums.num_tokens > 0).astype(jnp.int32)
+    of_sequences = _loss(sums, "switch", expert_factors), (sums.num_tokens > 0).astype(jnp.int32)
     total, number = sum_over_ranks(jax.tree.map(jnp.sum, of_sequences), axis_name)
     return total / _at_least_one(number)
 
 
 def pooled_load_balance_loss(
-    sums: BalanceSums | Sequence[BalanceSums], *, convention: Convention = "transformers"
+    sums: BalanceSums | Sequence[BalanceSums],
+    *,
+    convention: Convention = "transformers",
+    expert_factors: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the loss of all tokens of several layers, or of several microbatches, together.
 
@@ -120,6 +129,7 @@ def pooled_load_balance_loss(
         sums: `MoEMetrics.balance` of a layer; a sequence of them; or one with leading axes, as
             `lax.scan` over layers stacks them.
         convention: "transformers" or "switch"; see `load_balance_loss`.
+        expert_factors: [E] floating, or None; see `load_balance_loss`.
 
     Returns:
         [] float32.
@@ -141,7 +151,7 @@ def pooled_load_balance_loss(
     )
     pooled = jax.tree.map(functools.partial(jnp.sum, axis=0), stacked)
     pooled = pooled._replace(num_tokens=pooled.num_tokens[0])
-    return _loss(pooled, convention)
+    return _loss(pooled, convention, expert_factors)
 
 
 def balance_sums(
@@ -198,12 +208,21 @@ def _sum_dtype(array: jax.Array) -> Any:
     return jnp.float32 if jnp.issubdtype(array.dtype, jnp.floating) else jnp.int32
 
 
-def _loss(sums: BalanceSums, convention: str) -> jax.Array:
+def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) -> jax.Array:
     """Returns the loss of sums [..., E]: [...] float32; 0 of no tokens."""
     tokens = _at_least_one(sums.num_tokens)[..., None]
     pairs = _at_least_one(jnp.sum(sums.choices, axis=-1))[..., None]
     share = sums.choices.astype(jnp.float32) / {"switch": pairs, "transformers": tokens}[convention]
-    return sums.choices.shape[-1] * jnp.sum(share * (sums.probs / tokens), axis=-1)
+    num_experts = sums.choices.shape[-1]
+    if expert_factors is not None:
+        checks.check_array("expert_factors", expert_factors, 1, jnp.floating, "[E]")
+        if expert_factors.shape != (num_experts,):
+            raise ValueError(
+                f"expert_factors must have one value per expert, shape ({num_experts},), but has "
+                f"shape {expert_factors.shape}."
+            )
+        share *= expert_factors.reshape((1,) * (share.ndim - 1) + (-1,))
+    return num_experts * jnp.sum(share * (sums.probs / tokens), axis=-1)
 
 
 def router_z_loss(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.moe import losses, routing
+from jax_ep.moe import free_experts, losses, routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.mesh import LayerMesh
 from jax_ep.runtime.jax_compat import register_for_export
@@ -20,7 +20,8 @@ class MoEMetrics(NamedTuple):
     Attributes:
         load_balance_loss: [] float32, of `balance_convention`; see `jax_ep.load_balance_loss`.
         router_z_loss: [] float32; see `jax_ep.router_z_loss`.
-        expert_counts: [E] int32: (token, choice) pairs that chose each expert, dropped ones too.
+        expert_counts: [E] int32: (token, choice) pairs that chose each expert, dropped ones too;
+            after the E experts those that cost nothing, if there are any.
         num_dropped: [] int32: pairs that no expert computed, because a receive buffer was full.
         dropped_counts: [E] int32: `num_dropped`, by expert.
         balance: the sums that the loss is made of, for `jax_ep.pooled_load_balance_loss` over
@@ -63,7 +64,7 @@ def metrics_of(
     if logits is not None:
         z_loss = losses.router_z_loss(logits, mask=mask, axis_name=batch_axes)
     balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
-    counts = routing.count_choices(routed.topk_idx, config.num_experts)
+    counts = routing.count_choices(routed.topk_idx, config.num_routed)
     # The ranks along the tensor axes drop the same rows.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
     num_dropped, dropped_counts = (
@@ -97,18 +98,21 @@ def _balance(
             topk_idx = jnp.where(mask[:, None], topk_idx, -1)
     absent = probs is None
     if probs is None:
-        probs = jnp.zeros((topk_idx.shape[0], config.num_experts), jnp.float32)
+        probs = jnp.zeros((topk_idx.shape[0], config.num_routed), jnp.float32)
     sums = losses.sum_over_ranks(losses.balance_sums(probs, topk_idx), batch_axes)
     if absent:
         return jnp.zeros((), jnp.float32), sums
     if convention != "deepseek_v3":
-        return losses.pooled_load_balance_loss(sums, convention=convention), sums
+        factors = free_experts.factors(config)
+        loss = losses.pooled_load_balance_loss(sums, convention=convention, expert_factors=factors)
+        return loss, sums
     loss = losses.load_balance_loss(
         probs,
         topk_idx,
         convention=convention,
         num_sequences=sequences.number,
         sequence_ids=sequences.ids,
+        expert_factors=free_experts.factors(config),
         axis_name=batch_axes,
     )
     return loss, sums

@@ -41,6 +41,8 @@ PARAMETERS = {
     "shared_wi_1": Parameter("HS", ("embed", "mlp")),
     "shared_wo": Parameter("SH", ("mlp", "embed")),
     "shared_gate": Parameter("H1", ("embed", None)),
+    "constant_value": Parameter("CH", (None, "embed"), "zeros"),
+    "constant_gate": Parameter("CH2", (None, "embed", None), "zeros"),
 }
 LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.items()}
 WEIGHTS = tuple(name for name in PARAMETERS if name != "gate")
@@ -83,6 +85,9 @@ class MoEParams(NamedTuple):
         wo_bias: [E, H] bias of the output of an expert, or None.
         shared_gate: [H, 1], or None: the shared experts' output is multiplied by
             sigmoid(x shared_gate) (Qwen2-MoE, Qwen3-Next).
+        constant_value: [C, H] the vector of each constant expert, or None; see
+            `MoEConfig.constant_experts`.
+        constant_gate: [C, H, 2] what its mix of token and vector is the softmax of, or None.
     """
 
     gate: jax.Array | None
@@ -99,6 +104,8 @@ class MoEParams(NamedTuple):
     wi_1_bias: jax.Array | None = None
     wo_bias: jax.Array | None = None
     shared_gate: jax.Array | None = None
+    constant_value: jax.Array | None = None
+    constant_gate: jax.Array | None = None
 
     @classmethod
     def of(cls, **given: Any) -> MoEParams:
@@ -123,6 +130,8 @@ def weight_shapes(
     use_mlp_bias: bool = False,
     use_shared_gate: bool = False,
     num_slots: int | None = None,
+    num_free: int = 0,
+    num_constant: int = 0,
 ) -> dict[str, tuple[int, ...]]:
     """Returns the global shape of each parameter but the gate, by its name in `MoEParams`.
 
@@ -134,6 +143,8 @@ def weight_shapes(
         use_gate_bias, use_expert_scale, use_mlp_bias, use_shared_gate: there is a `gate_bias`, an
             `expert_scale`, biases of the routed experts, a `shared_gate`.
         num_slots: the experts that routed weights hold, copies counted, where they are not E.
+        num_free: experts that cost nothing, of which the router's parameters have entries too.
+        num_constant: C, those of them that give a constant.
 
     Raises:
         ValueError: the shared experts' width is given twice, or their gate without them.
@@ -150,7 +161,8 @@ def weight_shapes(
             "use_shared_gate must be False without shared experts: set num_shared_experts or "
             "shared_dim."
         )
-    sizes = {"E": num_experts, "H": hidden, "F": mlp_dim, "S": shared_dim, "1": 1}
+    sizes = {"E": num_experts + num_free, "H": hidden, "F": mlp_dim, "S": shared_dim}
+    sizes |= {"C": num_constant, "1": 1, "2": 2}
     held = sizes | {"E": num_slots or num_experts}
     present = {
         "gate_bias": use_gate_bias,
@@ -163,6 +175,8 @@ def weight_shapes(
         "shared_wi_1": shared_dim > 0 and gated,
         "shared_wo": shared_dim > 0,
         "shared_gate": use_shared_gate,
+        "constant_value": num_constant > 0,
+        "constant_gate": num_constant > 0,
     }
     return {
         name: tuple((held if name in ROUTED_WEIGHTS else sizes)[d] for d in PARAMETERS[name].dims)
@@ -206,9 +220,10 @@ def per_expert(init: Initializer) -> Initializer:
     return init_experts
 
 
-def check_params(params: MoEParams, num_experts: int) -> None:
+def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> None:
     """Raises ValueError or TypeError unless the parameters fit each other and `num_experts`.
 
+    `num_experts` counts those that cost nothing, of which `num_constant` give a constant.
     How many experts wi_0, wi_1 and wo hold is not checked here: it depends on the mesh.
     """
     if params.gate is not None:
@@ -229,10 +244,20 @@ def check_params(params: MoEParams, num_experts: int) -> None:
         if (array := getattr(params, name)) is not None or name in ("wi_0", "wo"):
             dims = PARAMETERS[name].dims
             checks.check_array(name, array, len(dims), jnp.floating, f"[{', '.join(dims)}]")
+    hidden = params.wi_0.shape[1]
+    wanted = {"constant_value": (num_constant, hidden), "constant_gate": (num_constant, hidden, 2)}
+    for name, shape in wanted.items():
+        if ((array := getattr(params, name)) is None) != (num_constant == 0) or (
+            array is not None and array.shape != shape
+        ):
+            raise ValueError(
+                f"{name} must have shape {shape} for constant_experts={num_constant}, and be None "
+                f"for 0, but is {'None' if array is None else f'of shape {array.shape}'}."
+            )
     for name, other in _NEEDS.items():
         if getattr(params, name) is not None and getattr(params, other) is None:
             raise ValueError(f"{name} must be None where {other} is None.")
-    _check_shared(params, hidden=params.wi_0.shape[1])
+    _check_shared(params, hidden=hidden)
 
 
 def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> None:

@@ -13,7 +13,7 @@ from jax_ep.moe import params as moe_params
 def test_weight_shapes_are_those_of_the_fields_with_logical_axes():
     parts = ("use_gate_bias", "use_expert_scale", "use_mlp_bias", "use_shared_gate")
     everything: dict = dict.fromkeys(parts, True)
-    shapes = moe_params.weight_shapes(8, 16, 12, 2, **everything)
+    shapes = moe_params.weight_shapes(8, 16, 12, 2, num_constant=3, **everything)
     assert tuple(shapes) == moe_params.WEIGHTS
     assert {*parts, "num_shared_experts", "shared_dim", "gated"} == set(moe_params.PARTS)
     assert {*shapes, "gate", "bias"} == set(moe_params.MoEParams._fields)

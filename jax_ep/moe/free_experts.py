@@ -1,0 +1,71 @@
+"""Experts that cost nothing: they give back zero, the token, or a constant.
+
+MoE++ (arXiv:2410.07348) puts them next to the E experts of a layer, for tokens that need fewer of
+those; LongCat-Flash has identity experts. The router chooses among all: ids from E on are the zero
+experts, then the identity experts, then the constant ones. Every rank computes its own tokens'
+choices of them, so they cross no wire and take no row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jax_ep.moe.config import MoEConfig
+    from jax_ep.moe.params import MoEParams
+
+
+def without_free(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
+    """Returns the choices that are sent to ranks: -1 in place of a free expert."""
+    return jnp.where(topk_idx < config.num_experts, topk_idx, -1)
+
+
+def output(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    params: MoEParams,
+    config: MoEConfig,
+) -> jax.Array:
+    """Returns the weighted sum of the free experts' outputs, [T, H] float32.
+
+    A zero expert gives 0, an identity expert x, and a constant expert a x + b v, with its
+    `constant_value` v and with (a, b) = softmax(x `constant_gate`) (MoE++, section 3.1). Whatever
+    `weights_on` says, the weight multiplies this.
+
+    Args:
+        x: [T, H] floating, of this rank.
+        topk_idx: [T, K] int32 among all experts.
+        topk_weights: [T, K] float32.
+        params: of the layer.
+        config: of the layer.
+    """
+    x = x.astype(jnp.float32)
+    first_identity = config.num_experts + config.zero_experts
+    first_constant = first_identity + config.identity_experts
+    is_identity = (topk_idx >= first_identity) & (topk_idx < first_constant)
+    out = jnp.sum(jnp.where(is_identity, topk_weights, 0.0), axis=1, keepdims=True) * x
+    if config.constant_experts:
+        assert params.constant_value is not None and params.constant_gate is not None
+        ids = first_constant + jnp.arange(config.constant_experts)
+        chosen = topk_idx[:, :, None] == ids[None, None, :]
+        weights = jnp.sum(jnp.where(chosen, topk_weights[:, :, None], 0.0), axis=1)  # [T, constant]
+        exact = jax.lax.Precision.HIGHEST
+        gate = params.constant_gate.astype(jnp.float32)
+        shares = jax.nn.softmax(jnp.einsum("th,chs->tcs", x, gate, precision=exact), axis=-1)
+        shares = shares * weights[:, :, None]
+        out = out + jnp.sum(shares[:, :, 0], axis=1, keepdims=True) * x
+        value = params.constant_value.astype(jnp.float32)
+        out = out + jnp.matmul(shares[:, :, 1], value, precision=exact)
+    return out
+
+
+def factors(config: MoEConfig) -> jax.Array | None:
+    """Returns the factor of each expert's term of the load-balance loss, or None if all are 1."""
+    if not config.num_free or config.free_expert_factor == 1.0:
+        return None
+    is_free = jnp.arange(config.num_routed) >= config.num_experts
+    return jnp.where(is_free, jnp.float32(config.free_expert_factor), 1.0)
