@@ -1,9 +1,10 @@
 """What the published models are, as one table: their routers, and where each weight is stored.
 
-The axes of a stored tensor are written in letters: E experts, H hidden, F hidden of one expert, S
-of the shared experts together, 1 an axis of one element. G is wi_0 and wi_1 along one axis with F:
-"GF H" is [2 * F, H], the rows of wi_0 before those of wi_1, and "H FG" is [H, 2 * F], the columns
-of both in turn. `{e}` in a name is the number of an expert: there is a tensor for each.
+The axes of a stored tensor are written in letters: E experts, R those that the router chooses
+among, H hidden, F hidden of one expert, S of the shared experts together, 1 an axis of one element.
+G is wi_0 and wi_1 along one axis with F: "GF H" is [2 * F, H], the rows of wi_0 before those of
+wi_1, and "H FG" is [H, 2 * F], the columns of both in turn. `{e}` in a name is the number of an
+expert: there is a tensor for each.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# The axes of each parameter of a layer, the selection bias among them.
-PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()} | {"bias": "E"}
+# The axes of each parameter of a layer, the selection bias among them. The router's parameters have
+# entries of experts that cost nothing too.
+PARAMETER_AXES = {
+    name: parameter.dims if "exp" in parameter.logical_axes else parameter.dims.replace("E", "R")
+    for name, parameter in PARAMETERS.items()
+} | {"bias": "R"}
 
 
 class Tensor(NamedTuple):
@@ -53,13 +58,14 @@ class Architecture:
         models: what they are called.
         model_types: their `model_type` in config.json.
         sizes: the size of each axis that is a letter, by a key of config.json; one without a key is
-            0. Tensors with an axis of size 0 are absent.
+            0, but R, which follows from E. Tensors with an axis of size 0 are absent.
         fields: fields of `jax_ep.MoEConfig`, by a key of config.json.
         fixed: fields that have one value in all these models.
         defaults: what a key means that config.json leaves out or has as null.
         only: keys whose value must be one of these, where config.json has them: others mean
             another computation.
         tensors: where the weights are.
+        unused: tensors that some files have for experts that cost nothing, and no model reads.
     """
 
     models: str
@@ -70,14 +76,15 @@ class Architecture:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     tensors: tuple[Tensor | OneOf, ...]
+    unused: tuple[str, ...] = ()
 
 
 def _router(name: str) -> Tensor:
-    return Tensor(("gate",), name, "E H")
+    return Tensor(("gate",), name, "R H")
 
 
 def _bias(name: str, where: str = "") -> Tensor:
-    return Tensor(("bias",), name, "E", where)
+    return Tensor(("bias",), name, "R", where)
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
@@ -437,7 +444,7 @@ TABLE = (
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
             _router("mlp.router.weight"),
-            Tensor(("gate_bias",), "mlp.router.bias", "E"),
+            Tensor(("gate_bias",), "mlp.router.bias", "R"),
             OneOf(
                 (
                     _stacked(
@@ -497,7 +504,7 @@ TABLE = (
         only={"use_bias": (False,)},
         tensors=(
             _router("mlp.gate.weight"),
-            Tensor(("bias",), "mlp.moe_statics.e_score_correction_bias", "1 E"),
+            Tensor(("bias",), "mlp.moe_statics.e_score_correction_bias", "1 R"),
             _EXPERTS,
             *_mlp("mlp.shared_experts"),
         ),
@@ -531,6 +538,30 @@ TABLE = (
             _bias("feed_forward.expert_bias", "use_expert_bias"),
             *_each("feed_forward.experts", "w1", "w3", "w2"),
         ),
+    ),
+    Architecture(
+        models="LongCat-Flash",
+        model_types=("longcat_flash",),
+        sizes={"E": "n_routed_experts", "H": "hidden_size", "F": "expert_ffn_hidden_size"},
+        fields={
+            "num_experts_per_token": "moe_topk",
+            "activation": "hidden_act",
+            "scale": "routed_scaling_factor",
+            "identity_experts": "zero_expert_num",
+        },
+        fixed={"score": "softmax", "normalize": False},
+        defaults={"zero_expert_num": 0} | _SILU,
+        only={
+            "zero_expert_type": ("identity",),
+            "norm_topk_prob": (False,),
+            "router_bias": (False,),
+        },
+        tensors=(
+            _router("mlp.router.classifier.weight"),
+            _bias("mlp.router.e_score_correction_bias"),
+            *_each("mlp.experts"),
+        ),
+        unused=("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
     ),
     Architecture(
         models="Jamba",

@@ -107,7 +107,9 @@ class Block:
                         f"{shape}."
                     )
         rooms = {prefix + name.partition(".")[0] + "." for name in _names(self.architecture)}
-        stored = set(self.stored())
+        free = range(self.sizes["E"], self.sizes["R"])
+        unused = {prefix + n.format(e=e) for n in self.architecture.unused for e in free}
+        stored = unused.union(self.stored())
         unknown = [n for n in directory.files if n.startswith(tuple(rooms)) and n not in stored]
         if unknown:
             raise ValueError(
@@ -250,9 +252,10 @@ def _block(directory: Directory, row: Architecture, prefix: str, keys: _Keys) ->
             f"quantization_config of {keys.file} must have a quant_method among "
             f"{', '.join(_QUANTIZATIONS)}, but has {method!r}."
         )
+    fields = {field: keys.field(field, key) for field, key in row.fields.items()}
     sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes} | {"1": 1}
     sizes |= {letter: keys.integer(key) for letter, key in row.sizes.items()}
-    fields = {field: keys.field(field, key) for field, key in row.fields.items()}
+    sizes["R"] = sizes["E"] + fields.get("identity_experts", 0)
     return Block(
         directory=directory,
         architecture=row,

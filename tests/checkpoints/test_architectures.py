@@ -47,8 +47,16 @@ def test_a_row_names_fields_parameters_and_axes_that_there_are(row):
             for param in tensor.params:
                 axes = PARAMETER_AXES[param].replace("1", "")
                 assert sorted(stored.replace("G", "") + each) == sorted(axes)
-            assert set(stored) - {"G"} <= set(row.sizes)
+            assert set(stored) - {"G", "R"} <= set(row.sizes)
 
 
 def test_the_axes_are_of_the_layers_parameters():
-    assert set(PARAMETER_AXES) <= set(MoEParams._fields)
+    assert set(PARAMETER_AXES) == set(MoEParams._fields)
+    assert PARAMETER_AXES["gate"] == "HR" and PARAMETER_AXES["wi_0_bias"] == "EF"
+
+
+def test_the_models_that_people_run_are_there():
+    models = " ".join(row.models for row in TABLE)
+    wanted = "Mixtral Qwen2 Qwen3 Next DeepSeek-V2 DeepSeek-V3 Kimi-K2 GLM-4.5 OLMoE GPT-OSS Llama"
+    wanted += " Granite ERNIE MiniMax-M2 Hunyuan LFM2 Jamba LongCat"
+    assert not [name for name in wanted.split() if name not in models]

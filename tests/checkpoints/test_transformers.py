@@ -168,6 +168,13 @@ VARIANTS = {
         OWN_WIDTH | dict(num_dense_layers=1, layer_types=["conv", "conv"], use_expert_bias=False),
         feed_forward,
     ),
+    "LongCat-Flash": Variant(
+        "LongcatFlash",
+        {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
+        | LATENT
+        | dict(num_layers=2, n_routed_experts=E, zero_expert_num=4, expert_ffn_hidden_size=F)
+        | dict(routed_scaling_factor=2.0),
+    ),
     "Jamba": Variant(
         "Jamba", EXPERTS | dict(attn_layer_period=2, attn_layer_offset=1), feed_forward
     ),
