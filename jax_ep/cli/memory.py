@@ -16,6 +16,7 @@ FLAGS = Flags()
 _TOKENS = FLAGS.integer("tokens", 128, "T, tokens per rank.")
 _RANKS = FLAGS.integer("ranks", 8, "N.")
 _HOSTS = FLAGS.integer("hosts", 1, "M; above 1, of the exchange of two levels.")
+_HOST_CAPACITY = FLAGS.integer("host_capacity", None, "Rows that a rank sends to each host.")
 _HIDDEN = FLAGS.integer("hidden", 7168, "H.")
 _NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E.")
 _TOP_K = FLAGS.integer("top_k", 8, "K.")
@@ -51,7 +52,7 @@ def collect() -> dict[str, Any]:
         "capacity": _CAPACITY.value,
         "expert_alignment": _ALIGNMENT.value,
     }
-    hosts = {"num_hosts": _HOSTS.value}
+    hosts = {"num_hosts": _HOSTS.value, "host_capacity": _HOST_CAPACITY.value}
     here, unavailable = [], []
     for way in _ways():
         try:

@@ -39,6 +39,7 @@ def dispatch(
     capacity: int | None = None,
     expert_alignment: int = 1,
     overflow: Overflow = "tail",
+    host_capacity: int | None = None,
     wire_dtype: jax.typing.DTypeLike | None = None,
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
     output: Output = "dequantized",
@@ -72,6 +73,7 @@ def dispatch(
     capacity: int | None = None,
     expert_alignment: int = 1,
     overflow: Overflow = "tail",
+    host_capacity: int | None = None,
     wire_dtype: jax.typing.DTypeLike | None = None,
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
     output: Output = "dequantized",
@@ -94,6 +96,11 @@ def dispatch(
         that a rank's last experts lose theirs first. "fair": an expert of c rows keeps its first
         min(c, q), in row order, with the largest q, one for the rank, at which all blocks and their
         padding fit in R; no expert loses rows while another has more than it keeps.
+      host_capacity: the most rows that this rank sends to each other host, where ranks are on
+        several; None: all T, which any routing fits in. Past it, in the order of the tokens, a
+        token's choices on that host are dropped as if they were -1, and counted by the ranks they
+        are of. Where a router keeps each token to k of M hosts, T·k / M of a rank's tokens choose a
+        host, on average: take some more, such as 0.6·T for DeepSeek-V3, 4 of 8.
       wire_dtype: None, or `jnp.float8_e4m3fn`: each row crosses the wire as float8 values with one
         float32 scale per 128 of them; H must be a multiple of 128. What that costs, and what
         becomes of NaN and of the largest and smallest values: see `jax_ep.exchange.quantization`.
@@ -132,6 +139,11 @@ def dispatch(
         implementation=implementation,
     )
     if layout == "rank":
+        if host_capacity is not None:
+            raise ValueError(
+                f'layout="rank" takes no host_capacity, but it is {host_capacity}; a host gets the '
+                "rows of all tokens."
+            )
         if capacity is not None or expert_alignment != 1 or overflow != "tail":
             raise ValueError(
                 'layout="rank" has a row for each (source rank, token) and takes no capacity, '
@@ -152,6 +164,7 @@ def dispatch(
         capacity=capacity,
         expert_alignment=expert_alignment,
         overflow=overflow,
+        host_capacity=host_capacity,
         **shared,
     )
 

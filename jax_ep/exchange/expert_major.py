@@ -22,7 +22,14 @@ from jax_ep.runtime.jax_compat import register_for_export
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["routes"],
-    meta_fields=["axis_name", "capacity", "num_experts", "expert_alignment", "overflow"],
+    meta_fields=[
+        "axis_name",
+        "capacity",
+        "num_experts",
+        "expert_alignment",
+        "overflow",
+        "host_capacity",
+    ],
 )
 @dataclasses.dataclass(frozen=True)
 class Handle:
@@ -35,6 +42,7 @@ class Handle:
       num_experts: E.
       expert_alignment: the alignment of each expert's block, in rows.
       overflow: which rows were kept, if not all fit.
+      host_capacity: the most rows of a rank that another host received; None: any number.
     """
 
     routes: Routes
@@ -43,6 +51,7 @@ class Handle:
     num_experts: int
     expert_alignment: int
     overflow: Overflow = "tail"
+    host_capacity: int | None = None
 
     @property
     def rows(self) -> jax.Array:
@@ -100,6 +109,7 @@ def dispatch(
     capacity: int | None,
     expert_alignment: int,
     overflow: Overflow,
+    host_capacity: int | None,
     **options: Any,
 ) -> Dispatched:
     """`api.dispatch(layout="expert")`, which has checked what both layouts share.
@@ -112,6 +122,13 @@ def dispatch(
     routes.check_overflow(overflow)
     if capacity is None:
         overflow = "tail"  # nothing overflows: no rows to choose from
+    if host_capacity is not None:
+        host_capacity = checks.check_integer("host_capacity", host_capacity, most=checks.MAX_INT32)
+        if options["implementation"] not in (None, "two_level"):
+            raise ValueError(
+                'host_capacity is of the exchange between hosts, "two_level" or None, but is '
+                f"{host_capacity} and the implementation {options['implementation']!r}."
+            )
     num_tokens, top_k = topk_idx.shape
     config = gradients.configure(
         "x",
@@ -126,6 +143,7 @@ def dispatch(
         ),
         expert_alignment=expert_alignment,
         overflow=overflow,
+        host_capacity=host_capacity,
         list_words=top_k,
         **options,
     )
@@ -133,7 +151,9 @@ def dispatch(
     topk_idx = routes.expert_ids(topk_idx, num_experts)
     layout: routes.Layout
     tokens, scales, route, layout = gradients.dispatch(config, x, topk_idx, None)
-    handle = Handle(route, axis_name, config.rows, num_experts, expert_alignment, overflow)
+    handle = Handle(
+        route, axis_name, config.rows, num_experts, expert_alignment, overflow, host_capacity
+    )
     return Dispatched(tokens, *layout, handle, scales)
 
 
@@ -189,6 +209,7 @@ def _static(handle: Handle) -> dict[str, Any]:
         capacity=handle.capacity,
         expert_alignment=handle.expert_alignment,
         overflow=handle.overflow,
+        host_capacity=handle.host_capacity,
         list_words=handle.rows.shape[2],
     )
 

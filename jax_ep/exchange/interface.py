@@ -59,6 +59,7 @@ class Config:
       capacity: R, the rows of a receive buffer; None in the rank-major layout, which has N·T.
       expert_alignment: each expert's block starts at a multiple of this many rows.
       overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
+      host_capacity: the most rows that a rank sends to another host; None: all that it has.
       list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
       implementation: which exchange; None for the best that runs here.
       kernels: False where it is known already that the program can hold no kernels.
@@ -76,6 +77,7 @@ class Config:
     capacity: int | None = None
     expert_alignment: int = 1
     overflow: Overflow = "tail"
+    host_capacity: int | None = None
     list_words: int = 1
     implementation: Implementation = None
     kernels: bool = True

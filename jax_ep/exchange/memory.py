@@ -49,6 +49,7 @@ def workspace_bytes(
     top_k: int,
     num_ranks: int,
     num_hosts: int = 1,
+    host_capacity: int | None = None,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     capacity: int | None = None,
     expert_alignment: int = 1,
@@ -81,6 +82,7 @@ def workspace_bytes(
       num_ranks: N.
       num_hosts: M, which divides N. Above 1, these are the buffers of the exchange of two levels,
         and `implementation` is what runs inside each host.
+      host_capacity: as given to `dispatch`.
       dtype: of the rows.
       capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Of
         no matter to what keeps to the rank layout, which has N·T rows.
@@ -109,6 +111,7 @@ def workspace_bytes(
         num_hosts=num_hosts,
         expert_alignment=expert_alignment,
         **({} if capacity is None else dict(capacity=capacity)),
+        **({} if host_capacity is None else dict(host_capacity=host_capacity)),
     )
     for name, size in sizes.items():
         checks.check_integer(name, size)
@@ -151,7 +154,9 @@ def workspace_bytes(
         output == "quantized",
     )
     if num_hosts > 1 and operation not in LOCAL:
-        held = _between_hosts(operation, implementation, shape, num_hosts)
+        most = num_tokens if host_capacity is None or layout == "rank" else host_capacity
+        slots = min(num_tokens, most)
+        held = _between_hosts(operation, implementation, shape, num_hosts, slots)
     else:
         held = _of_one_level(operation, implementation, shape)
     return {name: size for name, size in held.items() if size}
@@ -426,10 +431,16 @@ def _between_hosts(
     implementation: Literal["pallas", "xla"],
     shape: _Shape,
     num_hosts: int,
+    slots: int,
 ) -> dict[str, int]:
-    """What `jax_ep.exchange.two_level` holds, and the exchange inside a host with it."""
+    """What `jax_ep.exchange.two_level` holds, and the exchange inside a host with it.
+
+    `slots`: the rows that a rank sends to each host.
+    """
     num_tokens, group_size = shape.num_tokens, shape.num_ranks // num_hosts
-    at_once = num_tokens * (num_hosts if implementation == "pallas" else 1)
+    at_once = num_tokens
+    if implementation == "pallas":
+        at_once = num_hosts * slots + (num_tokens if slots < num_tokens else 0)
     inside = dataclasses.replace(
         shape,
         num_tokens=at_once,
@@ -439,8 +450,8 @@ def _between_hosts(
         wire_dtype=None,
         quantized=False,
     )
-    rail = shape.sent_rows(num_hosts * num_tokens)
-    weights = 0 if shape.by_rank else _WORD * num_hosts * num_tokens * shape.top_k
+    rail = shape.sent_rows(num_hosts * slots)
+    weights = 0 if shape.by_rank else _WORD * num_hosts * slots * shape.top_k
     if operation in ("combine", "dispatch_grad"):
         if shape.wire_dtype is not None or (group_size > 1 and not shape.by_rank):
             inside = dataclasses.replace(inside, dtype=jnp.dtype(jnp.float32))
@@ -452,7 +463,7 @@ def _between_hosts(
             **_of_one_level(operation, implementation, inside),
         }
     held = {
-        "rows of the rail": rail,
+        "rows of the rail": rail if slots == num_tokens else 2 * rail,  # picked, and received
         "quantized rows": shape.quantized_rows(num_tokens),
         "weights of the rail": weights if operation == "combine_grad" else 0,
     }
@@ -468,7 +479,7 @@ def _between_hosts(
         operation if operation == "combine_grad" else "dispatch_like", implementation, inside
     )
     if "gathered tokens" in parts:  # of this host, and of another one
-        parts["gathered tokens"] *= 2
+        parts["gathered tokens"] += parts["gathered tokens"] * slots // num_tokens
     if operation == "dispatch" and not shape.by_rank:
         choices = num_tokens * shape.top_k
         numbers = 2 * choices + shape.num_experts

@@ -407,6 +407,8 @@ def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
     assert two["gathered tokens"] == 2 * 8 * 128 * row and two["rows of the rail"] == 8 * 128 * row
     kernels = memory.workspace_bytes("dispatch_like", "pallas", num_hosts=8, **model)
     assert kernels == {"rows of the rail": 8 * 128 * row}
+    half = memory.workspace_bytes("combine", "xla", num_hosts=8, host_capacity=64, **model)
+    assert half["sums for and of all hosts"] == 2 * 8 * 64 * row
 
 
 def test_other_libraries_hold_what_they_say():
@@ -434,6 +436,7 @@ def test_other_libraries_hold_what_they_say():
         (dict(output="quantized"), 'output="quantized" needs a wire_dtype'),
         (dict(num_tokens=0), "num_tokens must be at least 1, but is 0"),
         (dict(num_ranks=7), "num_experts must be a positive multiple of num_ranks.* 256 for 7"),
+        (dict(host_capacity=0), "host_capacity must be at least 1, but is 0"),
         (dict(num_hosts=3), "num_hosts must divide the 8 ranks, but is 3"),
         (dict(num_ranks=8.0), "num_ranks must be a static integer, but is 8.0"),
         (dict(capacity=0), "capacity must be at least 1, but is 0"),

@@ -81,6 +81,68 @@ def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, m
         assert_outputs(run(inputs), run_reference(case, inputs), f"routing {kind!r}")
 
 
+@pytest.mark.parametrize(
+    "num_hosts, num_axes, host_capacity",
+    quick([(2, 2, 3), (4, 1, 2), (4, 2, 1), (2, 2, 7)], (4, 1, 2)),
+)
+def test_what_is_past_the_host_capacity_is_dropped_and_counted(
+    num_hosts, num_axes, host_capacity, monkeypatch
+):
+    """As if it were of no expert; in every function and gradient."""
+    mesh = mesh_of(num_hosts, num_axes, monkeypatch)
+    rng = np.random.default_rng(5)
+    run = program(SMALL, "two_level", num_axes == 2, mesh, host_capacity=host_capacity)
+    for kind in ("uniform", "skewed", "masked", "one_rank"):
+        inputs = some_inputs(SMALL, kind, rng, SMALL.capacity)
+        topk_idx = within_host_capacity(inputs.topk_idx, num_hosts, host_capacity)
+        lost = np.where(topk_idx != inputs.topk_idx, inputs.topk_idx, -1)
+        counts = np.stack([np.sum(lost == e) for e in range(16)]).reshape(8, 2)
+        expected = run_reference(SMALL, inputs._replace(topk_idx=topk_idx))
+        expected = expected._replace(
+            num_dropped=expected.num_dropped + counts.sum(axis=1, dtype=np.int32),
+            dropped_counts=expected.dropped_counts + counts.astype(np.int32),
+        )
+        assert np.any(counts) == (host_capacity < SMALL.num_tokens)
+        assert_outputs(run(inputs), expected, f"routing {kind!r}")
+
+
+def within_host_capacity(topk_idx: np.ndarray, num_hosts: int, host_capacity: int) -> np.ndarray:
+    """[N, T, K] with -1 past the first tokens of each rank that chose each other host."""
+    kept = topk_idx.copy()
+    for rank, choices in enumerate(kept):
+        for host in range(num_hosts):
+            there = (choices >= 0) & (choices * num_hosts // 16 == host)
+            tokens = np.flatnonzero(there.any(axis=1))
+            if host != rank * num_hosts // 8:
+                choices[tokens[host_capacity:]] = np.where(
+                    there[tokens[host_capacity:]], -1, choices[tokens[host_capacity:]]
+                )
+    return kept
+
+
+def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
+    mesh = mesh_of(2, 2, monkeypatch)
+
+    def traced(**options: Any) -> Any:
+        def tokens(x: Any, topk_idx: Any) -> Any:
+            return jax_ep.dispatch(
+                x, topk_idx, num_experts=16, axis_name=mesh.axis_names, **options
+            ).tokens
+
+        shapes = (
+            jax.ShapeDtypeStruct((8, 4, 8), "float32"),
+            jax.ShapeDtypeStruct((8, 4, 2), "int32"),
+        )
+        return jax.eval_shape(per_rank(tokens, 8, mesh=mesh), *shapes)
+
+    with pytest.raises(ValueError, match="host_capacity .* but is 2 and the implementation .xla."):
+        traced(host_capacity=2, implementation="xla")
+    with pytest.raises(ValueError, match="host_capacity must be at least 1, but is 0"):
+        traced(host_capacity=0)
+    with pytest.raises(ValueError, match="takes no host_capacity, but it is 2"):
+        traced(host_capacity=2, layout="rank")
+
+
 @pytest.mark.parametrize("num_hosts", quick([2, 4, 8], 2))
 def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
     """Bit for bit: the values add up exactly in float32, and are rounded in bfloat16."""
@@ -241,8 +303,11 @@ def test_a_layer_over_hosts(monkeypatch):
 # ------------------------------------------------------------------------ bytes, and which it is
 
 
-@pytest.mark.parametrize("num_hosts, most", quick([(2, 1.15), (4, 3.2)], (4, 3.2)))
-def test_tokens_cross_to_each_host_once(num_hosts, most, monkeypatch):
+BYTES = {"two": (2, None, 1, 1.15), "four": (4, None, 3, 3.2), "a third": (4, 21, 0.98, 1.15)}
+
+
+@pytest.mark.parametrize("num_hosts, host_capacity, least, most", quick(BYTES, "four"))
+def test_tokens_cross_to_each_host_once(num_hosts, host_capacity, least, most, monkeypatch):
     """By the text of the compiled programs, with implementation=None; and what they hold."""
     mesh = mesh_of(num_hosts, 3 - num_hosts // 2, monkeypatch)
     case = Case(8, 64, 1024, 8, 64, "bfloat16", 768)
@@ -254,14 +319,16 @@ def test_tokens_cross_to_each_host_once(num_hosts, most, monkeypatch):
     ]
 
     def dispatch(x: Any, topk_idx: Any) -> Any:
-        sent = case.dispatch(x, topk_idx, None, axis_name=mesh.axis_names)
+        sent = case.dispatch(
+            x, topk_idx, None, axis_name=mesh.axis_names, host_capacity=host_capacity
+        )
         return sent.tokens, sent.handle
 
     send, back = (jax.jit(per_rank(f, 8, mesh=mesh)) for f in (dispatch, jax_ep.combine))
     operands = *jax.eval_shape(send, *shapes[:2]), shapes[2]
     for compiled in send.lower(*shapes[:2]).compile(), back.lower(*operands).compile():
         text, unit = compiled.as_text(), 64 * 1024 * 2
-        assert num_hosts - 1 <= received_from_other_hosts(text, hosts) / unit <= most
+        assert least <= received_from_other_hosts(text, hosts) / unit <= most
         assert "[8,64,1024]" not in text and "[512,1024]" not in text  # of all ranks
 
 
@@ -293,8 +360,8 @@ def test_one_host_is_one_level(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_axes", quick([1, 2], 1))
-def test_kernels_run_inside_hosts(num_axes, monkeypatch):
+@pytest.mark.parametrize("num_axes, host_capacity", quick([(1, None), (2, 20)], (1, None)))
+def test_kernels_run_inside_hosts(num_axes, host_capacity, monkeypatch):
     """Lowered for GPUs: one kernel for the rows of all hosts, in every function of an exchange."""
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "4")
     shape, names = ((8,), ("expert",)) if num_axes == 1 else ((2, 4), ("host", "expert"))
@@ -303,7 +370,8 @@ def test_kernels_run_inside_hosts(num_axes, monkeypatch):
 
     def everything(x: Any, topk_idx: Any, weights: Any) -> Any:
         def layer(x: Any, weights: Any) -> Any:
-            sent = case.dispatch(x, topk_idx, None, axis_name=names, wire_dtype=WIRE)
+            options = dict(axis_name=names, host_capacity=host_capacity, wire_dtype=WIRE)
+            sent = case.dispatch(x, topk_idx, None, **options)
             return jnp.sum(jax_ep.combine(sent.tokens, sent.handle, weights))
 
         def ranks(x: Any, weights: Any) -> Any:

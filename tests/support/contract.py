@@ -198,14 +198,18 @@ def per_rank(
 
 @functools.cache
 def program(
-    case: Case, implementation: Implementation, check_vma: bool = True, mesh: Mesh | None = None
+    case: Case,
+    implementation: Implementation | None,
+    check_vma: bool = True,
+    mesh: Mesh | None = None,
+    **options: Any,
 ) -> Any:
-    """Jitted `Inputs` -> `Outputs`: dispatch, combine, and every gradient."""
+    """Jitted `Inputs` -> `Outputs`: dispatch with `options`, combine, and every gradient."""
     axis_name = AXIS if mesh is None else mesh.axis_names
 
     def everything(inputs: Inputs) -> Outputs:
         def send(x: Any) -> tuple[Any, Any]:
-            sent = case.dispatch(x, inputs.topk_idx, implementation, axis_name=axis_name)
+            sent = case.dispatch(x, inputs.topk_idx, implementation, axis_name=axis_name, **options)
             return sent.tokens, sent
 
         def bring_back(y: Any, weights: Any) -> Any:

@@ -1,0 +1,253 @@
+"""What ranks on several hosts send each other: see `jax_ep.exchange.two_level` for when.
+
+A rank exchanges with the ranks of its own number on the other hosts, its *rail*. With a
+`host_capacity` of C it sends C rows to each of them instead of all T: the tokens that chose experts
+there, in order, each in a *slot*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_ep.exchange import quantization
+from jax_ep.exchange import xla as xla_exchange
+from jax_ep.exchange.interface import Config
+
+
+class Source(NamedTuple):
+    """Whose tokens a call of the exchange inside a host is for: those of its rails on one host.
+
+    Where there may be None, that is all hosts.
+
+    Attributes:
+      host: [] int32.
+      own: whether it is this host.
+    """
+
+    host: jax.Array
+    own: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Rail:
+    """The ranks of this rank's number on all hosts.
+
+    Attributes:
+      config: of the exchange among all ranks.
+      num_hosts: M.
+      group_size: G, the ranks of a host.
+      host: [] int32: the number of this one.
+      slots: [M, C] int32: which token each host gets in each slot, T where none; None where each
+        gets all T.
+      slots_here: [G, M, C] int32: likewise, which tokens the ranks of this host get from the
+        others of their rails.
+    """
+
+    config: Config
+    num_hosts: int
+    group_size: int
+    host: jax.Array
+    slots: jax.Array | None = None
+    slots_here: jax.Array | None = None
+
+    @classmethod
+    def of(cls, num_hosts: int, config: Config) -> Rail:
+        """A rail on which each host gets all T rows."""
+        group_size = lax.axis_size(config.axis_name) // num_hosts
+        return cls(config, num_hosts, group_size, lax.axis_index(config.axis_name) // group_size)
+
+    def with_slots(self, topk_idx: jax.Array) -> Rail:
+        """The rail of rows with such choices [T, K], none of which is past the host_capacity."""
+        num_tokens = topk_idx.shape[0]
+        if not self.drops(num_tokens):
+            return self
+        chosen, place = self._places(topk_idx)
+        place = jnp.where(chosen, place, num_tokens)  # past every slot
+        tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
+        slots = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
+        slots = slots.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
+        slots_here = xla_exchange.stack_ranks(self._swap(slots), self.inside.ranks)
+        return dataclasses.replace(self, slots=slots, slots_here=slots_here)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_hosts * self.group_size
+
+    @property
+    def inside(self) -> Config:
+        """The exchange among the ranks of a host, of rows as they are."""
+        return dataclasses.replace(
+            self.config,
+            group_size=self.group_size,
+            num_experts=self.config.num_experts // self.num_hosts,
+            wire_dtype=None,
+        )
+
+    @property
+    def inside_float32(self) -> Config:
+        """`inside`, with sums that are float32."""
+        return dataclasses.replace(self.inside, sum_dtype=jnp.dtype(jnp.float32))
+
+    @property
+    def _capacity(self) -> int:
+        assert self.config.host_capacity is not None
+        return self.config.host_capacity
+
+    def drops(self, num_tokens: int) -> bool:
+        """Whether a host may get fewer than all tokens."""
+        return self.config.host_capacity is not None and self.config.host_capacity < num_tokens
+
+    def kept(self, topk_idx: jax.Array) -> jax.Array:
+        """Choices [T, K] with -1 for those that are past the host_capacity."""
+        if not self.drops(topk_idx.shape[0]):
+            return topk_idx
+        _, place = self._places(topk_idx)
+        host = self._host_of(topk_idx)
+        sent = jnp.take_along_axis(place, jnp.clip(host, 0, self.num_hosts - 1), axis=1)
+        past = (host >= 0) & (host != self.host) & (sent >= self._capacity)
+        return jnp.where(past, -1, topk_idx)
+
+    def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Which other hosts each token chose, and how many tokens before it did: [T, M] each."""
+        hosts = jnp.arange(self.num_hosts)
+        chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts, axis=1)
+        chosen &= hosts != self.host
+        return chosen, jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - chosen
+
+    def _host_of(self, topk_idx: jax.Array) -> jax.Array:
+        """[T, K]: the host of each choice, -1 where it is of no expert."""
+        valid = (topk_idx >= 0) & (topk_idx < self.config.num_experts)
+        return jnp.where(valid, topk_idx // self.inside.num_experts, -1)
+
+    # ----------------------------------------------------------------------- over the network
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        """The ranks of every rail."""
+        return [
+            list(range(number, self.num_ranks, self.group_size))
+            for number in range(self.group_size)
+        ]
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """[...] -> [M, ...] of all hosts, in their order."""
+        bits = quantization.bits(x, None)
+        bits = lax.all_gather(
+            bits[None], self.config.axis_name, axis=0, tiled=True, axis_index_groups=self._groups
+        )
+        return lax.bitcast_convert_type(bits, x.dtype)
+
+    def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
+        """[T, ...] -> what comes from each host, [M, T, ...]; or [M, C, ...], in slots.
+
+        Slots of no token hold `fill`.
+        """
+        if self.slots is None:
+            return self.gather(x)
+        bits = quantization.bits(x, None)
+        none: Any = np.asarray(fill).astype(bits.dtype)[()]
+        sent = jnp.take(bits, self.slots, axis=0, mode="fill", fill_value=none)
+        return lax.bitcast_convert_type(self._swap(sent), x.dtype)
+
+    def _swap(self, x: jax.Array) -> jax.Array:
+        """[M, ...] by the host that it is for -> [M, ...] by the host that it comes from."""
+        return lax.all_to_all(
+            x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
+        )
+
+    def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
+        """Returns what `send` brought, to its tokens: [T, ...] of each host, in their order.
+
+        Args:
+          others: [M, T, ...], or [M, C, ...] in slots.
+          own: [T, ...], of this host itself.
+        """
+        for host, part in enumerate(self._swap(others)):
+            if self.slots is not None:
+                whole = jnp.zeros_like(own)
+                part = whole.at[self.slots[host]].set(part, mode="drop")
+            yield jnp.where(self.host == host, own, part)
+
+    # --------------------------------------------------------------------------- host by host
+
+    def each_host(self, add: Callable[[Source | None, Any], Any], at_once: bool) -> Any:
+        """Gives `add` every source, and what it returned for the one before: None at first."""
+        if at_once:
+            return add(None, None)
+        state = add(Source(self.host, own=True), None)
+        return lax.fori_loop(1, self.num_hosts, lambda i, s: add(self._after(i), s), state)
+
+    def sums_of_hosts(
+        self, sums: Callable[[Source | None], jax.Array], at_once: bool
+    ) -> Iterator[jax.Array]:
+        """Sends the sums of each source back to it: [T, ...] of every host, in their order.
+
+        Those of this host's own tokens are made while the others are on their way.
+        """
+        if at_once:
+            own, others = self.split(sums(None))
+            return self.send_back(others, own)
+
+        def add(i: Any, others: Any) -> jax.Array:
+            source = self._after(i)
+            return self.place(others, sums(source), source)
+
+        others = lax.fori_loop(2, self.num_hosts, add, add(1, None))
+        _, host = lax.optimization_barrier((others, self.host))  # no memory for both at a time
+        return self.send_back(others, sums(Source(host, own=True)))
+
+    def _after(self, i: Any) -> Source:
+        """The host that is so many after this one."""
+        return Source((self.host + i) % self.num_hosts)
+
+    def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
+        """What is of a source: `own`, [T, ...], or of what was sent, [M, T, ...], its [T, ...].
+
+        Of all hosts [M·T, ...]; with slots [T + M·C, ...], own ones first.
+        """
+        if source is None:
+            others = sent.reshape(-1, *sent.shape[2:])
+            return others if self.slots is None else jnp.concatenate([own, others])
+        if source.own:
+            return own
+        return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
+
+    def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
+        """[N, T, K] of all ranks -> [G, T, K], what the ranks of this host hold: see `rows`.
+
+        Slots of no token hold -1.
+        """
+        by_host = by_rank.reshape(self.num_hosts, self.group_size, *by_rank.shape[1:])
+        if source is None and self.slots is None:
+            return by_host.swapaxes(0, 1).reshape(self.group_size, -1, *by_rank.shape[2:])
+        if source is None:
+            sources = [Source(self.host, own=True)]
+            sources += [Source(jnp.int32(host)) for host in range(self.num_hosts)]
+            return jnp.concatenate([self.by_rank(by_rank, each) for each in sources], axis=1)
+        picked = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
+        if source.own or self.slots_here is None:
+            return picked
+        slots = lax.dynamic_index_in_dim(self.slots_here, source.host, axis=1, keepdims=False)
+        return jnp.take_along_axis(picked, slots[:, :, None], axis=1, mode="fill", fill_value=-1)
+
+    def split(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What is of all hosts, as `rows` orders it -> this host's own, and [M, ...] of each."""
+        if self.slots is None:
+            by_host = part.reshape(self.num_hosts, -1, *part.shape[1:])
+            return lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False), by_host
+        num_others = self.slots.size
+        own, others = part[:-num_others], part[-num_others:]
+        return own, others.reshape(*self.slots.shape, *part.shape[1:])
+
+    def place(self, whole: jax.Array | None, part: jax.Array, source: Source) -> jax.Array:
+        """Writes what is of a source, [...], to its place in [M, ...]; None is zeros."""
+        if whole is None:
+            whole = jnp.full_like(part, 0, shape=(self.num_hosts, *part.shape))
+        return lax.dynamic_update_index_in_dim(whole, part, source.host, axis=0)
