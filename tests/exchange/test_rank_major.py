@@ -258,8 +258,11 @@ def test_a_handle_crosses_jit_checkpoint_and_scan():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": 7}, r"takes no capacity or expert_alignment, but they are 7 and 1"),
-        ({"expert_alignment": 8}, r"takes no capacity or expert_alignment.*None and 8"),
+        (
+            {"capacity": 7},
+            r"takes no capacity, expert_alignment or overflow, but they are 7, 1 and",
+        ),
+        ({"expert_alignment": 8}, r"takes no capacity, expert_alignment or overflow.*None, 8 and"),
         ({"layout": "row"}, r"layout must be .* 'row'"),
         ({"topk_weights": ((5, 3), "float32")}, r"topk_weights must have .* \(5, 2\).* \(5, 3\)"),
         ({"topk_weights": ((5, 2), "int32")}, r"topk_weights must be a floating array.* int32"),
