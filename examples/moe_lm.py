@@ -20,6 +20,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jax_ep
 from jax_ep.linen import MoE
 from jax_ep.moe.layer import MoEMetrics
 
@@ -85,13 +86,15 @@ class Block(nn.Module):
         y = jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
         x += nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, dtype=dtype)(y)
 
+        y = nn.RMSNorm(dtype=dtype)(x)
+        self.sow("trace", "moe_input", y)  # kept where the caller makes "trace" mutable
         y, metrics = MoE(
             num_experts=NUM_EXPERTS.value,
             num_experts_per_token=TOP_K.value,
             mlp_dim=MLP_DIM.value,
             wire_dtype=WIRE_DTYPE.value,
             dtype=dtype,
-        )(nn.RMSNorm(dtype=dtype)(x))
+        )(y)
         return x + y, metrics
 
 
@@ -114,6 +117,20 @@ class LanguageModel(nn.Module):
             metrics.append(block_metrics)
         logits = embed.attend(nn.RMSNorm(dtype=self.dtype)(x))
         return logits.astype(jnp.float32), jax.tree.map(lambda *m: jnp.stack(m), *metrics)
+
+
+def choices(params: Any, trace: Any) -> jax.Array:
+    """Returns the experts that each byte chose in each block, [blocks, B * S, K] int32.
+
+    `trace` is the collection of that name, from a call of the model in which it was mutable.
+    """
+    chosen = []
+    for name in sorted(trace):
+        (x,) = trace[name]["moe_input"]
+        gate = params[name]["MoE_0"]["gate"]["kernel"]
+        logits = x.reshape(-1, x.shape[-1]).astype(jnp.float32) @ gate.astype(jnp.float32)
+        chosen.append(jax_ep.top_k_routing(logits, TOP_K.value).topk_idx)
+    return jnp.stack(chosen)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -61,6 +61,9 @@ _METRICS_FILE = flags.DEFINE_string(
 _PLOT = flags.DEFINE_string(
     "plot", "train_moe_lm.png", "File for a plot of loss and expert load; '': no plot."
 )
+_TRACE = flags.DEFINE_string(
+    "trace", None, "File for the experts that each token chose, for `python -m jax_ep placement`."
+)
 _EXPERT_PARALLEL = flags.DEFINE_integer(
     "expert_parallel", None, "Ranks to spread the experts over. Default: as many as can be."
 )
@@ -152,8 +155,9 @@ def make_train_step(
     """Returns a compiled function: state (donated), batch [B, S + 1] -> next state, metrics."""
 
     def loss_fn(params: Any, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        outputs: Any = model.apply({"params": params}, batch[:, :-1])
-        logits, moe = outputs
+        mutable = ["trace"] if _TRACE.value else []
+        outputs: Any = model.apply({"params": params}, batch[:, :-1], mutable=mutable)
+        (logits, moe), variables = outputs
         metrics = {
             "loss": cross_entropy(logits, batch[:, 1:]),
             "load_balance_loss": moe.load_balance_loss.mean(),
@@ -161,6 +165,8 @@ def make_train_step(
             "num_dropped": moe.num_dropped.sum(),
             "expert_counts": moe.expert_counts,  # [blocks, experts]
         }
+        if _TRACE.value:
+            metrics["topk_idx"] = moe_lm.choices(params, variables["trace"])
         balance = LOAD_BALANCE_WEIGHT * metrics["load_balance_loss"]
         return metrics["loss"] + balance + ROUTER_Z_WEIGHT * metrics["router_z_loss"], metrics
 
@@ -235,10 +241,12 @@ class MetricsLog:
 
     Attributes:
       records: of all steps up to now.
+      trace: with --trace, the choices [blocks, tokens, K] of each step of this process.
     """
 
     def __init__(self, path: Path | None, start_step: int):
         self.records: list[dict] = []
+        self.trace: list[np.ndarray] = []
         self.file = None
         if path is None:
             return
@@ -258,6 +266,8 @@ class MetricsLog:
 
     def append(self, step: int, metrics: dict) -> dict:
         """Waits for the metrics of a step; returns them as plain numbers and lists."""
+        if "topk_idx" in metrics:
+            self.trace.append(np.asarray(metrics.pop("topk_idx"), np.int16))
         record = {"step": step} | jax.tree.map(lambda x: np.asarray(x).tolist(), metrics)
         self.records.append(record)
         if self.file is not None:
@@ -404,6 +414,9 @@ def main(argv: list[str]) -> None:
     )
     if checkpoints is not None:
         checkpoints.close()  # waits until the last one is written
+    if _TRACE.value and log.trace and processes.is_first():
+        np.savez_compressed(_TRACE.value, topk_idx=np.stack(log.trace))
+        print(f"choices of experts: {_TRACE.value}")
 
     if tokens_per_second:
         flops = tokens_per_second * moe_lm.training_flops_per_token(state.params) / mesh.size

@@ -73,6 +73,19 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
+def test_a_trace_holds_what_the_metrics_count(tmp_path):
+    """In each step and block the choices in the trace are those that the layer counted."""
+    trace, metrics_file = tmp_path / "trace.npz", tmp_path / "metrics.jsonl"
+    train("--steps=3", f"--trace={trace}", f"--metrics_file={metrics_file}")
+    counts = np.array([record["expert_counts"] for record in read_metrics(metrics_file)])
+    with np.load(trace) as arrays:
+        topk_idx = arrays["topk_idx"]
+    assert topk_idx.shape == (3, counts.shape[1], 8 * 32, 2)  # steps, blocks, B * S, K
+    experts = np.arange(counts.shape[2])
+    np.testing.assert_array_equal((topk_idx[..., None] == experts).sum(axis=(2, 3)), counts)
+
+
+@pytest.mark.slow
 def test_float8_on_the_wire_trains_alike(tmp_path):
     """That the flag works, and does something; pallas_kernels/TUNING.md has its 300 steps."""
     losses = []

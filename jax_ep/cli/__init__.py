@@ -29,6 +29,10 @@ COMMANDS = {
         "jax_ep.bench.model",
         "bytes and least time of an exchange between hosts, compared with published figures",
     ),
+    "placement": Command(
+        "jax_ep.cli.placement",
+        "balance, rows on the wire and predicted time of ways to place experts, on a routing trace",
+    ),
     "bench": Command(
         "jax_ep.bench.exchange",
         "times of dispatch, combine and their gradients, compared with what plain JAX offers",

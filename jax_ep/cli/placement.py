@@ -1,0 +1,197 @@
+"""`python -m jax_ep placement`: compares ways to place experts, on a trace of real routing.
+
+A trace is an .npz file with `topk_idx` [steps, layers, tokens, K]: the experts that each token
+chose, -1 for none. Its first part finds a placement, and the rest shows what that is worth.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from typing import Any
+
+import numpy as np
+
+from jax_ep.bench import measuring, report
+from jax_ep.cli.flags import Error, Flags
+from jax_ep.placement import Placement, balance, place_by_affinity
+from jax_ep.placement.traffic import traffic
+
+FLAGS = Flags()
+_TRACE = FLAGS.string("trace", None, "The .npz file; examples/train_moe_lm.py --trace writes one.")
+_RANKS = FLAGS.integer("ranks", 8, "N.")
+_HOSTS = FLAGS.integer("hosts", 1, "Hosts of these ranks.")
+_SLOTS = FLAGS.integer("slots", None, "P. Default: one more on each rank than experts need.")
+_EXPERTS = FLAGS.integer("num_experts", None, "E. Default: the largest id of the trace + 1.")
+_FIT = FLAGS.integer("fit_steps", None, "Steps that placements are found on. Default: half.")
+_TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank, of the predicted time.")
+_HIDDEN = FLAGS.integer("hidden", 2048, "H, of the predicted time.")
+_MLP_DIM = FLAGS.integer("mlp_dim", 768, "F, of the predicted time.")
+_DISPATCH = FLAGS.number("dispatch_gb_per_s", 249, "Of rows received; as `bench` measures it.")
+_COMBINE = FLAGS.number("combine_gb_per_s", 180, "Of sums sent; as `bench` measures it.")
+_MATMUL = FLAGS.number("matmul_tflops", 620, "Of a grouped matmul; as `bench matmul` measures it.")
+_JSON = FLAGS.output("json", "Write all numbers to this file.")
+_PLOT = FLAGS.output("plot", "Write a plot of balance by step to this file, such as out.png.")
+
+_ROW_BYTES = 2  # of a value, bfloat16
+_AGES = 6  # parts of the evaluated steps, by age of the placement
+
+
+def run() -> int:
+    FLAGS.check_outputs()
+    for flag in (_DISPATCH, _COMBINE, _MATMUL):
+        if not flag.value:
+            raise Error(f"--{flag.name}: a rate of 0 takes forever")
+    trace = _read()
+    steps, layers, tokens, top_k = trace.shape
+    fit = steps // 2 if _FIT.value is None else _FIT.value
+    if not 0 < fit < steps:
+        raise Error(f"--fit_steps: {fit} of {steps} steps leave none to find on, or none to show")
+    found = {
+        name: [_figures(step, placement) for step in trace]
+        for name, placement in _placements(trace[:fit]).items()
+    }
+    print(
+        f"{steps} steps, {layers} layers, {tokens} tokens of K={top_k}; N={_RANKS.value} ranks on "
+        f"{_HOSTS.value} hosts; found on steps 0 to {fit - 1}, means over the others\n"
+    )
+    rows = [_row(name, figures[fit:]) for name, figures in found.items()]
+    print(_table(rows))
+    print("\nbusiest rank over mean, by layer")
+    print(_by_layer({name: figures[fit:] for name, figures in found.items()}))
+    ages = _by_age({name: figures[fit:] for name, figures in found.items()})
+    print("\nbusiest rank over mean, by steps since the placement was found")
+    print(_age_table(ages, steps - fit))
+    if _JSON.value:
+        facts = {"rows": rows, "by_age": ages, "shape": trace.shape, "fit_steps": fit}
+        measuring.save_json(_JSON.value, measuring.run_record() | facts)
+    if _PLOT.value:
+        _plot(found, fit, _PLOT.value)
+    return 0
+
+
+def _read() -> np.ndarray:
+    """Reads the trace; raises `Error` where there is none."""
+    path = _TRACE.value
+    if path is None:
+        raise Error("--trace: name an .npz file with topk_idx [steps, layers, tokens, K]")
+    try:
+        with np.load(path) as arrays:
+            trace = arrays["topk_idx"].astype(np.int64)
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise Error(f"--trace: {path!r} holds no array topk_idx: {error}") from error
+    if trace.ndim != 4 or trace.shape[0] < 2 or trace.shape[2] < _RANKS.value or trace.max() < 0:
+        raise Error(
+            f"--trace: topk_idx must be [steps >= 2, layers, tokens >= {_RANKS.value} ranks, K] "
+            f"with choices, but has shape {trace.shape}"
+        )
+    return trace
+
+
+def _placements(trace: np.ndarray) -> dict[str, Placement]:
+    """Finds a placement by every method, on the steps that are given."""
+    _, layers, tokens, top_k = trace.shape
+    num_ranks, hosts = _RANKS.value, _HOSTS.value
+    if num_ranks % hosts:
+        raise Error(f"--hosts: {num_ranks} ranks on {hosts} hosts")
+    num_experts = _EXPERTS.value or int(trace.max()) + 1
+    if trace.max() >= num_experts:
+        raise Error(f"--num_experts: the trace has expert {trace.max()}, of {num_experts}")
+    least = -(-num_experts // num_ranks) * num_ranks
+    num_slots = _SLOTS.value or least + num_ranks
+    if num_slots % num_ranks or num_slots < num_experts:
+        raise Error(f"--slots: {num_slots} over {num_ranks} ranks, of {num_experts} experts")
+    flat = trace.transpose(1, 0, 2, 3).reshape(layers, -1, top_k)
+    load = np.stack([np.bincount(one[one >= 0], minlength=num_experts) for one in flat])
+    slots = np.tile(np.arange(least), (layers, 1))
+    in_order = np.where(slots < num_experts, slots, -1)
+    ranks: dict[str, Any] = dict(num_ranks=num_ranks, num_hosts=hosts)
+    return {
+        "in order": Placement.of(in_order, num_experts=num_experts, num_ranks=num_ranks),
+        "balance": balance(load, num_slots=least, **ranks),
+        f"balance, {num_slots} slots": balance(load, num_slots=num_slots, **ranks),
+        "affinity": place_by_affinity(flat, num_experts=num_experts, **ranks),
+    }
+
+
+def _figures(step: np.ndarray, placement: Placement) -> dict[str, Any]:
+    """Computes the figures of a step [layers, tokens, K], by layer where they have a layer."""
+    counted = traffic(step, placement)
+    tokens = step.shape[1] // placement.num_ranks * placement.num_ranks
+    mean = np.maximum(counted.rows.mean(axis=1), 1e-30)
+    # The slowest rank's rows, of T tokens a rank.
+    scale = _TOKENS.value * placement.num_ranks / tokens
+    wire = counted.wire_rows.max(axis=1) * scale * _HIDDEN.value * _ROW_BYTES / 1e3
+    flops = counted.rows.max(axis=1) * scale * 6 * _HIDDEN.value * _MLP_DIM.value / 1e6
+    times = wire / _DISPATCH.value + wire / _COMBINE.value + flops / _MATMUL.value
+    return {
+        "balance": counted.rows.max(axis=1) / mean,
+        "wire_rows": counted.wire_rows.sum(axis=1) / tokens,
+        "rank_changes": counted.rank_changes.mean() if len(counted.rank_changes) else 0.0,
+        "us": times,
+    }
+
+
+def _row(name: str, figures: list[dict[str, Any]]) -> report.Row:
+    means = {key: float(np.mean([f[key] for f in figures])) for key in figures[0]}
+    layers = len(figures[0]["us"])
+    return {"method": name} | means | {"us": means["us"] * layers}
+
+
+def _table(rows: list[report.Row]) -> str:
+    header = ["method", "busiest / mean", "wire rows / token", "rank changes", "forward, us"]
+    cells = [
+        [
+            row["method"],
+            f"{row['balance']:.3f}",
+            f"{row['wire_rows']:.2f}",
+            f"{row['rank_changes']:.1%}",
+            f"{row['us']:.0f}",
+        ]
+        for row in rows
+    ]
+    return "\n".join(report.fixed_width(header, cells, ("method",)))
+
+
+def _by_layer(found: dict[str, list[dict[str, Any]]]) -> str:
+    means = {name: np.mean([f["balance"] for f in each], axis=0) for name, each in found.items()}
+    layers = len(next(iter(means.values())))
+    header = ["method", *(f"layer {i}" for i in range(layers))]
+    cells = [[name, *(f"{value:.3f}" for value in each)] for name, each in means.items()]
+    return "\n".join(report.fixed_width(header, cells, ("method",)))
+
+
+def _by_age(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """Averages the balance over successive parts of the steps after those it was found on."""
+    return {
+        name: [
+            float(np.mean([f["balance"] for f in part]))
+            for part in np.array_split(np.array(each, object), min(_AGES, len(each)))
+        ]
+        for name, each in found.items()
+    }
+
+
+def _age_table(ages: dict[str, list[float]], steps: int) -> str:
+    parts = np.array_split(np.arange(steps), min(_AGES, steps))
+    header = ["method", *(f"{part[0]}-{part[-1]}" for part in parts)]
+    cells = [[name, *(f"{value:.3f}" for value in each)] for name, each in ages.items()]
+    return "\n".join(report.fixed_width(header, cells, ("method",)))
+
+
+def _plot(found: dict[str, list[dict[str, Any]]], fit: int, path: str) -> None:
+    """Draws the busiest rank's load over the mean, by step, to a file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    for name, figures in found.items():
+        axis.plot([np.mean(f["balance"]) for f in figures], label=name)
+    axis.axvline(fit - 0.5, color="gray", linestyle="--")
+    axis.set(xlabel="step", ylabel="busiest rank over mean, mean over layers")
+    axis.grid(visible=True, alpha=0.3)
+    axis.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

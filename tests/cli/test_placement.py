@@ -1,0 +1,61 @@
+"""`python -m jax_ep placement`, on a trace with planted affinity and one hot expert."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+import jax_ep.cli
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Tokens of four groups choose among the group's own experts; half of one group's, expert 0."""
+    rng = np.random.default_rng(0)
+    members = np.stack([rng.permutation(16).reshape(4, 4) for _ in range(3)])
+    group = rng.integers(0, 4, (6, 200))
+    choice = rng.permuted(np.tile(np.arange(4), (6, 3, 200, 1)), axis=3)[..., :2]
+    topk_idx = np.stack([members[i][group[..., None], choice[:, i]] for i in range(3)], axis=1)
+    hot = (rng.random((6, 3, 200)) < 0.3) & (topk_idx[..., 1] != 0)
+    topk_idx[..., 0] = np.where(hot, 0, topk_idx[..., 0])
+    path = tmp_path_factory.mktemp("trace") / "trace.npz"
+    np.savez(path, topk_idx=topk_idx)
+    return str(path)
+
+
+def test_every_method_is_compared(trace, tmp_path, capsys):
+    arguments = [f"--trace={trace}", "--ranks=4", f"--json={tmp_path}/out.json"]
+    if pytest.importorskip("matplotlib"):
+        arguments.append(f"--plot={tmp_path}/out.png")
+    assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == 0
+    text = capsys.readouterr().out
+    rows = {row["method"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    in_order, balanced = rows["in order"], rows["balance, 20 slots"]
+    assert balanced["balance"] < 0.9 * min(rows["balance"]["balance"], in_order["balance"])
+    assert rows["affinity"]["rank_changes"] < 0.8 * in_order["rank_changes"]
+    assert rows["affinity"]["wire_rows"] < in_order["wire_rows"]
+    assert balanced["us"] < in_order["us"]
+    assert re.search(r"in order +[\d.]+ +[\d.]+ +[\d.]+% +\d+\n", text)
+    assert "by layer" in text and "since the placement was found" in text
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--trace: name an .npz file"),
+        (["--trace=nowhere.npz"], "--trace: 'nowhere.npz' holds no array topk_idx"),
+        (["--trace=TRACE", "--ranks=4", "--fit_steps=6"], "--fit_steps: 6 of 6 steps"),
+        (["--trace=TRACE", "--ranks=4", "--slots=18"], "--slots: 18 over 4 ranks"),
+        (["--trace=TRACE", "--ranks=4", "--num_experts=9"], "--num_experts: the trace has expert"),
+        (["--trace=TRACE", "--ranks=4", "--hosts=3"], "--hosts: 4 ranks on 3 hosts"),
+        (["--trace=TRACE", "--matmul_tflops=0"], "--matmul_tflops: a rate of 0"),
+    ],
+)
+def test_wrong_flags_are_refused(arguments, message, trace, capsys):
+    arguments = [argument.replace("TRACE", trace) for argument in arguments]
+    assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == 2
+    assert message in capsys.readouterr().err
