@@ -267,7 +267,8 @@ def _check_saved(block: Block, given: dict[str, Any]) -> None:
             f"{wanted}, but has {shapes}."
         )
     for name, value in given.items():
-        if not getattr(value, "is_fully_addressable", True):
+        here = getattr(value, "is_fully_addressable", True) or value.is_fully_replicated
+        if not here:
             raise ValueError(
                 f"{name} must be on devices of this process to be saved; gather it first, for "
                 "example with jax.experimental.multihost_utils.process_allgather."

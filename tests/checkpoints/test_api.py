@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.meshes import expert_mesh, mesh
+from support.processes import environment_of_program
 from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
 
 import jax_ep
@@ -236,6 +241,64 @@ def test_a_device_reads_its_own_experts_and_no_others(tmp_path, monkeypatch):
     }
     (own,) = params.wi_0
     np.testing.assert_array_equal(own[0], tensors[block + "experts.7.w1.weight"].T)
+
+
+PROCESS = """
+import sys
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from jax_ep import checkpoints, moe_layer
+from jax_ep.checkpoints.safetensors import Directory
+
+read, take = set(), Directory.read
+Directory.read = lambda self, name, index: read.add(name) or take(self, name, index)
+mesh = Mesh(jax.devices(), ("expert",))
+config, params = checkpoints.load_moe_params(sys.argv[3], 1, mesh=mesh)
+x = np.load(sys.argv[3] + "/x.npy")
+x = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("expert")), lambda i: x[i])
+run = jax.jit(lambda p, x: moe_layer(p, x, config)[0], out_shardings=NamedSharding(mesh, P()))
+np.save(f"{sys.argv[3]}/out{sys.argv[2]}.npy", run(params, x))
+print(sorted({name.split(".experts.")[1][0] for name in read if ".experts." in name}))
+try:
+    checkpoints.save_moe(params, sys.argv[3], 1)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_reads_the_experts_of_its_devices(tmp_path):
+    """Two processes with two devices each run the layer that they have read in halves."""
+    config, tensors = mixtral()
+    publish(tmp_path, config, tensors)
+    np.save(tmp_path / "x.npy", X)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = environment_of_program(
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+        PYTHONPATH=str(Path(__file__).parents[2]),
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(i), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    printed = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], printed
+    want = mixtral_output(tensors, X.astype(np.float64))
+    for i, own in enumerate((range(4), range(4, 8))):
+        assert str([str(e) for e in own]) in printed[i]
+        assert "wi_0 must be on devices of this process to be saved" in printed[i]
+        np.testing.assert_allclose(np.load(tmp_path / f"out{i}.npy"), want, rtol=1e-4, atol=1e-5)
 
 
 def test_loading_needs_little_more_memory_than_it_keeps(tmp_path):
