@@ -91,17 +91,21 @@ def moe_layer(
     """
     check_config(config)
     check_params(params, config.num_routed, config.constant_experts)
-    _check_tokens(x, mask, params.wi_0.shape[1])
+    _check_tokens(x, mask, params.wi_0.shape[1], config)
     check_placement(placement, config.num_experts, config.num_slots)
-    if config.balance_convention == "deepseek_v3" and x.ndim < 2:
-        raise ValueError(
-            'x must be [..., sequence, H] for balance_convention="deepseek_v3", but has shape '
-            f"{x.shape}."
-        )
     inputs = RouterInputs(router_x, topk_idx, topk_weights)
     check_router(params, x, inputs, config)
     if mask is not None:
         mask = mask.astype(jnp.bool_)
+    where = find_mesh(config, x)
+    check_mesh_of_experts(params.wi_0, config, where)
+    _check_experts(params, config, where)
+    config = _resolved(config, params, x, where)
+    return _moe_layer(params, _Call(x, mask, inputs), placement, config, where)
+
+
+def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
+    """Returns the configuration with what None stands for, and functions that compare by code."""
     dtype = config.dtype
     if dtype is None:
         with jax.numpy_dtype_promotion("standard"):
@@ -109,9 +113,6 @@ def moe_layer(
         check_compute_dtype(
             dtype, ", which x and wi_0 promote to; for float8 rows on the wire, set wire_dtype"
         )
-    where = find_mesh(config, x)
-    check_mesh_of_experts(params.wi_0, config, where)
-    _check_experts(params, config, where)
     implementation = config.implementation
     if not where.expert_axes and implementation is None:
         # There is nothing to exchange, and the kernels need a mesh to find their ranks on.
@@ -119,14 +120,13 @@ def moe_layer(
     functions: dict[str, Any] = {
         name: SameCode(function) for name, function in config.functions().items()
     }
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config,
         dtype=jnp.dtype(dtype),
         router_dtype=jnp.dtype(dtype if config.router_dtype is None else config.router_dtype),
         implementation=implementation,
         **functions,
     )
-    return _moe_layer(params, _Call(x, mask, inputs), placement, config, where)
 
 
 class _Call(NamedTuple):
@@ -390,12 +390,17 @@ def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.A
     return out
 
 
-def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int) -> None:
+def _check_tokens(x: jax.Array, mask: jax.Array | None, hidden: int, config: MoEConfig) -> None:
     checks.check_array("x", x, None, jnp.floating, f"[..., H={hidden}]")
     if x.ndim < 1 or x.shape[-1] != hidden:
         raise ValueError(f"x must be [..., H={hidden}], but has shape {x.shape}.")
     if 0 in x.shape:
         raise ValueError(f"x must hold at least one token, but has shape {x.shape}.")
+    if config.balance_convention == "deepseek_v3" and x.ndim < 2:
+        raise ValueError(
+            'x must be [..., sequence, H] for balance_convention="deepseek_v3", but has shape '
+            f"{x.shape}."
+        )
     if mask is not None:
         losses.check_mask(mask, "[...], x's without its last axis")
         if mask.shape != x.shape[:-1]:

@@ -64,7 +64,9 @@ def metrics_of(
     if logits is not None:
         z_loss = losses.router_z_loss(logits, mask=mask, axis_name=batch_axes)
     balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
-    counts = routing.count_choices(routed.topk_idx, config.num_routed)
+    counts = balance.choices
+    if config.balance_convention == "transformers":  # whose choices need not be the router's
+        counts = lax.psum(routing.count_choices(routed.topk_idx, config.num_routed), batch_axes)
     # The ranks along the tensor axes drop the same rows.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
     num_dropped, dropped_counts = (
@@ -73,7 +75,7 @@ def metrics_of(
     return MoEMetrics(
         load_balance_loss=balance_loss,
         router_z_loss=z_loss,
-        expert_counts=lax.psum(counts, batch_axes),
+        expert_counts=counts,
         num_dropped=num_dropped,
         dropped_counts=dropped_counts,
         balance=balance,
