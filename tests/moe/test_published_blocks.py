@@ -72,29 +72,32 @@ def test_both_flax_layers_have_the_parts(name):
     assert_close(module(X), want)
 
 
-@pytest.mark.parametrize("name", quick(list(BLOCKS), "DeepSeek-V4"))
-def test_block(name):
-    """On one and on eight ranks; gradients against differences of the NumPy statement."""
+# On one rank too, a block of each kind of router and expert.
+CASES = [(name, 8) for name in BLOCKS] + [(name, 1) for name in ("GPT-OSS", "Llama 4")]
+
+
+@pytest.mark.parametrize("name, num_ranks", quick(CASES, ("DeepSeek-V4", 8)))
+def test_block(name, num_ranks):
+    """Gradients against differences of the NumPy statement."""
     block = BLOCKS[name]
     params = make_params(block)
     arrays = params._asdict() | {"x": np.asarray(X)}
     evaluate = functools.partial(in_numpy, block)
     want, counts = evaluate(params._asdict(), X)
-    for num_ranks in (1, 8):
-        (_, (out, metrics)), (dparams, dx) = results(block, params, X, num_ranks)
-        np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(metrics.expert_counts, counts)
-        grads = dparams._asdict() | {"x": dx}
-        for key, grad in grads.items():
-            if grad is None:
-                continue
-            at = np.asarray(arrays[key], np.float64)
-            direction, eps = np.random.default_rng(4).normal(size=at.shape), 1e-6
+    (_, (out, metrics)), (dparams, dx) = results(block, params, X, num_ranks)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(metrics.expert_counts, counts)
+    grads = dparams._asdict() | {"x": dx}
+    for key, grad in grads.items():
+        if grad is None:
+            continue
+        at = np.asarray(arrays[key], np.float64)
+        direction, eps = np.random.default_rng(4).normal(size=at.shape), 1e-6
 
-            def value(step, key=key, at=at, direction=direction):
-                moved = arrays | {key: at + step * direction}
-                return np.sum(evaluate(moved, moved["x"])[0] * MIX)
+        def value(step, key=key, at=at, direction=direction):
+            moved = arrays | {key: at + step * direction}
+            return np.sum(evaluate(moved, moved["x"])[0] * MIX)
 
-            want_grad = 0.0 if key == "bias" else (value(eps) - value(-eps)) / (2 * eps)
-            got = np.sum(np.asarray(grad, np.float64) * direction)
-            np.testing.assert_allclose(got, want_grad, rtol=2e-4, atol=2e-4, err_msg=key)
+        want_grad = 0.0 if key == "bias" else (value(eps) - value(-eps)) / (2 * eps)
+        got = np.sum(np.asarray(grad, np.float64) * direction)
+        np.testing.assert_allclose(got, want_grad, rtol=2e-4, atol=2e-4, err_msg=key)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from support.dense_moe import E, F, H, K, assert_close, make_params, make_x
 from support.meshes import expert_mesh, mesh
@@ -71,7 +73,7 @@ def test_given_choices_and_weights(shape, names):
     np.testing.assert_allclose(grad[0, 0, 1], want, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", quick([1, 8], 8))
+@pytest.mark.parametrize("num_ranks", quick([1, 8], 1))
 def test_given_choices_are_weighed_by_the_gate(num_ranks):
     topk_idx, _ = choices()
     config = dataclasses.replace(CONFIG, score="sqrt_softplus", scale=1.5)
@@ -85,7 +87,7 @@ def test_given_choices_are_weighed_by_the_gate(num_ranks):
     assert metrics.router_z_loss > 0 and metrics.load_balance_loss > 0
 
 
-@pytest.mark.parametrize("num_ranks", quick([1, 8], 8))
+@pytest.mark.parametrize("num_ranks", quick([1, 8], 1))
 def test_the_router_may_see_what_the_experts_do_not(num_ranks):
     """And masked tokens of either may hold anything; the mask may be of integers."""
     rng = np.random.default_rng(6)
@@ -114,7 +116,7 @@ def test_the_router_may_see_what_the_experts_do_not(num_ranks):
         out, _ = moe_layer(params, X, CONFIG, mask != 0, topk_idx=topk_idx, topk_weights=weights)
         return jnp.sum(jnp.where(mask[..., None] > 0, out * X, 0.0))
 
-    assert_close(got[0], jax.grad(want, (0, 1))(params, router_x), atol=1e-5)
+    assert_close(got[0], jax.jit(jax.grad(want, (0, 1)))(params, router_x), atol=1e-5)
     assert got[1].expert_counts.sum() == K * np.count_nonzero(mask)
 
 
@@ -149,7 +151,7 @@ def test_a_router_without_a_gate_sees_no_logits():
     assert metrics.load_balance_loss > 0
 
 
-@pytest.mark.parametrize("router_dtype", [jnp.bfloat16, None])
+@pytest.mark.parametrize("router_dtype", quick([jnp.bfloat16, None], jnp.bfloat16))
 def test_logits_in_the_dtype_of_the_model(router_dtype):
     """Rounded as a product of bfloat16 is, in the choice, the weights and the losses."""
     params = PARAMS._replace(gate_bias=jnp.linspace(-1.0, 1.0, E))
@@ -162,9 +164,6 @@ def test_logits_in_the_dtype_of_the_model(router_dtype):
     exact = reference.router_z_loss(np.asarray(X.reshape(-1, H) @ params.gate + params.gate_bias))
     np.testing.assert_allclose(metrics.router_z_loss, want, rtol=1e-6)
     assert abs(want - exact) > 1e-4
-    assert (
-        jax.grad(lambda p: moe_layer(p, X, config)[1].router_z_loss)(params).gate.dtype == X.dtype
-    )
 
 
 IDX, WEIGHTS = choices()
@@ -225,38 +224,23 @@ def test_errors_name_what_a_router_returned(routed, error, message):
 
 
 def test_both_flax_layers_take_them():
-    """Their parameters, and what a call may give the router, reach `moe_layer`."""
-    from flax import nnx
+    """What a call may give the router; and a layer without a gate has none."""
+    given = dict(zip(("topk_idx", "topk_weights"), choices(), strict=True))
+    options: dict = dict(num_experts=E, num_experts_per_token=K, gate_init=None)
+    want = moe_layer(PARAMS, X, CONFIG, **given)
+    weights = {name: getattr(PARAMS, name) for name in ("wi_0", "wi_1", "wo")}
 
-    topk_idx, topk_weights = choices()
-    parts = dict(use_gate_bias=True, use_expert_scale=True)
-    sizes = dict(num_experts=E, num_experts_per_token=K)
-    params = PARAMS._replace(gate_bias=jnp.linspace(-1, 1, E), expert_scale=jnp.linspace(1, 2, E))
-    names = ("gate_bias", "expert_scale", "wi_0", "wi_1", "wo")
-    want = moe_layer(params, X, CONFIG, topk_idx=topk_idx)
+    linen = jax_ep.linen.MoE(mlp_dim=F, **options)
+    made = jax.eval_shape(functools.partial(linen.init, **given), jax.random.key(0), X)
+    assert set(made["params"]) == set(weights)
+    assert_close(linen.apply({"params": weights}, X, **given), want)
+    with pytest.raises(ValueError, match="gate must be .* but is None"):
+        linen.apply({"params": weights}, X)
 
-    linen = jax_ep.linen.MoE(mlp_dim=F, **sizes, **parts)
-    variables = linen.init(jax.random.key(0), X)["params"]
-    assert not np.any(variables["gate_bias"].value) and np.all(variables["expert_scale"].value == 1)
-    weights = {name: getattr(params, name) for name in names}
-    variables = {"params": {"gate": {"kernel": params.gate}, **weights}}
-    assert_close(linen.apply(variables, X, topk_idx=topk_idx), want)
-
-    module = jax_ep.nnx.MoE(H, F, **sizes, **parts, rngs=nnx.Rngs(0))
-    module.gate.kernel.set_value(params.gate)
-    for name in names:
-        getattr(module, name).set_value(getattr(params, name))
-    assert_close(module(X, topk_idx=topk_idx), want)
-
-    want = moe_layer(PARAMS, X, CONFIG, topk_idx=topk_idx, topk_weights=topk_weights)
-    given = dict(topk_idx=topk_idx, topk_weights=topk_weights)
-    without = {name: weights[name] for name in names[2:]}
-    linen = jax_ep.linen.MoE(mlp_dim=F, **sizes, gate_init=None)
-    assert set(linen.init(jax.random.key(0), X, **given)["params"]) == set(without)
-    assert_close(linen.apply({"params": without}, X, **given), want)
-    module = jax_ep.nnx.MoE(H, F, **sizes, gate_init=None, rngs=nnx.Rngs(0))
+    zeros = jax.nn.initializers.zeros
+    module = jax_ep.nnx.MoE(H, F, **options, kernel_init=zeros, rngs=nnx.Rngs(0))
     assert module.gate is None
-    for name, weight in without.items():
+    for name, weight in weights.items():
         getattr(module, name).set_value(weight)
     assert_close(module(X, **given), want)
     with pytest.raises(ValueError, match="update_bias needs"):

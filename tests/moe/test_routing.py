@@ -62,6 +62,25 @@ def test_logits_are_those_of_float32(dtype, gate_dtype):
         assert norm_error(got, want) < (1e-5 if like.dtype == jnp.float32 else 3e-3)
 
 
+def test_logits_in_a_narrow_dtype():
+    """Rounded once, after the bias; gradients pass the rounding, each in its operand's dtype."""
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(60, 50)), jnp.float32)
+    gate = jnp.asarray(rng.normal(size=(50, E)), jnp.float32)
+    bias, grad = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((E,), (60, E)))
+    low = functools.partial(routing.router_logits, dtype=jnp.bfloat16)
+    got, vjp = jax.vjp(low, x, gate, bias)
+    x_low, gate_low, bias_low = (
+        np.asarray(a.astype(jnp.bfloat16)).astype(np.float64) for a in (x, gate, bias)
+    )
+    exact = x_low @ gate_low + bias_low
+    assert got.dtype == jnp.float32 and np.array_equal(got, got.astype(jnp.bfloat16))
+    assert 1e-4 < norm_error(got, exact) < 2**-8
+    wanted = grad @ gate_low.T, x_low.T @ grad, np.asarray(grad).sum(axis=0)
+    for a, want in zip(vjp(grad), wanted, strict=True):
+        assert a.dtype == jnp.float32 and norm_error(a, want) < 5e-3
+
+
 def test_logits_of_an_infinite_gate_are_infinite():
     gate = jnp.array([[jnp.inf, 1.0, -jnp.inf]])
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -294,9 +313,9 @@ def test_strict_promotion(dtype):
         mask = jnp.arange(T) > 3
         return results, losses.router_z_loss(logits), losses.router_z_loss(logits, mask=mask)
 
-    want = everything(logits, jnp.asarray(random_bias()))
+    want = jax.jit(everything)(logits, jnp.asarray(random_bias()))
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        got = everything(logits, jnp.asarray(random_bias()))
+        got = jax.jit(everything)(logits, jnp.asarray(random_bias()))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

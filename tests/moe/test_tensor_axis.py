@@ -104,9 +104,9 @@ def spec_of(name: str) -> P:
     return P(*(axes.get(axis) for axis in PARAMETERS[name].logical_axes))
 
 
-@pytest.mark.parametrize(
-    "split, check_vma", quick([(s, c) for s in (False, True) for c in (False, True)], (True, True))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
 def test_inside_a_shard_map(split, check_vma):
     """Each rank is given its own columns of its own experts."""
     tokens = P(AXES) if split else P("expert")
