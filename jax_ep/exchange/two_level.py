@@ -80,16 +80,17 @@ class TwoLevel:
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
         """Sends x [T, H] along known routes, as `Exchange.dispatch_like` says."""
         rail = Rail.of(self.num_hosts, config).with_slots(routes.topk_idx)
-        carried = _carried(x, config.wire_dtype)
-        exchange, at_once = self._inside(rail, carried, routes.topk_idx.shape[1])
-        sent = rail.send(carried)
+        words, dtype = _words(x, config.wire_dtype)
+        exchange, at_once = self._inside(rail, words, routes.topk_idx.shape[1], dtype)
+        sent = rail.send(words)
 
         def add(source: Source | None, received: Any) -> jax.Array:
-            rows, known = rail.rows(carried, sent, source), self._routes(rail, routes, source)
+            rows = lax.bitcast_convert_type(rail.rows(words, sent, source), dtype)
+            known = self._routes(rail, routes, source)
             return _union(received, *exchange.dispatch_like(rows, known, rail.inside))
 
         received = rail.each_host(add, at_once)
-        return _uncarried(received, x, config.wire_dtype)
+        return _from_words(received, x, config.wire_dtype)
 
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
@@ -117,13 +118,13 @@ class TwoLevel:
         Rows of a wire_dtype are widened when they come to a host.
         """
         rail = Rail.of(self.num_hosts, config).with_slots(routes.topk_idx)
-        carried = _carried(g, config.wire_dtype)
+        words, _ = _words(g, config.wire_dtype)
         exchange, at_once = self._inside(rail, y, routes.topk_idx.shape[1])
-        sent, weights = rail.send(carried), rail.send(topk_weights)
+        sent, weights = rail.send(words), rail.send(topk_weights)
 
         def add(source: Source | None, grads: Any) -> Any:
             dy, own, others = grads or (None, None, jnp.zeros_like(weights))
-            rows = _uncarried(rail.rows(carried, sent, source), g, config.wire_dtype)
+            rows = _from_words(rail.rows(words, sent, source), g, config.wire_dtype)
             part, dweights = exchange.combine_grad(
                 quantization.handed_out(rows, g.dtype, False)[0],
                 rail.rows(topk_weights, weights, source),
@@ -132,12 +133,13 @@ class TwoLevel:
                 rail.inside,
             )
             if source is None:
-                return part, *rail.split(dweights)
+                return _union(None, part), *rail.split(dweights)
             if source.own:
-                return part, dweights, others
+                return _union(None, part), dweights, others
             return _union(dy, part), own, rail.place(others, dweights, source)
 
         dy, own, others = rail.each_host(add, at_once)
+        dy = lax.bitcast_convert_type(dy, y.dtype)
         # At most one host's term is not zero: the sum is exact.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
 
@@ -145,20 +147,21 @@ class TwoLevel:
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
         """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
-        rail, carried = Rail.of(self.num_hosts, config), _carried(x, config.wire_dtype)
+        rail, (words, dtype) = Rail.of(self.num_hosts, config), _words(x, config.wire_dtype)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
-        exchange, at_once = self._inside(rail, carried, list_words)
-        sent, choices = rail.send(carried), self._choices(rail, topk_idx)
+        exchange, at_once = self._inside(rail, words, list_words, dtype)
+        sent, choices = rail.send(words), self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
         def add(source: Source | None, received: Any) -> Any:
             theirs = None if weights is None else rail.rows(*weights, source)
             (rows,), lists, theirs = exchange.rank_dispatch(
-                rail.rows(carried, sent, source),
+                lax.bitcast_convert_type(rail.rows(words, sent, source), dtype),
                 rail.rows(*choices, source),
                 theirs,
                 rail.inside,
             )
+            rows = quantization.bits(rows, None)
             parts = [rows, lists.local_topk_idx, *([] if theirs is None else [theirs])]
             if source is None:  # [G, M·T, ...] -> [M, G, T, ...]
                 shape = rail.group_size, rail.num_hosts, -1
@@ -172,7 +175,7 @@ class TwoLevel:
             whole.reshape(rail.num_ranks, *whole.shape[2:])
             for whole in rail.each_host(add, at_once)
         )
-        received = _uncarried(tokens, x, config.wire_dtype)
+        received = _from_words(tokens, x, config.wire_dtype)
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
@@ -248,20 +251,23 @@ def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
     return quantization.bits(sums, config.wire_dtype)
 
 
-def _carried(x: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
-    """Rows in which every exchange sends x: with a wire_dtype, float32 words of the sent bytes."""
+def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.dtype]:
+    """Rows as they travel, in unsigned words, and the dtype in which kernels carry these.
+
+    As floats they would not keep the payload of a NaN: XLA may widen bfloat16, in loops too.
+    """
+    bits = quantization.bits(x, wire_dtype)
     if wire_dtype is None:
-        return x
-    sent = quantization.bits(x, wire_dtype)
-    return lax.bitcast_convert_type(sent.reshape(*sent.shape[:-1], -1, 4), jnp.float32)
+        return bits, x.dtype
+    words = bits.reshape(*bits.shape[:-1], -1, 4)
+    return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
 
 
-def _uncarried(rows: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> Received:
-    """What is received of x, of rows that `_carried` has made."""
-    if wire_dtype is None:
-        return (rows,)
-    sent = lax.bitcast_convert_type(rows, jnp.uint8).reshape(*rows.shape[:-1], -1)
-    return quantization.parts(sent, x, wire_dtype)
+def _from_words(words: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> Received:
+    """What is received of x, of the words that `_words` has made."""
+    if wire_dtype is not None:
+        words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
+    return quantization.parts(words, x, wire_dtype)
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
@@ -274,9 +280,7 @@ def _narrow(numbers: jax.Array, most: int) -> jax.Array:
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
 
 
-def _union(rows: jax.Array | None, more: jax.Array) -> jax.Array:
-    """The rows of both, where at most one of them is not zeros."""
-    if rows is None:
-        return more
-    both = quantization.bits(rows, None) | quantization.bits(more, None)
-    return quantization.parts(both, more, None)[0]
+def _union(words: jax.Array | None, rows: jax.Array) -> jax.Array:
+    """The words of rows, and those that are there, where at most one of them is not zero."""
+    bits = quantization.bits(rows, None)
+    return bits if words is None else words | bits

@@ -68,7 +68,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case, num_hosts, num_axes, check_vma", quick(CASES, "two hosts"))
+@pytest.mark.slow  # by default the processes at the end, and a host_capacity, check the same
+@pytest.mark.parametrize(
+    "case, num_hosts, num_axes, check_vma", [pytest.param(*c, id=i) for i, c in CASES.items()]
+)
 def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, monkeypatch):
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     rng = np.random.default_rng(0)
