@@ -32,6 +32,8 @@ from jax_ep.placement.table import Array, Placement
 # What a rank sends at once, so that the memory beside the weights stays small.
 _PIECE_BYTES = 64 * 2**20
 
+# What a dispatch carries values of so many bytes as. Elsewhere they are integers: XLA may compute
+# with floats of 16 bits in float32, and so change the bits of a NaN, even where it only moves them.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 
@@ -105,7 +107,8 @@ def redistribute(
 
     Args:
         tree: a pytree, such as a train state; its leaves of experts are [P, ...], or
-            [layers, P, ...] if the placements are of several layers, split over `axis_name`.
+            [layers, P, ...] if the placements are of several layers. They are split over
+            `axis_name` first where they are not, and may be split over other axes too.
         before: where the experts are: of one layer or of several.
         after: where they shall be, with as many layers, experts, slots and ranks.
         mesh: the mesh of the weights.
@@ -114,7 +117,7 @@ def redistribute(
         implementation: of the exchange; see `jax_ep.dispatch`.
 
     Returns:
-        The tree; leaves of experts are new arrays of the same sharding, and the old ones deleted.
+        The tree; leaves of experts are new arrays, and the old ones are deleted.
 
     Raises:
         ValueError: the placements do not fit each other, the mesh or a leaf.
@@ -141,13 +144,19 @@ def redistribute(
     total = sum(leaf.nbytes for path, leaf in jax.tree.leaves_with_path(tree) if _of_experts(path))
     done = 0
 
+    here = set(mesh.devices.flat)
+
     def move(leaf: jax.Array) -> jax.Array:
         nonlocal done
-        spec = getattr(leaf.sharding, "spec", ())  # which may split other axes too
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
         along = spec[axis] if axis < len(spec) else None
-        if along is None or checks.as_axes(along) != axes:
+        if sharding is None or sharding.device_set != here or along is None:
             spec = unsplit
-        moved = _mover(mesh, axes, spec, axis, implementation)(leaf, plan)
+        elif checks.as_axes(along) != axes:
+            spec = unsplit
+        leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+        moved = _mover(mesh, axes, PartitionSpec(*spec), axis, implementation)(leaf, plan)
         done += moved.nbytes
         if progress is not None:
             progress(done, total)
@@ -196,7 +205,7 @@ def _mover(
         lead = leaf.shape[: layers + 1]
         columns = leaf.shape[-1] if leaf.ndim > layers + 1 else 1
         dtype = leaf.dtype
-        rows = lax.bitcast_convert_type(leaf, _CARRIERS[dtype.itemsize])
+        rows = lax.bitcast_convert_type(leaf, f"uint{8 * dtype.itemsize}")
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
         plan = plan.reshape(*rows.shape[:2], -1)
         rows = _move_rows(rows, plan, axes, implementation)
@@ -226,14 +235,15 @@ def _move_rows(
         x = lax.dynamic_slice(rows, begin, (1, num_slots, piece, columns))
         slots = lax.dynamic_index_in_dim(plan, layer, keepdims=False)
         received = dispatch(
-            x.reshape(-1, columns),
+            lax.bitcast_convert_type(x.reshape(-1, columns), _CARRIERS[x.dtype.itemsize]),
             jnp.repeat(slots, piece, axis=0),
             num_experts=num_slots * checks.num_ranks(axes),
             axis_name=axes,
             capacity=num_slots * piece,
             implementation=implementation,
         )
-        return lax.dynamic_update_slice(rows, received.tokens.reshape(x.shape), begin)
+        bits = lax.bitcast_convert_type(received.tokens, x.dtype)
+        return lax.dynamic_update_slice(rows, bits.reshape(x.shape), begin)
 
     return lax.fori_loop(0, layers * pieces, move, rows)
 

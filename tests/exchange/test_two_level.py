@@ -65,6 +65,7 @@ CASES = {
     "dropless": (Case(8, 4, 8, 2, 16, "float32", None, 8), 2, 1, True),
     "a rank a host": (Case(8, 5, 16, 2, 8, "float16"), 8, 2, False),
     "four hosts": (Case(8, 9, 16, 4, 24, "float32", 20, 8), 4, 2, True),
+    "fair": (Case(8, 9, 16, 4, 24, "float32", 27, 8, "fair"), 4, 2, True),
 }
 
 

@@ -69,6 +69,7 @@ def test_affinity_gives_way_to_balance():
     assert placed.rank_load(load).max() < 0.65 * load[0].sum()
 
 
+@pytest.mark.slow
 def test_affinity_of_a_large_model_takes_seconds():
     rng = np.random.default_rng(9)
     trace, _ = planted(rng, 60, 2000, 8, 256, 16, noise=0.3)

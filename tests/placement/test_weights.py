@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.contract import random_bits
 from support.loads import random_loads
-from support.meshes import expert_mesh
+from support.meshes import expert_mesh, mesh
 
 from jax_ep.placement import Placement, balance, redistribute, to_experts, to_slots
 
@@ -63,14 +63,16 @@ def test_slots_hold_their_experts_and_give_them_back():
 def test_redistribution_moves_every_bit():
     rng = np.random.default_rng(2)
     weights = tree(rng)
-    mesh = expert_mesh(N)
+    devices = expert_mesh(N)
     all_placements = list(placements())
     before = all_placements[0]
     by_slot = to_slots(weights, before)
 
+    split = NamedSharding(devices, P(None, "expert"))
+
     def put(path, leaf):
         of_experts = any(getattr(key, "key", None) in ("wi_0", "wo") for key in path)
-        return jax.device_put(leaf, NamedSharding(mesh, P(None, "expert"))) if of_experts else leaf
+        return jax.device_put(leaf, split) if of_experts else leaf
 
     held = jax.tree.map_with_path(put, by_slot)
     for after in all_placements[1:]:
@@ -79,7 +81,7 @@ def test_redistribution_moves_every_bit():
         def progress(done, total, seen=seen):
             seen.append((done, total))
 
-        moved = redistribute(held, before, after, mesh=mesh, progress=progress)
+        moved = redistribute(held, before, after, mesh=devices, progress=progress)
         assert moved["params"]["wi_0"].sharding.spec == P(None, "expert")
         assert_same_bits(to_experts(jax.tree.map(np.asarray, moved), after), weights)
         filled = after.expert_of_slot >= 0
@@ -91,12 +93,15 @@ def test_redistribution_moves_every_bit():
 
 def test_pieces_are_moved_one_after_the_other_in_place(monkeypatch):
     monkeypatch.setattr("jax_ep.placement.weights._PIECE_BYTES", 100)
-    mesh = expert_mesh(2)
+    devices = expert_mesh(2)
     before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
     after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
     weights = np.random.default_rng(3).random((4, 6, 10, 3), np.float32)
-    held = jax.device_put(weights, NamedSharding(mesh, P("expert")))
-    moved = redistribute({"wo": held}, before, after, mesh=mesh)
+    held = jax.device_put(weights, NamedSharding(devices, P("expert")))
+    once = redistribute({"wo": weights}, before, after, mesh=devices)  # not on the mesh yet
+    assert once["wo"].sharding.spec == P("expert")
+    np.testing.assert_array_equal(once["wo"], weights[[3, 1, 0, 2]])
+    moved = redistribute({"wo": held}, before, after, mesh=devices)
     assert held.is_deleted()
     np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
 
@@ -112,3 +117,15 @@ def test_errors_name_the_argument():
     other = Placement.in_order(num_ranks=2, **options)
     with pytest.raises(ValueError, match="before and after must be of the 4 ranks .* 4 and 2"):
         redistribute({}, one, other, mesh=expert_mesh(N))
+
+
+def test_weights_that_are_split_over_another_axis_too_stay_so():
+    devices = mesh((2, 2), ("expert", "model"))
+    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
+    after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+    weights = np.random.default_rng(4).random((4, 5, 6), np.float32)
+    spec = P("expert", None, "model")
+    held = jax.device_put(weights, NamedSharding(devices, spec))
+    moved = redistribute({"wo": held}, before, after, mesh=devices)
+    assert moved["wo"].sharding.is_equivalent_to(NamedSharding(devices, spec), 3)
+    np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
