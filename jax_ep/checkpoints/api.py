@@ -242,8 +242,17 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
         use_mlp_bias=params.wo_bias is not None,
         use_shared_gate=params.shared_gate is not None,
     )
-    with nnx.use_eager_sharding(False):  # the parameters are where they belong
-        layer = nnx.eval_shape(lambda: MoE(hidden, mlp_dim, **parts, **fields, rngs=nnx.Rngs(0)))
+    structure = []
+
+    def make() -> Any:
+        graph, state = nnx.split(MoE(hidden, mlp_dim, **parts, **fields, rngs=nnx.Rngs(0)))
+        structure.append(graph)
+        return state
+
+    # nnx.eval_shape would take logical axes for axes of the ambient mesh.
+    with nnx.use_eager_sharding(False):
+        shapes = jax.eval_shape(make)
+    layer = nnx.merge(structure[0], shapes)
     for name, variable in _variables(layer).items():
         variable.set_value(getattr(params, name))
     return layer

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.meshes import expert_mesh, mesh
 from support.processes import environment_of_program
@@ -178,6 +178,21 @@ def test_experts_are_spread_over_the_meshs_axis(tmp_path):
     with jax.set_mesh(expert_mesh(2)):
         got, params = checkpoints.load_moe_params(tmp_path, 1)
     assert got.mesh is None and params.wi_0.sharding.shard_shape((E, H, F))[0] == 4
+
+
+@pytest.mark.parametrize("rules", [None, [("exp", "expert"), ("embed", None), ("mlp", None)]])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_layer_is_loaded_onto_the_ambient_mesh(tmp_path, kind, rules):
+    """Whose axes are not the logical ones of the parameters, with Flax's rules and without."""
+    config, tensors = deepseek_v3()
+    publish(tmp_path, config, tensors)
+    ambient = mesh((8,), ("expert",), kind)
+    with jax.set_mesh(ambient), nnx.logical_axis_rules(rules or ()):
+        layer = checkpoints.load_moe(tmp_path, 1)
+        out = jax.eval_shape(layer, jnp.asarray(X))[0]
+    assert layer.config.mesh is None and out.shape == X.shape
+    wo = layer.wo.get_value()
+    assert wo.sharding.is_equivalent_to(NamedSharding(ambient, P("expert")), 3)
 
 
 def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
