@@ -5,6 +5,7 @@ What one level does too is compared with `jax_ep.reference`, or with "xla" bit f
 
 from __future__ import annotations
 
+import functools
 import socket
 import subprocess
 import sys
@@ -38,11 +39,17 @@ from support.hlo import received_from_other_hosts
 from support.kernels import needs_kernels
 from support.processes import environment_of_program
 from support.selection import quick
+from support.simulator import simulate, simulated, simulated_ranks
+from support.stacked import Problem
 
 import jax_ep
 from jax_ep import reference
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.layer import moe_layer
+from pallas_kernels.exchange import combine as combine_kernel
+from pallas_kernels.exchange import combine_grad as combine_grad_kernel
+from pallas_kernels.exchange import dispatch as dispatch_kernel
+from pallas_kernels.fabric.plan import Plan
 
 WIRE = jnp.float8_e4m3fn
 CHECK = Path(__file__).with_name("two_level_check.py")
@@ -396,6 +403,59 @@ def test_kernels_run_inside_hosts(num_axes, host_capacity, monkeypatch):
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
     for kernel in ("ep_dispatch_like", "ep_combine", "ep_combine_grad", "ep_rank_dispatch"):
         assert any(kernel in call for call in calls), kernel
+
+
+@simulated
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, 1])
+def test_the_kernels_follow_the_routes_of_several_hosts(host):
+    """The ranks of one of two hosts, given all that has come to it, leave its part of the whole."""
+    problem = Problem(4, 5, 32, 3, 8, "masked", capacity=13, alignment=2)
+    plan, fabric = Plan(2, 3, 2, step_tokens=2), simulated_ranks(2)
+    ranks, experts = slice(2 * host, 2 * host + 2), slice(4 * host, 4 * host + 4)
+
+    def on_rails(array: np.ndarray) -> np.ndarray:
+        """[N, T, ...] of all ranks -> [G, M·T, ...] at the ranks of a host."""
+        by_host = array.reshape(2, 2, *array.shape[1:]).swapaxes(0, 1)
+        return by_host.reshape(2, -1, *array.shape[2:])
+
+    weights, topk_idx = on_rails(problem.weights), on_rails(problem.topk_idx) - experts.start
+    rows = np.stack([on_rails(rows) for rows in problem.rows[ranks]])
+    counts = problem.counts[0][:, experts].reshape(2, 2, 4).sum(axis=0, dtype=np.int32)
+    counts, y = np.stack([counts] * 2), problem.y[ranks]
+    options = dict(fabric=fabric, plan=plan)
+    there = dict(options, expert_alignment=problem.alignment)
+
+    tokens = simulate(
+        functools.partial(
+            dispatch_kernel.dispatch_like,
+            *map(jnp.asarray, (on_rails(problem.x), rows, counts)), capacity=13, **there,
+        )
+    )  # fmt: skip
+    assert_bitwise_equal(tokens, problem.tokens[ranks], "tokens")
+
+    sums = simulate(
+        functools.partial(
+            combine_kernel.combine,
+            *map(jnp.asarray, (y, weights, topk_idx, rows)), num_experts=4, **options,
+        )
+    )  # fmt: skip
+    here = [
+        sent.routes._replace(rows=np.where(sent.routes.ranks // 2 == host, sent.routes.rows, -1))
+        for sent in problem.dispatched(13)
+    ]
+    expected = np.stack(reference.combine(list(problem.y), here, list(problem.weights)))
+    assert_equal(sums, on_rails(expected), "sums")
+
+    dy, dweights = simulate(
+        functools.partial(
+            combine_grad_kernel.combine_grad,
+            *map(jnp.asarray, (on_rails(problem.g), weights, y, topk_idx, rows, counts)), **there,
+        )
+    )  # fmt: skip
+    grads = reference.combine_grad(list(problem.g), list(problem.y), here, list(problem.weights))
+    assert_equal(dy, problem.combine_grads[0][ranks], "dy")
+    assert_equal(dweights, on_rails(np.stack(grads[1])), "dweights")
 
 
 # ------------------------------------------------------------------------------------- processes
