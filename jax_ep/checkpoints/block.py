@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -160,25 +161,32 @@ class Block:
         block = dataclasses.replace(self, directory=into)
         whole = {letter: slice(0, size) for letter, size in self.sizes.items()}
         for tensor in self.tensors:
-            axes = PARAMETER_AXES[tensor.params[0]]
-            for expert in _experts(axes, whole):
-                encoding = block.open(tensor, expert or 0)
-                region = tuple(
-                    slice(expert, expert + 1)
-                    if token == "E" and expert is not None
-                    else slice(0, n)
-                    for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
-                )
-                shape = tuple(part.stop - part.start for part in region)
-                values = np.empty(shape, params[tensor.params[0]].dtype)
-                for param in tensor.params:
-                    array, taken, letters = params[param], whole, axes
-                    if expert is not None:
-                        array, taken, letters = array[expert], whole | {"E": slice(0, 1)}, axes[1:]
-                    where, order = _place(tensor, param, taken, self.sizes)
-                    array = _in_order(array, letters, order)
-                    values[where] = array.reshape(values[where].shape)
-                encoding.write(region, values)
+            write_part = functools.partial(block._write_part, tensor, params, whole)
+            _for_each(write_part, _experts(PARAMETER_AXES[tensor.params[0]], whole))
+
+    def _write_part(
+        self,
+        tensor: Tensor,
+        params: Mapping[str, np.ndarray],
+        whole: Mapping[str, slice],
+        expert: int | None,
+    ) -> None:
+        """Writes what a tensor holds of one expert, or all of it where `expert` is None."""
+        encoding = self.open(tensor, expert or 0)
+        region = tuple(
+            slice(expert, expert + 1) if token == "E" and expert is not None else slice(0, n)
+            for token, n in zip(tensor.axes.split(), encoding.shape, strict=True)
+        )
+        shape = tuple(part.stop - part.start for part in region)
+        values = np.empty(shape, params[tensor.params[0]].dtype)
+        for param in tensor.params:
+            array, taken, letters = params[param], whole, PARAMETER_AXES[param]
+            if expert is not None:
+                array, taken, letters = array[expert], {**whole, "E": slice(0, 1)}, letters[1:]
+            where, order = _place(tensor, param, taken, self.sizes)
+            array = _in_order(array, letters, order)
+            values[where] = array.reshape(values[where].shape)
+        encoding.write(region, values)
 
     def new_tensors(
         self, dtypes: Mapping[str, np.dtype]
