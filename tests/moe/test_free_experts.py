@@ -11,11 +11,13 @@ import pytest
 from flax import nnx
 from support.dense_moe import E, F, H, K, make_params, make_x
 from support.meshes import expert_mesh
+from support.selection import quick
 
 import jax_ep
 from jax_ep import linen
 from jax_ep import nnx as ep_nnx
 from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.losses import BalanceSums
 
 FREE = dict(zero_experts=1, identity_experts=2, constant_experts=2)
 ALL = E + 5
@@ -49,7 +51,7 @@ def dense(params, x):
     return out, ALL * jnp.sum(factors * share * probs.mean(axis=0)), chosen.sum(axis=(0, 1))
 
 
-@pytest.mark.parametrize("num_ranks", [4])
+@pytest.mark.parametrize("num_ranks", quick([2, 4], 2))
 def test_the_layer_is_the_dense_one(num_ranks):
     params, x = params_with_free(), make_x()
 
@@ -110,6 +112,6 @@ def test_errors_name_the_argument():
     config = MoEConfig(num_experts=E, num_experts_per_token=K, zero_experts=-1)
     with pytest.raises(ValueError, match="zero_experts must be at least 0, but is -1"):
         jax_ep.moe_layer(params, make_x(), config)
-    sums = jax_ep.MoEMetrics(*jax_ep.moe_layer(params, make_x(), CONFIG)[1]).balance
+    sums = BalanceSums(jnp.ones(ALL, jnp.int32), jnp.ones(ALL), jnp.int32(3))
     with pytest.raises(ValueError, match=r"expert_factors must .* \(13,\), but has shape \(8,\)"):
         jax_ep.pooled_load_balance_loss(sums, expert_factors=jnp.ones(E))
