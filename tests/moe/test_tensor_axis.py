@@ -125,6 +125,25 @@ def test_inside_a_shard_map(split, check_vma):
 
 
 @pytest.mark.slow
+def test_linen_inside_a_shard_map():
+    """Its parameters are there of the shapes that the rank is given."""
+    params = make_params()
+    fields = vars(CONFIG) | dict(batch_axes="expert") | PARTS
+    layer = jax_ep.linen.MoE(mlp_dim=F, **fields)
+    names = [n for n, a in params._asdict().items() if a is not None and n != "gate"]
+    variables = {"gate": {"kernel": params.gate}, **{n: getattr(params, n) for n in names}}
+    specs = {"gate": {"kernel": P()}, **{n: spec_of(n) for n in names}}
+    run_on_ranks = jax.shard_map(
+        lambda variables, x: layer.apply({"params": variables}, x)[0],
+        mesh=mesh((4, 2), AXES),
+        in_specs=(specs, P("expert")),
+        out_specs=P("expert"),
+    )
+    want, _ = moe_layer(params, make_x(), CONFIG)
+    assert_close(jax.jit(run_on_ranks)(variables, make_x()), want)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, split_by(*AXES)], ids=["replicated", "split"])
 def test_drops_are_those_of_the_experts_alone(config):
     tight = dict(capacity_factor=0.6, tensor_axis=None, batch_axes=None)
