@@ -67,11 +67,9 @@ def mesh_of(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> M
 
 SMALL = Case(8, 7, 24, 3, 16, "bfloat16", 20, 4)
 CASES = {
-    "two hosts": (SMALL, 2, 2, True),
     "one axis": (SMALL, 4, 1, False),
     "dropless": (Case(8, 4, 8, 2, 16, "float32", None, 8), 2, 1, True),
     "a rank a host": (Case(8, 5, 16, 2, 8, "float16"), 8, 2, False),
-    "four hosts": (Case(8, 9, 16, 4, 24, "float32", 20, 8), 4, 2, True),
     "fair": (Case(8, 9, 16, 4, 24, "float32", 27, 8, "fair"), 4, 2, True),
 }
 
@@ -94,7 +92,7 @@ def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, m
 
 @pytest.mark.parametrize(
     "num_hosts, num_axes, host_capacity",
-    quick([(2, 2, 3), (4, 1, 2), (4, 2, 1), (2, 2, 7)], (4, 1, 2)),
+    quick([(2, 2, 3), (4, 1, 2), (2, 2, 7)], (4, 1, 2)),
 )
 def test_what_is_past_the_host_capacity_is_dropped_and_counted(
     num_hosts, num_axes, host_capacity, monkeypatch
@@ -154,7 +152,7 @@ def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
         traced(host_capacity=2, layout="rank")
 
 
-@pytest.mark.parametrize("num_hosts", quick([2, 4, 8], 2))
+@pytest.mark.parametrize("num_hosts", quick([2, 8], 2))
 def test_a_combine_rounds_once_for_each_token_and_host(num_hosts, monkeypatch):
     """Bit for bit: the values add up exactly in float32, and are rounded in bfloat16."""
     mesh = mesh_of(num_hosts, 2, monkeypatch)
@@ -407,9 +405,9 @@ def test_kernels_run_inside_hosts(num_axes, host_capacity, monkeypatch):
 
 @simulated
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [0, 1])
-def test_the_kernels_follow_the_routes_of_several_hosts(host):
+def test_the_kernels_follow_the_routes_of_several_hosts():
     """The ranks of one of two hosts, given all that has come to it, leave its part of the whole."""
+    host = 1
     problem = Problem(4, 5, 32, 3, 8, "masked", capacity=13, alignment=2)
     plan, fabric = Plan(2, 3, 2, step_tokens=2), simulated_ranks(2)
     ranks, experts = slice(2 * host, 2 * host + 2), slice(4 * host, 4 * host + 4)

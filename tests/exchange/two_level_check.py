@@ -10,15 +10,20 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import contract
+from support import contract, dense_moe
 from support.hlo import received_from_other_hosts
 
 import jax_ep
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.layer import moe_layer
 
 MOST_BYTES = {2: 1.15, 4: 3.2}  # by hosts, in units of a rank's T·H
 
@@ -42,6 +47,7 @@ def main() -> None:
         for mesh in meshes:
             check_contract(mesh, contract.ROUTINGS)
             check_bytes(mesh, num_hosts)
+        check_layer(meshes[0])
     print("checked")
 
 
@@ -55,6 +61,33 @@ def check_contract(mesh: Mesh, routings: Sequence[str]) -> None:
         inputs = contract.some_inputs(case, kind, rng, case.capacity)
         outputs = run(jax.tree.map(share, inputs))
         contract.assert_outputs(outputs, contract.run_reference(case, inputs), kind, of_ranks_here)
+
+
+def check_layer(mesh: Mesh) -> None:
+    """A layer under `jax.checkpoint` in a scan: loss and gradients are those of no mesh."""
+    params, x = dense_moe.make_params(), dense_moe.make_x()
+
+    def loss(params: Any, x: Any, config: MoEConfig) -> Any:
+        def step(x: Any, _: Any) -> Any:
+            return jax.checkpoint(moe_layer, static_argnums=2)(params, x, config)[0], None
+
+        return jnp.mean(lax.scan(step, x, None, length=2)[0] ** 2)
+
+    def run(mesh: Mesh | None, *arrays: Any) -> Any:
+        config = MoEConfig(
+            num_experts=dense_moe.E,
+            num_experts_per_token=dense_moe.K,
+            mesh=mesh,
+            expert_axis=("host", "expert"),
+        )
+        return jax.jit(jax.value_and_grad(functools.partial(loss, config=config), (0, 1)))(*arrays)
+
+    everywhere = functools.partial(shared, sharding=NamedSharding(mesh, P()))
+    actual = run(mesh, *jax.tree.map(lambda a: everywhere(np.asarray(a)), (params, x)))
+    expected = jax.device_get(run(None, params, x))
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        one, other = of_ranks_here(one, np.asarray(other)) if one.ndim else (one, other)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def check_bytes(mesh: Mesh, num_hosts: int) -> None:
