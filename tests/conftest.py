@@ -13,6 +13,10 @@ _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
 
+# The simulator's threads wait for each other in XLA's pool, which has a thread for each core or for
+# each of NPROC: of a kernel on four ranks more wait than a small machine has.
+os.environ.setdefault("NPROC", "32")
+
 processes.take_share_of_gpus(os.environ)
 
 MOST_WORKERS = 8

@@ -80,6 +80,7 @@ def test_all_contenders_are_one_layer(num_ranks, capacity_factor, ragged_anywher
         bench_layer.agree(name, theirs, "jax_ep", own)
 
 
+@pytest.mark.slow
 def test_every_output_has_something_to_compare(own_outputs):
     for what, array in zip(bench_layer.OUTPUTS, own_outputs, strict=True):
         array = np.asarray(array, np.float32)
@@ -87,6 +88,7 @@ def test_every_output_has_something_to_compare(own_outputs):
         assert np.mean(array != 0) > 0.8, what
 
 
+@pytest.mark.slow
 def test_the_buffer_for_any_routing_is_that_of_the_layer():
     outputs, load = run_layers(min(2, len(jax.devices())), 0, ["jax_ep", PLAIN[0]])
     assert load["capacity"] == 60 * min(2, len(jax.devices()))

@@ -64,6 +64,7 @@ def test_one_candidate_and_operation_can_be_asked_for(capsys):
 
 
 @pytest.mark.parametrize("op", quick(["product", "drhs"], "product"))
+@pytest.mark.slow
 def test_check_sees_a_wrong_group(op, monkeypatch, capsys):
     right = getattr(xla, op)
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh, mesh
+from support.selection import quick
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives.algorithms import ALGORITHMS
@@ -85,7 +86,7 @@ def normal(shape: tuple[int, ...], dtype: Any = "float32", seed: int = 0) -> np.
     [((8, 16), "float32"), ((16, 3, 129), "bfloat16"), ((24,), "float16")],
     ids=str,
 )
-@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, RANK_COUNTS[-1]))
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
 def test_values(op, algorithm, num_ranks, shape, dtype):
     x = normal((num_ranks, *shape), dtype)
@@ -121,7 +122,12 @@ def test_what_is_only_moved_keeps_its_bits():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("axis_name", ["expert", "data", ("data", "expert"), ("expert", "data")])
+@pytest.mark.parametrize(
+    "axis_name",
+    quick(
+        ["expert", "data", ("data", "expert"), ("expert", "data")], ("expert", "data"), unpack=False
+    ),
+)
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
 def test_meshes_of_several_axes(op, algorithm, axis_name):
     both = P(("data", "expert"))
@@ -144,7 +150,7 @@ def test_meshes_of_several_axes(op, algorithm, axis_name):
 # -------------------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize(("op", "algorithm"), CASES)
 def test_gradients_are_those_of_lax(op, algorithm, check_vma):
     """Of each rank's part of a loss that weighs every element of every rank's result."""
@@ -240,7 +246,7 @@ def norm_of_lax(x, residual, scale, eps=1e-6):
     return new_residual / jnp.sqrt(mean_square + eps) * scale, new_residual
 
 
-@pytest.mark.parametrize("num_ranks", RANK_COUNTS)
+@pytest.mark.parametrize("num_ranks", quick(RANK_COUNTS, RANK_COUNTS[-1]))
 @pytest.mark.parametrize(
     ("shape", "dtype", "residual_dtype"),
     [((6, 32), "float32", "float32"), ((2, 3, 200), "bfloat16", "float32")],
@@ -265,7 +271,7 @@ def test_all_reduce_rms_norm(algorithm, shape, dtype, residual_dtype, num_ranks)
     assert normalized.dtype == x.dtype and new_residual.dtype == residual.dtype
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize("varying_residual", [False, True])
 @pytest.mark.parametrize("algorithm", serving("all_reduce_rms_norm"))
 def test_gradients_of_all_reduce_rms_norm(algorithm, varying_residual, check_vma):
@@ -354,8 +360,12 @@ def test_all_reduce_rms_norm_without_implicit_promotion(algorithm, option, value
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("spec", [P(AXIS), P(AXIS, "data"), P((AXIS, "data"))], ids=str)
+@pytest.mark.parametrize("check_vma", quick([True, False], True))
+@pytest.mark.parametrize(
+    "spec",
+    quick([P(AXIS), P(AXIS, "data"), P((AXIS, "data"))], P(AXIS, "data"), unpack=False),
+    ids=str,
+)
 @pytest.mark.parametrize("op", LINEAR)
 def test_a_shard_map_that_leaves_out_explicit_axes(op, spec, check_vma):
     """Operands may be sharded over the axes left out; values and gradients are those of all."""

@@ -170,6 +170,7 @@ def test_xla_lowers_without_a_kernel(shapes):
 
 
 @pytest.mark.parametrize("function", quick([forward, backward], backward))
+@pytest.mark.slow
 def test_no_small_collectives_beside_the_kernels(function):
     text = lowered(SHAPES[0], "pallas", function)
     for collective in ("all_gather", "all_reduce", "all_to_all", "collective_permute"):
@@ -311,6 +312,7 @@ def test_quantized_sums_lower_where_they_are_served(shapes):
 
 
 @pytest.mark.parametrize("num_blocks", quick([1, 24], 24))
+@pytest.mark.slow
 def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
     model = dict(hidden=512, num_experts=256, top_k=8, num_ranks=8)

@@ -177,6 +177,7 @@ def test_biases_clamps_and_units_of_ones_own(dtype, case, gated):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_strict_promotion(dtype):
     weights, sizes, grad = operands(NUM_ROWS, CASES["even"], dtype)
     biases, _ = unusual(weights[1:])

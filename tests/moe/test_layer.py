@@ -96,6 +96,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("shape, axes", quick(MESHES, MESHES[2]))
+@pytest.mark.slow
 def test_meshes_of_several_axes_and_of_none_for_experts(shape, axes):
     with jax.set_mesh(mesh(shape, axes)):
         got = run(make_params(), make_x())
@@ -337,6 +338,7 @@ def test_checkpoint_and_scan():
     )
 
 
+@pytest.mark.slow
 def test_gradients_against_differences_of_dense_numpy():
     params, x = make_params(bias=True), make_x(shape=(2, 2))
     mix = np.random.default_rng(3).normal(size=x.shape)
@@ -360,7 +362,7 @@ def test_gradients_against_differences_of_dense_numpy():
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", quick([False, True], True))
 def test_masked_tokens_may_hold_anything(shared):
     """Neither the output of other tokens nor any gradient sees it."""
     params, x = make_params(shared=shared), make_x()

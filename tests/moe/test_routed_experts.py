@@ -130,6 +130,7 @@ def test_output_and_gradients(exchange, dtype, num_ranks, name):
 
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 1))
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
+@pytest.mark.slow
 def test_weights_on_the_input(check_vma, num_ranks):
     """Against every choice on its own, a bias of the output included; some choices are dropped."""
     case = Case(most_ranks(num_ranks), T, H, K, E, "float32", 20, 1)
@@ -179,7 +180,10 @@ def test_an_unknown_place_of_the_weights_is_named():
 
 @pytest.mark.parametrize(
     ("matmul", "dtype"),
-    [(name, dtype) for dtype in TOLERANCE for name in available_implementations((H, F), dtype)],
+    quick(
+        [(name, dtype) for dtype in TOLERANCE for name in available_implementations((H, F), dtype)],
+        ("loop", "float32"),
+    ),
 )
 def test_matmul_implementations(matmul, dtype):
     case = Case(most_ranks(2), T, H, K, E, dtype, 30, 1)

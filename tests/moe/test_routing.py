@@ -293,6 +293,7 @@ def test_the_constant_of_the_normalization():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.slow
 def test_strict_promotion(dtype):
     """Routers, losses and the bias's step under jax_numpy_*_promotion "strict" and "raise"."""
     logits = jnp.asarray(random_logits()).astype(dtype)

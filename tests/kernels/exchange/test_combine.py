@@ -80,6 +80,7 @@ def test_combine(problem, plan):
 
 @simulated
 @pytest.mark.parametrize(("problem", "plan"), quick(WIRE_CASES, "half"))
+@pytest.mark.slow
 def test_combine_of_quantized_sums(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
     out = simulate(combine(problem, plan, fabric, wire_dtype=WIRE))

@@ -59,6 +59,7 @@ def test_dispatch(case):
 
 @simulated
 @pytest.mark.parametrize("case", quick(["half", "one_expert", "overflow"], "half"))
+@pytest.mark.slow
 def test_dispatch_like(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)

@@ -60,6 +60,7 @@ COMBINE_CASES = [name for name in CASES if name != "words"]
 
 @simulated
 @pytest.mark.parametrize("case", quick(COMBINE_CASES, "windows"))
+@pytest.mark.slow
 def test_combine(case):
     problem, plan = CASES[case]
     out = simulate(rank_combine(problem, plan, simulated_ranks(problem.num_ranks)))
@@ -74,6 +75,7 @@ def test_combine(case):
         ["one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources"], "half"
     ),
 )
+@pytest.mark.slow
 def test_combine_of_quantized_sums(case):
     problem, plan = CASES[case]
     problem = dataclasses.replace(problem, hidden=512)

@@ -247,6 +247,7 @@ def on_all_ranks(function: Callable[..., Any], mesh: Any) -> Any:
     ),
     ids=str,
 )
+@pytest.mark.slow
 def test_the_programs_for_gpus_lower(work):
     mesh = cuda_mesh((work.num_ranks,), ("expert",))
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in work.inputs()]

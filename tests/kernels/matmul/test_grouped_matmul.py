@@ -56,6 +56,7 @@ def assert_close(got, want):
     ),
     ids=str,
 )
+@pytest.mark.slow
 def test_data_movement(num_rows, sizes, depth, tiles):
     lhs, rhs, grad, group_sizes = operands(num_rows, sizes, depth, 128)
 
