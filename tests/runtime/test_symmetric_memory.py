@@ -465,7 +465,7 @@ def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monk
     devices.flat = jax.devices()  # 11 and 13 are along "a", in its second group
 
     def reason(*axis_name: str) -> str | None:
-        mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"))
+        mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"), shape={"a": 2, "b": 2})
         program: Any = types.SimpleNamespace(
             platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
         )
@@ -478,7 +478,9 @@ def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monk
 
 
 @needs_kernels
-@pytest.mark.parametrize("mesh", [None, types.SimpleNamespace(size=1, axis_names=("a",))])
+@pytest.mark.parametrize(
+    "mesh", [None, types.SimpleNamespace(size=1, axis_names=("a",), shape={"a": 1})]
+)
 def test_programs_are_refused_where_there_is_no_domain(machine, monkeypatch, mesh):
     machine(0, refuses="cuMemCreate")
     taken_for_gpus(monkeypatch)
