@@ -97,6 +97,7 @@ def test_float8_on_the_wire_trains_alike(tmp_path):
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_training_learns_and_reports(uninterrupted):
     folder, output = uninterrupted
     metrics = read_metrics(folder / "metrics.jsonl")

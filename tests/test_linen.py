@@ -113,6 +113,7 @@ def test_matches_dense_numpy(num_ranks):
     assert isinstance(metrics, MoEMetrics) and metrics.num_dropped == 0
 
 
+@pytest.mark.slow
 def test_gradients_equal_on_one_and_eight_ranks():
     variables = variables_of(make_params())
     want = loss_and_grads(LAYER, variables, make_x())
@@ -225,6 +226,7 @@ def test_bfloat16_compute_with_float32_parameters():
     np.testing.assert_allclose(out.astype(jnp.float32), want, atol=0.05)
 
 
+@pytest.mark.slow
 def test_drops_are_reported():
     variables = variables_of(make_params(shared=False))
     with jax.set_mesh(expert_mesh(4)):

@@ -190,6 +190,7 @@ def test_experts_are_born_sharded_whatever_rules_there_are(rules, kind):
             assert abstract.sharding.spec[0] in ("expert", ("expert",))
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_where_parameters_are_born():
     with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
         got = nnx.jit(lambda module, x: module(x))(layer(), make_x())

@@ -52,6 +52,7 @@ def test_a_step_that_dies_is_told_from_one_that_fails():
     assert (step["ended"], step["measured"]) == ("killed by SIGABRT", None)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     """It does not listen to SIGTERM, and neither does its child."""
     monkeypatch.setattr(suite, "_SECONDS_TO_END", 1)

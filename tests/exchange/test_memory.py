@@ -284,6 +284,7 @@ def tensors(text: str) -> list[tuple[tuple[int, ...], int]]:
     quick([(7168, "bfloat16"), (384, "bfloat16"), (200, "float32")], (384, "bfloat16")),
 )
 @pytest.mark.parametrize("num_tokens", quick([128, 4096], 128))
+@pytest.mark.slow
 def test_the_kernels_hold_what_their_calls_are_lowered_with(
     name, layout, wire_dtype, output, num_tokens, hidden, dtype
 ):
@@ -388,6 +389,8 @@ def test_the_exchange_between_hosts_holds_what_xla_says(
     name, layout, dtype, num_hosts, monkeypatch
 ):
     """Roughly: with two hosts XLA holds some arrays of both at a time."""
+    if dtype == "bfloat16" and jax.__version_info__ < (0, 11) and name != "dispatch":
+        pytest.skip("XLA of JAX 0.10 also holds sums of bfloat16 in float32")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(8 // num_hosts))
     model, way = model_of(SHAPES[1]), dict(layout=layout, wire_dtype=None)
     run, arguments = operation(name, "two_level", model, dtype, expert_mesh(8), **way)

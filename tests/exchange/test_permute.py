@@ -83,6 +83,7 @@ def layouts(case: Case, implementation: str, alignment: int) -> Any:
 
 @pytest.mark.parametrize("kind", quick(["uniform", "masked", "repeated", "one_rank"], "masked"))
 @pytest.mark.parametrize("case", quick(CASES, CASES[1], CASES[3]), ids=str)
+@pytest.mark.slow
 def test_both_layouts_agree_bit_for_bit(case, kind, implementation):
     assert case.dtype == "bfloat16"
     rng = np.random.default_rng(1)

@@ -405,6 +405,7 @@ def test_the_kernels_quantize_and_write_both_parts(output):
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
 @pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.slow
 def test_the_kernels_quantize_sums(layout):
     """Those of a combine, and those of a dispatch's cotangents."""
 

@@ -16,6 +16,7 @@ from jax_ep import MoEConfig, moe_layer, top_k_routing
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
+@pytest.mark.slow
 def test_the_same_lambda_written_twice_compiles_once():
     params, x = make_params(), make_x()
     traced = []

@@ -229,6 +229,7 @@ def test_what_is_kept_for_the_backward_pass():
 @pytest.mark.parametrize(
     "mesh_shape", quick([(1, 1), (1, 2), (2, 4)], (2, 4), unpack=False), ids=str
 )
+@pytest.mark.slow
 def test_inside_shard_map(mesh_shape, check_vma):
     """Experts spread over one axis, tokens over both: under checkpoint, and in a scan."""
     mesh = meshes.mesh(mesh_shape, ("data", "expert"))

@@ -103,6 +103,7 @@ def test_meshes_of_several_axes_and_of_none_for_experts(shape, axes):
     assert_close(got, unsharded())
 
 
+@pytest.mark.slow
 def test_experts_over_two_axes_and_tokens_over_a_part_of_the_mesh():
     config = MoEConfig(
         num_experts=E,
@@ -116,6 +117,7 @@ def test_experts_over_two_axes_and_tokens_over_a_part_of_the_mesh():
 
 
 @pytest.mark.parametrize("way", quick(["attribute", "with statement"], "attribute"))
+@pytest.mark.slow
 def test_mesh_without_set_mesh(way):
     devices = mesh((2, 4), ("data", "expert"))
     if way == "attribute":

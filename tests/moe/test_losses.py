@@ -144,6 +144,7 @@ def test_losses_over_ranks_equal_those_of_all_tokens(num_ranks, check_vma):
 
 
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
+@pytest.mark.slow
 def test_gradients_taken_inside_shard_map(check_vma):
     """Exact under check_vma; without it lax.psum's rule: of the sum over ranks."""
     num_ranks = 4

@@ -40,6 +40,7 @@ TOKENS = [((8, 4), 8), ((3, 5), 8), ((24,), 4), ((2, 2, 3), 1)]  # and ranks
     "convention", quick(["switch", "transformers", "deepseek_v3"], "deepseek_v3")
 )
 @pytest.mark.parametrize("lead, num_ranks", quick(TOKENS, TOKENS[1]))
+@pytest.mark.slow
 def test_conventions(convention, lead, num_ranks):
     """With their gradients, masked tokens, and the sums that pool over layers."""
     x = make_x(shape=lead)

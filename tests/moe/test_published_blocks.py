@@ -43,6 +43,7 @@ def results(block, params, x, num_ranks):
 
 
 @pytest.mark.parametrize("name", quick(["GPT-OSS", "Nemotron-H", "Qwen2-MoE"], "GPT-OSS"))
+@pytest.mark.slow
 def test_both_flax_layers_have_the_parts(name):
     """Their parameters have the names of `MoEParams`, and their calls are those of `moe_layer`."""
     block = BLOCKS[name]

@@ -341,6 +341,7 @@ def test_what_is_kept_and_what_is_computed_again():
 
 @needs_kernels
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
+@pytest.mark.slow
 def test_lowers_for_cuda_without_float32_rows(check_vma):
     """Nothing of receive-buffer size is made in float32 but within one fused pass of the gate."""
     ranks, tokens, hidden, mlp, capacity = 8, 256, 512, 256, 1152

@@ -88,6 +88,7 @@ def test_given_choices_are_weighed_by_the_gate(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", quick([1, 8], 1))
+@pytest.mark.slow
 def test_the_router_may_see_what_the_experts_do_not(num_ranks):
     """And masked tokens of either may hold anything; the mask may be of integers."""
     rng = np.random.default_rng(6)
@@ -152,6 +153,7 @@ def test_a_router_without_a_gate_sees_no_logits():
 
 
 @pytest.mark.parametrize("router_dtype", quick([jnp.bfloat16, None], jnp.bfloat16))
+@pytest.mark.slow
 def test_logits_in_the_dtype_of_the_model(router_dtype):
     """Rounded as a product of bfloat16 is, in the choice, the weights and the losses."""
     params = PARAMS._replace(gate_bias=jnp.linspace(-1.0, 1.0, E))
@@ -223,6 +225,7 @@ def test_errors_name_what_a_router_returned(routed, error, message):
         moe_layer(PARAMS, X, dataclasses.replace(CONFIG, router=routed))
 
 
+@pytest.mark.slow
 def test_both_flax_layers_take_them():
     """What a call may give the router; and a layer without a gate has none."""
     given = dict(zip(("topk_idx", "topk_weights"), choices(), strict=True))

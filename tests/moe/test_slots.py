@@ -63,6 +63,7 @@ def assert_copies_are_equal(params, placement):
 
 
 @pytest.mark.parametrize("num_ranks", quick([1, 2, 4], 2))
+@pytest.mark.slow
 def test_training_with_copies_is_training_without(num_ranks):
     """Loss, output, metrics and parameters over steps, between which experts move once."""
     placement, other = placed(num_ranks), placed(num_ranks, seed=1)

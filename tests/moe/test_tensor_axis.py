@@ -84,6 +84,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("name", quick([*MESHES], "replicated tokens"))
+@pytest.mark.slow
 def test_on_a_mesh(name):
     config, shape, axes = MESHES[name]
     with jax.set_mesh(mesh(shape, axes)):

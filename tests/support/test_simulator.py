@@ -71,6 +71,7 @@ class Wordy(Simulated):
 
 
 @pytest.mark.parametrize("kernel", quick([dispatch, combine], combine))
+@pytest.mark.slow
 def test_a_wait_that_does_not_wait_is_found(kernel):
     with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):
         simulate(kernel(PROBLEM, PLAN, faulty(Impatient)))
@@ -88,6 +89,7 @@ def test_a_signal_too_many_is_found():
         simulate(dispatch(PROBLEM, PLAN, faulty(Chatty)))
 
 
+@pytest.mark.slow
 def test_a_count_that_does_not_grow_is_found():
     with pytest.raises(KernelError, match=r"signals 1 on channel 0, after 1: counts must grow"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Repeating)))
@@ -99,6 +101,7 @@ def test_the_use_of_a_peer_before_connect_is_found(kernel):
         simulate(kernel(PROBLEM, PLAN, faulty(Unconnected)))
 
 
+@pytest.mark.slow
 def test_words_that_are_never_sent_are_found(monkeypatch):
     """By who receives them, or by the warpgroup that waits for what follows."""
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)

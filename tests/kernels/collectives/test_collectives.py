@@ -100,6 +100,7 @@ def test_all_reduce_rms_norm(case, two_shot):
     ("num_ranks", "shape", "dtype"),
     [(2, (4, 8192), "bfloat16"), (3, (9, 5), "float16"), (8, (64, 2880), "float32")],
 )
+@pytest.mark.slow
 def test_collectives_lower_for_cuda(op, algorithm, kernel, num_ranks, shape, dtype):
     text = lower_for_cuda(
         lambda x: getattr(collectives, op)(x, AXIS, algorithm=algorithm),

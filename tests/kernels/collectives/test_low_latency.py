@@ -98,6 +98,7 @@ def test_kernel(name, num_ranks, dtype, size, plan):
     quick([(1024 + 8, Plan(2, 2)), (1024 * 3 - 16, Plan(1, 2))], (1024 * 3 - 16, Plan(1, 2))),
 )
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.slow
 def test_workers_without_a_tile_of_their_own_share_the_last(name, size, plan):
     """All of them write the same values to the same place: to the interpreter, a race."""
     _, shape, expected = KERNELS[name]
@@ -183,6 +184,7 @@ NORMS_BY_LL = {
 @simulated
 @pytest.mark.parametrize("two_shot", quick({"one_shot": False, "two_shot": True}, "two_shot"))
 @pytest.mark.parametrize("case", quick(NORMS_BY_LL, "a_last_tile_moved_back", unpack=False))
+@pytest.mark.slow
 def test_all_reduce_rms_norm(case, two_shot):
     num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case
     arrays = norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype)

@@ -94,6 +94,7 @@ LIKE_CASES = [
 
 @simulated
 @pytest.mark.parametrize("case", quick(LIKE_CASES, "half"))
+@pytest.mark.slow
 def test_dispatch_like(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)

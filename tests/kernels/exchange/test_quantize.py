@@ -71,6 +71,7 @@ def test_dispatch_like(case):
 @pytest.mark.parametrize(
     "case", quick(["one_rank", "half", "two_slots", "lag_of_none", "empty"], "half")
 )
+@pytest.mark.slow
 def test_rank_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)

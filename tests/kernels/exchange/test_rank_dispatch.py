@@ -101,6 +101,7 @@ def test_combine_of_quantized_sums(case):
     ),
     ids=str,
 )
+@pytest.mark.slow
 def test_lowers_to_the_kernels(num_ranks, shape, dtype):
     num_tokens, hidden, top_k, num_experts = shape
     mesh = cuda_mesh((num_ranks,), ("expert",))
