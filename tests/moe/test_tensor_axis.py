@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.dense_moe import BATCH, SEQUENCE, E, H, K, assert_close, make_x
 from support.meshes import expert_mesh, mesh
-from support.selection import quick
 
 import jax_ep
 from jax_ep import MoEConfig, MoEParams, moe_layer
@@ -83,7 +82,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", quick([*MESHES], "replicated tokens"))
+@pytest.mark.parametrize("name", [*MESHES])
 @pytest.mark.slow
 def test_on_a_mesh(name):
     config, shape, axes = MESHES[name]

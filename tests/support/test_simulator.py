@@ -12,7 +12,6 @@ from pallas_kernels.fabric import tiles
 from pallas_kernels.fabric.plan import Plan
 from pallas_kernels.fabric.tiles import tile_length
 from support import simulator
-from support.selection import quick
 from support.simulator import KernelError, Simulated, simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine, dispatch
 
@@ -70,7 +69,7 @@ class Wordy(Simulated):
         super().send_words(words)
 
 
-@pytest.mark.parametrize("kernel", quick([dispatch, combine], combine))
+@pytest.mark.parametrize("kernel", [dispatch, combine])
 @pytest.mark.slow
 def test_a_wait_that_does_not_wait_is_found(kernel):
     with pytest.raises(KernelError, match="a race|may leave before|no signal has released"):

@@ -95,7 +95,7 @@ def test_kernel(name, num_ranks, dtype, size, plan):
 @simulated
 @pytest.mark.parametrize(
     ("size", "plan"),
-    quick([(1024 + 8, Plan(2, 2)), (1024 * 3 - 16, Plan(1, 2))], (1024 * 3 - 16, Plan(1, 2))),
+    [(1024 + 8, Plan(2, 2)), (1024 * 3 - 16, Plan(1, 2))],
 )
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.slow
@@ -182,8 +182,8 @@ NORMS_BY_LL = {
 
 
 @simulated
-@pytest.mark.parametrize("two_shot", quick({"one_shot": False, "two_shot": True}, "two_shot"))
-@pytest.mark.parametrize("case", quick(NORMS_BY_LL, "a_last_tile_moved_back", unpack=False))
+@pytest.mark.parametrize("two_shot", [False, True], ids=["one_shot", "two_shot"])
+@pytest.mark.parametrize("case", NORMS_BY_LL.values(), ids=NORMS_BY_LL)
 @pytest.mark.slow
 def test_all_reduce_rms_norm(case, two_shot):
     num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case

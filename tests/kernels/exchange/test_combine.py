@@ -79,7 +79,7 @@ def test_combine(problem, plan):
 
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), quick(WIRE_CASES, "half"))
+@pytest.mark.parametrize(("problem", "plan"), WIRE_CASES.values(), ids=WIRE_CASES)
 @pytest.mark.slow
 def test_combine_of_quantized_sums(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)

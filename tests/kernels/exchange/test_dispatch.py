@@ -93,7 +93,7 @@ LIKE_CASES = [
 
 
 @simulated
-@pytest.mark.parametrize("case", quick(LIKE_CASES, "half"))
+@pytest.mark.parametrize("case", LIKE_CASES)
 @pytest.mark.slow
 def test_dispatch_like(case):
     problem, plan = CASES[case]

@@ -58,7 +58,7 @@ def test_dispatch(case):
 
 
 @simulated
-@pytest.mark.parametrize("case", quick(["half", "one_expert", "overflow"], "half"))
+@pytest.mark.parametrize("case", ["half", "one_expert", "overflow"])
 @pytest.mark.slow
 def test_dispatch_like(case):
     problem, plan = CASES[case]
@@ -68,9 +68,7 @@ def test_dispatch_like(case):
 
 
 @simulated
-@pytest.mark.parametrize(
-    "case", quick(["one_rank", "half", "two_slots", "lag_of_none", "empty"], "half")
-)
+@pytest.mark.parametrize("case", ["one_rank", "half", "two_slots", "lag_of_none", "empty"])
 @pytest.mark.slow
 def test_rank_dispatch(case):
     problem, plan = CASES[case]

@@ -59,7 +59,7 @@ COMBINE_CASES = [name for name in CASES if name != "words"]
 
 
 @simulated
-@pytest.mark.parametrize("case", quick(COMBINE_CASES, "windows"))
+@pytest.mark.parametrize("case", COMBINE_CASES)
 @pytest.mark.slow
 def test_combine(case):
     problem, plan = CASES[case]
@@ -71,9 +71,7 @@ def test_combine(case):
 @simulated
 @pytest.mark.parametrize(
     "case",
-    quick(
-        ["one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources"], "half"
-    ),
+    ["one_rank", "windows", "lag_of_none", "repeated", "half", "empty", "idle_sources"],
 )
 @pytest.mark.slow
 def test_combine_of_quantized_sums(case):
@@ -87,18 +85,15 @@ def test_combine_of_quantized_sums(case):
 @needs_kernels
 @pytest.mark.parametrize(
     ("num_ranks", "shape", "dtype"),
-    quick(
-        [
-            (8, (128, 7168, 8, 256), "bfloat16"),
-            (8, (4096, 7168, 8, 256), "bfloat16"),
-            (2, (17, 40, 3, 4), "float32"),
-            (4, (300, 2944, 4, 128), "float16"),
-            (1, (5, 128, 2, 4), "bfloat16"),
-            (8, (128, 7168, 32, 256), "bfloat16"),  # lists that leave little shared memory to rows
-            (8, (128, 4096, 22, 256), "bfloat16"),
-        ],
+    [
         (8, (128, 7168, 8, 256), "bfloat16"),
-    ),
+        (8, (4096, 7168, 8, 256), "bfloat16"),
+        (2, (17, 40, 3, 4), "float32"),
+        (4, (300, 2944, 4, 128), "float16"),
+        (1, (5, 128, 2, 4), "bfloat16"),
+        (8, (128, 7168, 32, 256), "bfloat16"),  # lists that leave little shared memory to rows
+        (8, (128, 4096, 22, 256), "bfloat16"),
+    ],
     ids=str,
 )
 @pytest.mark.slow

@@ -44,16 +44,13 @@ def assert_close(got, want):
 @simulated
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "depth", "tiles"),
-    quick(
-        [
-            # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
-            (136, [3, 0, 70, 21], 128, Tiles(128, 128, 2, 2)),
-            (80, [0, 37, 30], 128, Tiles(64, 128, 2, 1)),
-            # A gradient of a tile and a half; two bands of columns.
-            (80, [0, 73, 0], 192, Tiles(128, 64, 3, 1)),
-        ],
+    [
+        # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
+        (136, [3, 0, 70, 21], 128, Tiles(128, 128, 2, 2)),
         (80, [0, 37, 30], 128, Tiles(64, 128, 2, 1)),
-    ),
+        # A gradient of a tile and a half; two bands of columns.
+        (80, [0, 73, 0], 192, Tiles(128, 64, 3, 1)),
+    ],
     ids=str,
 )
 @pytest.mark.slow
