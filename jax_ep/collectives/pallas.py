@@ -201,7 +201,7 @@ class PallasCollectives:
             layout.NUM_COUNTERS,
             layout.num_slots(num_gpus(fabric)),
         )
-        return low_latency.Channels(fabric.axes, fabric.gpus, regions, fabric.timeout_s)
+        return low_latency.Channels(fabric.axes, fabric.gpus, regions, timeout_s=fabric.timeout_s)
 
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int

@@ -29,7 +29,7 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, group_size: int | None 
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
     base, gpus = _where(mesh.size)
-    return Gpus(axes, gpus, place, base, settings.timeout_seconds())
+    return Gpus(axes, gpus, place, base, timeout_s=settings.timeout_seconds())
 
 
 def _where(num_places: int) -> tuple[int, tuple[int, ...]]:

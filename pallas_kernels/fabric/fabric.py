@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -101,6 +102,67 @@ class Fabric(Ranks, Protocol):
 
     def stage(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RanksOfMesh:
+    """What kernels of every protocol know of ranks along axes of a mesh, each with a GPU.
+
+    Attributes:
+      axes: (stride, size) of each mesh axis that ranks lie along; the stride is counted in places
+        of the mesh, its devices in row-major order.
+      gpus: the number of the GPU at each place of the mesh.
+      timeout_s: how many seconds a rank waits for a peer before it ends the program.
+      delays_ns: nanoseconds for which tests hold a rank back, [stage][rank].
+    """
+
+    axes: tuple[tuple[int, int], ...]
+    gpus: tuple[int, ...]
+    timeout_s: float = dataclasses.field(default=100.0, kw_only=True)
+    delays_ns: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), kw_only=True)
+
+    stacked = False
+    interpret = None
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def mine(self, ref: Any) -> Any:
+        """Returns this rank's part of a buffer."""
+        return ref
+
+    def barrier(self) -> None:
+        """Waits until all threads of this warpgroup have reached this barrier."""
+        ptx.barrier()
+
+    def rank_and_corner(self, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the rank whose GPU is at a place of the mesh, and the place of rank 0's."""
+        rank, corner = jnp.int32(0), place
+        for stride, size in self.axes:
+            along = lax.rem(lax.div(place, jnp.int32(stride)), jnp.int32(size))
+            rank, corner = rank * size + along, corner - along * stride
+        return rank, corner
+
+    def gpu(self, place: jax.Array) -> jax.Array:
+        """Returns the number of the GPU at a place of the mesh."""
+        if self.gpus == tuple(range(len(self.gpus))):
+            return place
+        number = jnp.int32(self.gpus[0])
+        for i, other in enumerate(self.gpus[1:], 1):
+            number = jnp.where(place == i, other, number)
+        return number
+
+    def hold_back(self, stage: int, rank: jax.Array) -> None:
+        """Waits for as long as a test wants this rank to at a stage of the kernel."""
+        if stage < len(self.delays_ns):
+            delay = jnp.int32(0)
+            for r, nanoseconds in enumerate(self.delays_ns[stage]):
+                delay = jnp.where(rank == r, nanoseconds, delay)
+            ptx.pause(delay)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import ptx, vectors
+from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.layout import (
     MAX_DEVICES,
     MAX_SLOTS,
@@ -42,40 +41,16 @@ from pallas_kernels.fabric.tiles import Plan
 
 
 @dataclasses.dataclass(frozen=True)
-class Channels:
+class Channels(fb.RanksOfMesh):
     """The channels between the ranks along some axes of a mesh, for one kernel.
 
     Attributes:
-      axes: (stride, size) of each mesh axis that ranks lie along; the stride is counted in places
-        of the mesh, its devices in row-major order.
-      devices: the number of the GPU at each place of the mesh.
       regions: the GPUs' memory for counters and slots.
-      timeout_s: how many seconds a rank waits for a peer before it ends the program.
-      delays_ns: nanoseconds for which tests hold a rank back, [stage][rank].
     """
 
-    axes: tuple[tuple[int, int], ...]
-    devices: tuple[int, ...]
     regions: Regions
-    timeout_s: float = 100.0
-    delays_ns: tuple[tuple[int, ...], ...] = ()
 
-    stacked = False
-    interpret = None
     operands = ()
-
-    @property
-    def num_ranks(self) -> int:
-        return math.prod(size for _, size in self.axes)
-
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape)
-
-    def mine(self, ref: Any) -> Any:
-        return ref
-
-    def barrier(self) -> None:
-        ptx.barrier()
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
         return {}
@@ -89,11 +64,7 @@ class Channels:
 
     def stage(self, number: int, rank: jax.Array) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
-        if number < len(self.delays_ns):
-            delay = jnp.int32(0)
-            for r, nanoseconds in enumerate(self.delays_ns[number]):
-                delay = jnp.where(rank == r, nanoseconds, delay)
-            ptx.pause(delay)
+        self.hold_back(number, rank)
 
 
 class Mail:
@@ -106,15 +77,12 @@ class Mail:
 
     def __init__(self, channels: Channels, place: jax.Array, worker: jax.Array, what: str):
         self.channels, self._worker, self._what = channels, worker, what
-        self.rank, corner = jnp.int32(0), place  # `corner` becomes the place of rank 0
-        for stride, size in channels.axes:
-            along = lax.rem(lax.div(place, jnp.int32(stride)), jnp.int32(size))
-            self.rank, corner = self.rank * size + along, corner - along * stride
+        self.rank, corner = channels.rank_and_corner(place)
         num_ranks = channels.num_ranks
         self.peers = [lax.rem(self.rank + j, jnp.int32(num_ranks)) for j in range(1, num_ranks)]
-        self._here = self._device(place)
-        self._there = [self._device(corner + self._offset(peer)) for peer in self.peers]
-        self._counters = [worker * MAX_DEVICES + device for device in self._there]
+        self._here = channels.gpu(place)
+        self._there = [channels.gpu(corner + self._offset(peer)) for peer in self.peers]
+        self._counters = [worker * MAX_DEVICES + gpu for gpu in self._there]
         self._calls = channels.regions.read(self._here, self._counters)
 
     def post(self, slot: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
@@ -174,15 +142,6 @@ class Mail:
             offset = offset + lax.rem(rank, jnp.int32(size)) * stride
             rank = lax.div(rank, jnp.int32(size))
         return offset
-
-    def _device(self, place: jax.Array) -> jax.Array:
-        devices = self.channels.devices
-        if devices == tuple(range(len(devices))):
-            return place
-        device = jnp.int32(devices[0])
-        for i, number in enumerate(devices[1:], 1):
-            device = jnp.where(place == i, number, device)
-        return device
 
     def _slot(self, sender: jax.Array, calls: jax.Array, slot: int) -> jax.Array:
         """Returns the number, among the receiver's slots, of this worker's slot for GPU `sender`.

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import layout, mosaic, ptx
+from pallas_kernels.fabric.fabric import RanksOfMesh
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, gpu, i32, i64, scalar
 from pallas_kernels.fabric.plan import LANES
 
@@ -37,46 +36,19 @@ _COUNT_BITS = 16  # the low bits of a signal, which hold the count; the call's n
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpus:
+class Gpus(RanksOfMesh):
     """Ranks along some axes of a mesh, each with a GPU of one domain.
 
     Attributes:
-      axes: (stride, size) of each mesh axis that ranks lie along; the stride is counted in places
-        of the mesh, its devices in row-major order.
-      gpus: the number of the GPU at each place of the mesh.
       place: [1] int32, the place of this rank's GPU in the mesh; an operand of every kernel.
       base: the address of GPU 0's heap.
-      timeout_s: how many seconds a rank waits for a peer before it ends the program.
-      delays_ns: nanoseconds for which tests hold a rank back, [stage][rank].
     """
 
-    axes: tuple[tuple[int, int], ...]
-    gpus: tuple[int, ...]
     place: Any = None
     base: int = layout.BASE
-    timeout_s: float = 100.0
-    delays_ns: tuple[tuple[int, ...], ...] = ()
-
-    stacked = False
-    interpret = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_calls", [])  # holds the call that is being traced, if any
-
-    @property
-    def num_ranks(self) -> int:
-        return math.prod(size for _, size in self.axes)
-
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return tuple(shape)
-
-    def mine(self, ref: Any) -> Any:
-        """Returns this rank's part of a buffer."""
-        return ref
-
-    def barrier(self) -> None:
-        """Waits until all threads of this warpgroup have reached this barrier."""
-        ptx.barrier()
 
     def async_fence(self) -> None:
         """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
@@ -88,14 +60,7 @@ class Gpus:
         Stage 0 is where a rank enters a call; there `enter` itself holds ranks back.
         """
         if number > 0:
-            self._hold_back(number)
-
-    def _hold_back(self, number: int) -> None:
-        if number < len(self.delays_ns):
-            delay, here = jnp.int32(0), self.rank()
-            for rank, nanoseconds in enumerate(self.delays_ns[number]):
-                delay = jnp.where(here == rank, nanoseconds, delay)
-            ptx.pause(delay)
+            self.hold_back(number, self.rank())
 
     def rank(self) -> jax.Array:
         return self._call.rank
@@ -137,18 +102,15 @@ class Gpus:
         if len(buffers) > layout.MAX_BUFFERS or self.num_ranks > layout.MAX_GPUS:
             raise ValueError(f"{name}: {len(buffers)} buffers of {self.num_ranks} ranks.")
         place = operands[0][0]
-        rank, corner = jnp.int32(0), place
-        for stride, size in self.axes:
-            along = lax.rem(lax.div(place, jnp.int32(stride)), jnp.int32(size))
-            rank, corner = rank * size + along, corner - along * stride
+        rank, corner = self.rank_and_corner(place)
         table, offsets = scratch["fabric_table"], [0]
         for stride, size in self.axes:
             offsets = [offset + i * stride for offset in offsets for i in range(size)]
-        peers = [self._gpu(corner + offset) for offset in offsets]
+        peers = [self.gpu(corner + offset) for offset in offsets]
         name = name.removeprefix("ep_")
-        call = _Call(rank, self._gpu(place), peers, table, list(buffers), name, reads)
+        call = _Call(rank, self.gpu(place), peers, table, list(buffers), name, reads)
         self._calls[:] = [call]  # type: ignore[attr-defined]
-        self._hold_back(0)
+        self.hold_back(0, rank)
         num_ranks = self.num_ranks
 
         def emit(context: Any, table: Any, here: Any, *args: Any) -> None:
@@ -399,14 +361,6 @@ class Gpus:
         mosaic.inline(emit, [call.table, call.here, call.rank, words, *call.peers], layouts)
 
     # Addresses.
-
-    def _gpu(self, place: jax.Array) -> jax.Array:
-        if self.gpus == tuple(range(len(self.gpus))):
-            return place
-        number = jnp.int32(self.gpus[0])
-        for i, other in enumerate(self.gpus[1:], 1):
-            number = jnp.where(place == i, other, number)
-        return number
 
     def _heap(self, number: Value) -> Value:
         return _at(i64(self.base), 0, (number, layout.STRIDE))

@@ -142,7 +142,7 @@ class SimulatedChannels(ll.Channels):
     stacked = True
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (len(self.devices), *shape)
+        return (len(self.gpus), *shape)
 
     def mine(self, ref: Any) -> Any:
         return ref.at[jax.lax.axis_index("rank")]

@@ -626,7 +626,7 @@ def test_channels_of_a_program(order, gpus, noted_calls):
     for axis_name, axes in AXES_OF_A_PROGRAM:
         lower_on(mesh, axis_name, "all_gather", "ll", (16, 1024), "bfloat16")
         channels, _ = noted_calls[-1]
-        assert channels.axes == axes and channels.devices == order
+        assert channels.axes == axes and channels.gpus == order
         assert channels.num_ranks == math.prod(size for _, size in axes)
         # Of all GPUs: programs of some of them use the same slots.
         assert channels.regions == regions_of(5, layout.BASE + 2**40)
@@ -639,7 +639,7 @@ def test_channels_of_a_program_for_another_machine(noted_calls):
     mesh = cuda_mesh((2, 3), ("a", "b"))
     lower_on(mesh, "b", "all_gather", "ll", (18, 1024), "bfloat16")
     channels, _ = noted_calls[-1]
-    assert channels.axes == ((1, 3),) and channels.devices == tuple(range(6))
+    assert channels.axes == ((1, 3),) and channels.gpus == tuple(range(6))
     assert channels.regions == regions_of(6)
 
 
