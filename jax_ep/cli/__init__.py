@@ -45,6 +45,10 @@ COMMANDS = {
         "jax_ep.bench.layer",
         "time, throughput and memory of the MoE layer, compared with what plain JAX makes of it",
     ),
+    "bench balance": Command(
+        "jax_ep.bench.balance",
+        "time of the MoE layer under skewed routing, by where its experts live",
+    ),
     "bench matmul": Command(
         "jax_ep.bench.matmul",
         "results and times of the grouped matmuls, compared with a dense matmul",

@@ -64,9 +64,15 @@ class Flags:
         """Defines a flag for a comma-separated list of values in `allowed`."""
         return self._define(_Choices(allowed), name, default, help)
 
-    def integers(self, name: str, default: Sequence[int] | None, help: str) -> Holder:
-        """Defines a flag for a comma-separated list of positive integers."""
-        return self._define(_Integers(), name, default, help)
+    def integers(
+        self, name: str, default: Sequence[int] | None, help: str, least: int = 1
+    ) -> Holder:
+        """Defines a flag for a comma-separated list of integers from `least` to 2^31 - 1."""
+        return self._define(_Integers(least), name, default, help)
+
+    def numbers(self, name: str, default: Sequence[float], help: str) -> Holder:
+        """Defines a flag for a comma-separated list of finite numbers that are not negative."""
+        return self._define(_Numbers(), name, default, help)
 
     def output(self, name: str, help: str) -> Holder:
         """Defines a flag for a file to write; `check_outputs` checks that it can be written."""
@@ -124,12 +130,25 @@ class _List(flags.ArgumentParser):
 
 
 class _Integers(_List):
-    syntactic_help = "a comma separated list of positive integers"
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self.kind = "positive" if least == 1 else "non-negative"
+        self.syntactic_help = f"a comma separated list of {self.kind} integers"
 
     def item(self, value: str) -> int:
-        if not (value.isdecimal() and 0 < int(value) <= _MOST):
-            raise ValueError(f"{value!r} is not a positive integer below 2^31")
+        if not (value.isdecimal() and self.least <= int(value) <= _MOST):
+            raise ValueError(f"{value!r} is not a {self.kind} integer below 2^31")
         return int(value)
+
+
+class _Numbers(_List):
+    syntactic_help = "a comma separated list of finite numbers, none negative"
+
+    def item(self, value: str) -> float:
+        return _Number().parse(value)
+
+    def serialize(self, values: Iterable[float]) -> str:
+        return ",".join(f"{value:g}" for value in values)
 
 
 class _Choices(_List):

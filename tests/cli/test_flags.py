@@ -12,6 +12,8 @@ def flags():
     found = Flags()
     found.tokens = found.integers("tokens", [1, 2], "Tokens.")
     found.ops = found.choices("ops", None, ["send", "receive"], "Operations.")
+    found.ratios = found.numbers("ratios", [0.5], "Ratios.")
+    found.copies = found.integers("copies", [0], "Copies.", least=0)
     found.factor = found.number("factor", 1.125, "A factor.")
     found.json = found.output("json", "A file.")
     found.table = found.output("table", "Another.")
@@ -22,6 +24,8 @@ def test_values_are_parsed_and_start_from_the_defaults_each_time(flags):
     flags.parse("test", ["--tokens=3,4", "--ops=send,receive", "--factor=0"])
     assert (flags.tokens.value, flags.factor.value) == ([3, 4], 0.0)
     assert flags.ops.value == ["send", "receive"]
+    flags.parse("test", ["--ratios=1,0.25", "--copies=0,2"])
+    assert (flags.ratios.value, flags.copies.value) == ([1.0, 0.25], [0, 2])
     flags.parse("test", [])
     assert (flags.tokens.value, flags.ops.value, flags.factor.value) == ([1, 2], None, 1.125)
 
@@ -32,6 +36,8 @@ def test_values_are_parsed_and_start_from_the_defaults_each_time(flags):
         ("--tokens=3,x", "--tokens=3,x: 'x' is not a positive integer"),
         ("--tokens=-1", "--tokens=-1: '-1' is not a positive integer"),
         ("--tokens=2147483648", "'2147483648' is not a positive integer below 2^31"),
+        ("--copies=x", "--copies=x: 'x' is not a non-negative integer below 2^31"),
+        ("--ratios=1,-1", "--ratios=1,-1: '-1' is not a finite number, not negative"),
         ("--ops=sing", "--ops=sing: 'sing' is not one of send, receive"),
         ("--factor=inf", "--factor=inf: 'inf' is not a finite number, not negative"),
         ("--factor=nan", "--factor=nan: 'nan' is not a finite number, not negative"),
