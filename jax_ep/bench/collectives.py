@@ -186,7 +186,9 @@ class _InPlaceLoop(Loop):
     If all calls had the same operand, XLA would copy it for each, which programs seldom need.
     """
 
-    def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
+    def _loop(
+        self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
+    ) -> Any:
         first, *others = state
 
         def body(_, carry):
@@ -200,7 +202,8 @@ class _InPlaceLoop(Loop):
             total, *out = jax.lax.optimization_barrier((total, *out))
             return total, after(link, [total, *out])
 
-        total, link = jax.lax.fori_loop(0, self.iterations, body, (first, jnp.float32(0)))
+        start = first, jnp.float32(0)
+        total, link = jax.lax.fori_loop(0, self.iterations, body, start, unroll=unroll)
         return total.reshape(-1)[0], link
 
 

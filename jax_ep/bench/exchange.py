@@ -76,6 +76,12 @@ _OUTPUT = FLAGS.choice(
 )
 _CHECK = FLAGS.boolean("check", "Compare every element with jax_ep.reference before timing.")
 _TIMING = FLAGS.timing(20, 5, least_iterations=10)
+_UNROLL = FLAGS.integer(
+    "unroll",
+    5,
+    "Calls in the body of the loop that is timed by the wall, as in a model of so many layers. The "
+    "host launches what the loop itself runs once for all of them.",
+)
 _SEED = FLAGS.integer("seed", 0, "Of routing and rows.", least=0)
 _JSON = FLAGS.json()
 _PLOT = FLAGS.plot()
@@ -176,7 +182,7 @@ def _measure(case: dict[str, Any]) -> dict[str, Any]:
         arrays, prepare, step = operation.arrays, operation.prepare, operation.step
         wire_rows = 0.0 if case["op"] in OF_RANK_LAYOUT else plain.wire_rows()
     mesh = Mesh(np.asarray(devices), (AXIS,))
-    loop = Loop(prepare, step, arrays, mesh, case["iterations"])
+    loop = Loop(prepare, step, arrays, mesh, case["iterations"], case["unroll"])
 
     if case["check"]:
         state, outputs = jax.device_get((loop.state, loop.outputs()))
@@ -266,6 +272,7 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
                             "capacity_factor": _CAPACITY_FACTOR.value,
                             "expert_alignment": _ALIGNMENT.value,
                             "iterations": _TIMING.iterations.value,
+                            "unroll": _UNROLL.value,
                             "repeats": _TIMING.repeats.value,
                             "device_timer": _TIMING.timer.value,
                             "check": _CHECK.value,

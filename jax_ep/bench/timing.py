@@ -84,6 +84,8 @@ class Loop:
       arrays: [N * B, ...] each; rank r gets rows r * B ... (r + 1) * B - 1.
       mesh: a mesh with one axis of N ranks.
       iterations: how many times the loop calls `step`.
+      unroll: calls in the body of the loop that is timed by the wall. What the loop itself
+        launches, it launches once for all of them.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Loop:
         arrays: Any,
         mesh: Mesh,
         iterations: int,
+        unroll: int = 1,
     ):
         self.mesh, self.iterations = mesh, iterations
         self._step = self._per_rank(step)
@@ -101,14 +104,16 @@ class Loop:
             make_state = self._per_rank(lambda args: prepare(*args), unstack=False)
             self.state = jax.jit(make_state)(tuple(arrays))
         self._step_on_rank = step
-        self.compiled = self._compile(spaced=False)
+        self.compiled = self._compile(spaced=False, unroll=unroll)
 
-    def _compile(self, spaced: bool) -> Any:
+    def _compile(self, spaced: bool, unroll: int = 1) -> Any:
         after = _wait_on_device if spaced else _add_up
-        loop = self._per_rank(lambda state: self._loop(state, after))
+        loop = self._per_rank(lambda state: self._loop(state, after, unroll))
         return jax.jit(loop).lower(self.state).compile()
 
-    def _loop(self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array]) -> Any:
+    def _loop(
+        self, state: Any, after: Callable[[jax.Array, list[jax.Array]], jax.Array], unroll: int
+    ) -> Any:
         """Traces the loop on one rank.
 
         `after(link, results)` follows each call of `step`. It returns the next link, a scalar that
@@ -131,7 +136,7 @@ class Loop:
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
             jax.eval_shape(step, state) if carry_outputs else None,
         )
-        return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing))
+        return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing), unroll=unroll)
 
     def outputs(self) -> Any:
         """Calls `step` once; returns its result with the ranks stacked, each leaf [N, ...]."""

@@ -23,6 +23,7 @@ def test_choices_are_distinct_and_follow_the_popularity():
     np.testing.assert_allclose(even, 1 / 16, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
 def test_every_case_is_checked_and_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(layer.SMALL_SHAPES, "qwen3-moe", layer.Shape(32, 16, 8, 2))
