@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.checks import AxisName
-from jax_ep.exchange.routes import expert_ids
+from jax_ep.exchange.routes import count_choices, expert_ids
 from jax_ep.placement.table import check_slots
 
 
@@ -55,9 +55,9 @@ def choose_slots(
             f"{slots_of_expert.shape}, but has shape {num_copies.shape}."
         )
     rank = lax.axis_index(axes) if axes else jnp.int32(0)
-    choices = expert_ids(topk_idx, num_experts).reshape(-1)
+    choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
-    turn = _turns(jnp.where(is_choice, choices, num_experts), num_experts)
+    _, turn = count_choices(choices, num_experts)
     choices = jnp.where(is_choice, choices, 0)
 
     slots_of_expert = slots_of_expert.astype(jnp.int32)
@@ -65,13 +65,4 @@ def choose_slots(
     local = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)
     turn = (turn + rank) % num_copies.astype(jnp.int32)[choices]
     slots = jnp.where(local[choices] >= 0, local[choices], slots_of_expert[choices, turn])
-    return jnp.where(is_choice, slots, -1).reshape(topk_idx.shape)
-
-
-def _turns(choices: jax.Array, num_experts: int) -> jax.Array:
-    """Returns [n] int32: how many earlier entries of `choices` [n], 0 to num_experts, are alike."""
-    order = jnp.argsort(choices, stable=True)
-    in_order = choices[order]
-    first = jnp.searchsorted(in_order, jnp.arange(num_experts + 1, dtype=choices.dtype))
-    place = jnp.arange(choices.shape[0], dtype=jnp.int32) - first[in_order].astype(jnp.int32)
-    return jnp.zeros_like(place).at[order].set(place)
+    return jnp.where(is_choice, slots, -1)
