@@ -117,9 +117,9 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """[T, K] -> [E] int32: how often each expert is chosen."""
+    """[T, K] int32 -> [E] int32: how often each expert is chosen; other values choose nothing."""
     # By experts, not by choices: XLA makes one kernel of that.
-    chosen = jnp.arange(num_experts)[:, None] == topk_idx.reshape(1, -1)
+    chosen = jnp.arange(num_experts, dtype=jnp.int32)[:, None] == topk_idx.reshape(1, -1)
     return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
 

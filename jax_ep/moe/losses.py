@@ -16,8 +16,8 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.checks import AxisName
-from jax_ep.exchange.routes import expert_ids
-from jax_ep.moe.routing import TINY, count_choices, normalized
+from jax_ep.exchange.routes import count_experts, expert_ids
+from jax_ep.moe.routing import TINY, normalized
 from jax_ep.runtime.jax_compat import register_for_export
 
 Convention = Literal["switch", "transformers", "deepseek_v3"]
@@ -177,7 +177,7 @@ def balance_sums(
     probs = normalized(probs, TINY)
     if num_sequences is None:
         return BalanceSums(
-            count_choices(topk_idx, num_experts),
+            count_experts(topk_idx, num_experts),
             jnp.sum(probs, axis=0),
             jnp.sum(routed, dtype=jnp.int32),
         )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import free_experts, losses, routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.mesh import LayerMesh
@@ -66,7 +67,7 @@ def metrics_of(
     balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
     counts = balance.choices
     if config.balance_convention == "transformers":  # whose choices need not be the router's
-        counts = lax.psum(routing.count_choices(routed.topk_idx, config.num_routed), batch_axes)
+        counts = lax.psum(count_experts(routed.topk_idx, config.num_routed), batch_axes)
     # The ranks along the tensor axes drop the same rows.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
     num_dropped, dropped_counts = (

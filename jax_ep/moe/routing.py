@@ -310,16 +310,6 @@ def _within_best_groups(
     return jnp.where(is_kept, preference, -jnp.inf)
 
 
-def count_choices(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """Returns [num_experts] int32: how many (token, choice) pairs name each expert.
-
-    A value of `topk_idx` [T, K] outside [0, num_experts), such as -1, names no expert.
-    """
-    choices = expert_ids(topk_idx, num_experts).reshape(-1, 1)
-    experts = jnp.arange(num_experts, dtype=jnp.int32)[None]
-    return jnp.sum(choices == experts, axis=0, dtype=jnp.int32)
-
-
 def update_expert_bias(
     bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
 ) -> jax.Array:

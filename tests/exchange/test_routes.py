@@ -42,3 +42,8 @@ def test_fair_rows_fill_the_buffer_and_others_are_past_it():
     assert rows[0, :3].tolist() == [[0, 4], [1, 5], [2, 6]]
     assert rows[0, 3, 1] == rows[1, 0, 0] == 8
     assert rows[1, 0, 1] == 3
+
+
+def test_choices_of_no_expert_are_not_counted():
+    topk_idx = jnp.asarray([[0, 2], [2, -1], [4, -1]], jnp.int32)
+    np.testing.assert_array_equal(routes.count_experts(topk_idx, 4), [1, 0, 2, 0])

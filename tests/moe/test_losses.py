@@ -14,6 +14,7 @@ from support.meshes import RANK_COUNTS, expert_mesh, mesh
 from support.selection import quick
 
 from jax_ep import reference
+from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import losses, routing
 
 
@@ -40,7 +41,7 @@ def test_ids_past_the_last_expert_are_choices_of_none():
     want = losses.load_balance_loss(routed.probs, routed.topk_idx.at[:, 1].set(-1))
     assert got == want
     np.testing.assert_array_equal(
-        routing.count_choices(one_of_two, E), np.bincount(routed.topk_idx[:, 0], minlength=E)
+        count_experts(one_of_two, E), np.bincount(routed.topk_idx[:, 0], minlength=E)
     )
 
 

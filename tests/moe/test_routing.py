@@ -13,6 +13,7 @@ from support.logits import E, T, derivative, random_bias, random_logits
 from support.meshes import mesh
 
 from jax_ep import reference
+from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import losses, routing
 
 OPTIONS = [
@@ -304,7 +305,7 @@ def test_strict_promotion(dtype):
             biased = bias if options.get("biased") else None
             options = {name: value for name, value in options.items() if name != "biased"}
             routed = routing.top_k_routing(logits, bias=biased, **options)
-            counts = routing.count_choices(routed.topk_idx, E)
+            counts = count_experts(routed.topk_idx, E)
             results += [
                 routed,
                 losses.load_balance_loss(routed.probs.astype(dtype), routed.topk_idx),
@@ -318,11 +319,6 @@ def test_strict_promotion(dtype):
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         got = jax.jit(everything)(logits, jnp.asarray(random_bias()))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def test_count_choices_skips_minus_one():
-    topk_idx = jnp.asarray([[0, 2], [2, -1], [-1, -1]], jnp.int32)
-    np.testing.assert_array_equal(routing.count_choices(topk_idx, 4), [1, 0, 2, 0])
 
 
 def test_update_expert_bias_follows_the_sign_rule():
@@ -339,7 +335,7 @@ def test_update_expert_bias_balances_a_skewed_router():
 
     def step(bias, _):
         routed = routing.top_k_routing(logits, 2, score="sigmoid", bias=bias)
-        counts = routing.count_choices(routed.topk_idx, E)
+        counts = count_experts(routed.topk_idx, E)
         return routing.update_expert_bias(bias, counts, 0.01), jnp.max(counts)
 
     _, largest = jax.lax.scan(step, jnp.zeros(E), length=200)
