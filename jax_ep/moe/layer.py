@@ -293,8 +293,8 @@ def _routed_experts(
     distinct: bool,
     config: MoEConfig,
     where: LayerMesh,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns the routed experts' output [T, H], and this rank's drops: all, and by expert [E]."""
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the routed experts' output [T, H], and this rank's drops by expert, [E] int32."""
     held = topk_idx
     if placement is not None:
         held = chosen(topk_idx, placement, where.expert_axes)
@@ -337,7 +337,7 @@ def _routed_experts(
         if placement is None
         else by_expert(received.dropped_counts, placement, where.expert_axes)
     )
-    return out, (received.num_dropped, dropped)
+    return out, dropped
 
 
 def receive_capacity(

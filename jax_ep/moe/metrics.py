@@ -51,14 +51,14 @@ def metrics_of(
     routed: routing.Routing,
     logits: jax.Array | None,
     mask: jax.Array | None,
-    dropped: tuple[jax.Array, jax.Array],
+    dropped: jax.Array,
     sequences: Sequences,
     config: MoEConfig,
     where: LayerMesh,
 ) -> MoEMetrics:
     """Returns the metrics of all ranks' tokens, from the routing of this rank's own [T, ...].
 
-    `dropped` are this rank's drops: their number, and by expert [E].
+    `dropped` are this rank's drops by expert, [E] int32.
     """
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)
@@ -70,14 +70,12 @@ def metrics_of(
         counts = lax.psum(count_experts(routed.topk_idx, config.num_routed), batch_axes)
     # The ranks along the tensor axes drop the same rows.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
-    num_dropped, dropped_counts = (
-        count // where.num_tensor_ranks() for count in lax.psum(dropped, dropped_axes)
-    )
+    dropped_counts = lax.psum(dropped, dropped_axes) // where.num_tensor_ranks()
     return MoEMetrics(
         load_balance_loss=balance_loss,
         router_z_loss=z_loss,
         expert_counts=counts,
-        num_dropped=num_dropped,
+        num_dropped=jnp.sum(dropped_counts, dtype=jnp.int32),
         dropped_counts=dropped_counts,
         balance=balance,
     )
