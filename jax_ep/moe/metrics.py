@@ -103,8 +103,8 @@ def _balance(
     sums = losses.sum_over_ranks(losses.balance_sums(probs, topk_idx), batch_axes)
     if absent:
         return jnp.zeros((), jnp.float32), sums
+    factors = free_experts.factors(config)
     if convention != "deepseek_v3":
-        factors = free_experts.factors(config)
         loss = losses.pooled_load_balance_loss(sums, convention=convention, expert_factors=factors)
         return loss, sums
     loss = losses.load_balance_loss(
@@ -113,7 +113,7 @@ def _balance(
         convention=convention,
         num_sequences=sequences.number,
         sequence_ids=sequences.ids,
-        expert_factors=free_experts.factors(config),
+        expert_factors=factors,
         axis_name=batch_axes,
     )
     return loss, sums
