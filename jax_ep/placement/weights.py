@@ -143,7 +143,6 @@ def redistribute(
     plan = jax.device_put(plan, NamedSharding(mesh, unsplit))
     total = sum(leaf.nbytes for path, leaf in jax.tree.leaves_with_path(tree) if _of_experts(path))
     done = 0
-
     here = set(mesh.devices.flat)
 
     def move(leaf: jax.Array) -> jax.Array:
@@ -151,9 +150,8 @@ def redistribute(
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
         along = spec[axis] if axis < len(spec) else None
-        if sharding is None or sharding.device_set != here or along is None:
-            spec = unsplit
-        elif checks.as_axes(along) != axes:
+        is_split = along is not None and checks.as_axes(along) == axes
+        if sharding is None or sharding.device_set != here or not is_split:
             spec = unsplit
         leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
         moved = _mover(mesh, axes, PartitionSpec(*spec), axis, implementation)(leaf, plan)
