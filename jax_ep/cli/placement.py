@@ -54,11 +54,12 @@ def run() -> int:
         f"{steps} steps, {layers} layers, {tokens} tokens of K={top_k}; N={_RANKS.value} ranks on "
         f"{_HOSTS.value} hosts; found on steps 0 to {fit - 1}, means over the others\n"
     )
-    rows = [_row(name, figures[fit:]) for name, figures in found.items()]
+    shown = {name: figures[fit:] for name, figures in found.items()}
+    rows = [_row(name, figures) for name, figures in shown.items()]
     print(_table(rows))
     print("\nbusiest rank over mean, by layer")
-    print(_by_layer({name: figures[fit:] for name, figures in found.items()}))
-    ages = _by_age({name: figures[fit:] for name, figures in found.items()})
+    print(_by_layer(shown))
+    ages = _by_age(shown)
     print("\nbusiest rank over mean, by steps since the placement was found")
     print(_age_table(ages, steps - fit))
     if _JSON.value:
