@@ -113,13 +113,22 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )
-_MIXTRAL = _each("block_sparse_moe.experts", "w1", "w3", "w2")
+_MIXTRAL = (
+    _router("block_sparse_moe.gate.weight"),
+    *_each("block_sparse_moe.experts", "w1", "w3", "w2"),
+)
+_MIXTRAL_SIZES = {"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"}
+_GRANITE = (
+    _router("block_sparse_moe.router.layer.weight"),
+    *_stacked("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+)
 
 # Routers that compute in the model's dtype; the others' logits are float32.
 _OWN_DTYPE = {"router_dtype": None}
 
 # Normalization without a constant, and with the smallest that some models have.
 _SUM = {"normalize": True, "normalize_epsilon": 0.0}
+_SOFTMAX = {"score": "softmax"} | _SUM | _OWN_DTYPE
 _DEEPSEEK = {"score": "sigmoid", "normalize_epsilon": 1e-20}
 
 _QWEN_SIZES = {
@@ -127,6 +136,8 @@ _QWEN_SIZES = {
     "H": "hidden_size",
     "F": "moe_intermediate_size",
 }
+_SHARED_BY_NUMBER = {"S": "num_shared_experts*moe_intermediate_size"}
+_QWEN = (_router("mlp.gate.weight"), _EXPERTS)
 _QWEN_SHARED = (
     *_mlp("mlp.shared_expert"),
     Tensor(("shared_gate",), "mlp.shared_expert_gate.weight", "1 H"),
@@ -137,7 +148,14 @@ _DEEPSEEK_SIZES = {
     "F": "moe_intermediate_size",
     "S": "n_shared_experts*moe_intermediate_size",
 }
+_DEEPSEEK_TENSORS = (_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts"))
 _DEEPSEEK_DEFAULTS = {"n_shared_experts": 0}
+_GROUPS = {
+    "num_groups": "n_group",
+    "groups_kept": "topk_group",
+    "normalize": "norm_topk_prob",
+    "scale": "routed_scaling_factor",
+}
 _DEEPSEEK_V2_ONLY = {"scoring_func": ("softmax",), "norm_topk_prob": (False,)}
 
 _K = {"num_experts_per_token": "num_experts_per_tok", "activation": "hidden_act"}
@@ -148,32 +166,28 @@ TABLE = (
     Architecture(
         models="Mixtral, MiniMax-Text-01",
         model_types=("mixtral", "minimax"),
-        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        sizes=_MIXTRAL_SIZES,
         fields=_K,
-        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
-        tensors=(_router("block_sparse_moe.gate.weight"), *_MIXTRAL),
+        fixed=_SOFTMAX,
+        tensors=_MIXTRAL,
     ),
     Architecture(
         models="Phi-3.5-MoE, its router at inference",
         model_types=("phimoe",),
-        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        sizes=_MIXTRAL_SIZES,
         fields=_K | {"router": "router_jitter_noise"},
         fixed=_OWN_DTYPE,
         only={"num_experts_per_tok": (2,)},
-        tensors=(_router("block_sparse_moe.gate.weight"), *_MIXTRAL),
+        tensors=_MIXTRAL,
     ),
     Architecture(
         models="MiniMax-M2",
         model_types=("minimax_m2",),
-        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        sizes=_MIXTRAL_SIZES,
         fields=_K,
         fixed={"score": "sigmoid"} | _SUM,
         only={"scoring_func": ("sigmoid",), "use_routing_bias": (True,)},
-        tensors=(
-            _router("block_sparse_moe.gate.weight"),
-            _bias("block_sparse_moe.e_score_correction_bias"),
-            *_MIXTRAL,
-        ),
+        tensors=(*_MIXTRAL, _bias("block_sparse_moe.e_score_correction_bias")),
     ),
     Architecture(
         models="Qwen3-MoE, Mellum",
@@ -181,7 +195,7 @@ TABLE = (
         sizes=_QWEN_SIZES,
         fields=_K | {"normalize": "norm_topk_prob"},
         fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
-        tensors=(_router("mlp.gate.weight"), _EXPERTS),
+        tensors=_QWEN,
     ),
     Architecture(
         models="Qwen2-MoE, Qwen3-Next",
@@ -189,23 +203,23 @@ TABLE = (
         sizes=_QWEN_SIZES | {"S": "shared_expert_intermediate_size"},
         fields=_K | {"normalize": "norm_topk_prob"},
         fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
-        tensors=(_router("mlp.gate.weight"), _EXPERTS, *_QWEN_SHARED),
+        tensors=(*_QWEN, *_QWEN_SHARED),
     ),
     Architecture(
         models="Qwen3.5-MoE",
         model_types=("qwen3_5_moe_text",),
         sizes=_QWEN_SIZES | {"S": "shared_expert_intermediate_size"},
         fields=_K,
-        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
+        fixed=_SOFTMAX,
         only={"norm_topk_prob": (True,)},
-        tensors=(_router("mlp.gate.weight"), _EXPERTS, *_QWEN_SHARED),
+        tensors=(*_QWEN, *_QWEN_SHARED),
     ),
     Architecture(
         models="Qwen3-VL-MoE",
         model_types=("qwen3_vl_moe_text",),
         sizes=_QWEN_SIZES,
         fields=_K,
-        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
+        fixed=_SOFTMAX,
         only={"norm_topk_prob": (True,)},
         tensors=(
             _router("mlp.gate.weight"),
@@ -223,7 +237,7 @@ TABLE = (
         fields=_K | {"normalize": "norm_topk_prob"},
         fixed={"score": "softmax", "normalize_epsilon": 0.0} | _OWN_DTYPE,
         defaults={"norm_topk_prob": False} | _SILU,
-        tensors=(_router("mlp.gate.weight"), _EXPERTS),
+        tensors=_QWEN,
     ),
     Architecture(
         models="DeepSeek-V3 to V3.2, R1, Moonlight, Kimi-K2, GLM-4.5 to 5, MiMo-V2-Flash, "
@@ -241,47 +255,21 @@ TABLE = (
             "mimo_v2_flash",
         ),
         sizes=_DEEPSEEK_SIZES,
-        fields=_K
-        | {
-            "num_groups": "n_group",
-            "groups_kept": "topk_group",
-            "normalize": "norm_topk_prob",
-            "scale": "routed_scaling_factor",
-        },
+        fields=_K | _GROUPS,
         fixed=_DEEPSEEK,
         defaults=_DEEPSEEK_DEFAULTS,
         only={"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},
-        tensors=(
-            _router("mlp.gate.weight"),
-            _bias("mlp.gate.e_score_correction_bias"),
-            _EXPERTS,
-            *_mlp("mlp.shared_experts"),
-        ),
+        tensors=(*_DEEPSEEK_TENSORS, _bias("mlp.gate.e_score_correction_bias")),
     ),
     Architecture(
         models="EXAONE-MoE",
         model_types=("exaone_moe",),
-        sizes={
-            "E": "num_experts",
-            "H": "hidden_size",
-            "F": "moe_intermediate_size",
-            "S": "num_shared_experts*moe_intermediate_size",
-        },
-        fields=_K
-        | {
-            "num_groups": "n_group",
-            "groups_kept": "topk_group",
-            "normalize": "norm_topk_prob",
-            "scale": "routed_scaling_factor",
-        },
+        sizes={"E": "num_experts", "H": "hidden_size", "F": "moe_intermediate_size"}
+        | _SHARED_BY_NUMBER,
+        fields=_K | _GROUPS,
         fixed=_DEEPSEEK,
         only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-        tensors=(
-            _router("mlp.gate.weight"),
-            _bias("mlp.e_score_correction_bias"),
-            _EXPERTS,
-            *_mlp("mlp.shared_experts"),
-        ),
+        tensors=(*_DEEPSEEK_TENSORS, _bias("mlp.e_score_correction_bias")),
     ),
     Architecture(
         models="DeepSeek-V4, its layers with a learned choice of experts",
@@ -307,14 +295,7 @@ TABLE = (
         models="Nemotron-H",
         model_types=("nemotron_h",),
         sizes=_DEEPSEEK_SIZES | {"S": "moe_shared_expert_intermediate_size"},
-        fields={
-            "num_experts_per_token": "num_experts_per_tok",
-            "activation": "mlp_hidden_act",
-            "num_groups": "n_group",
-            "groups_kept": "topk_group",
-            "normalize": "norm_topk_prob",
-            "scale": "routed_scaling_factor",
-        },
+        fields=_K | {"activation": "mlp_hidden_act"} | _GROUPS,
         fixed=_DEEPSEEK,
         only={"moe_latent_size": (), "mlp_bias": (False,)},
         tensors=(
@@ -329,7 +310,7 @@ TABLE = (
     Architecture(
         models="Hunyuan 3",
         model_types=("hy_v3",),
-        sizes=_QWEN_SIZES | {"S": "num_shared_experts*moe_intermediate_size"},
+        sizes=_QWEN_SIZES | _SHARED_BY_NUMBER,
         fields=_K | {"scale": "router_scaling_factor"},
         fixed=_DEEPSEEK | {"normalize": True},
         tensors=(
@@ -342,7 +323,7 @@ TABLE = (
     Architecture(
         models="AFMoE",
         model_types=("afmoe",),
-        sizes=_QWEN_SIZES | {"S": "num_shared_experts*moe_intermediate_size"},
+        sizes=_QWEN_SIZES | _SHARED_BY_NUMBER,
         fields=_K | {"scale": "route_scale"},
         fixed=_DEEPSEEK | {"normalize": True} | _OWN_DTYPE,
         only={"score_func": ("sigmoid",), "route_norm": (True,)},
@@ -363,7 +344,7 @@ TABLE = (
             "S": "moe_num_shared_experts*intermediate_size",
         },
         fields={"num_experts_per_token": "moe_topk", "activation": "hidden_act"},
-        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
+        fixed=_SOFTMAX,
         only={"mlp_bias": (False,), "hidden_act": ("silu",)},
         tensors=(
             _router("mlp.router.weight"),
@@ -379,7 +360,7 @@ TABLE = (
         fixed={"score": "softmax", "normalize": False},
         defaults=_DEEPSEEK_DEFAULTS,
         only=_DEEPSEEK_V2_ONLY | {"topk_method": ("greedy",)},
-        tensors=(_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts")),
+        tensors=_DEEPSEEK_TENSORS,
     ),
     Architecture(
         models="DeepSeek-V2",
@@ -394,38 +375,25 @@ TABLE = (
         fixed={"score": "softmax", "normalize": False, "group_score": "max"},
         defaults=_DEEPSEEK_DEFAULTS,
         only=_DEEPSEEK_V2_ONLY | {"topk_method": ("group_limited_greedy",)},
-        tensors=(_router("mlp.gate.weight"), _EXPERTS, *_mlp("mlp.shared_experts")),
+        tensors=_DEEPSEEK_TENSORS,
     ),
     Architecture(
         models="Granite MoE",
         model_types=("granitemoe",),
-        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        sizes=_MIXTRAL_SIZES,
         fields=_K,
         # The softmax of the chosen logits is that of all logits, normalized.
-        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
-        tensors=(
-            _router("block_sparse_moe.router.layer.weight"),
-            *_stacked(
-                "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
-            ),
-        ),
+        fixed=_SOFTMAX,
+        tensors=_GRANITE,
     ),
     Architecture(
         models="Granite MoE with shared experts, Granite 4.0",
         model_types=("granitemoeshared", "granitemoehybrid"),
-        sizes={
-            "E": "num_local_experts",
-            "H": "hidden_size",
-            "F": "intermediate_size",
-            "S": "shared_intermediate_size",
-        },
+        sizes=_MIXTRAL_SIZES | {"S": "shared_intermediate_size"},
         fields=_K,
-        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
+        fixed=_SOFTMAX,
         tensors=(
-            _router("block_sparse_moe.router.layer.weight"),
-            *_stacked(
-                "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"
-            ),
+            *_GRANITE,
             Tensor(("shared_wi_0", "shared_wi_1"), "shared_mlp.input_linear.weight", "GS H"),
             Tensor(("shared_wo",), "shared_mlp.output_linear.weight", "H S"),
         ),
@@ -433,14 +401,14 @@ TABLE = (
     Architecture(
         models="GPT-OSS",
         model_types=("gpt_oss",),
-        sizes={"E": "num_local_experts", "H": "hidden_size", "F": "intermediate_size"},
+        sizes=_MIXTRAL_SIZES,
         fields={
             "num_experts_per_token": "num_experts_per_tok",
             "gating": "swiglu_alpha",
             "clamp": "swiglu_limit",
         },
         # The softmax of the chosen logits is that of all logits, normalized.
-        fixed={"score": "softmax"} | _SUM | _OWN_DTYPE,
+        fixed=_SOFTMAX,
         defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         tensors=(
             _router("mlp.router.weight"),
@@ -465,12 +433,7 @@ TABLE = (
     Architecture(
         models="Llama 4",
         model_types=("llama4_text",),
-        sizes={
-            "E": "num_local_experts",
-            "H": "hidden_size",
-            "F": "intermediate_size",
-            "S": "intermediate_size",
-        },
+        sizes=_MIXTRAL_SIZES | {"S": "intermediate_size"},
         fields=_K,
         fixed={"score": "sigmoid", "normalize": False, "weights_on": "input"} | _OWN_DTYPE,
         tensors=(
@@ -503,10 +466,8 @@ TABLE = (
         defaults={"moe_norm_min": 1e-12} | _SILU,
         only={"use_bias": (False,)},
         tensors=(
-            _router("mlp.gate.weight"),
+            *_DEEPSEEK_TENSORS,
             Tensor(("bias",), "mlp.moe_statics.e_score_correction_bias", "1 R"),
-            _EXPERTS,
-            *_mlp("mlp.shared_experts"),
         ),
     ),
     Architecture(
