@@ -141,6 +141,7 @@ def test_attributes_reach_the_core():
         "balance_convention": "transformers",
         "capacity_factor": 1.25,
         "overflow": "tail",
+        "host_capacity_factor": 0.5,
         "num_slots": 64,
         "zero_experts": 1,
         "identity_experts": 2,

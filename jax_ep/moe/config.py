@@ -48,6 +48,10 @@ class MoEConfig:
             plus room for `expert_alignment`; rows that do not fit are dropped, and counted.
         overflow: which rows are dropped. "fair" takes from the experts of a rank that have most;
             "tail" from its last experts first. See `jax_ep.dispatch`.
+        host_capacity_factor: None; or a number c above 0, for an expert axis that spans hosts: of
+            its T tokens a rank sends at most c * T, rounded up, to each other host. Choices past
+            it are dropped, and counted; see `host_capacity` of `jax_ep.dispatch`. On one host it
+            changes nothing. For routers that keep a token to few hosts, such as 0.6 for 4 of 8.
         num_slots: None; or P, a multiple of the ranks, at least E: the ranks hold P copies of
             experts, and each call is given a `placement` that says which. E may then be any number.
         zero_experts, identity_experts, constant_experts: experts that cost nothing, of which the
@@ -99,6 +103,7 @@ class MoEConfig:
     balance_convention: losses.Convention = "switch"
     capacity_factor: float | None = None
     overflow: Overflow = "fair"
+    host_capacity_factor: float | None = None
     num_slots: int | None = None
     zero_experts: int = 0
     identity_experts: int = 0
@@ -165,6 +170,15 @@ def check_config(config: MoEConfig) -> None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
     check_overflow(config.overflow)
+    if config.host_capacity_factor is not None:
+        none = ", or None to send a host all that is meant for it"
+        checks.check_number("host_capacity_factor", config.host_capacity_factor, otherwise=none)
+        if config.implementation in ("pallas", "xla"):
+            raise ValueError(
+                'host_capacity_factor is of the exchange between hosts, "two_level" or None, but '
+                f"is {config.host_capacity_factor} and the implementation "
+                f"{config.implementation!r}."
+            )
     if config.num_slots is not None:
         checks.check_integer("num_slots", config.num_slots)
         if config.num_slots < config.num_experts:

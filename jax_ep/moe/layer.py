@@ -307,6 +307,7 @@ def _routed_experts(
         expert_alignment=config.expert_alignment,
         # Without a factor nothing overflows, and there is nothing to choose.
         overflow="tail" if config.capacity_factor is None else config.overflow,
+        host_capacity=_host_capacity(config, tokens.shape[0], where),
         wire_dtype=config.wire_dtype,
         implementation=config.implementation,
     )
@@ -356,6 +357,13 @@ def receive_capacity(
     alignment = config.expert_alignment
     rows += smaller(rows, num_local_experts) * (alignment - 1)
     return -(-rows // alignment) * alignment
+
+
+def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int | None:
+    """Returns the most rows that a rank sends to each other host; None: as many as there are."""
+    if config.host_capacity_factor is None or not where.expert_axes:
+        return None
+    return math.ceil(config.host_capacity_factor * num_tokens)
 
 
 def _own_experts(

@@ -23,7 +23,8 @@ class MoEMetrics(NamedTuple):
         router_z_loss: [] float32; see `jax_ep.router_z_loss`.
         expert_counts: [E] int32: (token, choice) pairs that chose each expert, dropped ones too;
             after the E experts those that cost nothing, if there are any.
-        num_dropped: [] int32: pairs that no expert computed, because a receive buffer was full.
+        num_dropped: [] int32: pairs that no expert computed, because a receive buffer was full or
+            a rank had more for a host than the `host_capacity_factor` lets it send.
         dropped_counts: [E] int32: `num_dropped`, by expert.
         balance: the sums that the loss is made of, for `jax_ep.pooled_load_balance_loss` over
             layers or microbatches; of all tokens, also where the loss is of sequences.

@@ -75,6 +75,12 @@ def test_a_config_can_be_pickled(activation):
         (dict(capacity_factor="2"), TypeError, "capacity_factor must .* but is '2'"),
         (dict(capacity_factor=True), TypeError, "capacity_factor must .* but is True"),
         (dict(capacity_factor=jnp.ones(())), TypeError, "capacity_factor must .*Array"),
+        (dict(host_capacity_factor=0.0), ValueError, "host_capacity_factor must .* but is 0.0"),
+        (
+            dict(host_capacity_factor=0.5, implementation="xla"),
+            ValueError,
+            "host_capacity_factor is of the exchange between hosts.* but is 0.5 and .*'xla'",
+        ),
         (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
         (dict(activation="silu"), TypeError, "activation must .*jax.nn.silu, but is 'silu'"),
         (dict(router="top2"), TypeError, "router must be a function of tokens .* but is 'top2'"),

@@ -239,6 +239,31 @@ def test_small_capacity_drops_and_says_so(num_ranks):
     assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(grads))
 
 
+def test_what_is_past_a_host_capacity_is_dropped_and_counted(monkeypatch):
+    """A rank of 4 tokens sends 2 of them to the other host; the rest is as if never chosen."""
+    params, x = make_params(shared=False), make_x()
+    gate, wi_0, wi_1, wo = (
+        np.asarray(a) for a in (params.gate, params.wi_0, params.wi_1, params.wo)
+    )
+    tokens = np.asarray(x).reshape(-1, H)
+    routed = reference.top_k_routing(tokens @ gate, K)
+    host_of_token = np.arange(BATCH * SEQUENCE) * 2 // (BATCH * SEQUENCE)
+    away = routed.topk_idx * 2 // E != host_of_token[:, None]
+    number = np.cumsum(away.any(axis=1).reshape(BATCH, SEQUENCE), axis=1).reshape(-1, 1)
+    lost = away & (number > 2)
+    weights = np.where(lost, 0, routed.topk_weights)
+    want = reference.moe_layer(tokens, routed.topk_idx, weights, wi_0, wi_1, wo)
+
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "4")
+    config = dataclasses.replace(CONFIG, host_capacity_factor=0.5, expert_axis=("host", "expert"))
+    with jax.set_mesh(mesh((2, 4), ("host", "expert"))):
+        out, metrics = moe.moe_layer(params, x, config)
+    dropped = np.bincount(routed.topk_idx[lost], minlength=E)
+    np.testing.assert_array_equal(metrics.dropped_counts, dropped)
+    assert metrics.num_dropped == np.sum(dropped) > 0
+    np.testing.assert_allclose(out.reshape(-1, H), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_ample_capacity_factor_drops_nothing():
     config = MoEConfig(
