@@ -57,10 +57,13 @@ def choose_slots(
     rank = lax.axis_index(axes) if axes else jnp.int32(0)
     choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
+    slots_of_expert = slots_of_expert.astype(jnp.int32)
+    if slots_of_expert.shape[1] == 1:  # no expert has copies, so nothing is to be counted
+        only = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
+        return jnp.where(is_choice, only, -1)
     _, turn = count_choices(choices, num_experts)
     choices = jnp.where(is_choice, choices, 0)
 
-    slots_of_expert = slots_of_expert.astype(jnp.int32)
     here = (slots_of_expert >= 0) & (slots_of_expert // (num_slots // num_ranks) == rank)
     local = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)
     turn = (turn + rank) % num_copies.astype(jnp.int32)[choices]

@@ -32,6 +32,9 @@ from jax_ep.placement.table import Array, Placement
 # What a rank sends at once, so that the memory beside the weights stays small.
 _PIECE_BYTES = 64 * 2**20
 
+# About how long the rows are that weights are cut into: an exchange of short rows is slower.
+_ROW_BYTES = 16 * 2**10
+
 # What a dispatch carries values of so many bytes as. Elsewhere they are integers: XLA may compute
 # with floats of 16 bits in float32, and so change the bits of a NaN, even where it only moves them.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
@@ -201,8 +204,8 @@ def _mover(
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: layers + 1]
-        columns = leaf.shape[-1] if leaf.ndim > layers + 1 else 1
         dtype = leaf.dtype
+        columns = _row_length(leaf.shape[layers + 1 :], dtype.itemsize)
         rows = lax.bitcast_convert_type(leaf, f"uint{8 * dtype.itemsize}")
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
         plan = plan.reshape(*rows.shape[:2], -1)
@@ -211,6 +214,14 @@ def _mover(
 
     moved = jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, of_plan), out_specs=spec)
     return jax.jit(moved, donate_argnums=0)
+
+
+def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
+    """Returns the values of a row, of whole rows of a slot's weights of `shape`."""
+    length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
+    while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
+        length, rows = 2 * length, rows // 2
+    return length
 
 
 def _move_rows(
