@@ -2,25 +2,31 @@
 
 `python processes_check.py` runs the same programs in one process and in one process for each GPU,
 which sees all GPUs or its own alone. It compares every result bit for bit, repeats the exchange
-while ranks are held back at random, times loops of calls, and prints a table. It exits with 1 if
-anything differs. pytest does not collect it.
+while ranks are held back at random, times loops of calls, and prints a table. Before that it kills
+one of the processes in the middle of a loop: all others must end in time, and say which rank waited
+for which, in which op; nothing of theirs may stay on a GPU. It exits with 1 if anything differs.
+pytest does not collect it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 AXIS = "expert"
+TIMEOUT_SECONDS = 5.0  # of a kernel that waits for a process that was killed
 SIZES = dict(num_experts=16, top_k=4, num_tokens=67, hidden=1024)
 
 
@@ -30,6 +36,7 @@ def main() -> int:
     parser.add_argument("--process", help="NUMBER/COUNT, for those that are started")
     parser.add_argument("--coordinator")
     parser.add_argument("--results")
+    parser.add_argument("--endless", action="store_true")
     args = parser.parse_args()
     if args.process is not None:
         run(args)
@@ -39,6 +46,11 @@ def main() -> int:
         ways = {"one process": (1, False), "a process a GPU": (count, False)}
         ways["each sees its own"] = (count, True)
         expected, failed = None, 0
+        if count > 1:
+            path = Path(folder) / "killed"
+            said = after_one_is_killed(count, path)
+            print(f"{'one is killed':<20}{said or 'FAILED'}", flush=True)
+            failed += not said
         for name, (processes, own) in ways.items():
             path = Path(folder) / name.replace(" ", "_")
             texts = start(processes, own, path, args.repeats)
@@ -57,27 +69,75 @@ def number_of_gpus() -> int:
 
 def start(processes: int, own: bool, path: Path, repeats: int) -> str:
     """Runs the programs in so many processes; returns what the first one printed."""
-    path.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    running = []
-    for i in range(processes):
-        environment = dict(os.environ)
-        if own:
-            environment["CUDA_VISIBLE_DEVICES"] = str(i)
-        command = [sys.executable, __file__, "--process", f"{i}/{processes}"]
-        command += ["--coordinator", coordinator, "--results", str(path)]
-        command += ["--repeats", str(repeats)]
-        running.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        )
+    running = launch(processes, own, path, "--repeats", str(repeats))
     texts = [process.communicate(timeout=300)[0] for process in running]
     if any(process.returncode for process in running):
         raise SystemExit(
             f"a process failed: {[p.returncode for p in running]}\n" + "\n".join(texts)
         )
     return texts[0].strip()
+
+
+def launch(
+    processes: int, own: bool, path: Path, *flags: str, **options: Any
+) -> list[subprocess.Popen[str]]:
+    path.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    running = []
+    for i in range(processes):
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(i)} if own else dict(os.environ)
+        environment |= options.get("environment", {})
+        command = [sys.executable, __file__, "--process", f"{i}/{processes}"]
+        command += ["--coordinator", coordinator, "--results", str(path), *flags]
+        running.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=options.get("stderr"),
+                text=True,
+            )
+        )
+    return running
+
+
+def after_one_is_killed(processes: int, path: Path) -> str:
+    """Kills the last process in its loop; returns how the others ended, "" if not as they must."""
+    seconds = {"JAX_EP_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
+    running = launch(
+        processes, False, path, "--endless", environment=seconds, stderr=subprocess.STDOUT
+    )
+    try:
+        for process in running:
+            assert process.stdout is not None
+            while "looping" not in (line := process.stdout.readline()):
+                if not line:
+                    raise SystemExit("a process ended before its loop")
+        time.sleep(0.5)
+        running[-1].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        texts = [process.communicate(timeout=60)[0] for process in running[:-1]]
+        took = time.monotonic() - killed
+    finally:
+        for process in running:
+            process.kill()
+    said = [
+        re.search(r"jax_ep: [\w ]+: rank \d+ waited over .* for rank \d+", text) for text in texts
+    ]
+    left = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    held = max(map(int, left.stdout.split()))
+    first = next((match for match in said if match), None)
+    if first is None or took > TIMEOUT_SECONDS + 30 or not all(p.returncode for p in running):
+        print("\n".join(text[-2000:] for text in texts))
+        return ""
+    return f"the others ended after {took:.1f} s, {held} MiB held: {first.group()}"
 
 
 def gather(path: Path) -> dict[str, np.ndarray]:
@@ -105,6 +165,8 @@ def run(args: Any) -> None:
         ids = None if "CUDA_VISIBLE_DEVICES" in os.environ else [number]
         jax.distributed.initialize(args.coordinator, count, number, local_device_ids=ids)
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), (AXIS,))
+    if args.endless:
+        repeat(mesh, sys.maxsize, lambda i: i or print("looping", flush=True))
     results = {}
     for name, program, operands in programs(mesh):
         shards = jax.tree.leaves(program(*operands))
@@ -196,7 +258,7 @@ def programs(mesh: Any) -> Any:
             yield f"{operation} {algorithm}", on_ranks(mesh, collective), [x]
 
 
-def repeat(mesh: Any, repeats: int) -> str:
+def repeat(mesh: Any, repeats: int, tell: Callable[[int], Any] = lambda i: None) -> str:
     """Repeats the exchange; every repeat must give the first one's bits, on all ranks."""
     import jax
 
@@ -213,6 +275,7 @@ def repeat(mesh: Any, repeats: int) -> str:
         if rng.random() < 0.2:
             time.sleep(rng.random() * 0.002)  # this process is late
         results = program(*operands)
+        tell(i)
         if i % 10 == 0 and bits(results) != expected:
             raise SystemExit(f"repeat {i} differs")
     if bits(results) != expected:
