@@ -1,8 +1,9 @@
 """Grouped matmul: multiplies each row by its group's matrix. Start at `grouped_matmul`.
 
-It is made of two JAX primitives, so that one jaxpr lowers to the right backend on each platform:
-`grouped_matmul` (a product, or the sum of several) and `grouped_matmul_drhs` (the gradient of the
-matrices). The gradient of each is made of the two, so gradients of any order work.
+It is made of JAX primitives, so that one jaxpr lowers to the right backend on each platform:
+`grouped_matmul` (a product, or the sum of several), `grouped_matmul_gated` (what an expert makes of
+two products) and `grouped_matmul_drhs` (the gradient of the matrices). The gradient of each is made
+of the first and the last, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.matmul import loop, pallas, xla
-from jax_ep.matmul.backend import Backend
+from jax_ep.matmul.backend import Backend, Gating, gated
 from jax_ep.runtime.jax_compat import (
     Primitive,
     Program,
@@ -189,6 +190,32 @@ def sum_of_products(
     )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def gated_product(
+    lhs: jax.Array,
+    rhs: tuple[jax.Array, jax.Array],
+    group_sizes: jax.Array,
+    gating: Gating,
+    keep: bool,
+    implementation: Implementation,
+) -> tuple[jax.Array, ...]:
+    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, lhs [R, K] and rhs [L, K, N] each.
+
+    The products are rounded to the operands' dtype; `gating`, elementwise and hashable, gets them
+    as float32 or wider. "pallas" computes all in one kernel, if it knows the operations that
+    `gating` is made of, with the bits of a kernel for each. Operands must have been checked and
+    have one varying-axes type; group_sizes must be int32.
+
+    Returns (hidden,), [R, N] of the operands' dtype, or with `keep` (hidden, product, product).
+    Rows past the last group of the products are zero; those of hidden, gating of zeros or zero.
+    """
+    return tuple(
+        grouped_matmul_gated_p.bind(
+            lhs, *rhs, group_sizes, gating=gating, keep=keep, implementation=implementation
+        )
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
@@ -217,6 +244,22 @@ def _sum_of_products_bwd(implementation, transpose_rhs, saved, grad):
     return tuple(one_pair(*pair) for pair in pairs), None
 
 
+def _gated_product_fwd(lhs, rhs, group_sizes, gating, keep, implementation):
+    hidden, *products = gated_product(lhs, rhs, group_sizes, gating, True, implementation)
+    return (hidden, *products) if keep else (hidden,), (lhs, rhs, group_sizes, tuple(products))
+
+
+def _gated_product_bwd(gating, keep, implementation, saved, grads):
+    lhs, rhs, group_sizes, products = saved
+    dproducts = jax.vjp(functools.partial(gated, gating), *products)[1](grads[0])
+    if keep:
+        dproducts = tuple(map(jnp.add, dproducts, grads[1:]))
+    pairs = tuple(zip(dproducts, rhs, strict=True))
+    dlhs = sum_of_products(pairs, group_sizes, implementation, True)
+    drhs_of_both = tuple(drhs(lhs, d, group_sizes, implementation) for d in dproducts)
+    return dlhs, drhs_of_both, None
+
+
 def _drhs_fwd(lhs, grad, group_sizes, implementation):
     return drhs(lhs, grad, group_sizes, implementation), (lhs, grad, group_sizes)
 
@@ -229,6 +272,7 @@ def _drhs_bwd(implementation, saved, ct):
 
 
 sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
+gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
 drhs.defvjp(_drhs_fwd, _drhs_bwd)
 
 
@@ -259,6 +303,12 @@ def _compute_product(*operands, implementation, platform, transpose_rhs):
     return backend.sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs)
 
 
+@functools.partial(jax.jit, static_argnames=("gating", "keep", "implementation", "platform"))
+def _compute_gated(lhs, rhs_0, rhs_1, group_sizes, *, gating, keep, implementation, platform):
+    backend = _choose(implementation, platform, rhs_0.shape[1:], lhs.dtype)
+    return backend.gated_product(lhs, (rhs_0, rhs_1), group_sizes, gating, keep)
+
+
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_drhs(lhs, grad, group_sizes, *, implementation, platform):
     backend = _choose(implementation, platform, (lhs.shape[1], grad.shape[1]), lhs.dtype)
@@ -269,13 +319,23 @@ def _product_shape(lhs, rhs, *_, transpose_rhs, **__):
     return lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
 
 
+def _gated_shapes(lhs, rhs, *_, keep, **__):
+    return [(lhs.shape[0], rhs.shape[2])] * (3 if keep else 1)
+
+
 def _drhs_shape(lhs, grad, group_sizes, **_):
     return group_sizes.shape[0], lhs.shape[1], grad.shape[1]
 
 
-def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
+def _primitive(name: str, shape: Any, compute: Any, **options: Any) -> Primitive:
+    """Makes the primitive of a function; `shape` returns its result's shape, or a list of them."""
+    several = bool(options)
+
     def abstract_eval(lhs, *others, **params):
-        return result_type(lhs, shape(lhs, *others, **params))
+        shapes = shape(lhs, *others, **params)
+        if several:
+            return [result_type(lhs, each) for each in shapes]
+        return result_type(lhs, shapes)
 
     def lower(program: Program, *operands, **params):
         (platform, *others) = program.platforms
@@ -283,7 +343,8 @@ def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
             platform = "another platform"
 
         def compute_here(*operands, **params):
-            return (compute(*operands, platform=platform, **params),)
+            results = compute(*operands, platform=platform, **params)
+            return results if several else (results,)
 
         return program.lower(compute_here, *operands, **params)
 
@@ -299,7 +360,8 @@ def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
             else jnp.moveaxis(operand, dim, 0)
             for operand, dim in zip(operands, dims, strict=True)
         ]
-        return lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked)), 0
+        results = lax.map(lambda each: primitive.bind(*each, **params), tuple(stacked))
+        return results, [0] * len(results) if several else 0
 
     primitive = define_primitive(
         name,
@@ -310,10 +372,18 @@ def _primitive(name: str, shape: Any, compute: Any) -> Primitive:
         ),
         batch=one_by_one,
         eager=lambda *operands, **params: _jitted(primitive, **params)(*operands),
-        multiple_results=False,
+        multiple_results=several,
         platforms=(None, *_PREFERENCE),
+        **options,
     )
     return primitive
+
+
+def _without_unused_products(used, params):
+    """Returns the parameters, and which results they leave, where only some results are used."""
+    if params["keep"] and not any(used[1:]):
+        return params | {"keep": False}, [0]
+    return params, range(len(used))
 
 
 @functools.cache
@@ -322,4 +392,7 @@ def _jitted(primitive: Primitive, **params: Any) -> Any:
 
 
 grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product)
+grouped_matmul_gated_p = _primitive(
+    "grouped_matmul_gated", _gated_shapes, _compute_gated, unused=_without_unused_products
+)
 grouped_matmul_drhs_p = _primitive("grouped_matmul_drhs", _drhs_shape, _compute_drhs)

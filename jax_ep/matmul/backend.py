@@ -5,6 +5,9 @@ All backends follow one contract, with `num_rows = sum(group_sizes) <= R`:
   product(lhs [R, K], rhs [L, K, N], group_sizes [L], transpose_rhs=...) -> [R, N]
       out[r] = lhs[r] @ rhs[group of r], or lhs[r] @ rhs[group of r].T for rhs [L, N, K] with
       `transpose_rhs`; rows from num_rows on are zero, whatever lhs holds there.
+  gated_product(lhs [R, K], (rhs [L, K, N], rhs [L, K, N]), group_sizes [L], gating, keep) ->
+      (hidden [R, N],), with `keep` (hidden, product, product), [R, N] each: the two products, each
+      rounded to the operands' dtype, and gating of the two.
   drhs(lhs [R, K], grad [R, N], group_sizes [L]) -> [L, K, N]
       out[l] = lhs[rows of l].T @ grad[rows of l]; zero for an empty group; rows from num_rows on
       contribute nothing, whatever the two operands hold there.
@@ -16,13 +19,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs), all of the same shapes and dtype
+# An elementwise function of two arrays, float32 or wider.
+Gating = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Product(Protocol):
@@ -39,6 +44,17 @@ class SumOfProducts(Protocol):
     def __call__(
         self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool
     ) -> jax.Array: ...
+
+
+class GatedProduct(Protocol):
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: tuple[jax.Array, jax.Array],
+        group_sizes: jax.Array,
+        gating: Gating,
+        keep: bool,
+    ) -> tuple[jax.Array, ...] | None: ...
 
 
 class OperandsReason(Protocol):
@@ -58,6 +74,8 @@ class Backend:
       product: multiplies each row by the matrix of its group.
       drhs: computes the gradient of the matrices.
       fused_sum: sums products in one accumulator; None: products are computed apart and added.
+      fused_gate: computes a gated product in one kernel, or returns None for a gating that it
+        cannot; None: products are computed apart, and XLA gates them.
       operands_reason: returns why the backend cannot multiply by matrices of a shape and dtype, or
         None if it can.
       platform_reason: returns why the backend cannot run on a platform ("cpu", "cuda", ...), or
@@ -68,6 +86,7 @@ class Backend:
     product: Product
     drhs: Drhs
     fused_sum: SumOfProducts | None = None
+    fused_gate: GatedProduct | None = None
     operands_reason: OperandsReason = lambda matrix_shape, dtype: None
     platform_reason: PlatformReason = lambda platform: None
 
@@ -79,6 +98,29 @@ class Backend:
             return self.fused_sum(pairs, group_sizes, transpose_rhs=transpose_rhs)
         products = (self.product(*pair, group_sizes, transpose_rhs=transpose_rhs) for pair in pairs)
         return functools.reduce(jnp.add, products)
+
+    def gated_product(
+        self,
+        lhs: jax.Array,
+        rhs: tuple[jax.Array, jax.Array],
+        group_sizes: jax.Array,
+        gating: Gating,
+        keep: bool,
+    ) -> tuple[jax.Array, ...]:
+        """Gates the products of lhs and both rhs; with `keep` returns the products too."""
+        if self.fused_gate is not None:
+            fused = self.fused_gate(lhs, rhs, group_sizes, gating, keep)
+            if fused is not None:
+                return fused
+        products = [self.product(lhs, each, group_sizes, transpose_rhs=False) for each in rhs]
+        hidden = gated(gating, *products)
+        return (hidden, *products) if keep else (hidden,)
+
+
+def gated(gating: Gating, *products: jax.Array) -> jax.Array:
+    """Returns gating of the products, computed in float32 or wider and rounded to their dtype."""
+    dtype = products[0].dtype
+    return gating(*(product.astype(accumulator(dtype)) for product in products)).astype(dtype)
 
 
 def accumulator(dtype: Any) -> Any:

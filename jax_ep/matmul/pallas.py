@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep.matmul.backend import Backend, Pairs, pad_rows
+from jax_ep.matmul.backend import Backend, Gating, Pairs, pad_rows
 from jax_ep.runtime import availability
 
 if TYPE_CHECKING:
@@ -86,6 +86,41 @@ def sum_of_products(
         )[: lhs.shape[0]]
 
 
+def gated_product(
+    lhs: jax.Array,
+    rhs: tuple[jax.Array, jax.Array],
+    group_sizes: jax.Array,
+    gating: Gating,
+    keep: bool,
+    *,
+    tiles: Tiles | None = None,
+) -> tuple[jax.Array, ...] | None:
+    """Gates the products of lhs and both rhs in one kernel; with `keep` returns them too.
+
+    Returns None for a gating that is made of operations that the kernel does not know. If `tiles`
+    is None, `gated_tiles` chooses them.
+    """
+    from pallas_kernels.matmul import gated_matmul as kernels
+    from pallas_kernels.matmul.elementwise import Elementwise, NotSupported
+
+    num_rows, num_cols = lhs.shape[0], rhs[0].shape[2]
+    with jax.enable_x64(False):
+        try:
+            function = Elementwise(gating, 2)
+        except NotSupported:
+            return None
+        results = kernels.gated_product(
+            pad_rows(lhs, _ROW_MULTIPLE),
+            rhs,
+            group_sizes,
+            function,
+            keep=keep,
+            tiles=tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols, keep),
+            num_blocks=_core_count(),
+        )
+        return tuple(result[:num_rows] for result in results)
+
+
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: Tiles | None = None
 ) -> jax.Array:
@@ -123,6 +158,24 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     return Tiles.fitting(block_m, block_n, _band(num_cols // block_n))
 
 
+def gated_tiles(num_rows: int, num_groups: int, num_cols: int, keep: bool) -> Tiles:
+    """Chooses tiles for a gated product of [num_rows, K] and two of [num_groups, K, num_cols].
+
+    Those of the two products lie side by side in the accumulators of a tile twice as wide.
+    """
+    from pallas_kernels.matmul.grouped_matmul import Tiles
+
+    few_rows = num_rows < 64 * num_groups and num_cols % 128 == 0
+    block_n = 128 if num_cols % 128 == 0 else 64
+    return Tiles.fitting(
+        64 if few_rows else 128,
+        block_n,
+        _band(num_cols // block_n),
+        matrices=2,
+        outputs=3 if keep else 1,
+    )
+
+
 def drhs_tiles(num_cols: int) -> Tiles:
     """Chooses tiles for the gradient of rhs [L, K, num_cols]."""
     from pallas_kernels.matmul.grouped_matmul import Tiles
@@ -149,4 +202,6 @@ def _core_count() -> int:
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
 
 
-BACKEND = Backend("pallas", product, drhs, sum_of_products, operands_reason, platform_reason)
+BACKEND = Backend(
+    "pallas", product, drhs, sum_of_products, gated_product, operands_reason, platform_reason
+)

@@ -80,7 +80,10 @@ def expert_mlp(
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
     Without wi_1 an expert has no gate: activation(x @ wi_0) @ wo. What is between the matmuls is
-    computed in float32, in one pass over the pre-activations.
+    computed in float32. "pallas" computes both pre-activations and their gate in one kernel, if
+    there are no biases of them and the gate is made of sums, products, minima, maxima, exp, tanh
+    and sigmoid (SiLU, GELU by tanh, ReLU, clamps); else the gate is one pass over them. The bits
+    are the same.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values
@@ -124,7 +127,7 @@ def expert_mlp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _expert_mlp(tokens, experts: Experts, group_sizes, unit, implementation):
-    return forward(tokens, experts, group_sizes, unit, implementation)[0]
+    return forward(tokens, experts, group_sizes, unit, implementation, keep=False)[0]
 
 
 def _backward(unit, implementation, saved, grad):
@@ -138,20 +141,23 @@ def forward(
     group_sizes: jax.Array,
     unit: HiddenUnit,
     implementation: gmm.Implementation,
+    keep: bool = True,
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output [R, H] and what `backward` needs.
+    """Returns the output [R, H] and, with `keep`, what `backward` needs.
 
     The operands must be checked and have one varying-axes type.
     """
     tokens = checkpoint_name(tokens, "dispatched_tokens")
-    pre = tuple(
-        checkpoint_name(
-            gmm.product(tokens, wi, group_sizes, implementation), "expert_pre_activations"
-        )
-        for wi in (experts.wi_0, experts.wi_1)
-        if wi is not None
-    )
-    hidden = _hidden(unit, _bias_rows(experts, group_sizes, len(tokens)), pre)
+    hidden: jax.Array | None = None
+    if experts.wi_1 is not None and (experts.wi_0_bias, experts.wi_1_bias) == (None, None):
+        both = experts.wi_0, experts.wi_1
+        hidden, *products = gmm.gated_product(tokens, both, group_sizes, unit, keep, implementation)
+    else:
+        matrices = (wi for wi in (experts.wi_0, experts.wi_1) if wi is not None)
+        products = [gmm.product(tokens, wi, group_sizes, implementation) for wi in matrices]
+    pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
+    if hidden is None:
+        hidden = _hidden(unit, _bias_rows(experts, group_sizes, len(tokens)), pre)
     out = gmm.product(hidden, experts.wo, group_sizes, implementation)
     if experts.wo_bias is not None:
         groups = _group_of_row(group_sizes, len(tokens))

@@ -117,11 +117,12 @@ def routed_experts(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _routed_experts(config: _Config, tokens, experts, weights, group_sizes, handle):
-    return _forward(config, tokens, experts, weights, group_sizes, handle)[0]
+    return _forward(config, tokens, experts, weights, group_sizes, handle, keep=False)[0]
 
 
-def _forward(config, tokens, experts, weights, group_sizes, handle: Handle):
-    y, saved = forward(tokens, experts, group_sizes, config.unit, config.matmul_implementation)
+def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep: bool = True):
+    unit, implementation = config.unit, config.matmul_implementation
+    y, saved = forward(tokens, experts, group_sizes, unit, implementation, keep)
     out = combine(y, handle, weights, implementation=config.implementation)
     return out, (saved, weights, handle)
 

@@ -9,6 +9,7 @@ missing, and kernels, which need primitives, are refused with that reason.
 from __future__ import annotations
 
 import contextvars
+import functools
 import importlib
 import json
 import warnings
@@ -247,6 +248,7 @@ def define_primitive(
     eager: Callable[..., Any] | None = None,
     multiple_results: bool = True,
     platforms: Sequence[str | None] = (None,),
+    unused: Callable[..., Any] | None = None,
 ) -> Primitive:
     """Makes a primitive, or a stand-in that computes inline where JAX lacks what primitives need.
 
@@ -264,6 +266,9 @@ def define_primitive(
       platforms: the platforms that get a lowering of their own; None is every other platform. A
         program for several platforms branches over their lowerings, and a branch may hold no
         collective.
+      unused: (which results are used, params) -> params that compute no more than these, and the
+        indices of the results that they leave. None, and where JAX lacks what it takes: all results
+        are computed if one is used.
     """
     if primitives_unavailable_reason() is not None:
         return _Inline(inline)
@@ -282,7 +287,23 @@ def define_primitive(
         _batchers[primitive] = batch
     if eager is not None:
         primitive.def_impl(eager)
+    if unused is not None and _dce_rules is not None:
+        _dce_rules[primitive] = functools.partial(_without_unused_results, unused)
     return primitive
+
+
+_dce_rules = _find("jax.interpreters.partial_eval.dce_rules")
+
+
+def _without_unused_results(
+    unused: Callable[..., Any], used: Sequence[bool], equation: Any
+) -> tuple[list[bool], Any]:
+    """Removes from an equation of a jaxpr what computes results that nothing uses."""
+    if not any(used):
+        return [False] * len(equation.invars), None
+    params, left = unused(used, equation.params)
+    results = [equation.outvars[i] for i in left]
+    return [True] * len(equation.invars), equation.replace(params=params, outvars=results)
 
 
 def _lacks(path: str) -> Callable[..., NoReturn]:

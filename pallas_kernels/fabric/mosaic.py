@@ -43,6 +43,7 @@ _REQUIRED = (
     "jaxlib.mlir.dialects.scf.IfOp",
     "jaxlib.mlir.dialects.scf.WhileOp",
     "jaxlib.mlir.dialects.vector.extract",
+    "jaxlib.mlir.dialects.vector.insert",
     "jaxlib.mlir.ir.InsertionPoint",
 )
 
@@ -236,6 +237,19 @@ def array_of(
         _layout=mgpu.WGStridedFragLayout(tuple(shape), elements),
         _is_signed=is_signed,
     )
+
+
+def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
+    """Applies `function`, which emits for scalars, to the elements of floats of one layout."""
+    out = np.empty_like(arrays[0].registers)
+    for index in np.ndindex(out.shape):
+        vectors = [array.registers[index] for array in arrays]
+        total = vectors[0]
+        for i in range(vector_length_of(total)):
+            element = function(*(vector.extract(register, [], [i]) for register in vectors))
+            total = vector.insert(element, total, [], [i])
+        out[index] = total
+    return mgpu.FragmentedArray(_registers=out, _layout=arrays[0].layout, _is_signed=None)
 
 
 def warp_sum(value: Value, threads: int) -> Value:

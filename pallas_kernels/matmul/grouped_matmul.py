@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,7 @@ _COMPUTERS = 2
 _LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
 _OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
 
-# Columns of the table that `_row_tiles` makes.
+# Columns of the table that `row_tiles` makes.
 _GROUP, _FIRST, _BEGIN, _END = range(4)
 
 
@@ -50,8 +50,8 @@ class Tiles:
       block_m: height of a block's output tile, 64 or 128. At 128 each computer takes half the rows;
         at 64 each takes half the columns.
       block_n: width of a block's output tile, a multiple of 64, or of 128 if block_m is 64.
-      num_slots: depth of the ring, in pairs of operand tiles of 64 along the summed dimension.
-      num_staged: 64 x 64 chunks of its result that a computer may stage on their way to the output.
+      num_slots: depth of the ring, in operand tiles of 64 along the summed dimension.
+      num_staged: 64 x 64 chunks of each output that a computer may stage on their way to it.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
     """
 
@@ -62,15 +62,20 @@ class Tiles:
     band: int = 1
 
     @classmethod
-    def fitting(cls, block_m: int, block_n: int, band: int = 1) -> Tiles:
-        """Returns tiles with staging for a whole output tile and the deepest ring that then fits.
+    def fitting(
+        cls, block_m: int, block_n: int, band: int = 1, *, matrices: int = 1, outputs: int = 1
+    ) -> Tiles:
+        """Returns tiles with staging for output tiles and the deepest ring that then fits.
 
-        The ring has at most 6 slots.
+        The ring has at most 6 slots. A slot holds tiles of as many `matrices` of a group. Where a
+        kernel has several `outputs`, a 64 x 64 chunk of each is staged at a time, else all chunks.
         """
-        chunks = block_m * block_n // (_CHUNK * _CHUNK * _COMPUTERS)
+        chunks = block_m * block_n // (_CHUNK * _CHUNK * _COMPUTERS) if outputs == 1 else 1
         chunk, operand = 2 * _CHUNK * _CHUNK, 2 * _CHUNK
-        staging = _COMPUTERS * chunk * (chunks + 1)  # one more for chunks that are stored in part
-        slots = (SHARED_MEMORY_BYTES - _OTHER_BYTES - staging) // (operand * (block_m + block_n))
+        # One chunk more, for those that are stored in part.
+        staging = _COMPUTERS * chunk * (chunks * outputs + 1)
+        slot = operand * (block_m + matrices * block_n)
+        slots = (SHARED_MEMORY_BYTES - _OTHER_BYTES - staging) // slot
         return cls(block_m, block_n, min(slots, 6), chunks, band)
 
     @property
@@ -84,7 +89,7 @@ class Tiles:
 
     @property
     def staged(self) -> int:
-        """Chunks that a computer stages at a time: a divisor of the chunks of its part."""
+        """Chunks of an output that a computer stages at a time: a divisor of those of its part."""
         return math.gcd(self.num_staged, self.part // _CHUNK)
 
     def __post_init__(self) -> None:
@@ -120,9 +125,9 @@ def product(
     lhs, rhs = pairs[0]
     num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     depths = tuple(lhs.shape[1] for lhs, _ in pairs)
-    table = _row_tiles(group_sizes, tiles.block_m, num_rows)
-    kernel = _Product(tiles, num_blocks, bool(interpret), width, depths, num_rows, transpose_rhs)
-    return _call(
+    table = row_tiles(group_sizes, tiles.block_m, num_rows)
+    kernel = Product(tiles, num_blocks, bool(interpret), width, depths, num_rows, transpose_rhs)
+    return launch(
         kernel,
         kernel.scratch_types(lhs.dtype),
         jax.ShapeDtypeStruct((num_rows, width), lhs.dtype),
@@ -156,7 +161,7 @@ def drhs(
     num_groups = group_sizes.shape[0]
     shape = num_groups, lhs.shape[1], grad.shape[1]
     kernel = _Drhs(tiles, num_blocks, bool(interpret), grad.shape[1], *shape[:2])
-    return _call(
+    return launch(
         kernel,
         kernel.scratch_types(lhs.dtype),
         jax.ShapeDtypeStruct(shape, lhs.dtype),
@@ -165,7 +170,7 @@ def drhs(
     )(lhs, grad, _group_steps(group_sizes, lhs.shape[0]))
 
 
-def _row_tiles(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
+def row_tiles(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
     """Returns the table of the tiles of all groups' rows, [tiles + 1, 4] int32.
 
     An entry is a tile's group, its first row (a multiple of 8), and the range [begin, end) of its
@@ -205,13 +210,22 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kernel:
-    """The common base of the kernels `product` and `drhs`: the ring, and the order of tiles."""
+class Kernel:
+    """The common base of the kernels: the ring, and the order of tiles."""
 
     tiles: Tiles
     num_blocks: int
     interpreted: bool
     width: int  # columns of the output
+
+    @property
+    def matrices(self) -> int:
+        """Returns how many right operand tiles a slot holds; each has an accumulator of its own."""
+        return 1
+
+    @property
+    def outputs(self) -> int:
+        return 1
 
     def __post_init__(self) -> None:
         if self.width % self.tiles.block_n:
@@ -219,15 +233,17 @@ class _Kernel:
                 f"the output's {self.width} columns are not whole tiles of {self.tiles.block_n}."
             )
 
-    def ring(self, dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> dict[str, Any]:
+    def ring(self, dtype: Any, left: tuple[int, int], right: tuple[int, ...]) -> dict[str, Any]:
         slots, operand = self.tiles.num_slots, _swizzled(dtype)
         return dict(
             left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
             right=plgpu.SMEM((slots, *right), dtype, transforms=operand),
             staged=plgpu.SMEM(
-                (_COMPUTERS, self.tiles.staged, _CHUNK, _CHUNK), dtype, transforms=operand
+                (_COMPUTERS, self.outputs * self.tiles.staged, _CHUNK, _CHUNK),
+                dtype,
+                transforms=operand,
             ),
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+            full=plgpu.Barrier(num_arrivals=1 + self.matrices, num_barriers=slots),
             empty=plgpu.Barrier(num_arrivals=_COMPUTERS, num_barriers=slots),
         )
 
@@ -267,8 +283,11 @@ class _Kernel:
         row, column = _divmod(rest, jnp.int32(band))
         return row, (whole * band + column) * self.tiles.block_n
 
-    def fill(self, scratch: Any, used: jax.Array, left: Any, right: Any) -> jax.Array:
-        """Copies a pair of operand tiles into the ring's next slot, once it is empty."""
+    def fill(self, scratch: Any, used: jax.Array, left: Any, *right: Any) -> jax.Array:
+        """Copies operand tiles, one left and one or more right, into the ring's next slot.
+
+        Waits until the slot is empty.
+        """
         slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
 
         @pl.when(used >= self.tiles.num_slots)
@@ -277,7 +296,9 @@ class _Kernel:
 
         full = scratch["full"].at[slot]
         plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], full)
-        plgpu.copy_gmem_to_smem(right, scratch["right"].at[slot], full)
+        tiles = scratch["right"].at[slot]
+        for i, operand in enumerate(right):
+            plgpu.copy_gmem_to_smem(operand, tiles if len(right) == 1 else tiles.at[i], full)
         return used + 1
 
     def accumulate(
@@ -289,7 +310,8 @@ class _Kernel:
     ) -> jax.Array:
         """Runs `multiply(accumulator, slot, step)` on the ring's next `steps` slots; frees them.
 
-        Returns the accumulator, a computer's part of an output tile.
+        `multiply` starts one matmul for each of `matrices`. Returns the accumulator: a computer's
+        part of an output tile, or of those of all `matrices` side by side.
         """
         num_slots = jnp.int32(self.tiles.num_slots)
 
@@ -298,7 +320,8 @@ class _Kernel:
                 slot = lax.rem(used + i, num_slots)
                 plgpu.barrier_wait(scratch["full"].at[slot])
                 multiply(accumulator, slot, i)
-                plgpu.wgmma_wait(1)  # the step before this one has ended, so its slot is free
+                # Once the step before this one has ended, its slot is free.
+                plgpu.wgmma_wait(self.matrices)
 
                 @pl.when(i > 0)
                 def _():
@@ -309,7 +332,7 @@ class _Kernel:
             plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + steps - 1, num_slots)])
             return total
 
-        return pl.run_scoped(scope, plgpu.ACC((_CHUNK, self.tiles.part)))
+        return pl.run_scoped(scope, plgpu.ACC((_CHUNK, self.matrices * self.tiles.part)))
 
     def pass_by(self, scratch: Any, used: jax.Array, steps: Any) -> None:
         """Waits for the ring's next `steps` slots, and frees them without use."""
@@ -341,30 +364,41 @@ class _Kernel:
             return top + computer * _CHUNK, left_edge
         return top, left_edge + computer * self.tiles.part
 
-    def store_part(self, staged: Any, total: jax.Array, out: Any) -> None:
-        """Stores a computer's part of a tile to `out`, as many chunks at a time as it may stage."""
+    def store_part(
+        self, staged: Any, results: Callable[[slice], Iterable[jax.Array]], outs: Sequence[Any]
+    ) -> None:
+        """Stores a computer's part of a tile to `outs`, as many chunks at a time as it may stage.
+
+        `results(columns)` returns what goes to these columns of each of `outs`.
+        """
         for first in range(0, self.tiles.part // _CHUNK, self.tiles.staged):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             columns = [
                 slice((first + i) * _CHUNK, (first + i + 1) * _CHUNK)
                 for i in range(self.tiles.staged)
             ]
-            for i, column in enumerate(columns):
-                staged.at[i][...] = total[:, column].astype(out.dtype)
+            places = [out.at[:, column] for column in columns for out in outs]
+            chunks = (chunk for column in columns for chunk in results(column))
+            for i, chunk in enumerate(chunks):
+                staged.at[i][...] = chunk
             plgpu.commit_smem()
-            for i, column in enumerate(columns):
-                plgpu.copy_smem_to_gmem(staged.at[i], out.at[:, column])
+            for i, place in enumerate(places):
+                plgpu.copy_smem_to_gmem(staged.at[i], place)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Product(_Kernel):
+class Product(Kernel):
     depths: tuple[int, ...]
     num_rows: int
     transpose_rhs: bool
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
-        right = (tiles.block_n, _CHUNK) if self.transpose_rhs else (_CHUNK, tiles.block_n)
+        right: tuple[int, ...] = tiles.block_n, _CHUNK
+        if not self.transpose_rhs:
+            right = right[::-1]
+        if self.matrices > 1:
+            right = self.matrices, *right
         return self.ring(dtype, (tiles.block_m, _CHUNK), right) | dict(
             # A chunk with rows of another group is stored by parts of its rows, which a swizzled
             # tile does not allow.
@@ -372,7 +406,8 @@ class _Product(_Kernel):
         )
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
-        *operands, table, out = refs
+        *operands, table = refs[: -self.outputs]
+        outs = refs[-self.outputs :]
         warpgroup = lax.axis_index("warpgroup")
         last = table.shape[0] - 1
         num_tiles, num_live_rows = table[last, 0], table[last, 1]
@@ -390,12 +425,15 @@ class _Product(_Kernel):
                 group, first, left_edge = tile
                 rows = pl.ds(_aligned(first), self.tiles.block_m)
                 cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.block_n)
-                for lhs, rhs, depth in zip(operands[::2], operands[1::2], self.depths, strict=True):
+                together = 1 + self.matrices  # operands that are loaded together
+                for k, depth in enumerate(self.depths):
+                    lhs, *rhs = operands[k * together : (k + 1) * together]
 
                     def step(i, used, lhs=lhs, rhs=rhs):
                         inner = pl.ds(i * _CHUNK, _CHUNK)
                         place = (cols, inner) if self.transpose_rhs else (inner, cols)
-                        return self.fill(scratch, used, lhs.at[rows, inner], rhs.at[group, *place])
+                        right = (matrix.at[group, *place] for matrix in rhs)
+                        return self.fill(scratch, used, lhs.at[rows, inner], *right)
 
                     used = lax.fori_loop(0, depth // _CHUNK, step, used)
                 return used
@@ -415,15 +453,27 @@ class _Product(_Kernel):
                 return top, left_edge, begin, end
 
             def one_tile(tile, used):
-                self._one_tile(tile, out, warpgroup, used, scratch)
+                self._one_tile(tile, outs, warpgroup, used, scratch)
                 return used + sum(self.depths) // _CHUNK
 
             self.each_of(total, look_up, one_tile, jnp.int32(0))
-            self._zero_tail(out, num_live_rows, warpgroup, scratch["plain"].at[warpgroup])
+            self._zero_tail(outs, num_live_rows, warpgroup, scratch["plain"].at[warpgroup])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def multiply(self, accumulator: Any, left: Any, right: Any, computer: jax.Array) -> None:
+        """Starts the matmuls of a computer's part of the operand tiles."""
+        if self.transpose_rhs:
+            right = _transposed(self.part_of_right(right, computer, 0))
+        else:
+            right = self.part_of_right(right, computer, 1)
+        plgpu.wgmma(accumulator, left, right)
+
+    def results(self, total: jax.Array, columns: slice, dtype: Any) -> Iterator[jax.Array]:
+        """Yields what goes to some columns of each output, of the accumulators' `total`."""
+        yield total[:, columns].astype(dtype)
+
     def _one_tile(
-        self, tile: Any, out: Any, computer: jax.Array, used: jax.Array, scratch: Any
+        self, tile: Any, outs: Sequence[Any], computer: jax.Array, used: jax.Array, scratch: Any
     ) -> None:
         """Computes and stores a computer's part of a tile: its rows [begin, end) of the group."""
         top, left_edge, begin, end = tile
@@ -431,42 +481,44 @@ class _Product(_Kernel):
 
         def multiply(accumulator, slot, _):
             left = self.part_of_left(scratch["left"].at[slot], computer, 0)
-            right = scratch["right"].at[slot]
-            if self.transpose_rhs:
-                right = _transposed(self.part_of_right(right, computer, 0))
-            else:
-                right = self.part_of_right(right, computer, 1)
-            plgpu.wgmma(accumulator, left, right)
+            self.multiply(accumulator, left, scratch["right"].at[slot], computer)
 
         @pl.when(end > begin)
         def _some():
             total = self.accumulate(scratch, used, steps, multiply)
 
+            def results(columns):
+                return self.results(total, columns, outs[0].dtype)
+
             @pl.when(end - begin == _CHUNK)
             def _whole():
                 rows = pl.ds(_aligned(top), _CHUNK)
                 cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.part)
-                self.store_part(scratch["staged"].at[computer], total, out.at[rows, cols])
+                parts = [out.at[rows, cols] for out in outs]
+                self.store_part(scratch["staged"].at[computer], results, parts)
 
             @pl.when(end - begin < _CHUNK)
             def _some_rows():
                 plain = scratch["plain"].at[computer]
                 for chunk in range(0, self.tiles.part, _CHUNK):
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    values = total[:, chunk : chunk + _CHUNK].astype(out.dtype)
-                    mosaic.store_plain(plain, values)
-                    plgpu.commit_smem()
-                    cols = pl.ds(left_edge + chunk, _CHUNK)
-                    _store_rows(plain, begin, end, out, top, cols)
+                    values = results(slice(chunk, chunk + _CHUNK))
+                    for out in outs:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        mosaic.store_plain(plain, next(values))
+                        plgpu.commit_smem()
+                        cols = pl.ds(left_edge + chunk, _CHUNK)
+                        _store_rows(plain, begin, end, out, top, cols)
 
         @pl.when(end <= begin)
         def _none():
             self.pass_by(scratch, used, steps)
 
-    def _zero_tail(self, out: Any, start: jax.Array, computer: jax.Array, zeros: Any) -> None:
-        """Writes zeros to the rows of `out` from `start` on; all blocks' computers share them."""
+    def _zero_tail(
+        self, outs: Sequence[Any], start: jax.Array, computer: jax.Array, zeros: Any
+    ) -> None:
+        """Writes zeros to the rows of `outs` from `start` on; all blocks' computers share them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        mosaic.store_plain(zeros, _zeros((_CHUNK, _CHUNK), out.dtype, self.interpreted))
+        mosaic.store_plain(zeros, _zeros((_CHUNK, _CHUNK), outs[0].dtype, self.interpreted))
         plgpu.commit_smem()
         columns = jnp.int32(self.width // _CHUNK)
         first_chunk = lax.div(start, jnp.int32(_CHUNK))
@@ -480,13 +532,14 @@ class _Product(_Kernel):
             begin = jnp.maximum(start - first, 0)
             end = jnp.minimum(self.num_rows - first, _CHUNK)
             cols = pl.ds(column * _CHUNK, _CHUNK)
-            _store_rows(zeros, begin, end, out, first, cols)
+            for out in outs:
+                _store_rows(zeros, begin, end, out, first, cols)
 
         lax.fori_loop(0, lax.div(chunks * columns - me + (workers - 1), workers), one_chunk, None)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Drhs(_Kernel):
+class _Drhs(Kernel):
     num_groups: int
     height: int
 
@@ -561,8 +614,11 @@ class _Drhs(_Kernel):
 
                 @pl.when(top < self.height)
                 def _():
-                    part = out.at[group, rows, cols]
-                    self.store_part(scratch["staged"].at[warpgroup], total, part)
+                    self.store_part(
+                        scratch["staged"].at[warpgroup],
+                        lambda columns: [total[:, columns].astype(out.dtype)],
+                        [out.at[group, rows, cols]],
+                    )
 
                 return used + steps
 
@@ -612,13 +668,14 @@ def _store_rows(
         height //= 2
 
 
-def _call(
-    kernel: _Kernel,
+def launch(
+    kernel: Kernel,
     scratch_types: dict[str, Any],
-    out_type: jax.ShapeDtypeStruct,
+    out_type: Any,
     name: str,
     interpret: Any,
-) -> Callable[..., jax.Array]:
+) -> Callable[..., Any]:
+    """Returns the function of arrays that runs a kernel on its blocks of three warpgroups."""
     return plgpu.kernel(
         kernel,
         out_type=out_type,

@@ -20,6 +20,7 @@ from support.selection import quick
 from jax_ep.matmul.api import (
     IMPLEMENTATIONS,
     available_implementations,
+    gated_product,
     grouped_matmul,
     sum_of_products,
 )
@@ -137,6 +138,40 @@ def test_sum_of_products(implementation, dtype, transpose_rhs):
     for (dlhs, drhs), (_, want_dlhs, want_drhs) in zip(dpairs, want, strict=True):
         assert_close(dlhs, want_dlhs, dtype)
         assert_close(drhs.transpose(0, 2, 1) if transpose_rhs else drhs, want_drhs, dtype)
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+@pytest.mark.parametrize("keep", quick([False, True], True))
+@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
+def test_gated_product(implementation, dtype, keep):
+    """The bits of products and a gate apart; gradients of all results; and under vmap."""
+    sizes = GROUP_SIZES["empty groups"]
+    args = [operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)]
+    lhs, rhs, group_sizes = args[0][0], (args[0][1], args[1][1]), args[0][2]
+
+    def fused(lhs, rhs):
+        return gated_product(lhs, rhs, group_sizes, swiglu, keep, implementation)
+
+    def apart(lhs, rhs):
+        products = [grouped_matmul(lhs, r, group_sizes, implementation=implementation) for r in rhs]
+        hidden = swiglu(*(p.astype(jnp.float32) for p in products)).astype(dtype)
+        return (hidden, *products) if keep else (hidden,)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def values_and_gradients(function, lhs, rhs):
+        out, vjp = jax.vjp(function, lhs, rhs)
+        return out, vjp(tuple(args[1][3] for _ in out))
+
+    (out, grads), (want, want_grads) = (values_and_gradients(f, lhs, rhs) for f in (fused, apart))
+    for mine, theirs in zip(out, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+    for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        assert_close(mine, np.asarray(theirs).astype(np.float64), dtype)
+    mapped = jax.jit(jax.vmap(fused, (0, None)))(jnp.stack([lhs, -lhs]), rhs)
+    np.testing.assert_array_equal(np.asarray(mapped[0][0]), np.asarray(out[0]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

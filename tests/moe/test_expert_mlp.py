@@ -219,10 +219,12 @@ def test_what_is_kept_for_the_backward_pass():
         eqns = jax.make_jaxpr(
             lambda *a: jax.vjp(jax.checkpoint(layer, policy=names(*to_save)), *a)[1](1.0)
         )(tokens, *weights)
-        return str(eqns).count("grouped_matmul[")
+        return [str(eqns).count(f"keep={keep}") for keep in (False, True)]
 
-    # Keeping nothing, the backward pass computes the pre-activations' two products again.
-    assert kept_under() - kept_under("expert_pre_activations") == 2
+    # Keeping nothing, the forward pass makes the hidden values alone, and the backward one computes
+    # the pre-activations again.
+    assert kept_under() == [1, 1]
+    assert kept_under("expert_pre_activations") == [0, 1]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -290,6 +292,14 @@ def test_lowers_for_cuda():
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "@mosaic_gpu" in text
     assert "stablehlo.transpose" not in text
+
+    def kernels(**options):
+        traced = jax.jit(functools.partial(expert_mlp, **options)).trace(*shapes)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
+
+    assert kernels(activation=jax.nn.gelu, clamp=7.0) == 2, "the gate in the matmul"
+    exact_gelu = functools.partial(jax.nn.gelu, approximate=False)
+    assert kernels(activation=exact_gelu) == 3, "a gate that XLA computes"
 
 
 @pytest.mark.parametrize(

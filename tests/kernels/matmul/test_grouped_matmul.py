@@ -104,7 +104,7 @@ def test_tiles_cover_every_group_once(height):
     for num_groups in (1, 2, 9):
         sizes = rng.integers(0, 300, num_groups) * rng.integers(0, 2, num_groups)
         num_rows = (int(sizes.sum()) + 31) // 8 * 8
-        table = np.asarray(pallas._row_tiles(jnp.asarray(sizes, jnp.int32), height, num_rows))
+        table = np.asarray(pallas.row_tiles(jnp.asarray(sizes, jnp.int32), height, num_rows))
         count, live = table[-1, :2]
         assert count < len(table) and live == sizes.sum()
         owner = np.full(num_rows, -1)

@@ -1,0 +1,233 @@
+"""Elementwise float32 functions within a kernel, with the arithmetic of XLA's own GPU kernels.
+
+XLA rounds every operation (it never contracts a product and a sum), divides by `div.full`, inverts
+by `rcp.approx`, and has its own `exp` and `tanh`. Pallas' lowerings differ in the last bits of
+these. Here a function's jaxpr is emitted as the PTX that XLA emits for it, so that what a kernel
+computes in its epilogue is, bit for bit, what XLA computes in a kernel of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import mosaic
+
+Function = Callable[..., jax.Array]
+Value = Any  # an MLIR value, a float32
+
+
+class NotSupported(Exception):
+    """A function uses what `Elementwise` cannot emit; the message says what."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Elementwise:
+    """An elementwise function of `arity` float32 arrays, to be called within a kernel.
+
+    Raises NotSupported, when it is made, for a function that is made of other operations than those
+    that this module knows.
+    """
+
+    function: Function
+    arity: int
+
+    def __post_init__(self) -> None:
+        _check(self._jaxpr.jaxpr)
+
+    @functools.cached_property
+    def _jaxpr(self) -> Any:
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        try:
+            closed = jax.make_jaxpr(self.function)(*[scalar] * self.arity)
+        except Exception as error:
+            raise NotSupported(f"it cannot be traced with scalars: {error}") from error
+        if closed.consts:
+            raise NotSupported("it captures arrays")
+        if [(aval.shape, aval.dtype) for aval in closed.out_avals] != [((), jnp.float32)]:
+            raise NotSupported(f"its result is {closed.out_avals} for float32 scalars")
+        return closed
+
+    def __call__(self, *arrays: jax.Array, interpreted: bool) -> jax.Array:
+        """Applies the function to arrays of one shape in the layout of accumulators."""
+        if interpreted:
+            return self.function(*arrays)
+        jaxpr = self._jaxpr.jaxpr
+        layout = plgpu.Layout.WGMMA
+
+        def emit(_: Any, *operands: Any) -> Any:
+            return mosaic.elementwise(lambda *values: _emit(jaxpr, values)[0], *operands)
+
+        result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)
+        return mosaic.inline(emit, arrays, [layout] * self.arity, returns=result)
+
+
+def _instruction(name: str, operands: int) -> Callable[..., Value]:
+    text = ", ".join(f"${i}" for i in range(operands + 1))
+
+    def emit(*values: Value, **_: Any) -> Value:
+        return _ptx(f"{name} {text};", *values)
+
+    return emit
+
+
+def _ptx(text: str, *values: Value) -> Value:
+    constraints = ",".join(["=f", *["f"] * len(values)])
+    return mosaic.asm(text, constraints, *values, returns=mosaic.float_type())
+
+
+_add = _instruction("add.rn.f32", 2)
+_sub = _instruction("sub.rn.f32", 2)
+_mul = _instruction("mul.rn.f32", 2)
+_max = _instruction("max.NaN.f32", 2)
+_min = _instruction("min.NaN.f32", 2)
+_neg = _instruction("neg.f32", 1)
+_abs = _instruction("abs.f32", 1)
+_fma = _instruction("fma.rn.f32", 3)
+_reciprocal = _instruction("rcp.approx.f32", 1)
+_quotient = _instruction("div.full.f32", 2)
+
+
+def _exp(x: Value) -> Value:
+    """Emits libdevice's expf: 2^j * 2^f, with j + f = x / ln 2, clamped to the range of j."""
+    return _ptx(
+        "{ .reg .f32 t, j, k, f; .reg .b32 s;"
+        " fma.rn.f32 t, $1, 0f3BBB989D, 0f3F000000;"
+        " cvt.sat.f32.f32 t, t;"
+        " mov.f32 k, 0f437C0000;"
+        " mov.f32 f, 0f4B400001;"
+        " fma.rm.f32 j, t, k, f;"
+        " add.rn.f32 k, j, 0fCB40007F;"
+        " neg.f32 k, k;"
+        " fma.rn.f32 f, $1, 0f3FB8AA3B, k;"
+        " fma.rn.f32 f, $1, 0f32A57060, f;"
+        " mov.b32 s, j;"
+        " shl.b32 s, s, 23;"
+        " mov.b32 k, s;"
+        " ex2.approx.ftz.f32 f, f;"
+        " mul.rn.f32 $0, f, k; }",
+        x,
+    )
+
+
+def _logistic(x: Value) -> Value:
+    return _reciprocal(_add(_exp(_neg(x)), mosaic.f32(1.0)))
+
+
+def _tanh(x: Value) -> Value:
+    """Emits XLA's tanh: an odd polynomial over an even one, within the range where it is not 1."""
+
+    def constant(bits: int) -> Value:
+        return mosaic.f32(float(np.uint32(bits).view(np.float32)))
+
+    def polynomial(square: Value, first: int, *rest: int) -> Value:
+        total = constant(first)
+        for bits in rest:
+            total = _fma(square, total, constant(bits))
+        return total
+
+    clamped = _ptx(
+        "{ .reg .pred p; .reg .f32 t;"
+        " setp.ge.f32 p, $1, 0f40FFF644;"
+        " selp.f32 t, 0f40FFF644, $1, p;"
+        " setp.le.f32 p, t, 0fC0FFF644;"
+        " selp.f32 $0, 0fC0FFF644, t, p; }",
+        x,
+    )
+    square = _mul(clamped, clamped)
+    odd = (0xA59F25C0, 0x2A61337E, 0xAEBD37FF, 0x335C0041, 0x3779434A, 0x3A270DED, 0x3BA059DC)
+    even = (0x35A0D3D8, 0x38F895D6, 0x3B14AA05, 0x3BA059DD)
+    ratio = _quotient(_mul(clamped, polynomial(square, *odd)), polynomial(square, *even))
+    return _ptx(
+        "{ .reg .pred p; .reg .f32 t;"
+        " abs.f32 t, $1;"
+        " setp.lt.f32 p, t, 0f39D1B717;"
+        " selp.f32 $0, $2, $3, p; }",
+        x,
+        clamped,
+        ratio,
+    )
+
+
+def _power(x: Value, *, y: int) -> Value:
+    square = _mul(x, x)
+    return square if y == 2 else _mul(square, x)
+
+
+def _same(x: Value, **_: Any) -> Value:
+    return x
+
+
+# How each primitive is emitted: (operands, parameters) -> the result.
+_EMIT: dict[str, Callable[..., Value]] = {
+    "add": _add,
+    "add_any": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "neg": _neg,
+    "max": _max,
+    "min": _min,
+    "abs": _abs,
+    "exp": lambda x, **_: _exp(x),
+    "logistic": lambda x, **_: _logistic(x),
+    "tanh": lambda x, **_: _tanh(x),
+    "square": lambda x, **_: _mul(x, x),
+    "integer_pow": _power,
+    "clamp": lambda low, x, high, **_: _min(_max(x, low), high),
+    "convert_element_type": _same,
+    "copy": _same,
+}
+
+
+def _inner(equation: Any) -> Any:
+    """Returns the jaxpr that an equation calls, or None if it calls none."""
+    if equation.primitive.name not in ("jit", "pjit", "closed_call", "custom_jvp_call"):
+        return None
+    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return inner if inner is not None and not inner.consts else None
+
+
+def _check(jaxpr: Any) -> None:
+    """Raises NotSupported for an equation that `_emit` cannot emit."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        inner = _inner(equation)
+        if inner is not None:
+            _check(inner.jaxpr)
+            continue
+        if name not in _EMIT:
+            raise NotSupported(f"it uses {name}")
+        if name == "integer_pow" and equation.params["y"] not in (2, 3):
+            raise NotSupported(f"it uses the power {equation.params['y']}")
+        if equation.params.get("accuracy") is not None:
+            raise NotSupported(f"it asks for the accuracy of {name}")
+        for variable in (*equation.invars, *equation.outvars):
+            if variable.aval.shape or variable.aval.dtype != jnp.float32:
+                raise NotSupported(f"{name} has an operand or a result of {variable.aval}")
+
+
+def _emit(jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
+    """Emits a jaxpr of float32 scalars, which `_check` has accepted."""
+    known = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(variable: Any) -> Value:
+        if hasattr(variable, "val"):  # a literal
+            return mosaic.f32(float(variable.val))
+        return known[variable]
+
+    for equation in jaxpr.eqns:
+        operands = [read(variable) for variable in equation.invars]
+        inner = _inner(equation)
+        if inner is not None:
+            results = _emit(inner.jaxpr, operands)
+        else:
+            results = [_EMIT[equation.primitive.name](*operands, **equation.params)]
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(variable) for variable in jaxpr.outvars]

@@ -1,0 +1,95 @@
+"""Grouped matmul by two matrices for each group, and what an expert makes of the two products.
+
+The kernel is `grouped_matmul.product` with two right operands and one left: it reads the rows once,
+holds the tiles of both products in the accumulators side by side, and applies the gating function
+to them as it stores the tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.elementwise import Elementwise
+from pallas_kernels.matmul.grouped_matmul import Product, Tiles, launch, row_tiles
+
+
+def gated_product(
+    lhs: jax.Array,
+    rhs: tuple[jax.Array, jax.Array],
+    group_sizes: jax.Array,
+    gating: Elementwise,
+    *,
+    keep: bool,
+    tiles: Tiles,
+    num_blocks: int,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) with each row's group's matrices.
+
+    The products are rounded to the operands' dtype before `gating` gets them, as float32.
+
+    Args:
+      lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
+      rhs: two [L, K, N] of lhs's dtype; N is a multiple of tiles.block_n.
+      group_sizes: [L] int32, rows of each group, in order.
+      gating: an elementwise function of two arrays.
+      keep: whether to return the products too.
+      tiles: tile sizes of an output, and depth of buffers.
+      num_blocks: thread blocks to use.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      [R, N] of the operands' dtype; with `keep` also the two products, [R, N] each. Rows past the
+      last group are zero.
+    """
+    num_rows, depth = lhs.shape
+    width = rhs[0].shape[2]
+    kernel = _GatedProduct(
+        tiles, num_blocks, bool(interpret), width, (depth,), num_rows, False, gating, keep
+    )
+    return tuple(
+        launch(
+            kernel,
+            kernel.scratch_types(lhs.dtype),
+            [jax.ShapeDtypeStruct((num_rows, width), lhs.dtype)] * kernel.outputs,
+            "grouped_matmul_gated",
+            interpret,
+        )(lhs, *rhs, row_tiles(group_sizes, tiles.block_m, num_rows))
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _GatedProduct(Product):
+    gating: Elementwise
+    keep: bool
+
+    @property
+    def matrices(self) -> int:
+        return 2
+
+    @property
+    def outputs(self) -> int:
+        return 3 if self.keep else 1
+
+    def multiply(self, accumulator: Any, left: Any, right: Any, computer: jax.Array) -> None:
+        for i in range(self.matrices):
+            columns = slice(i * self.tiles.part, (i + 1) * self.tiles.part)
+            tile = self.part_of_right(right.at[i], computer, 1)
+            plgpu.wgmma(accumulator.at[:, columns], left, tile)
+
+    def results(self, total: jax.Array, columns: slice, dtype: Any) -> Iterator[jax.Array]:
+        part = self.tiles.part
+        products = [
+            total[:, i * part + columns.start : i * part + columns.stop].astype(dtype)
+            for i in range(self.matrices)
+        ]
+        wide = [product.astype(jnp.float32) for product in products]
+        yield self.gating(*wide, interpreted=self.interpreted).astype(dtype)
+        if self.keep:
+            yield from products

@@ -1,0 +1,95 @@
+"""The gated product in Pallas' GPU interpreter, with race detection, and on the GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import simulator
+from support.selection import quick
+from support.simulator import KernelError, interpret, simulated
+
+from pallas_kernels.matmul.elementwise import Elementwise
+from pallas_kernels.matmul.gated_matmul import gated_product
+from pallas_kernels.matmul.grouped_matmul import Tiles
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+SWIGLU = Elementwise(swiglu, 2)
+
+
+def operands(num_rows, sizes, depth, width):
+    """lhs and both rhs in bfloat16, NaN past the last group, and the sizes."""
+    rng = np.random.default_rng(0)
+    lhs = rng.standard_normal((num_rows, depth))
+    lhs[sum(sizes) :] = np.nan
+    rhs = rng.standard_normal((2, len(sizes), depth, width)) / np.sqrt(depth)
+    arrays = [jnp.asarray(array, jnp.bfloat16) for array in (lhs, *rhs)]
+    return (*arrays, jnp.asarray(sizes, jnp.int32))
+
+
+def run(lhs, gate, up, sizes, tiles, keep):
+    return gated_product(
+        lhs,
+        (gate, up),
+        sizes,
+        SWIGLU,
+        keep=keep,
+        tiles=tiles,
+        num_blocks=2,
+        interpret=simulator.INTERPRETER,
+    )
+
+
+def expected(lhs, gate, up, sizes):
+    """The hidden values and both products, rounded where the kernel rounds."""
+    x = np.asarray(lhs).astype(np.float32)
+    products = [np.zeros((len(x), gate.shape[2]), np.float32) for _ in range(2)]
+    ends = np.cumsum(sizes)
+    for group, (start, end) in enumerate(zip(ends - np.asarray(sizes), ends, strict=True)):
+        for product, matrices in zip(products, (gate, up), strict=True):
+            product[start:end] = x[start:end] @ np.asarray(matrices[group]).astype(np.float32)
+    rounded = [jnp.asarray(product, jnp.bfloat16) for product in products]
+    hidden = swiglu(*(product.astype(jnp.float32) for product in rounded))
+    return hidden.astype(jnp.bfloat16), *rounded
+
+
+@simulated
+@pytest.mark.parametrize("keep", quick([True, False], True))
+@pytest.mark.parametrize(
+    ("num_rows", "sizes", "depth", "tiles"),
+    [
+        # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
+        pytest.param(136, [3, 0, 70, 21], 128, Tiles(128, 64, 2, 1), marks=pytest.mark.slow),
+        (40, [3, 0, 21], 64, Tiles(64, 128, 2, 1)),
+    ],
+    ids=str,
+)
+def test_gated_product(num_rows, sizes, depth, tiles, keep):
+    args = operands(num_rows, sizes, depth, 128)
+    got = interpret(lambda: run(*args, tiles, keep))
+    want = expected(*args)[: 3 if keep else 1]
+    assert len(got) == len(want)
+    for mine, theirs in zip(got, want, strict=True):
+        mine, theirs = (np.asarray(array).astype(np.float32) for array in (mine, theirs))
+        # Sums in another order: a few products are rounded the other way, by 2^-8 of themselves.
+        np.testing.assert_allclose(mine, theirs, rtol=2**-6, atol=2**-6)
+        assert not np.any(mine[sum(sizes) :])
+    if keep:
+        hidden, *products = (jnp.asarray(array) for array in got)
+        again = swiglu(*(product.astype(jnp.float32) for product in products))
+        np.testing.assert_array_equal(hidden, again.astype(jnp.bfloat16))
+
+
+@simulated
+@pytest.mark.slow
+def test_a_race_is_found(monkeypatch):
+    """Race detection is alive: a tile is sent from shared memory before all of it is there."""
+    monkeypatch.setattr("pallas_kernels.matmul.grouped_matmul.plgpu.commit_smem", lambda: None)
+    args = operands(80, [0, 37, 30], 128, 128)
+    with pytest.raises(KernelError, match="a race"):
+        interpret(lambda: run(*args, Tiles(64, 128, 2, 1), True))
