@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Of LLVM's passes JAX then asks for the cheapest. With `-m ''` tests compile as users' programs.
     """
     if config.option.markexpr == "not slow" and not there_are_gpus():
-        os.environ.setdefault(processes.COMPILES_FAST, "1")
+        processes.compile_fast(os.environ)
 
 
 @pytest.hookimpl(optionalhook=True)  # there may be no pytest-xdist

@@ -183,8 +183,10 @@ def test_logical_rules_shard_experts_over_the_expert_axis():
             boxed = jax.jit(init)(jax.random.key(0))
             again, _ = jax.jit(LAYER.apply)(boxed, make_x())
             assert nn.unbox(boxed)["params"]["wi_0"].sharding.spec[0] == "expert"
-    want, _ = LAYER.apply(jax.device_get(variables), make_x())
-    assert_close((out, again), (want, want))
+    weights = jax.device_get(variables)["params"]
+    want, _ = dense(MoEParams(weights.pop("gate")["kernel"], **weights), make_x())
+    assert_close(out, again)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -241,7 +243,7 @@ def test_drops_are_reported():
 def test_masked_tokens_are_not_routed():
     mask = jnp.arange(SEQUENCE) < jnp.arange(BATCH)[:, None]
     variables = variables_of(make_params(shared=False))
-    out, metrics = apply(layer(), variables, make_x(), mask)
+    out, metrics = jax.jit(layer().apply)(variables, make_x(), mask)
     np.testing.assert_array_equal(out[~mask], 0.0)
     assert metrics.expert_counts.sum() == mask.sum() * K
 
@@ -331,11 +333,11 @@ def test_scan_without_a_name_for_the_new_axis():
     specs = nn.get_partition_spec(boxed)["params"]["moe"]
     assert specs["wi_0"] == P(None, "exp", "embed", "mlp")
     assert specs["gate"]["kernel"] == P(None, "embed", None)
-    x = make_x()
+    x, step = make_x(), jax.jit(layer(selection_bias=True).apply)
     for i in range(2):
         own = jax.tree.map(lambda a, i=i: a[i], nn.unbox(boxed))
         own = {name: tree["moe"] for name, tree in own.items()}
-        x = x + apply(layer(selection_bias=True), own, x)[0]
+        x = x + step(own, x)[0]
     assert_close(jax.jit(module.apply)(boxed, make_x()), x)
 
 
@@ -363,7 +365,8 @@ class Owner(nn.Module):
 def test_selection_bias_changes_when_told_and_only_then():
     module = layer(num_shared_experts=S, selection_bias=True)
     variables = variables_of(make_params()._replace(bias=jnp.zeros(E)))
-    (_, metrics), state = apply(module, variables, make_x(), mutable=["router_state"])
+    step = jax.jit(functools.partial(module.apply, mutable=["router_state"]))
+    (_, metrics), state = step(variables, make_x())
     np.testing.assert_array_equal(state["router_state"]["gate"]["bias"], 0.0)
 
     update = functools.partial(module.apply, method="update_bias", mutable=["router_state"])
@@ -371,7 +374,7 @@ def test_selection_bias_changes_when_told_and_only_then():
     counts = np.asarray(metrics.expert_counts)
     want = 0.5 * np.sign(counts.mean() - counts)
     np.testing.assert_allclose(state["router_state"]["gate"]["bias"], want)
-    _, moved = apply(module, variables | state, make_x())
+    (_, moved), _ = step(variables | state, make_x())
     assert np.std(moved.expert_counts) != np.std(counts)
 
     owned = {name: {"moe": tree} for name, tree in variables.items()}
@@ -420,7 +423,7 @@ def test_training_learns_and_leaves_the_bias_alone():
 )
 def test_errors_name_the_attribute(module, message):
     with pytest.raises(ValueError, match=message):
-        module.init(jax.random.key(0), make_x())
+        jax.eval_shape(module.init, jax.random.key(0), make_x())
 
 
 def test_update_bias_without_a_bias():
@@ -435,4 +438,4 @@ def test_num_experts_must_be_a_multiple_of_the_ranks():
             ValueError, match="num_experts must be a multiple of the 8 ranks .* but is 12"
         ),
     ):
-        layer(num_experts=12).init(jax.random.key(0), make_x())
+        jax.eval_shape(layer(num_experts=12).init, jax.random.key(0), make_x())

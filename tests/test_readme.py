@@ -28,6 +28,7 @@ def test_there_is_a_shard_map_example_and_a_flax_one():
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
 def test_a_python_block_runs_as_it_stands(program, tmp_path):
     environment = environment_of_program(
+        fast=True,
         JAX_PLATFORMS="cpu",
         XLA_FLAGS="",  # the program asks for its devices itself
         PYTHONPATH=str(REPOSITORY),

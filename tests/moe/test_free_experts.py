@@ -60,17 +60,16 @@ def test_the_layer_is_the_dense_one(num_ranks):
         return jnp.sum(out**2) + metrics.load_balance_loss, (out, metrics)
 
     def wanted(params, x):
-        out, balance, _ = dense(params, x)
-        return jnp.sum(out**2) + balance
+        out, balance, counts = dense(params, x)
+        return jnp.sum(out**2) + balance, (out, balance, counts)
 
     with jax.set_mesh(expert_mesh(num_ranks)):
         (_, (out, metrics)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, x)
-    want, balance, counts = dense(params, x)
+    want_grads, (want, balance, counts) = jax.jit(jax.grad(wanted, has_aux=True))(params, x)
     np.testing.assert_allclose(out.reshape(-1, H), want, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(metrics.load_balance_loss, balance, rtol=1e-5)
     np.testing.assert_array_equal(metrics.expert_counts, counts)
     assert metrics.expert_counts[E:].min() > 0 and metrics.dropped_counts.shape == (E,)
-    want_grads = jax.jit(jax.grad(wanted))(params, x)
     for name in ("gate", "wi_0", "wo", "constant_value", "constant_gate"):
         got, want = getattr(grads, name), getattr(want_grads, name)
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4, err_msg=name)

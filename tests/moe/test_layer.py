@@ -26,6 +26,9 @@ from jax_ep.moe.config import MoEConfig
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
+compiled = jax.jit(moe.moe_layer, static_argnums=2)
+
+
 def loss(params, x, mask=None, *, config=CONFIG):
     """A scalar that every part of the output reaches, and the outputs."""
     out, metrics = moe.moe_layer(params, x, config, mask)
@@ -63,7 +66,7 @@ ROUTERS = [
 def test_matches_dense_numpy(router, bias):
     params, x = make_params(bias=bias), make_x()
     config = MoEConfig(num_experts=E, num_experts_per_token=K, expert_alignment=8, **router)
-    out, metrics = jax.jit(moe.moe_layer, static_argnums=2)(params, x, config)
+    out, metrics = compiled(params, x, config)
     want, counts = dense(params, x, **router)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(metrics.expert_counts, counts)
@@ -73,7 +76,7 @@ def test_matches_dense_numpy(router, bias):
 @pytest.mark.slow
 def test_metrics_are_those_of_routing():
     params, x = make_params(), make_x()
-    _, metrics = moe.moe_layer(params, x, CONFIG)
+    _, metrics = compiled(params, x, CONFIG)
     logits = x.reshape(-1, H) @ params.gate
     routed = routing.top_k_routing(logits, K)
     want = losses.load_balance_loss(routed.probs, routed.topk_idx)
@@ -205,15 +208,15 @@ def test_any_number_of_tokens_on_eight_ranks(shape):
     params, x = make_params(), make_x(shape=shape)
     want, counts = dense(params, x)
     with jax.set_mesh(expert_mesh(8)):
-        out, metrics = moe.moe_layer(params, x, CONFIG)
+        out, metrics = compiled(params, x, CONFIG)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(metrics.expert_counts, counts)
 
 
 def test_masked_tokens_go_nowhere_and_count_nowhere():
     params, x = make_params(shared=False), make_x()
-    mask = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 3 > 0
-    _, (_, want) = loss(params, x[mask])
+    mask = np.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 3 > 0
+    _, want = compiled(params, np.asarray(x)[mask], CONFIG)
     want_out, _ = dense(params, x)
     with jax.set_mesh(expert_mesh(4)):
         (_, (out, metrics)), (_, dx) = run(params, x, mask)
@@ -415,7 +418,7 @@ STRICT = [
 
 @pytest.mark.parametrize("changes", quick(STRICT, STRICT[-1]), ids=str)
 def test_strict_promotion(changes):
-    """With every optional part of the layer, with gradients, and bfloat16 tokens."""
+    """The same program, with every optional part of the layer, gradients, and bfloat16 tokens."""
     config = MoEConfig(**vars(CONFIG) | changes)
     params, x = make_params(bias=True), make_x().astype(jnp.bfloat16)
     mask = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) > 4
@@ -426,10 +429,9 @@ def test_strict_promotion(changes):
 
     step = jax.jit(jax.value_and_grad(total))
     with jax.set_mesh(expert_mesh(4)):
-        want = step(params, x)
+        want = step.lower(params, x).as_text()
         with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-            got = step(params, x)
-    assert_close(got, want)
+            assert step.lower(params, x).as_text() == want
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_an_unknown_place_of_the_weights_is_named():
         return routed_experts(sent, *experts, weights, weights_on="gate")
 
     with pytest.raises(ValueError, match="weights_on must be one of .* but is 'gate'"):
-        per_rank(run, 1)(*(a[None] for a in (x, topk_idx, weights, *experts)))
+        jax.eval_shape(per_rank(run, 1), *(a[None] for a in (x, topk_idx, weights, *experts)))
 
 
 @pytest.mark.parametrize(
@@ -406,4 +406,4 @@ def test_errors(change, error, message):
         )
 
     with pytest.raises(error, match=message):
-        per_rank(on_rank, 1)(*(operand[None] for operand in operands.values()))
+        jax.eval_shape(per_rank(on_rank, 1), *(operand[None] for operand in operands.values()))

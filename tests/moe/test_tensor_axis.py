@@ -211,9 +211,10 @@ def test_errors_name_the_axis(changes, message):
 def test_a_width_that_does_not_divide_is_named():
     params = make_params()._replace(shared_wo=jnp.zeros((9, H)), shared_wi_0=jnp.zeros((H, 9)))
     params = params._replace(shared_wi_1=params.shared_wi_0)
+    layer = functools.partial(moe_layer, config=CONFIG)
     with jax.set_mesh(mesh((4, 2), AXES)):
         with pytest.raises(ValueError, match=r"shared_wo must have a width .* 2 ranks .* is 9"):
-            moe_layer(params, make_x(), CONFIG)
+            jax.eval_shape(layer, params, make_x())
     with jax.set_mesh(mesh((1, 3), AXES)):
         with pytest.raises(ValueError, match=r"wi_0 must have a width .* 3 ranks .* is 8"):
-            moe_layer(make_params(), make_x(), CONFIG)
+            jax.eval_shape(layer, make_params(), make_x())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 from support.kernels import needs_kernels
+from support.processes import environment_of_program
 
 from jax_ep.runtime import availability, jax_compat
 
@@ -124,9 +124,11 @@ OTHERS = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
     """Path of what was missing -> what jax_ep did."""
-
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    environment = environment_of_program(
+        fast=True,
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
     paths = ["builtins.nothing", *OF_PRIMITIVES, *OTHERS, "jax.lax.pcast"]
     program = textwrap.dedent(PROGRAM).replace(
         "restore = without(path)",

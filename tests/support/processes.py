@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -15,6 +16,9 @@ _TESTS = Path(__file__).parents[1]
 # each process, and for symmetric memory.
 WORKERS_SHARE, PROGRAMS_SHARE = 0.6, 0.2
 COMPILES_FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+# XLA's flags that halve compilation for CPUs where jaxlib is older than 0.11. Later ones cannot
+# turn the emitters of fusions off, and XLA ends a program that sets a flag it lacks.
+FAST_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1".split()
 _FRACTION, _FRACTION_OF_OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -33,15 +37,34 @@ def take_share_of_gpus(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(_FRACTION, _fraction(WORKERS_SHARE, environment))
 
 
-def environment_of_program(**changes: str) -> dict[str, str]:
+def compile_fast(environment: MutableMapping[str, str], jaxlib: str | None = None) -> None:
+    """Sets, before JAX starts, that compiling for CPUs takes little time and programs are slow.
+
+    A user's COMPILES_FAST stays, and of "0" nothing else is set. `jaxlib` is the version, by
+    default the installed one.
+    """
+    if environment.setdefault(COMPILES_FAST, "1") != "1":
+        return
+    version = importlib.metadata.version("jaxlib") if jaxlib is None else jaxlib
+    if tuple(map(int, version.split(".")[:2])) < (0, 11):
+        flags = environment.get("XLA_FLAGS", "").split()
+        environment["XLA_FLAGS"] = " ".join([f for f in flags if f not in FAST_FLAGS] + FAST_FLAGS)
+
+
+def environment_of_program(fast: bool = False, **changes: str) -> dict[str, str]:
     """The environment of a program that a test starts: this one, with GPU memory of its own.
 
-    The program is compiled as a user's is.
+    The program is compiled as a user's is, unless it is to compile `fast` and tests do so too.
     """
     environment = {**os.environ, _FRACTION: _fraction(PROGRAMS_SHARE, os.environ)}
     environment.pop(_FRACTION_OF_OLD, None)
-    environment.pop(COMPILES_FAST, None)
-    return environment | changes
+    tests_compile_fast = environment.pop(COMPILES_FAST, None) == "1"
+    flags = environment.get("XLA_FLAGS", "").split()
+    environment["XLA_FLAGS"] = " ".join(flag for flag in flags if flag not in FAST_FLAGS)
+    environment |= changes
+    if fast and tests_compile_fast:
+        compile_fast(environment)
+    return environment
 
 
 def _fraction(share: float, environment: MutableMapping[str, str]) -> str:

@@ -8,7 +8,13 @@ from unittest import mock
 import pytest
 
 from support import processes
-from support.processes import environment_of_program, take_share_of_gpus
+from support.processes import (
+    COMPILES_FAST,
+    FAST_FLAGS,
+    compile_fast,
+    environment_of_program,
+    take_share_of_gpus,
+)
 
 FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -53,3 +59,30 @@ def test_a_fraction_that_the_user_sets_stays(name, environment):
 def test_this_process_has_taken_its_share():
     """Before JAX has started: conftest.py sets it where the user has not."""
     assert FRACTION in os.environ or OLD_FRACTION in os.environ
+
+
+FLAG = "--xla_force_host_platform_device_count=8"
+
+
+@pytest.mark.parametrize("jaxlib, flags", [("0.10.2", [FLAG, *FAST_FLAGS]), ("0.11.0", [FLAG])])
+def test_flags_are_of_this_version_of_xla_and_set_once(jaxlib, flags):
+    environment = {"XLA_FLAGS": FLAG}
+    for _ in range(2):
+        compile_fast(environment, jaxlib)
+        assert environment == {COMPILES_FAST: "1", "XLA_FLAGS": " ".join(flags)}
+
+
+def test_a_program_compiles_as_a_users_unless_it_is_to_compile_fast(environment):
+    environment.pop(COMPILES_FAST, None)
+    environment["XLA_FLAGS"] = FLAG
+    assert COMPILES_FAST not in environment_of_program(fast=True)
+    compile_fast(environment, "0.10.2")
+    alone, fast = environment_of_program(), environment_of_program(fast=True, XLA_FLAGS="")
+    assert COMPILES_FAST not in alone and alone["XLA_FLAGS"] == FLAG
+    assert fast[COMPILES_FAST] == "1" and FLAG not in fast["XLA_FLAGS"]
+
+
+def test_a_user_may_refuse_to_compile_fast():
+    environment = {COMPILES_FAST: "0"}
+    compile_fast(environment, "0.10.2")
+    assert environment == {COMPILES_FAST: "0"}
