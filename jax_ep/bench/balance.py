@@ -78,7 +78,7 @@ def run() -> int:
                 if _JSON.value:
                     measuring.write_json(_JSON.value, rows)
     measuring.progress("")
-    compare(rows)
+    compare(rows, _STEPS.value)
     print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16, forward")
     text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _TEXT)
     text += report.notes(rows, _name)
@@ -229,8 +229,11 @@ def _stacked(placement: Placement, mesh: Mesh) -> Placement:
     return jax.tree.map(stack, placement)
 
 
-def compare(rows: list[report.Row]) -> None:
-    """Adds to each row its wall time over that of uniform routing, redistribution included."""
+def compare(rows: list[report.Row], steps: int) -> None:
+    """Adds to each row its wall time over that of uniform routing.
+
+    It has its share of a redistribution, of which there is one every `steps` steps.
+    """
     for row in (row for row in rows if "wall" in row):
         alike = ("shape", "ranks", "tokens", "overflow", "capacity_factor")
         uniform = [
@@ -240,7 +243,7 @@ def compare(rows: list[report.Row]) -> None:
             and not other["exponent"]
             and all(other[key] == row[key] for key in alike)
         ]
-        row["share_us"] = row.get("redistribute_us", 0.0) / _STEPS.value
+        row["share_us"] = row.get("redistribute_us", 0.0) / steps
         if uniform:
             wall = row["wall"]["median_us"] + row["share_us"]
             row["over_uniform"] = wall / uniform[0]["wall"]["median_us"]

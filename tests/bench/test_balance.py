@@ -43,6 +43,6 @@ def test_redistribution_is_spread_over_steps():
     common = {"shape": "s", "ranks": 2, "tokens": 8, "overflow": "fair", "capacity_factor": 0.0}
     uniform = common | {"exponent": 0.0, "copies": None, "wall": {"median_us": 100.0}}
     skewed = uniform | {"exponent": 1.0, "copies": 1, "redistribute_us": 1000.0}
-    balance.compare([uniform, skewed])
+    balance.compare([uniform, skewed], steps=100)
     assert uniform["over_uniform"] == 1
     assert skewed["over_uniform"] == pytest.approx((100 + 1000 / 100) / 100)
