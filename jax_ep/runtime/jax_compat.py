@@ -296,9 +296,13 @@ _dce_rules = _find("jax.interpreters.partial_eval.dce_rules")
 
 
 def _without_unused_results(
-    unused: Callable[..., Any], used: Sequence[bool], equation: Any
+    unused: Callable[..., Any], used: Sequence[bool], *live_and_equation: Any
 ) -> tuple[list[bool], Any]:
-    """Removes from an equation of a jaxpr what computes results that nothing uses."""
+    """Removes from an equation of a jaxpr what computes results that nothing uses.
+
+    From jax 0.12 on a rule is also told, before the equation, which operands are live.
+    """
+    equation = live_and_equation[-1]
     if not any(used):
         return [False] * len(equation.invars), None
     params, left = unused(used, equation.params)
