@@ -8,7 +8,7 @@ there, in order, each in a *slot*.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -169,7 +169,11 @@ class Rail:
           others: [M, T, ...], or [M, C, ...] in slots.
           own: [T, ...], of this host itself.
         """
-        for host, part in enumerate(self._swap(others)):
+        return self._returned(list(self._swap(others)), own)
+
+    def _returned(self, others: Sequence[jax.Array], own: jax.Array) -> Iterator[jax.Array]:
+        """What each host has sent back, at its tokens: [T, ...]; `own` of this one."""
+        for host, part in enumerate(others):
             if self.slots is not None:
                 whole = jnp.zeros_like(own)
                 part = whole.at[self.slots[host]].set(part, mode="drop")
@@ -191,6 +195,14 @@ class Rail:
 
         Those of this host's own tokens are made while the others are on their way.
         """
+        if self.num_hosts == 2:
+            # Both get what the two send: NCCL gathers faster than it swaps, and nothing is copied.
+            others = sums(self._after(1))
+            sent = self.gather(others)
+            _, host = lax.optimization_barrier((others, self.host))
+            own = sums(Source(host, own=True))
+            theirs = lax.dynamic_index_in_dim(sent, 1 - self.host, axis=0, keepdims=False)
+            return self._returned([theirs, theirs], own)
         if at_once:
             own, others = self.split(sums(None))
             return self.send_back(others, own)

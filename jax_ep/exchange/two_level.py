@@ -19,7 +19,8 @@ is only one rank.
 
 **Order.** With XLA's collectives inside, hosts take turns: what is done for this one's own tokens
 does not wait for the network, and no rows of all N ranks lie in memory together. The kernels take
-the rows of all hosts in one call, once these have come.
+the rows of all hosts in one call, once these have come; but of two hosts they first sum for the
+other one's tokens, and while these sums are on their way for this one's.
 """
 
 from __future__ import annotations
@@ -81,15 +82,16 @@ class TwoLevel:
         """Sends x [T, H] along known routes, as `Exchange.dispatch_like` says."""
         rail = Rail.of(self.num_hosts, config).with_slots(routes.topk_idx)
         words, dtype = _words(x, config.wire_dtype)
-        exchange, at_once = self._inside(rail, words, routes.topk_idx.shape[1], dtype)
+        exchange, kernels = self._inside(rail, words, routes.topk_idx.shape[1], dtype)
+        choices = self._choices(rail, routes.topk_idx) if kernels else None
         sent = rail.send(words)
 
         def add(source: Source | None, received: Any) -> jax.Array:
             rows = lax.bitcast_convert_type(rail.rows(words, sent, source), dtype)
-            known = self._routes(rail, routes, source)
+            known = self._routes(rail, routes, source, choices)
             return _union(received, *exchange.dispatch_like(rows, known, rail.inside))
 
-        received = rail.each_host(add, at_once)
+        received = rail.each_host(add, at_once=kernels)
         return _from_words(received, x, config.wire_dtype)
 
     def combine(
@@ -100,15 +102,16 @@ class TwoLevel:
         inside = rail.inside
         if rail.group_size > 1 or config.wire_dtype is not None:
             inside = rail.inside_float32  # no rounding before the host's sum is complete
-        exchange, at_once = self._inside(rail, y, routes.topk_idx.shape[1], inside.sum_dtype)
+        exchange, kernels = self._inside(rail, y, routes.topk_idx.shape[1], inside.sum_dtype)
+        choices = self._choices(rail, routes.topk_idx) if kernels else None
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
         def sums(source: Source | None) -> jax.Array:
             theirs = None if weights is None else rail.rows(*weights, source)
-            known = self._routes(rail, routes, source)
+            known = self._routes(rail, routes, source, choices)
             return _on_the_wire(exchange.combine(y, theirs, known, inside), y, config)
 
-        return _add(rail.sums_of_hosts(sums, at_once), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums, at_once=kernels), y, config.wire_dtype)
 
     def combine_grad(
         self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
@@ -119,7 +122,8 @@ class TwoLevel:
         """
         rail = Rail.of(self.num_hosts, config).with_slots(routes.topk_idx)
         words, _ = _words(g, config.wire_dtype)
-        exchange, at_once = self._inside(rail, y, routes.topk_idx.shape[1])
+        exchange, kernels = self._inside(rail, y, routes.topk_idx.shape[1])
+        choices = self._choices(rail, routes.topk_idx) if kernels else None
         sent, weights = rail.send(words), rail.send(topk_weights)
 
         def add(source: Source | None, grads: Any) -> Any:
@@ -129,7 +133,7 @@ class TwoLevel:
                 quantization.handed_out(rows, g.dtype, False)[0],
                 rail.rows(topk_weights, weights, source),
                 y,
-                self._routes(rail, routes, source),
+                self._routes(rail, routes, source, choices),
                 rail.inside,
             )
             if source is None:
@@ -138,7 +142,7 @@ class TwoLevel:
                 return _union(None, part), dweights, others
             return _union(dy, part), own, rail.place(others, dweights, source)
 
-        dy, own, others = rail.each_host(add, at_once)
+        dy, own, others = rail.each_host(add, at_once=kernels)
         dy = lax.bitcast_convert_type(dy, y.dtype)
         # At most one host's term is not zero: the sum is exact.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
@@ -149,7 +153,7 @@ class TwoLevel:
         """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
         rail, (words, dtype) = Rail.of(self.num_hosts, config), _words(x, config.wire_dtype)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
-        exchange, at_once = self._inside(rail, words, list_words, dtype)
+        exchange, kernels = self._inside(rail, words, list_words, dtype)
         sent, choices = rail.send(words), self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
@@ -173,7 +177,7 @@ class TwoLevel:
 
         tokens, *lists = (  # [M, G, T, ...] -> [N, T, ...]
             whole.reshape(rail.num_ranks, *whole.shape[2:])
-            for whole in rail.each_host(add, at_once)
+            for whole in rail.each_host(add, at_once=kernels)
         )
         received = _from_words(tokens, x, config.wire_dtype)
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
@@ -182,7 +186,7 @@ class TwoLevel:
         """Returns sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
         rail = Rail.of(self.num_hosts, config)
         inside = rail.inside if config.wire_dtype is None else rail.inside_float32
-        exchange, at_once = self._inside(rail, y, routes.topk_idx.shape[1], inside.sum_dtype)
+        exchange, kernels = self._inside(rail, y, routes.topk_idx.shape[1], inside.sum_dtype)
         choices = self._choices(rail, routes.topk_idx)
 
         def sums(source: Source | None) -> jax.Array:
@@ -191,12 +195,12 @@ class TwoLevel:
             part = exchange.rank_combine(rail.by_rank(y, source), known, inside)
             return _on_the_wire(part, y, config)
 
-        return _add(rail.sums_of_hosts(sums, at_once), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums, at_once=kernels), y, config.wire_dtype)
 
     def _inside(
         self, rail: Rail, rows: jax.Array, top_k: int, dtype: jnp.dtype | None = None
     ) -> tuple[Exchange, bool]:
-        """The exchange inside a host that carries such rows, and whether it takes all at once.
+        """The exchange inside a host that carries such rows, and whether it is the kernels'.
 
         `dtype`: that it carries them in; None is their own.
         """
@@ -220,17 +224,23 @@ class TwoLevel:
         sent = rail.send(narrow, fill=-1).astype(jnp.int32) - first
         return topk_idx - first, sent
 
-    def _routes(self, rail: Rail, routes: Routes, source: Source | None) -> Routes:
-        """The routes inside this host of the tokens of a source."""
+    def _routes(
+        self,
+        rail: Rail,
+        routes: Routes,
+        source: Source | None,
+        choices: tuple[jax.Array, jax.Array] | None,
+    ) -> Routes:
+        """The routes inside this host of the tokens of a source; for kernels with `_choices`."""
         rows = rail.by_rank(routes.rows, source)
-        if source is not None:  # XLA's exchange follows the rows alone
+        if choices is None:  # XLA's exchange follows the rows alone
             return Routes(routes.topk_idx, rows, routes.counts)
         # The kernels fill what no row is sent to, which the sums of counts tell them.
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
         counts = jnp.sum(mine.reshape(rail.num_hosts, rail.group_size, -1), axis=0, dtype=jnp.int32)
-        return Routes(rail.rows(*self._choices(rail, routes.topk_idx), source), rows, counts)
+        return Routes(rail.rows(*choices, source), rows, counts)
 
 
 def _add(returned: Iterable[jax.Array], y: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:

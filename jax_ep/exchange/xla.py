@@ -163,6 +163,8 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
 
 def _gather_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
     """[T, ...] -> [N * T, ...]. No axes at all are one rank, here and below."""
+    if ranks.group_size == 1:  # XLA would run a collective of each rank with itself
+        return x
     return lax.all_gather(x, ranks.axis_name, axis=0, tiled=True, axis_index_groups=ranks.groups)
 
 
@@ -173,7 +175,7 @@ def stack_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
 
 def _swap_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
     """[N, ...] by destination -> [N, ...] by source."""
-    if not ranks.axis_name:
+    if not ranks.axis_name or ranks.group_size == 1:
         return x
     return lax.all_to_all(x, ranks.axis_name, 0, 0, tiled=True, axis_index_groups=ranks.groups)
 
