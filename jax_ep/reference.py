@@ -74,6 +74,8 @@ def dispatch(
     capacity: int | None = None,
     expert_alignment: int = 1,
     overflow: str = "tail",
+    num_hosts: int = 1,
+    host_capacity: int | None = None,
 ) -> list[Dispatched]:
     """Sends every token to the ranks that own its experts, one row per (token, choice).
 
@@ -86,6 +88,9 @@ def dispatch(
       expert_alignment: each expert's block starts at a multiple of this. An expert that receives
         nothing has a block of no rows.
       overflow: which rows are dropped where R is too small; "tail" or "fair".
+      num_hosts: M; each run of N / M neighbours among the ranks is on one host.
+      host_capacity: the most tokens that a rank sends to each other host; None: all. Choices past
+        it are dropped as if they were -1, and counted by the ranks that they are of.
 
     Returns:
       N `Dispatched`. Rows are ordered by local expert, then source rank, then source token, then
@@ -100,6 +105,15 @@ def dispatch(
     if capacity is None:
         capacity = default_capacity(num_ranks, num_tokens, top_k, num_local, expert_alignment)
 
+    given, topk_idx_per_rank = (
+        topk_idx_per_rank,
+        [
+            _within_host_capacity(
+                idx, rank * num_hosts // num_ranks, num_experts, num_hosts, host_capacity
+            )
+            for rank, idx in enumerate(topk_idx_per_rank)
+        ],
+    )
     route_ranks = [np.full((num_tokens, top_k), -1, np.int32) for _ in range(num_ranks)]
     route_rows = [np.full((num_tokens, top_k), -1, np.int32) for _ in range(num_ranks)]
     received = []
@@ -130,6 +144,8 @@ def dispatch(
             end = start + round_up(min(row - start, quota), expert_alignment)
             group_sizes[local] = min(end, capacity) - min(start, capacity)
             start = end
+            before = sum(int(np.sum(idx == own_experts[local])) for idx in given)
+            dropped_counts[local] += before - wanted[local]
         num_dropped = np.int32(dropped_counts.sum())
         rows_needed = np.int32(sum(round_up(rows, expert_alignment) for rows in wanted))
         received.append(
@@ -139,6 +155,21 @@ def dispatch(
         Dispatched(*rest, routes=Routes(ranks, rows, capacity))  # type: ignore[arg-type]
         for rest, ranks, rows in zip(received, route_ranks, route_rows, strict=True)
     ]
+
+
+def _within_host_capacity(
+    topk_idx: Array, host: int, num_experts: int, num_hosts: int, host_capacity: int | None
+) -> Array:
+    """Choices [T, K] of a rank on `host`, with -1 past the first tokens for each other host."""
+    kept = np.array(topk_idx)
+    for other in range(num_hosts):
+        if host_capacity is None or other == host:
+            continue
+        there = (topk_idx >= 0) & (topk_idx < num_experts)
+        there &= topk_idx // (num_experts // num_hosts) == other
+        tokens = np.flatnonzero(there.any(axis=1))[host_capacity:]
+        kept[tokens] = np.where(there[tokens], -1, kept[tokens])
+    return kept
 
 
 def fair_quota(wanted: Sequence[int], capacity: int, expert_alignment: int) -> int:

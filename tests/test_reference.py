@@ -154,6 +154,24 @@ def test_fair_overflow_counts_padding():
     )
 
 
+def test_past_a_host_capacity_a_token_has_no_choices_on_the_host():
+    """Rank 1 sends one token to the other host: its second, of two choices there, stays away."""
+    first, second = _dispatch(capacity=8, num_hosts=2, host_capacity=1)
+    _check(
+        first,
+        tokens=[1, 2, 4, 2, 3, 0, 0, 0],
+        group_sizes=[3, 2],
+        expert_counts=[3, 2],
+        num_dropped=2,
+        rows_needed=5,
+        dropped_counts=[2, 0],
+    )
+    np.testing.assert_array_equal(second.tokens[:3, 0], [1, 4, 0])
+    np.testing.assert_array_equal(second.routes.rows, [[1, 2], [-1, -1], [-1, -1]])
+    for one, other in zip(_dispatch(num_hosts=2, host_capacity=2), _dispatch(), strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+
+
 def test_the_fair_quota_is_the_largest_that_fits():
     rng = np.random.default_rng(0)
     for _ in range(50):

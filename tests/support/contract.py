@@ -254,16 +254,16 @@ def rows_of(case: Case, implementation: Implementation) -> int:
 
 
 def send_by_reference(
-    case: Case, x: np.ndarray, topk_idx: np.ndarray, capacity: int
+    case: Case, x: np.ndarray, topk_idx: np.ndarray, capacity: int, **options: Any
 ) -> list[reference.Dispatched]:
-    options = {**case.options, "capacity": capacity}
+    options = {**case.options, "capacity": capacity, **options}
     return reference.dispatch(list(x), list(topk_idx), **options)
 
 
-def run_reference(case: Case, inputs: Inputs) -> Outputs:
-    """The same outputs from `jax_ep.reference`."""
+def run_reference(case: Case, inputs: Inputs, **options: Any) -> Outputs:
+    """The same outputs from `jax_ep.reference`; `options` are of its dispatch."""
     y, weights, grad_out = (list(a) for a in (inputs.y, inputs.topk_weights, inputs.grad_out))
-    sent = send_by_reference(case, inputs.x, inputs.topk_idx, inputs.y.shape[1])
+    sent = send_by_reference(case, inputs.x, inputs.topk_idx, inputs.y.shape[1], **options)
     routes = [d.routes for d in sent]
     grad_y, grad_weights = reference.combine_grad(grad_out, y, routes, weights)
     plain_grad_y, _ = reference.combine_grad(grad_out, y, routes)
