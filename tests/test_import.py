@@ -20,6 +20,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 PLANS = {"pallas_kernels", "pallas_kernels.exchange", "pallas_kernels.fabric"}
 PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.exchange.quantize"}
 PLANS |= {"pallas_kernels.fabric.layout", "pallas_kernels.fabric.plan"}
+PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan"}
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import free_experts, losses, routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.mesh import LayerMesh
+from jax_ep.moe.top_k import top_k
 from jax_ep.runtime.jax_compat import register_for_export
 
 
@@ -95,7 +96,7 @@ def _balance(
     probs, topk_idx = routed.probs, routed.topk_idx
     if convention == "transformers" and logits is not None:
         probs = jax.nn.softmax(logits, axis=-1)
-        topk_idx = lax.top_k(logits, config.num_experts_per_token)[1]
+        topk_idx, _ = top_k(logits, probs, config.num_experts_per_token)
         if mask is not None:
             topk_idx = jnp.where(mask[:, None], topk_idx, -1)
     absent = probs is None

@@ -12,6 +12,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.routes import expert_ids
+from jax_ep.moe.top_k import Groups, top_k
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
@@ -92,7 +93,9 @@ def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     parts = _split(gate, 3)
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    return _sum_of_columns(products, len(parts))
+    # XLA may sum products of few rows in parts. It would add up these parts once for each block of
+    # columns, in kernels of their own.
+    return _sum_of_columns(lax.optimization_barrier(products), len(parts))
 
 
 def _bfloat16_logits_bwd(saved, grad):
@@ -201,13 +204,11 @@ def top_k_routing(
     scores = preference if choose_by == "logit" else lax.stop_gradient(probs)
     if bias is not None:
         preference = scores = scores + lax.stop_gradient(bias.astype(jnp.float32))[None]
+    groups = None
     if groups_kept < num_groups:
-        best = {"top2": 2, "max": 1}[group_score]
-        preference = _within_best_groups(preference, scores, num_groups, groups_kept, best)
-    topk_idx = lax.top_k(preference, k)[1]
-    chosen = jnp.take_along_axis(probs, topk_idx, axis=-1)
-    weights = _weights(chosen, normalize, normalize_epsilon, scale)
-    return Routing(topk_idx.astype(jnp.int32), weights, probs)
+        groups = Groups(num_groups, groups_kept, {"top2": 2, "max": 1}[group_score])
+    topk_idx, chosen = top_k(preference, probs, k, groups, scores)
+    return Routing(topk_idx, _weights(chosen, normalize, normalize_epsilon, scale), probs)
 
 
 def routing_of_choices(
@@ -294,20 +295,6 @@ def _check_router(
                 f"{bias.shape}."
             )
     return k, num_groups, groups_kept
-
-
-def _within_best_groups(
-    preference: jax.Array, scores: jax.Array, num_groups: int, groups_kept: int, best: int
-) -> jax.Array:
-    """Returns [T, E] preferences, -inf outside the groups of the largest sums of `best` scores."""
-    tokens, num_experts = preference.shape
-    grouped = scores.reshape(tokens, num_groups, num_experts // num_groups)
-    group_score = jnp.sum(lax.top_k(grouped, min(best, grouped.shape[-1]))[0], axis=-1)
-    kept = lax.top_k(group_score, groups_kept)[1]
-    groups = jnp.arange(num_groups, dtype=kept.dtype)
-    is_kept = jnp.any(kept[:, :, None] == groups[None, None], axis=1)
-    is_kept = jnp.repeat(is_kept, num_experts // num_groups, axis=1)
-    return jnp.where(is_kept, preference, -jnp.inf)
 
 
 def update_expert_bias(

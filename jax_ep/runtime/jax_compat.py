@@ -173,6 +173,17 @@ class Program:
         return getattr(self._axis_context, "mesh", None)
 
     @property
+    def is_of_one_device(self) -> bool:
+        """Whether the arrays of this program are one device's; else XLA partitions them.
+
+        False where JAX does not say.
+        """
+        mesh, manual = self.mesh, getattr(self._axis_context, "manual_axes", None)
+        if mesh is not None and manual is not None:
+            return all(size == 1 or name in manual for name, size in mesh.shape.items())
+        return getattr(self._axis_context, "num_devices", None) == 1
+
+    @property
     def for_export(self) -> bool:
         """Whether the program is lowered for `jax.export`; True where JAX does not say."""
         parameters = getattr(self._context.module_context, "lowering_parameters", None)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.elementwise import Elementwise
-from pallas_kernels.matmul.grouped_matmul import Product, Tiles, launch, row_tiles
+from pallas_kernels.matmul.grouped_matmul import Product, Tiles, launch
+from pallas_kernels.matmul.row_tiles import row_tiles
 
 
 def gated_product(
@@ -60,7 +61,11 @@ def gated_product(
             [jax.ShapeDtypeStruct((num_rows, width), lhs.dtype)] * kernel.outputs,
             "grouped_matmul_gated",
             interpret,
-        )(lhs, *rhs, row_tiles(group_sizes, tiles.block_m, num_rows))
+        )(
+            lhs,
+            *rhs,
+            row_tiles(group_sizes, tiles.block_m, num_rows, interpreted=bool(interpret)),
+        )
     )
 
 

@@ -31,15 +31,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
+from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, ROW_ALIGNMENT, row_tiles
 
-_ROW_ALIGNMENT = 8
 _CHUNK = 64  # rows and columns that a computer stores at a time, and the width of a swizzled tile
 _COMPUTERS = 2
 _LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
 _OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
-
-# Columns of the table that `row_tiles` makes.
-_GROUP, _FIRST, _BEGIN, _END = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +122,8 @@ def product(
     lhs, rhs = pairs[0]
     num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     depths = tuple(lhs.shape[1] for lhs, _ in pairs)
-    table = row_tiles(group_sizes, tiles.block_m, num_rows)
     kernel = Product(tiles, num_blocks, bool(interpret), width, depths, num_rows, transpose_rhs)
+    table = row_tiles(group_sizes, tiles.block_m, num_rows, interpreted=bool(interpret))
     return launch(
         kernel,
         kernel.scratch_types(lhs.dtype),
@@ -170,32 +167,6 @@ def drhs(
     )(lhs, grad, _group_steps(group_sizes, lhs.shape[0]))
 
 
-def row_tiles(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
-    """Returns the table of the tiles of all groups' rows, [tiles + 1, 4] int32.
-
-    An entry is a tile's group, its first row (a multiple of 8), and the range [begin, end) of its
-    rows that belong to the group. The number of tiles is static and may exceed those that exist;
-    the last entry holds the number that exist, and then the number of rows in groups.
-    """
-    num_groups = group_sizes.shape[0]
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    starts = ends - group_sizes
-    first = starts // _ROW_ALIGNMENT * _ROW_ALIGNMENT
-    counts = jnp.where(group_sizes > 0, -((first - ends) // height), 0)
-    tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
-    # The most tiles there can be: each group may begin up to 7 rows early and end within a tile.
-    most = (num_rows + (_ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
-    tile = jnp.arange(most + 1, dtype=jnp.int32)
-    group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
-    row = first[group] + (tile - (tile_ends - counts)[group]) * height
-    table = jnp.stack(
-        [group, row, jnp.maximum(row, starts[group]), jnp.minimum(row + height, ends[group])],
-        axis=1,
-    )
-    totals = jnp.stack([tile_ends[-1], ends[-1], ends[-1], ends[-1]])
-    return jnp.where(tile[:, None] == most, totals, table)
-
-
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Returns how the rows of each group are cut into steps of 64, [L, 4] int32.
 
@@ -204,7 +175,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes
-    first = jnp.minimum(starts, num_rows - _ROW_ALIGNMENT) // _ROW_ALIGNMENT * _ROW_ALIGNMENT
+    first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
     steps = jnp.maximum(-((first - ends) // _CHUNK), 1)
     return jnp.stack([steps, first, starts, ends], axis=1)
 
@@ -419,7 +390,7 @@ class Product(Kernel):
 
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
-                return table[tile, _GROUP], table[tile, _FIRST], left_edge
+                return table[tile, GROUP], table[tile, FIRST], left_edge
 
             def one_tile(tile, used):
                 group, first, left_edge = tile
@@ -447,9 +418,9 @@ class Product(Kernel):
 
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
-                top, left_edge = self.corner(table[tile, _FIRST], left_edge, warpgroup)
-                begin = jnp.clip(table[tile, _BEGIN] - top, 0, _CHUNK)
-                end = jnp.clip(table[tile, _END] - top, 0, _CHUNK)
+                top, left_edge = self.corner(table[tile, FIRST], left_edge, warpgroup)
+                begin = jnp.clip(table[tile, BEGIN] - top, 0, _CHUNK)
+                end = jnp.clip(table[tile, END] - top, 0, _CHUNK)
                 return top, left_edge, begin, end
 
             def one_tile(tile, used):
@@ -693,11 +664,11 @@ def launch(
 def _swizzled(dtype: Any) -> tuple[Any, ...]:
     """Returns the transforms to the tensor cores' layout: swizzled tiles of 8 rows of 128 bytes."""
     columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((_ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
+    return plgpu.TilingTransform((ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
 
 
 def _aligned(row: jax.Array) -> jax.Array:
-    return pl.multiple_of(row, _ROW_ALIGNMENT)
+    return pl.multiple_of(row, ROW_ALIGNMENT)
 
 
 def _divmod(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -98,24 +98,6 @@ def test_a_race_is_found(kernel, monkeypatch):
             interpret(lambda: pallas.drhs(lhs, grad, group_sizes, **tiles))
 
 
-@pytest.mark.parametrize("height", quick([64, 128], 64))
-def test_tiles_cover_every_group_once(height):
-    rng = np.random.default_rng(0)
-    for num_groups in (1, 2, 9):
-        sizes = rng.integers(0, 300, num_groups) * rng.integers(0, 2, num_groups)
-        num_rows = (int(sizes.sum()) + 31) // 8 * 8
-        table = np.asarray(pallas.row_tiles(jnp.asarray(sizes, jnp.int32), height, num_rows))
-        count, live = table[-1, :2]
-        assert count < len(table) and live == sizes.sum()
-        owner = np.full(num_rows, -1)
-        for group, first, begin, end in table[:count]:
-            assert first % 8 == 0 and first <= begin < end <= first + height
-            assert np.all(owner[begin:end] == -1)
-            owner[begin:end] = group
-        np.testing.assert_array_equal(owner[:live], np.repeat(np.arange(num_groups), sizes))
-        assert np.all(owner[live:] == -1)
-
-
 @needs_kernels
 def test_tiles_chosen_for_many_shapes_fit_the_kernels():
     """The choice divides the output, and the kernel fits shared memory: lowering checks it."""

@@ -1,0 +1,135 @@
+"""The tiles that cut every group's rows, by one small kernel with a thread block for each group.
+
+XLA takes four launches for the same table: two running sums over the groups, the second of what the
+first gives, a search, and a gather.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROW_ALIGNMENT = 8  # tiles start at a multiple of so many rows
+# Columns of the table.
+GROUP, FIRST, BEGIN, END = range(4)
+_UNROLL = 8
+
+
+def most_tiles(num_groups: int, height: int, num_rows: int) -> int:
+    """Returns how many tiles there can be.
+
+    Each group may begin up to 7 rows early and end within a tile.
+    """
+    return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
+
+
+def row_tiles(
+    group_sizes: jax.Array, height: int, num_rows: int, *, interpreted: bool = False
+) -> jax.Array:
+    """Returns the table of the tiles of all groups' rows, [most_tiles + 1, 4] int32.
+
+    An entry is a tile's group, its first row (a multiple of 8), and the range [begin, end) of its
+    rows that belong to the group. The last entry holds the number of tiles that exist, and then the
+    number of rows in groups. Entries of tiles that do not exist may hold anything.
+
+    Args:
+      group_sizes: [L] int32, rows of each group, in order.
+      height: rows of a tile.
+      num_rows: the most rows that there may be in groups.
+      interpreted: whether XLA makes the table, on any machine, and not a kernel on a GPU.
+    """
+    return (by_xla if interpreted else _by_kernel_once)(group_sizes, height, num_rows)
+
+
+def by_xla(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
+    num_groups = group_sizes.shape[0]
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    first = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
+    counts = jnp.where(group_sizes > 0, -((first - ends) // height), 0)
+    tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
+    most = most_tiles(num_groups, height, num_rows)
+    tile = jnp.arange(most + 1, dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
+    row = first[group] + (tile - (tile_ends - counts)[group]) * height
+    table = jnp.stack(
+        [group, row, jnp.maximum(row, starts[group]), jnp.minimum(row + height, ends[group])],
+        axis=1,
+    )
+    totals = jnp.stack([tile_ends[-1], ends[-1], ends[-1], ends[-1]])
+    return jnp.where(tile[:, None] == most, totals, table)
+
+
+def by_kernel(
+    group_sizes: jax.Array, height: int, num_rows: int, *, interpret: Any = None
+) -> jax.Array:
+    """Makes the table by the kernel; `interpret` are the options of Pallas' GPU interpreter."""
+    num_groups = group_sizes.shape[0]
+    most = most_tiles(num_groups, height, num_rows)
+
+    def kernel(sizes: Any, table: Any) -> None:
+        own = lax.axis_index("block")
+
+        def count(group, totals):
+            rows, tiles = totals
+            size = sizes[group]
+            return rows + size, tiles + jnp.where(size > 0, _tiles_of(rows, size), 0)
+
+        def write(entry, *values):
+            for column, value in enumerate(values):
+                table[entry, column] = value
+
+        def _tiles_of(start, size):
+            return lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (height - 1), height)
+
+        whole = own - lax.rem(own, _UNROLL)
+
+        def count_some(step, totals):
+            for i in range(_UNROLL):
+                totals = count(step * _UNROLL + i, totals)
+            return totals
+
+        zero = jnp.int32(0)
+        totals = lax.fori_loop(0, lax.div(own, _UNROLL), count_some, (zero, zero))
+        start, before = lax.fori_loop(whole, own, count, totals)
+
+        @pl.when(own < num_groups)
+        def _group():
+            size = sizes[own]
+            first = start - lax.rem(start, ROW_ALIGNMENT)
+
+            def write_tile(i, _):
+                row = first + i * height
+                end = jnp.minimum(row + height, start + size)
+                write(before + i, own, row, jnp.maximum(row, start), end)
+
+            lax.fori_loop(0, jnp.where(size > 0, _tiles_of(start, size), 0), write_tile, None)
+
+        @pl.when(own == num_groups)
+        def _totals():
+            write(most, before, start, start, start)
+
+            @pl.when(before == 0)
+            def _():
+                write(0, zero, zero, zero, zero)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((most + 1, 4), jnp.int32),
+        grid=(num_groups + 1,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        kernel_name="row_tiles",
+    )(group_sizes)
+
+
+# Jitted, so that it is traced once: XLA then sees that several matmuls take the same table, where
+# kernels that were traced at different places of a program differ by their debug information.
+_by_kernel_once = functools.partial(jax.jit, static_argnums=(1, 2))(by_kernel)

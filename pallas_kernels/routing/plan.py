@@ -1,0 +1,40 @@
+"""Which choices of columns the kernel `top_k` makes. Imports neither Pallas nor Mosaic."""
+
+from __future__ import annotations
+
+import dataclasses
+
+WARP = 32
+MOST_COLUMNS = 1024  # so that a row fits into the registers of a warp
+MOST_CHOICES = WARP  # each is stored by a lane of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Blocks of neighbouring columns: each row chooses from its best blocks.
+
+    Attributes:
+      number: how many blocks there are, a divisor of the columns.
+      kept: how many of them a row chooses from.
+      best: how many of a block's largest scores are summed to what the block is worth, 1 or 2.
+    """
+
+    number: int
+    kept: int
+    best: int
+
+
+def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> str | None:
+    """Returns why the kernel cannot choose k of so many columns, or None if it can."""
+    if columns > MOST_COLUMNS:
+        return f"it holds rows of at most {MOST_COLUMNS} columns, not {columns}"
+    if k > MOST_CHOICES:
+        return f"it makes at most {MOST_CHOICES} choices, not {k}"
+    if groups is not None:
+        lanes, rest = divmod(WARP, groups.number)
+        if columns % WARP or rest or lanes < 1 or columns < groups.best * groups.number:
+            return (
+                f"it needs groups of the columns of 1, 2, 4, 8, 16 or 32 lanes of {WARP}, and of "
+                f"{groups.best} columns or more, not {groups.number} groups of {columns} columns"
+            )
+    return None

@@ -1,0 +1,75 @@
+"""The table of tiles, by XLA and by the kernel in Pallas' GPU interpreter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import simulator
+from support.kernels import needs_kernels
+from support.selection import quick
+from support.simulator import interpret, simulated
+
+from pallas_kernels.matmul import row_tiles
+
+
+def sizes_of(num_groups, seed=0):
+    """Sizes of groups of which half are empty, and a number of rows that they leave some of."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, 300, num_groups) * rng.integers(0, 2, num_groups)
+    return jnp.asarray(sizes, jnp.int32), (int(sizes.sum()) + 31) // 8 * 8
+
+
+@pytest.mark.parametrize("height", quick([64, 128], 64))
+def test_tiles_cover_every_group_once(height):
+    for num_groups in (1, 2, 9):
+        sizes, num_rows = sizes_of(num_groups)
+        table = np.asarray(row_tiles.by_xla(sizes, height, num_rows))
+        count, live = table[-1, :2]
+        assert count < len(table) and live == sizes.sum()
+        owner = np.full(num_rows, -1)
+        for group, first, begin, end in table[:count]:
+            assert first % 8 == 0 and first <= begin < end <= first + height
+            assert np.all(owner[begin:end] == -1)
+            owner[begin:end] = group
+        np.testing.assert_array_equal(owner[:live], np.repeat(np.arange(num_groups), sizes))
+        assert np.all(owner[live:] == -1)
+
+
+def assert_equal_tables(got, want):
+    """The entries of tiles that exist, and the totals."""
+    assert got.shape == want.shape
+    count = int(want[-1, 0])
+    np.testing.assert_array_equal(got[:count], want[:count])
+    np.testing.assert_array_equal(got[-1], want[-1])
+
+
+@simulated
+@pytest.mark.parametrize(("num_groups", "height"), quick([(11, 64), (1, 64), (3, 128)], (11, 64)))
+def test_the_kernel_makes_the_same_table(num_groups, height):
+    sizes, num_rows = sizes_of(num_groups, seed=num_groups)
+    make = row_tiles.by_kernel
+    got = interpret(lambda: make(sizes, height, num_rows, interpret=simulator.INTERPRETER))
+    assert_equal_tables(got, row_tiles.by_xla(sizes, height, num_rows))
+
+
+@simulated
+@pytest.mark.slow
+def test_no_rows():
+    sizes = jnp.zeros(3, jnp.int32)
+    got = interpret(lambda: row_tiles.by_kernel(sizes, 64, 64, interpret=simulator.INTERPRETER))
+    want = row_tiles.by_xla(sizes, 64, 64)
+    assert_equal_tables(got, want)
+    np.testing.assert_array_equal(got[0], np.zeros(4))  # which the matmul looks up in any case
+
+
+@needs_kernels
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="a GPU runs the kernel itself")
+@pytest.mark.parametrize("num_groups", [1, 8, 64, 500])
+def test_the_kernel_makes_the_same_table_on_a_gpu(num_groups):
+    sizes, num_rows = sizes_of(num_groups)
+    for height in (64, 128):
+        assert_equal_tables(
+            row_tiles.by_kernel(sizes, height, num_rows), row_tiles.by_xla(sizes, height, num_rows)
+        )

@@ -1,0 +1,134 @@
+"""The choice of experts: the same by every means, where the kernel is taken, and derivatives."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support.kernels import needs_kernels
+from support.meshes import mesh
+from support.rows import KINDS, descending, rows, within_best_groups
+from support.selection import quick
+
+from jax_ep.moe.top_k import Groups, top_k
+
+GROUPS = {
+    "of whole lanes": (256, Groups(8, 4, 2)),
+    "of their best": (160, Groups(8, 3, 1)),
+    "of parts of a lane": (96, Groups(6, 2, 2)),
+    "of one expert": (32, Groups(32, 9, 2)),
+}
+
+
+def numpy_choices(values, k, groups=None, scores=None):
+    if groups is not None:
+        best = min(groups.best, values.shape[1] // groups.number)
+        values = within_best_groups(values, scores, groups.number, groups.kept, best)
+    return descending(values)[:, :k]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("number", "experts", "k"),
+    quick(
+        [(513, 128, 8), (37, 60, 4), (64, 1024, 32), (3, 1, 1), (70, 33, 5), (9, 2000, 33)],
+        (513, 128, 8),
+    ),
+)
+def test_choices_are_the_first_of_the_total_order(number, experts, k, kind):
+    values, probs = rows(number, experts, kind), rows(number, experts, "random", 1)
+    topk_idx, chosen = jax.jit(top_k, static_argnums=2)(values, probs, k)
+    want = numpy_choices(values, k)
+    assert topk_idx.dtype == jnp.int32 and chosen.dtype == jnp.float32
+    np.testing.assert_array_equal(topk_idx, want)
+    np.testing.assert_array_equal(chosen, np.take_along_axis(probs, want, axis=1))
+
+
+@pytest.mark.parametrize("kind", ["random", "ties"])
+@pytest.mark.parametrize(("experts", "groups"), quick(GROUPS, "of whole lanes"))
+def test_choices_are_of_the_best_groups(experts, groups, kind):
+    values, scores = rows(77, experts, kind), rows(77, experts, kind, 1)
+    run = jax.jit(top_k, static_argnums=(2, 3))
+    topk_idx, _ = run(values, values, 4, groups, scores)
+    np.testing.assert_array_equal(topk_idx, numpy_choices(values, 4, groups, scores))
+    topk_idx, _ = run(values, values, 4, groups)
+    np.testing.assert_array_equal(topk_idx, numpy_choices(values, 4, groups, values))
+
+
+def kernels_in(text: str) -> int:
+    return text.count("mosaic_gpu_v2")
+
+
+def lowered(*shape, k=4, groups=None, **options) -> str:
+    values = jax.ShapeDtypeStruct(shape, jnp.float32, **options)
+
+    def choose(values, probs):
+        return top_k(values, probs, k, groups, values + 1)
+
+    return jax.jit(choose).trace(values, values).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("experts", "groups"), GROUPS.values(), ids=GROUPS)
+def test_one_device_runs_the_kernel(experts, groups):
+    """And only where the kernel knows no such groups does XLA sort them before it."""
+    text = lowered(8, experts, groups=groups)
+    assert kernels_in(text) == 1
+    known = groups in (GROUPS["of whole lanes"][1], GROUPS["of their best"][1])
+    assert ("chlo.top_k" in text or "mhlo.topk" in text) != known
+
+
+@needs_kernels
+def test_xla_sorts_where_the_kernel_does_not_run():
+    shards = NamedSharding(mesh((2,), ("data",)), PartitionSpec("data"))
+    assert kernels_in(lowered(8, 64)) == 1
+    for text in (
+        lowered(8, 64, sharding=shards),  # which XLA partitions
+        lowered(8, 2000),
+        lowered(8, 64, k=33),
+        lowered(0, 64),
+    ):
+        assert kernels_in(text) == 0
+
+
+@needs_kernels
+def test_ranks_of_a_mesh_run_the_kernel():
+    def choose(values):
+        return top_k(values, values, 4)
+
+    on_ranks = jax.shard_map(
+        choose,
+        mesh=mesh((2,), ("data",)),
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
+    )
+    values = jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    text = jax.jit(on_ranks).trace(values).lower(lowering_platforms=("cuda",)).as_text()
+    assert kernels_in(text) == 1
+
+
+def test_derivatives_are_of_what_is_chosen_alone():
+    values, probs, of_probs = (jnp.asarray(rows(5, 16, "random", seed)) for seed in range(3))
+
+    def choose(values, probs):
+        return top_k(values, probs, 3)[1]
+
+    want = numpy_choices(np.asarray(values), 3)
+    _, tangent = jax.jvp(choose, (values, probs), (values, of_probs))
+    np.testing.assert_array_equal(tangent, np.take_along_axis(np.asarray(of_probs), want, axis=1))
+    grads = jax.grad(lambda *args: jnp.sum(choose(*args) ** 2), (0, 1))(values, probs)
+    np.testing.assert_array_equal(grads[0], np.zeros_like(values))
+    expected = np.zeros_like(probs)
+    np.put_along_axis(expected, want, 2 * np.take_along_axis(np.asarray(probs), want, 1), axis=1)
+    np.testing.assert_array_equal(grads[1], expected)
+
+
+def test_a_batch_chooses_for_each_of_its_members():
+    values, probs = rows(12, 16, "ties").reshape(3, 4, 16), rows(4, 16, "random", 1)
+    topk_idx, chosen = jax.vmap(lambda values: top_k(values, jnp.asarray(probs), 3))(values)
+    for member in range(3):
+        want = numpy_choices(values[member], 3)
+        np.testing.assert_array_equal(topk_idx[member], want)
+        np.testing.assert_array_equal(chosen[member], np.take_along_axis(probs, want, axis=1))
