@@ -1,17 +1,21 @@
 """Combine: sums rows next to the experts, and sends one row per (token, rank) to the token's owner.
 
 The owner of a token is the rank whose token it is. Block b of every rank handles the same range of
-tokens of every owner, a step of a few tokens at a time, with three warpgroups:
+tokens of every owner, a step of a few tokens at a time, with these warpgroups:
 
-  scout    finds the rows of each (owner, token) and fetches them into a ring in shared memory;
-  summer   sums these rows in float32, weighted, and puts the sum into the owner's receive buffer,
-           rounded to the rows' dtype, or quantized with a scale for every 128 values;
-  owner    waits until every rank has put the sums of a step for this rank's tokens, adds them in
-           rank order, and writes the result.
+  scout    lists the rows of each (owner, token) of the next step, and tells peers what they wait
+           for: that the sums of a step are in their receive buffers, that a step has been read;
+  workers  share the sums of a step, a tile of some columns at a time. A worker loads the tile of a
+           sum's rows from memory into registers, several rows at once, and adds them in float32,
+           weighted. It stores the sum in the owner's receive buffer, rounded to the rows' dtype, or
+           quantized with a scale for every 128 values. Then the workers share what has arrived for
+           this rank's tokens of the step before: they wait until every rank has put its sums, add
+           these in rank order, and write the result.
 
-The receive buffer is a ring of steps: a summer may put step i into a peer's receive buffer once the
-peer's owner warpgroup has read step i - plan.receive_steps. A rank ends only after the last sums
-sent to it have arrived, and peers send nothing that is not waited for.
+So all threads have loads of several rows under way, and nothing passes through shared memory. The
+receive buffer is a ring of steps: step i may be put into a peer's receive buffer once the peer has
+read step i - plan.receive_steps. A rank ends only after the last sums sent to it have arrived, and
+peers send nothing that is not waited for.
 """
 
 from __future__ import annotations
@@ -26,16 +30,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange import quantized_rows
-from pallas_kernels.exchange.plan import Parts, Row, combine_receive_buffer
+from pallas_kernels.exchange.plan import (
+    ROWS_OF_SUM,
+    Row,
+    combine_receive_buffer,
+    combine_tile,
+    listed_rows,
+)
 from pallas_kernels.exchange.quantize import BLOCK
-from pallas_kernels.exchange.ring import Ring
-from pallas_kernels.exchange.windows import open_window
+from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan, Tiling, Window
-
-# Bits of the kind of a slot: the first and the last row of a sum (a sum of one row is both), a sum
-# without a row, and the end of a step.
-_FIRST, _LAST, _NO_ROW, _END_OF_STEP = 1, 2, 4, 8
+from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric.plan import LANES, Plan, Window, align_up, vector_length
 
 _PUT, _READ = 0, 1  # channels: a step's sums are in the receive buffer; a step's sums are read
 
@@ -63,7 +69,7 @@ def combine(
       rows: [N, T, K] int32, a result of the dispatch: the row of each choice or, with `by_rank`,
         its local expert; less than 0 where the choice is of another rank's expert.
       fabric: how ranks reach each other.
-      plan: number of blocks, depth of the ring and of the receive buffer.
+      plan: number of blocks and workers, tokens of a step, and depth of the receive buffer.
       num_experts: E.
       by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
       wire_dtype: None; or float8_e4m3fn, in which sums are sent, with a scale for every 128
@@ -74,7 +80,7 @@ def combine(
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead = rows.shape[:-3]
-    window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
+    window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
     call = _Combine(
         num_ranks=num_ranks,
         num_tokens=num_tokens,
@@ -88,7 +94,6 @@ def combine(
         fabric=fabric,
         plan=plan,
         window=window,
-        tiling=Tiling.of(y.shape[-1], y.dtype),
         wire_dtype=wire_dtype,
     )
     operands = [
@@ -103,7 +108,7 @@ def combine(
         call,
         name="ep_combine",
         num_blocks=plan.num_blocks,
-        num_warpgroups=3,
+        num_warpgroups=1 + plan.num_workers,
         out_type=[jax.ShapeDtypeStruct((num_tokens, y.shape[-1]), y.dtype), *call.receive_types],
         scratch_types=call.scratch_types(),
         shared=call.shared,
@@ -127,7 +132,6 @@ class _Combine:
     fabric: fb.Fabric
     plan: Plan
     window: Window
-    tiling: Tiling
     wire_dtype: Any = None
 
     @property
@@ -139,19 +143,47 @@ class _Combine:
         return min(self.plan.receive_steps, self.steps_per_block)
 
     @property
+    def step_tokens(self) -> int:
+        return min(self.plan.step_tokens, self.plan.tokens_per_block(self.num_tokens))
+
+    @property
     def row(self) -> Row:
         return Row(self.hidden, self.dtype, self.wire_dtype)
+
+    @property
+    def vector(self) -> int:
+        return vector_length(self.dtype)
+
+    @property
+    def tile(self) -> int:
+        """The columns that a worker sums at a time."""
+        return combine_tile(self.row)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.hidden // self.tile
+
+    @property
+    def listed_rows(self) -> int:
+        """Entries of the list of a sum's rows: K, or 1 if y is rank-major, in whole parts."""
+        return listed_rows(1 if self.by_rank else self.top_k, self.rows_at_once)
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows of a sum are loaded at a time."""
+        return min(ROWS_OF_SUM, 1 if self.by_rank else self.top_k)
+
+    @property
+    def reused(self) -> bool:
+        """Whether steps of the receive buffer are used more than once."""
+        return self.steps_per_block > self.receive_steps
 
     @property
     def shared(self) -> tuple[int, ...]:
         """The indices of the buffers that peers reach: weights, if any, and the receive buffer."""
         num_operands = 4 if self.weighted else 3
-        received = range(num_operands + 1, num_operands + 1 + len(self.parts))
+        received = range(num_operands + 1, num_operands + 1 + len(self.row.parts))
         return (*((3,) if self.weighted else ()), *received)
-
-    @property
-    def parts(self) -> Parts:
-        return self.row.parts
 
     @property
     def receive_types(self) -> list[jax.ShapeDtypeStruct]:
@@ -160,29 +192,22 @@ class _Combine:
         )
 
     def scratch_types(self) -> dict[str, Any]:
-        slots = self.plan.num_slots
-        types: dict[str, Any] = dict(
+        sums = self.step_tokens * self.num_ranks
+        workers = plgpu.Barrier(num_arrivals=self.plan.num_workers, num_barriers=2)
+        return dict(
             window_rows=plgpu.SMEM((self.num_ranks, self.window.width), jnp.int32),
             window_weights=plgpu.SMEM((self.num_ranks, self.window.width), jnp.float32),
-            slots=plgpu.SMEM((slots, self.tiling.padded), self.dtype),
-            slot_notes=plgpu.SMEM((slots, 3), jnp.int32),  # kind, owner, token of the step
-            slot_weights=plgpu.SMEM((slots,), jnp.float32),
-            sums=plgpu.SMEM((self.tiling.padded,), jnp.float32),
-            out_row=plgpu.SMEM((self.tiling.padded,), self.dtype),
-            full=plgpu.Barrier(num_barriers=(slots,)),
-            empty=plgpu.Barrier(num_barriers=(slots,)),
+            # Of the sums of two steps: how many rows, which ones, and their weights.
+            list_counts=plgpu.SMEM((2, sums), jnp.int32),
+            list_rows=plgpu.SMEM((2, sums, self.listed_rows), jnp.int32),
+            list_weights=plgpu.SMEM((2, sums, self.listed_rows), jnp.float32),
+            listed=plgpu.Barrier(num_barriers=2),
+            put=workers,
+            read=workers,
         )
-        if self.wire_dtype is not None:  # a ring of its own for the quantized sums under way
-            ring = self.plan.store_lag + 1
-            types["sent"] = [plgpu.SMEM((ring, columns), dtype) for columns, dtype in self.parts]
-        return types
 
-    def __call__(
-        self, *refs: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
-        **scratch: Any,
-    ) -> None:  # fmt: skip
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
         y, topk_idx, rows, *rest = refs
-        ring = Ring(slots, full, empty, slot_notes)
         weights = rest.pop(0) if self.weighted else None
         out, *received = rest
         warpgroup = lax.axis_index("warpgroup")
@@ -192,288 +217,225 @@ class _Combine:
             self.fabric.stage(0)
             if self.weighted:
                 self.fabric.connect()
-            self._scout(y, rows, weights, ring, **scratch)
+            self._scout(rows, weights, **scratch)
 
-        @pl.when(warpgroup == 1)
-        def _summer():
+        @pl.when(warpgroup > 0)
+        def _worker():
             self.fabric.connect()
-            self._sum_and_put(received, ring, **scratch)
-
-        @pl.when(warpgroup == 2)
-        def _owner():
-            self._receive(topk_idx, received, out, **scratch)
+            self._work(warpgroup - 1, y, topk_idx, received, out, **scratch)
 
     def _range(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns this block's first token, the end of its tokens, and the number of its steps."""
+        """Returns this block's first token, the number of its tokens, and that of its steps."""
         first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
-        step_tokens = jnp.int32(self.plan.step_tokens)
-        return first, first + count, lax.div(count + (step_tokens - 1), step_tokens)
+        return first, count, lax.div(count + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
-    def _scout(self, y, rows, weights, ring, *, window_rows, window_weights, slot_weights, **_):
-        fabric, window, top_k, num_ranks = self.fabric, self.window, self.top_k, self.num_ranks
-        step_tokens = self.plan.step_tokens
-        first_token, end_token = self._range()[:2]
-        offset = fb.first_peer(fabric)
-        owners = [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
+    def _scout(self, rows, weights, *, listed, put, read, **scratch):
+        fabric, num_steps = self.fabric, self._range()[2]
 
-        def scout_window(index, used):
-            window_token = first_token + index * window.tokens
-            held: list[Any] = [
-                (window_rows, ((owner, fabric.mine(rows), owner) for owner in owners))
-            ]
-            if self.weighted:
-                their_weights = ((owner, fabric.peer(weights, owner)) for owner in owners)
-                held.append((window_weights, their_weights))
-            start = open_window(fabric, window, window_token * top_k, *held)
-
-            def scout_token(i, used):
-                token = window_token + i
-                entry = token * top_k - start
-                step_token = lax.rem(token - first_token, step_tokens)
-
-                def scout_pair(j, used):
-                    owner = lax.rem(j + offset, jnp.int32(num_ranks))
-                    places = [window_rows[owner, entry + choice] for choice in range(top_k)]
-                    if self.by_rank:
-                        place = owner * self.num_tokens + token
-                        places = [jnp.where(fb.any_of(places), place, fb.NOWHERE)]
-                    held = [(place >= 0) & (place < self.capacity) for place in places]
-                    num_held = sum(h.astype(jnp.int32) for h in held)
-                    sent = fb.any_of(places)
-
-                    seen = jnp.int32(0)
-                    for choice in range(len(places)):
-                        kind = jnp.where(seen == 0, _FIRST, 0)
-                        kind = kind + jnp.where(seen == num_held - 1, _LAST, 0)
-
-                        def fetch(used, choice=choice, kind=kind):
-                            slot = ring.open(used, kind, owner, step_token)
-                            if self.weighted:
-                                slot_weights[slot] = window_weights[owner, entry + choice]
-                            ring.fetch(slot, fabric.mine(y).at[places[choice]])
-                            return used + 1
-
-                        used = lax.cond(held[choice], fetch, lambda used: used, used)
-                        seen = seen + held[choice].astype(jnp.int32)
-
-                    def put_zeros(used):  # the owner waits for a sum, but all its rows were dropped
-                        slot = ring.open(used, _FIRST | _LAST | _NO_ROW, owner, step_token)
-                        plgpu.barrier_arrive(ring.full.at[slot])
-                        return used + 1
-
-                    return lax.cond(sent & (num_held == 0), put_zeros, lambda used: used, used)
-
-                used = lax.fori_loop(0, num_ranks, scout_pair, used)
-
-                def end_step(used):
-                    slot = ring.open(used, _END_OF_STEP, 0, 0)
-                    plgpu.barrier_arrive(ring.full.at[slot])
-                    return used + 1
-
-                last = (step_token == step_tokens - 1) | (token == end_token - 1)
-                return lax.cond(last, end_step, lambda used: used, used)
-
-            num_tokens = jnp.clip(end_token - window_token, 0, window.tokens)
-            return lax.fori_loop(0, num_tokens, scout_token, used)
-
-        num_tokens = end_token - first_token
-        num_windows = lax.div(num_tokens + (window.tokens - 1), jnp.int32(window.tokens))
-        used = lax.fori_loop(0, num_windows, scout_window, jnp.int32(0))
-        fb.drain(ring.empty, used, self.plan.num_slots)
-
-    def _sum_and_put(self, received, ring, *, slot_weights, sums, sent=None, **_):
-        fabric, lag = self.fabric, self.plan.store_lag
-        held = lag if sent is None else 0  # slots that puts may still be reading
-        rank, block = fabric.rank(), lax.axis_index("block")
-        num_steps = self._range()[2]
-
-        def take_slot(state):
-            used, step, _ = state
-            slot = ring.slot(used)
-            plgpu.barrier_wait(ring.full.at[slot])
-            kind, owner, token = (ring.notes[slot, i] for i in range(3))
-            no_row, end = (kind & _NO_ROW) != 0, (kind & _END_OF_STEP) != 0
-
-            @pl.when(no_row)
-            def _():
-                ring.rows[slot] = jnp.zeros((self.tiling.padded,), self.dtype)
-                plgpu.commit_smem()
-
-            as_it_is = no_row | end
-            if not self.weighted:  # a sum of one row is that row
-                as_it_is = as_it_is | (kind == (_FIRST | _LAST))
-
-            @pl.when(~as_it_is)
-            def _():
-                weight = slot_weights[slot] if self.weighted else None
-                self._add(ring.rows, slot, kind, weight, sums, quantized_next=sent is not None)
-                plgpu.commit_smem()
-
-            @pl.when((kind & _LAST) != 0)
-            def _():
-                if sent is None:
-                    parts = [ring.rows.at[slot, pl.ds(0, self.hidden)]]
-                else:
-                    # No put reads this place of the ring of quantized sums any more.
-                    place = lax.rem(used, jnp.int32(lag + 1))
-                    parts = self._quantized(ring.rows, slot, sums, sent, place, as_it_is)
-                for part, ref, (columns, _) in zip(parts, received, self.parts, strict=True):
-                    their_row = fabric.peer(ref, owner).at[
-                        block, lax.rem(step, self.receive_steps), rank, token, pl.ds(0, columns)
-                    ]
-                    plgpu.copy_smem_to_gmem(part, their_row, commit_group=False)
-
-            plgpu.commit_smem_to_gmem_group()
-            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            ring.free(used, held)
-            return used + 1, step, ~end
-
-        def put_step(step, used):
-            if self.steps_per_block > self.receive_steps:
+        def begin(step):
+            if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
-            used_after, _, _ = lax.while_loop(
-                lambda state: state[2], take_slot, (used, step, jnp.bool_(True))
-            )
+            self._list(step, rows, weights, **scratch)
+            plgpu.barrier_arrive(listed.at[lax.rem(step, 2)])
 
-            # Once only puts of this step are under way, the sums of the step before have arrived.
-            @pl.when(step > 0)
+        def run_step(step, _):
+            half = lax.rem(step, 2)
+
+            @pl.when(step + 1 < num_steps)
+            def _():  # every worker has ended the step before, which this one's list replaces
+                begin(step + 1)
+
+            plgpu.barrier_wait(put.at[half])
+            fabric.stage(1)
+            fabric.signal(_PUT, step + 1)
+
+            # Signal only if peers will wait for it: they put step `step - 1 + receive_steps`.
+            @pl.when((step > 0) & (step - 1 + self.receive_steps < num_steps))
             def _():
-                lax.cond(
-                    used_after - used >= lag,
-                    lambda: plgpu.wait_smem_to_gmem(lag),
-                    lambda: plgpu.wait_smem_to_gmem(0),
-                )
-                fabric.stage(1)
-                fabric.signal(_PUT, step)
-
-            return used_after
-
-        used = lax.fori_loop(0, num_steps, put_step, jnp.int32(0))
-        plgpu.wait_smem_to_gmem(0)
+                plgpu.barrier_wait(read.at[lax.rem(step - 1, 2)])
+                fabric.signal(_READ, step, release=False)
 
         @pl.when(num_steps > 0)
         def _():
-            fabric.stage(1)
-            fabric.signal(_PUT, num_steps)
+            begin(jnp.int32(0))
 
-        ring.free_last(used, held)
+        lax.fori_loop(0, num_steps, run_step, None)
 
-    def _add(self, slots, slot, kind, weight, sums, *, quantized_next):
-        """Adds weight * slots[slot] to `sums`, or begins a new sum if the row is its first.
+    def _list(
+        self, step, rows, weights, *, window_rows, window_weights,
+        list_counts, list_rows, list_weights, **_,
+    ):  # fmt: skip
+        """Lists, for every sum of a step, the rows to add and their weights."""
+        fabric, top_k, num_ranks = self.fabric, self.top_k, self.num_ranks
+        first_token, num_tokens = self._range()[:2]
+        token = first_token + step * self.step_tokens
+        held: list[Any] = [
+            (window_rows, [(owner, fabric.mine(rows), owner) for owner in range(num_ranks)])
+        ]
+        if self.weighted:
+            theirs = [(owner, fabric.peer(weights, owner)) for owner in range(num_ranks)]
+            held.append((window_weights, theirs))
+        start = open_window(fabric, self.window, token * top_k, *held)
+        half = lax.rem(step, 2)
 
-        A sum's last row leaves the sum in `sums` if it is quantized next, and else in the slot.
-        """
-        fabric, tiling = self.fabric, self.tiling
-
-        def add_tile(i, _):
-            tile = pl.ds(i * tiling.tile, tiling.tile)
-            row = fb.load(fabric, slots.at[slot, tile], tiling.vector).astype(jnp.float32)
+        def list_sum(i, _):
+            step_token, owner = lax.div(i, num_ranks), lax.rem(i, num_ranks)
+            entry = (token + step_token) * top_k - start
+            places = [window_rows[owner, entry + choice] for choice in range(top_k)]
+            sent = fb.any_of(places)
+            factors = [jnp.float32(1)] * top_k
             if self.weighted:
-                row = row * weight
+                factors = [window_weights[owner, entry + choice] for choice in range(top_k)]
+            if self.by_rank:
+                place = owner * self.num_tokens + token + step_token
+                places, factors = [jnp.where(sent, place, fb.NOWHERE)], [jnp.float32(1)]
+            kept = [(place >= 0) & (place < self.capacity) for place in places]
+            count, order = places_in_list(kept)
+            for choice, at in enumerate(order):
+                list_rows[half, i, at] = jnp.where(kept[choice], places[choice], fb.NOWHERE)
+                list_weights[half, i, at] = jnp.where(kept[choice], factors[choice], 1)
+            for end in range(len(places), self.listed_rows):
+                list_rows[half, i, end] = jnp.int32(fb.NOWHERE)
+                list_weights[half, i, end] = jnp.float32(1)
+            list_counts[half, i] = jnp.where(sent, count, fb.NOWHERE)
 
-            def first():
-                return row
+        tokens = jnp.minimum(num_tokens - step * self.step_tokens, self.step_tokens)
+        lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
-            def later():
-                return fb.load(fabric, sums.at[tile], tiling.vector) + row
+    def _work(self, worker, y, topk_idx, received, out, *, listed, put, read, **lists):
+        num_steps = self._range()[2]
 
-            value = lax.cond((kind & _FIRST) != 0, first, later)
-            if quantized_next:
-                sums[tile] = value
-                return _
-
-            @pl.when((kind & _LAST) != 0)
+        def run_step(step, _):
+            @pl.when(step < num_steps)
             def _():
-                slots[slot, tile] = value.astype(self.dtype)
+                half = lax.rem(step, 2)
+                plgpu.barrier_wait(listed.at[half])
+                self._sum_and_put(step, worker, y, received, **lists)
+                plgpu.barrier_arrive(put.at[half])
 
-            @pl.when((kind & _LAST) == 0)
+            @pl.when(step > 0)
             def _():
-                sums[tile] = value
+                self._receive(step - 1, worker, topk_idx, received, out)
 
-            return _
+                @pl.when(step - 1 + self.receive_steps < num_steps)
+                def _():
+                    plgpu.barrier_arrive(read.at[lax.rem(step - 1, 2)])
 
-        lax.fori_loop(0, tiling.num_tiles, add_tile, None)
+        @pl.when(num_steps > 0)
+        def _():
+            lax.fori_loop(0, num_steps + 1, run_step, None)
 
-    def _quantized(self, slots, slot, sums, sent, place, as_it_is):
-        """Quantizes a sum into the ring `sent` at `place`, and returns its parts there.
+    def _each(self, step, worker, per_token, body):
+        """Calls `body` for each of this worker's items of a step, which all workers share.
 
-        The sum is the slot's row if that is sent as it is, and else `sums`.
+        A token has `per_token` items. Body is given the token of the step and the token's item.
         """
-        fabric = self.fabric
-        columns, parts = pl.ds(0, self.hidden), [part.at[place] for part in sent]
-        lax.cond(
-            as_it_is,
-            lambda: quantized_rows.quantize_row(fabric, slots.at[slot, columns], *parts),
-            lambda: quantized_rows.quantize_row(fabric, sums.at[columns], *parts),
+        workers = jnp.int32(self.plan.num_workers)
+        tokens = jnp.minimum(
+            self._range()[1] - step * self.step_tokens, jnp.int32(self.step_tokens)
         )
-        plgpu.commit_smem()  # all threads have read the row or the sum; puts see the parts
-        return parts
+        # The worker that takes a step's first item follows the one that took the last one before.
+        passed = lax.rem(step * (self.step_tokens * per_token), workers)
+        first = lax.rem(worker + workers - passed, workers)
 
-    def _receive(self, topk_idx, received, out, *, out_row, **_):
-        fabric, tiling, top_k = self.fabric, self.tiling, self.top_k
-        block = lax.axis_index("block")
-        first_token, end_token, num_steps = self._range()
-        step_tokens = self.plan.step_tokens
+        def item(i, _):
+            index = first + i * workers
+            body(lax.div(index, jnp.int32(per_token)), lax.rem(index, jnp.int32(per_token)))
 
-        def receive_step(step, _):
-            fabric.wait(_PUT, step + 1, "combine")
-            fabric.stage(2)
-            slot = lax.rem(step, self.receive_steps)
+        count = lax.div(tokens * per_token - first + workers - 1, workers)
+        lax.fori_loop(0, count, item, None)
 
-            def receive_token(i, _):
-                token = first_token + step * step_tokens + i
-                experts = [fabric.mine(topk_idx)[token * top_k + choice] for choice in range(top_k)]
-                sent = []
-                for source in range(self.num_ranks):
-                    low = source * self.num_local_experts
-                    chosen = [(e >= low) & (e < low + self.num_local_experts) for e in experts]
-                    any_chosen = chosen[0]
-                    for c in chosen[1:]:
-                        any_chosen = any_chosen | c
-                    sent.append(any_chosen)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def _sum_and_put(self, step, worker, y, received, *, list_counts, list_rows, list_weights, **_):
+        fabric, at_once = self.fabric, jnp.int32(self.rows_at_once)
+        rank, block, half = fabric.rank(), lax.axis_index("block"), lax.rem(step, 2)
+        place = lax.rem(step, self.receive_steps)
+        offset = fb.first_peer(fabric)
 
-                def add_tile(j, _):
-                    tile = pl.ds(j * tiling.tile, tiling.tile)
+        def put(token, item):
+            peer, tile = lax.div(item, self.num_tiles), lax.rem(item, self.num_tiles)
+            owner = lax.rem(peer + offset, jnp.int32(self.num_ranks))
+            index = token * self.num_ranks + owner
+            columns = pl.ds(tile * self.tile, self.tile)
+            count = list_counts[half, index]
 
-                    def sums_of(ref, columns):
-                        mine = fabric.mine(ref)
-                        return [
-                            mine.at[block, slot, source, i, columns]
-                            for source in range(self.num_ranks)
-                        ]
-
-                    if self.wire_dtype is None:
-                        rows = sums_of(received[0], tile)
-                        parts = [fb.load(fabric, row, tiling.vector) for row in rows]
-                        total = jnp.float32(0)  # so that no sum is -0.0
-                        for part, was_sent in zip(parts, sent, strict=True):
-                            part = part.astype(jnp.float32)
-                            total = total + jnp.where(was_sent, part, jnp.zeros_like(part))
-                    else:
-                        num_blocks = tiling.tile // BLOCK
-                        of_tile = tile, pl.ds(j * num_blocks, num_blocks)
-                        values, scales = map(sums_of, received, of_tile)
-                        total = quantized_rows.add_rows(fabric, values, scales, sent, self.dtype)
-                    out_row[tile] = total.astype(self.dtype)
-                    return _
-
-                lax.fori_loop(0, tiling.num_tiles, add_tile, None)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_row.at[pl.ds(0, self.hidden)], fabric.mine(out).at[token]
+            def add_rows(part, total):
+                choices = [part * at_once + i for i in range(self.rows_at_once)]
+                rows = [list_rows[half, index, choice] for choice in choices]
+                loaded = vectors.load_each(
+                    fabric,
+                    [fabric.mine(y).at[jnp.maximum(row, 0), columns] for row in rows],
+                    [row >= 0 for row in rows],
+                    self.vector,
+                    fill=-0.0,
+                    read_only=True,
                 )
-                return _
+                for choice, row in zip(choices, loaded, strict=True):
+                    row = row.astype(jnp.float32)
+                    if self.weighted:
+                        weight = list_weights[half, index, choice]
+                        row = vectors.times(fabric, row, weight, self.vector)
+                    total = total + row
+                return total
 
-            tokens = jnp.minimum(end_token - first_token - step * step_tokens, step_tokens)
-            lax.fori_loop(0, tokens, receive_token, None)
-
-            # Signal only if peers will wait for it: they put step `step + receive_steps` here next.
-            @pl.when(step + self.receive_steps < num_steps)
+            @pl.when(count >= 0)
             def _():
-                fabric.signal(_READ, step + 1)
+                # x + -0.0 is x for every x, so what is not a row changes no bits.
+                total = vectors.constant(fabric, self.held, -0.0, self.vector)
+                parts = lax.div(count + (at_once - 1), at_once)
+                total = lax.fori_loop(0, parts, add_rows, total)
+                there = [
+                    fabric.peer(ref, owner).at[block, place, rank, token, part]
+                    for ref, part in zip(received, self._columns(tile), strict=True)
+                ]
+                if self.wire_dtype is None:
+                    vectors.store_part(fabric, there[0], total.astype(self.dtype), self.vector)
+                else:
+                    values, scales = there
+                    quantized_rows.put_row(fabric, total, values, scales, self.vector)
 
-            return _
+        self._each(step, worker, self.num_ranks * self.num_tiles, put)
 
-        lax.fori_loop(0, num_steps, receive_step, None)
-        plgpu.wait_smem_to_gmem(0)
+    def _columns(self, tile: jax.Array) -> list[Any]:
+        """Returns where a tile lies in each part of a sum."""
+        parts = [self.tile] if self.wire_dtype is None else [self.tile, self.tile // BLOCK]
+        return [pl.ds(tile * size, size) for size in parts]
+
+    @property
+    def held(self) -> int:
+        """The elements of a tile in registers."""
+        return self.tile if self.fabric.interpret else align_up(self.tile, LANES * self.vector)
+
+    def _receive(self, step, worker, topk_idx, received, out):
+        fabric, top_k, per_rank = self.fabric, self.top_k, self.num_local_experts
+        block, place = lax.axis_index("block"), lax.rem(step, self.receive_steps)
+        first_token = self._range()[0] + step * self.step_tokens
+        fabric.wait(_PUT, step + 1, "combine")
+        fabric.stage(2)
+
+        def add_sums(step_token, tile):
+            token = first_token + step_token
+            columns = pl.ds(tile * self.tile, self.tile)
+            experts = [fabric.mine(topk_idx)[token * top_k + choice] for choice in range(top_k)]
+            sent = [
+                fb.any_of_them([(e >= low) & (e < low + per_rank) for e in experts])
+                for low in range(0, self.num_ranks * per_rank, per_rank)
+            ]
+            sums = [
+                [
+                    fabric.mine(ref).at[block, place, source, step_token, part]
+                    for source in range(self.num_ranks)
+                ]
+                for ref, part in zip(received, self._columns(tile), strict=True)
+            ]
+            if self.wire_dtype is None:
+                total = vectors.constant(fabric, self.held, 0.0, self.vector)  # no sum is -0.0
+                for part in vectors.load_each(fabric, sums[0], sent, self.vector):
+                    total = total + part.astype(jnp.float32)
+                total, elements = total.astype(self.dtype), self.vector
+            else:
+                values, scales = sums
+                total = quantized_rows.add_rows(fabric, values, scales, sent, self.dtype)
+                elements = quantized_rows.elements_of_sum(self.tile)
+            vectors.store_part(fabric, fabric.mine(out).at[token, columns], total, elements)
+
+        self._each(step, worker, self.num_tiles, add_sums)

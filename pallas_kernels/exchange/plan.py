@@ -39,6 +39,13 @@ _MAX_SLOTS = 16
 FEW_TOKENS = 256
 _NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
 
+# Of a combine, measured on 2 H200s.
+ROWS_OF_SUM = 4  # rows of a sum that are loaded at a time
+_STEP_BYTES = 16 * 1024  # of the sums of a step for one owner, unless one sum is longer
+_RECEIVE_STEPS = 4
+_COMBINE_WORKERS = 5
+_TILE_VECTORS = 2  # vectors of 16 bytes of a row that a thread holds
+
 
 def padded_hidden(
     hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None = None
@@ -102,12 +109,10 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
     must suffice for its counts.
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
-    # With a wire_dtype, a combine puts its sums from slots of their own, and needs fewer for rows.
-    slots_of_combine = 3 if row.wire_dtype is None else 2
     return (
         count_width(num_experts) <= layout.MAX_WORDS
         and row.room(words) // row.slot_bytes >= 3
-        and _combine_slots(row, num_ranks, top_k) >= slots_of_combine
+        and _combine_step(row, num_ranks, top_k) >= 1
         and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 3
     )
 
@@ -225,27 +230,24 @@ def rank_dispatch_workspace(
 # -------------------------------------------------------------------------------------- combine
 
 
-def _combine_slots(row: Row, num_ranks: int, top_k: int) -> int:
-    """Returns how many rows of y a combine's ring has room for in shared memory.
-
-    The rest holds a sum, a result, the routes and, with a wire_dtype, the quantized sums that are
-    being put: `_sums_under_way` and one more.
-    """
-    itemsize = jnp.dtype(row.dtype).itemsize
-    columns = Tiling.of(row.hidden, row.dtype).padded
-    reserved = 8 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES) + _PADDING_BYTES
-    room = SHARED_MEMORY_BYTES - reserved - columns * (4 + itemsize)
-
-    def size(slots: int) -> int:
-        sums = 0 if row.wire_dtype is None else (_sums_under_way(slots) + 1) * row.sent_bytes
-        return slots * columns * itemsize + sums
-
-    return max((slots for slots in range(1, _MAX_SLOTS + 1) if size(slots) <= room), default=0)
+def listed_rows(top_k: int, at_once: int) -> int:
+    """Returns the entries of a list of up to K rows that is read `at_once` entries at a time."""
+    return align_up(top_k, at_once)
 
 
-def _sums_under_way(slots: int) -> int:
-    """Returns how many puts of a combine may still be reading shared memory at a time."""
-    return slots // 3
+def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
+    """Returns the 32-bit words of routes and lists that a combine has in shared memory."""
+    windows = 2 * num_ranks * align_up(step_tokens * top_k, LANES)
+    return windows + 2 * step_tokens * num_ranks * (1 + 2 * listed_rows(top_k, ROWS_OF_SUM))
+
+
+def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
+    """Returns the tokens of a combine's step: as many as fit; 0 if shared memory is too small."""
+    room = (SHARED_MEMORY_BYTES - _PADDING_BYTES) // WORD_BYTES
+    row_bytes = row.hidden * jnp.dtype(row.dtype).itemsize
+    most = max(1, min(_STEP_BYTES // row_bytes, _WINDOW_TOKENS))
+    fitting = (n for n in range(most, 0, -1) if _combine_words(n, num_ranks, top_k) <= room)
+    return next(fitting, 0)
 
 
 def combine(
@@ -255,15 +257,23 @@ def combine(
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    slots = _combine_slots(row, num_ranks, top_k)
     return Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
-        num_slots=slots,
-        store_lag=_sums_under_way(slots),
-        window_tokens=_WINDOW_TOKENS,
-        step_tokens=1,
-        receive_steps=4,
+        step_tokens=_combine_step(row, num_ranks, top_k),
+        receive_steps=_RECEIVE_STEPS,
+        num_workers=_COMBINE_WORKERS,
     )
+
+
+def combine_tile(row: Row) -> int:
+    """Returns the columns of a row that a warpgroup of a combine sums at a time."""
+    vector = vector_length(row.dtype)
+    units = row.hidden // (vector if row.wire_dtype is None else ROW_MULTIPLE)
+    least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
+    # All tiles are alike: a number of tiles divides the row. Where only a much larger one than is
+    # needed does, tiles are longer.
+    numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
+    return row.hidden // next(number for number in numbers if units % number == 0)
 
 
 def combine_receive_buffer(
@@ -274,9 +284,9 @@ def combine_receive_buffer(
     There is one array for each part of a row, [blocks, steps, N, tokens of a step, columns].
     """
     steps = min(plan.receive_steps, plan.steps_per_block(num_tokens))
-    sums = (plan.num_blocks, steps, num_ranks, plan.step_tokens)
-    padded = dataclasses.replace(row, hidden=Tiling.of(row.hidden, row.dtype).padded)
-    return [jax.ShapeDtypeStruct((*sums, columns), dtype) for columns, dtype in padded.parts]
+    tokens = min(plan.step_tokens, plan.tokens_per_block(num_tokens))
+    sums = (plan.num_blocks, steps, num_ranks, tokens)
+    return [jax.ShapeDtypeStruct((*sums, columns), dtype) for columns, dtype in row.parts]
 
 
 def combine_workspace(plan: Plan, row: Row, *, num_tokens: int, num_ranks: int) -> dict[str, int]:

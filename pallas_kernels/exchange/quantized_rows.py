@@ -5,7 +5,7 @@ The format is that of `pallas_kernels.exchange.quantize`: a float32 scale for ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from pallas_kernels.exchange.quantize import (
     quantize,
 )
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric import mosaic, vectors
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
 from pallas_kernels.fabric.plan import LANES
 
@@ -79,40 +79,124 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
     mosaic.inline(emit, [source, values, scales], [mosaic.REFERENCE] * 3)
 
 
+def put_row(fabric: fb.Fabric, row: jax.Array, values: Any, scales: Any, elements: int) -> None:
+    """Quantizes a row in registers, and stores it in any rank's global memory.
+
+    Args:
+      fabric: how ranks reach each other.
+      row: float32, in the layout of `vectors.load_each`.
+      values: [H] float8_e4m3fn, and `scales` [H / 128] float32: where to store the two parts of
+        the row. H is a multiple of `ROW_MULTIPLE`.
+      elements: the neighbours that a thread holds, of which 128 are whole threads'.
+    """
+    if fabric.interpret:
+        values[...], scales[...] = quantize(row, values.dtype)
+        return
+    if values.dtype != jnp.float8_e4m3fn:
+        raise NotImplementedError(f"rows can be sent as float8_e4m3fn, not as {values.dtype}.")
+    threads, (hidden,) = BLOCK // elements, values.shape
+
+    def emit(context: Any, array: Any, values_ref: Value, scales_ref: Value) -> None:
+        del context
+        f32, i32 = mosaic.float_type(), mosaic.integer_type(32)
+        registers = mosaic.registers(array)
+        places = vectors.pointers(values_ref, elements, len(registers))
+        block, lane_of_block = (
+            op(mosaic.lane(), mosaic.i32(threads)) for op in (arith.divui, arith.remui)
+        )
+        is_first = mosaic.equal(lane_of_block, mosaic.i32(0))
+        for i, (register, place) in enumerate(zip(registers, places, strict=True)):
+            words, scale = _quantize_vector(register, elements, threads)
+            packed = llvm.mlir_undef(mosaic.vector_type(len(words), i32))
+            for j, word in enumerate(words):
+                packed = llvm.insertelement(packed, word, mosaic.i32(j))
+            inside = mosaic.below(mosaic.lane(), mosaic.i32(hidden // elements - i * LANES))
+            with mosaic.when(inside):
+                llvm.store(packed, place, alignment=elements)
+            with mosaic.when(arith.andi(inside, is_first)):
+                at = arith.addi(block, mosaic.i32(i * LANES // threads))
+                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(scales_ref), at, f32))
+
+    layouts = [mosaic.strided(row.shape, elements), mosaic.REFERENCE, mosaic.REFERENCE]
+    mosaic.inline(emit, [row, values, scales], layouts)
+
+
+def _quantize_vector(vector: Value, elements: int, threads: int) -> tuple[list[Value], Value]:
+    """Quantizes a thread's float32 of the block of 128 that `threads` neighbours hold.
+
+    Returns the float8, 4 to an int32, and the scale of the block.
+    """
+    i32 = mosaic.integer_type(32)
+    wide, finite, largest = _largest(
+        llvm.extractelement(vector, mosaic.i32(i)) for i in range(elements)
+    )
+    step = 1
+    while step < threads:
+        other = mosaic.asm(
+            f"shfl.sync.bfly.b32 $0, $1, {step}, 31, 0xffffffff;", "=r,r", largest, returns=i32
+        )
+        largest, step = arith.maxui(largest, other), 2 * step
+    scale, scaled = _scaled(wide, finite, largest)
+    return [_packed(scaled[i : i + _VALUES]) for i in range(0, elements, _VALUES)], scale
+
+
 def _quantize_block(elements: Value, element_type: Any) -> tuple[Value, Value]:
     """Quantizes a thread's 4 elements of the block of 128 that its warp holds.
 
     Returns the 4 float8, packed in an int32, and the float32 scale of the block.
     """
     i32, f32 = mosaic.integer_type(32), mosaic.float_type()
-    wide, finite = [], []
-    largest = mosaic.i32(0)  # bits of a float: bits of nonnegative floats are ordered as the floats
-    for i in range(_VALUES):
-        element = llvm.extractelement(elements, mosaic.i32(i))
-        wide.append(element if element_type == f32 else arith.extf(f32, element))
-        magnitude = arith.andi(arith.bitcast(i32, wide[i]), mosaic.i32(0x7FFFFFFF))
-        finite.append(arith.cmpi(arith.CmpIPredicate.ult, magnitude, mosaic.i32(_INFINITY)))
-        largest = arith.maxui(largest, arith.select(finite[i], magnitude, mosaic.i32(0)))
+
+    def widened() -> Iterator[Value]:
+        for i in range(_VALUES):
+            element = llvm.extractelement(elements, mosaic.i32(i))
+            yield element if element_type == f32 else arith.extf(f32, element)
+
+    wide, finite, largest = _largest(widened())
     # The mask names all threads of the warp, so none may branch around this instruction.
     largest = mosaic.asm("redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", largest, returns=i32)
+    scale, scaled = _scaled(wide, finite, largest)
+    return _packed(scaled), scale
+
+
+def _largest(values: Iterable[Value]) -> tuple[list[Value], list[Value], Value]:
+    """Returns the float32, which are finite, and the bits of the largest magnitude of these."""
+    i32, wide, finite = mosaic.integer_type(32), [], []
+    largest = mosaic.i32(0)  # bits of a float: bits of nonnegative floats are ordered as the floats
+    for value in values:
+        wide.append(value)
+        magnitude = arith.andi(arith.bitcast(i32, value), mosaic.i32(0x7FFFFFFF))
+        finite.append(arith.cmpi(arith.CmpIPredicate.ult, magnitude, mosaic.i32(_INFINITY)))
+        largest = arith.maxui(largest, arith.select(finite[-1], magnitude, mosaic.i32(0)))
+    return wide, finite, largest
+
+
+def _scaled(
+    values: Sequence[Value], finite: Sequence[Value], largest: Value
+) -> tuple[Value, list[Value]]:
+    """Returns the scale of a block whose largest magnitude has these bits, and values over it."""
+    f32 = mosaic.float_type()
     scale = arith.mulf(arith.bitcast(f32, largest), mosaic.f32(SCALE_OF_LARGEST))
     scale = arith.maximumf(scale, mosaic.f32(MIN_SCALE))
     inverse = _reciprocal(scale)
     nan = arith.bitcast(f32, mosaic.i32(_NAN))
-    scaled = [
+    return scale, [
         arith.select(ok, arith.mulf(value, inverse), nan)
-        for value, ok in zip(wide, finite, strict=True)
+        for value, ok in zip(values, finite, strict=True)
     ]
-    quantized = mosaic.asm(
+
+
+def _packed(scaled: Sequence[Value]) -> Value:
+    """Rounds 4 float32 to float8_e4m3fn, packed in an int32."""
+    return mosaic.asm(
         "{ .reg .b16 low, high;"
         " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
         " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
         " mov.b32 $0, {low, high}; }",
         "=r,f,f,f,f",
         *scaled,
-        returns=i32,
+        returns=mosaic.integer_type(32),
     )
-    return quantized, scale
 
 
 def _reciprocal(scale: Value) -> Value:
@@ -154,7 +238,7 @@ def add_rows(
             row = dequantize(row[...], of_blocks[...], jnp.float32)
             total = total + jnp.where(was_sent, row, 0)
         return total.astype(dtype)
-    elements = next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
+    elements = elements_of_sum(hidden)
     num_rows = len(values)
 
     def emit(context: Any, *args: Any) -> Any:
@@ -185,6 +269,11 @@ def add_rows(
     array = mosaic.in_registers((hidden,), dtype, elements)
     flags = [was_sent.astype(jnp.int32) for was_sent in sent]
     return mosaic.inline(emit, [*flags, *values, *scales], layouts, array)
+
+
+def elements_of_sum(hidden: int) -> int:
+    """Returns how many neighbours a thread holds of a sum [H] of `add_rows`."""
+    return next(size for size in (16, 8, 4) if hidden % (LANES * size) == 0)
 
 
 def _load_quantized(

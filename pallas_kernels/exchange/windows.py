@@ -1,11 +1,13 @@
-"""Loads windows of routes: parts of flat arrays of words that a block holds in shared memory."""
+"""Loads windows of routes, parts of flat arrays of words that a block holds in shared memory, and
+sorts what they say into lists."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import fabric as fb
@@ -46,3 +48,21 @@ def open_window(
             buffer[row] = value
     fabric.barrier()
     return start
+
+
+def places_in_list(kept: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns where entries go in a list that begins with those that are kept, in their order.
+
+    Args:
+      kept: whether each entry is kept, scalar bools.
+
+    Returns:
+      How many are kept, and the place of each entry; those that are not kept lie behind.
+    """
+    numbers = [one.astype(jnp.int32) for one in kept]
+    count = sum(numbers, jnp.int32(0))
+    places, before, behind = [], jnp.int32(0), count
+    for one, number in zip(kept, numbers, strict=True):
+        places.append(jnp.where(one, before, behind))
+        before, behind = before + number, behind + (1 - number)
+    return count, places

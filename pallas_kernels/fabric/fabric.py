@@ -350,7 +350,11 @@ def first_peer(fabric: Fabric) -> jax.Array:
 
 def any_of(places: Sequence[jax.Array]) -> jax.Array:
     """Returns whether any of the places is a row's index, so not NOWHERE."""
-    return functools.reduce(operator.or_, [place >= 0 for place in places])
+    return any_of_them([place >= 0 for place in places])
+
+
+def any_of_them(conditions: Sequence[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.or_, conditions)
 
 
 def drain(empty: Any, used: jax.Array, num_slots: int) -> None:

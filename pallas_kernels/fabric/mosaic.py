@@ -160,6 +160,10 @@ def vector_type(length: int, element: Any) -> Any:
     return ir.VectorType.get((length,), element)
 
 
+def struct_type(members: Sequence[Any]) -> Any:
+    return ir.Type.parse(f"!llvm.struct<({', '.join(map(str, members))})>")
+
+
 def vector_length_of(value: Value) -> int:
     return ir.VectorType(value.type).shape[0]
 

@@ -32,29 +32,32 @@ class Plan:
 
     Attributes:
       num_blocks: thread blocks per rank.
-      num_slots: rows that the ring in shared memory holds.
+      num_slots: rows that the ring in shared memory holds, if there is one.
       store_lag: how many slots may wait until their outgoing copies have read them.
       window_tokens: tokens whose routes a block holds in shared memory at a time.
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
       receive_steps: steps that a combine's receive buffer holds.
       num_g_slots: cotangents that the gradient of a combine holds in a second ring.
+      num_workers: warpgroups of a block that share its sums.
     """
 
     num_blocks: int
-    num_slots: int
+    num_slots: int = 2
     store_lag: int = 1
     window_tokens: int = 16
     step_tokens: int = 1
     num_copy_slots: int = 2
-    receive_steps: int = 2
+    receive_steps: int = 3
     num_g_slots: int = 2
+    num_workers: int = 2
 
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_slots:
             raise ValueError(f"store_lag must be less than num_slots, but the plan is {self}.")
-        if self.receive_steps < 2:  # a step is signalled when the next one is under way
-            raise ValueError(f"receive_steps must be at least 2, but the plan is {self}.")
+        # While a step is summed, the one before it is read, and the one after it is listed.
+        if self.receive_steps < 3:
+            raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)

@@ -13,7 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
@@ -36,9 +39,9 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
         del context
         of_thread = mosaic.vector_type(elements, mosaic.element_of(memref))
         num_bytes = elements * jnp.dtype(ref.dtype).itemsize
-        pointers = _pointers(memref, num_bytes, ref.shape[0] // (LANES * elements))
+        places = pointers(memref, num_bytes, ref.shape[0] // (LANES * elements))
         alignment = min(VECTOR_BYTES, num_bytes)
-        loaded = [llvm.load(of_thread, pointer, alignment=alignment) for pointer in pointers]
+        loaded = [llvm.load(of_thread, pointer, alignment=alignment) for pointer in places]
         return mosaic.array_of(loaded, ref.shape, elements, is_signed)
 
     array = mosaic.in_registers(ref.shape, ref.dtype, elements)
@@ -59,13 +62,156 @@ def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int
         del context
         num_bytes = elements * jnp.dtype(value.dtype).itemsize
         registers = mosaic.registers(array)
-        pointers = [_pointers(memref, num_bytes, len(registers)) for memref in memrefs]
-        for of_ref in pointers:
+        places = [pointers(memref, num_bytes, len(registers)) for memref in memrefs]
+        for of_ref in places:
             for register, pointer in zip(registers, of_ref, strict=True):
                 llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
 
     layouts = [mosaic.strided(value.shape, elements), *[mosaic.REFERENCE] * len(refs)]
     mosaic.inline(emit, [value, *refs], layouts)
+
+
+def load_each(
+    fabric: fb.Ranks,
+    refs: Sequence[Any],
+    held: Sequence[jax.Array],
+    elements: int,
+    *,
+    fill: float = 0.0,
+    read_only: bool = False,
+) -> list[jax.Array]:
+    """Loads contiguous 1D parts of any rank's global memory, of one size, without a branch.
+
+    All loads are under way at once. Part i is `fill`, and its memory is not touched, unless the
+    scalar held[i] is true. A thread holds `elements` neighbours, 16 bytes. Where the parts are not
+    whole vectors of a warpgroup, the result is longer: its end is `fill`.
+
+    Args:
+      refs: the parts.
+      held: whether to load each.
+      fill: of what is not loaded.
+      read_only: whether nobody writes to the parts while the kernel runs.
+    """
+    size, dtype = refs[0].shape[0], jnp.dtype(refs[0].dtype)
+    if fabric.interpret:
+        return [
+            lax.cond(h, lambda ref=ref: ref[...], lambda: jnp.full((size,), fill, dtype))
+            for ref, h in zip(refs, held, strict=True)
+        ]
+    num_vectors = -(-size // (LANES * elements))
+    bits = int.from_bytes(np.full(4 // dtype.itemsize, fill, dtype).tobytes(), "little")
+    kind = "ld.global.nc.L1::no_allocate" if read_only else "ld.global"
+    text = (
+        f"{{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, {bits}; mov.b32 $1, {bits};"
+        f" mov.b32 $2, {bits}; mov.b32 $3, {bits};"
+        f" @p {kind}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+    )
+
+    def emit(context: Any, *args: Any) -> Any:
+        del context
+        flags, memrefs = args[: len(refs)], args[len(refs) :]
+        i32 = mosaic.integer_type(32)
+        four = mosaic.struct_type([i32] * 4)
+        packed_type = mosaic.vector_type(4, i32)
+        of_thread = mosaic.vector_type(elements, mosaic.element_type(dtype))
+        inside = [
+            None
+            if (i + 1) * LANES * elements <= size
+            else mosaic.below(mosaic.lane(), mosaic.i32(size // elements - i * LANES))
+            for i in range(num_vectors)
+        ]
+        arrays = []
+        for flag, memref in zip(flags, memrefs, strict=True):
+            loaded = []
+            places = pointers(memref, VECTOR_BYTES, num_vectors)
+            for pointer, within in zip(places, inside, strict=True):
+                here = mosaic.scalar(flag)
+                if within is not None:
+                    here = arith.select(within, here, mosaic.i32(0))
+                words = mosaic.asm(text, "=&r,=&r,=&r,=&r,l,r", pointer, here, returns=four)
+                packed = llvm.mlir_undef(packed_type)
+                for j in range(4):
+                    word = llvm.extractvalue(i32, words, [j])
+                    packed = llvm.insertelement(packed, word, mosaic.i32(j))
+                loaded.append(vector.bitcast(of_thread, packed))
+            arrays.append(mosaic.array_of(loaded, (num_vectors * LANES * elements,), elements))
+        return arrays
+
+    array = mosaic.in_registers((num_vectors * LANES * elements,), dtype, elements)
+    flags = [h.astype(jnp.int32) for h in held]
+    layouts = [mosaic.SCALAR] * len(refs) + [mosaic.REFERENCE] * len(refs)
+    return list(mosaic.inline(emit, [*flags, *refs], layouts, [array] * len(refs)))
+
+
+def store_part(
+    fabric: fb.Ranks, ref: Any, value: jax.Array, elements: int, *, held: Any = True
+) -> None:
+    """Stores the first ref.shape[0] elements of an array in registers to any rank's global memory.
+
+    A thread holds `elements` neighbours; the part is of whole vectors of them. Nothing is stored
+    unless the scalar `held` is true.
+    """
+    if fabric.interpret:
+
+        @pl.when(held)
+        def _() -> None:
+            ref[...] = value
+
+        return
+    (size,) = ref.shape
+
+    def emit(context: Any, flag: Any, array: Any, memref: Value) -> None:
+        del context
+        num_bytes = elements * jnp.dtype(value.dtype).itemsize
+        registers = mosaic.registers(array)
+        places = pointers(memref, num_bytes, len(registers))
+        some = mosaic.below(mosaic.i32(0), mosaic.scalar(flag))
+        for i, (register, pointer) in enumerate(zip(registers, places, strict=True)):
+            here = some
+            if (i + 1) * LANES * elements > size:
+                limit = mosaic.i32(size // elements - i * LANES)
+                here = arith.andi(here, mosaic.below(mosaic.lane(), limit))
+            with mosaic.when(here):
+                llvm.store(register, pointer, alignment=min(VECTOR_BYTES, num_bytes))
+
+    flag = jnp.asarray(held, jnp.int32)
+    layouts = [mosaic.SCALAR, mosaic.strided(value.shape, elements), mosaic.REFERENCE]
+    mosaic.inline(emit, [flag, value, ref], layouts)
+
+
+def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) -> jax.Array:
+    """Multiplies a float32 array in registers by a scalar; rounds each product.
+
+    Without this, the compiler may add a product that is not rounded to a sum.
+    """
+    if fabric.interpret:
+        return value * factor
+
+    def emit(context: Any, array: Any, by: Any) -> Any:
+        del context
+        f32, scalar = mosaic.float_type(), mosaic.scalar(by)
+        products = []
+        for register in mosaic.registers(array):
+            product = llvm.mlir_undef(register.type)
+            for i in range(elements):
+                one = llvm.extractelement(register, mosaic.i32(i))
+                one = llvm.inline_asm(f32, [one, scalar], "mul.rn.f32 $0, $1, $2;", "=f,f,f")
+                product = llvm.insertelement(product, one, mosaic.i32(i))
+            products.append(product)
+        return mosaic.array_of(products, value.shape, elements)
+
+    array = mosaic.in_registers(value.shape, jnp.float32, elements)
+    return mosaic.inline(
+        emit, [value, factor], [mosaic.strided(value.shape, elements), mosaic.SCALAR], array
+    )
+
+
+def constant(fabric: fb.Ranks, size: int, value: float, elements: int) -> jax.Array:
+    """Makes [size] float32 of one value in registers, `elements` neighbours to a thread."""
+    array = jnp.full((size,), value, jnp.float32)
+    if fabric.interpret:
+        return array
+    return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED((size,), vec_size=elements))
 
 
 def rotate(
@@ -171,7 +317,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
     mosaic.inline(emit, [sums, ref.at[pl.ds(index, 1)]], [mosaic.REFERENCE] * 2)
 
 
-def _pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
+def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
     """Emits the addresses of this thread's `count` vectors, of `num_bytes` each, in a memref."""
     thread = mosaic.lane()
     offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))

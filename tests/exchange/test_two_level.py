@@ -390,7 +390,7 @@ def test_the_kernels_follow_the_routes_of_several_hosts():
     """The ranks of one of two hosts, given all that has come to it, leave its part of the whole."""
     host = 1
     problem = Problem(4, 5, 32, 3, 8, "masked", capacity=13, alignment=2)
-    plan, fabric = Plan(2, 3, 2, step_tokens=2), simulated_ranks(2)
+    plan, fabric = Plan(2, 4, 2, step_tokens=2), simulated_ranks(2)
     ranks, experts = slice(2 * host, 2 * host + 2), slice(4 * host, 4 * host + 4)
 
     def on_rails(array: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange.plan import Row
 from pallas_kernels.exchange.sender import Sender
-from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Tiling, Window
+from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Window
 from pallas_kernels.fabric.symmetric import Gpus
 
 WIRE = jnp.float8_e4m3fn
@@ -65,18 +65,38 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     of_ranks = plans.rank_dispatch(row, list_words=2 * top_k, **sizes)
     of_combine = plans.combine(row, top_k=top_k, **sizes)
     of_grad = plans.combine_grad(row, top_k=top_k, num_experts=num_experts, **sizes)
-    padded = nbytes(Tiling.of(row.hidden, row.dtype).padded, row.dtype)
     held = {
         of_dispatch: of_dispatch.num_slots * row.slot_bytes
         + of_dispatch.num_copy_slots * row.sent_bytes,
         of_ranks: of_ranks.num_slots * row.slot_bytes,
-        of_combine: of_combine.num_slots * padded,
+        of_combine: 8 * of_combine.step_tokens * num_ranks * (2 * top_k + 1),
         of_grad: (of_grad.num_slots + of_grad.num_g_slots)
         * nbytes(plans.padded_columns(row), row.dtype),
     }
     for plan, size in held.items():
         assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2
         assert 1 <= plan.num_blocks <= num_tokens
+
+
+@pytest.mark.parametrize("wire_dtype", [None, WIRE])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("hidden", [64, 1024, 2048, 2880, 5120, 7168, 8224, 14336, 16448])
+def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire_dtype):
+    """Tiles are not much longer than what a warpgroup should hold, nor much shorter."""
+    row = Row(plans.padded_hidden(hidden, dtype, wire_dtype), dtype, wire_dtype)
+    tile, vector = plans.combine_tile(row), 16 // jnp.dtype(dtype).itemsize
+    assert row.hidden % tile == 0 and tile % vector == 0
+    assert wire_dtype is None or tile % plans.ROW_MULTIPLE == 0
+    assert LANES * vector // 2 <= tile <= 4 * LANES * vector or tile == row.hidden
+
+
+def test_a_step_of_short_rows_has_more_tokens():
+    """As many bytes as a step of long rows, up to what lists in shared memory have room for."""
+    sizes = dict(num_tokens=4096, num_ranks=8)
+    rows = {hidden: Row(hidden, jnp.bfloat16) for hidden in (64, 2048, 7168, 14336)}
+    steps = {h: plans.combine(row, top_k=8, **sizes).step_tokens for h, row in rows.items()}
+    assert steps == {64: 16, 2048: 4, 7168: 1, 14336: 1}
+    assert plans.combine(rows[64], top_k=200, **sizes).step_tokens == 5
 
 
 @pytest.mark.parametrize("num_blocks", [1, 20, 500])
@@ -118,8 +138,8 @@ def test_a_workspace_is_the_size_of_its_arrays():
     row = Row(1024, jnp.bfloat16, WIRE)
     plan = plans.combine(row, top_k=6, **sizes)
     values, scales = plans.combine_receive_buffer(plan, row, **sizes)
-    assert values.shape == (128, 3, 4, 1, 1024) and values.dtype == WIRE  # 3 tokens to a block
-    assert scales.shape == (128, 3, 4, 1, 8) and scales.dtype == jnp.float32
+    assert values.shape == (128, 1, 4, 3, 1024) and values.dtype == WIRE  # 3 tokens to a block
+    assert scales.shape == (128, 1, 4, 3, 8) and scales.dtype == jnp.float32
     assert plans.combine_workspace(plan, row, **sizes) == {
         "receive buffer": math.prod(values.shape) + 4 * math.prod(scales.shape),
     }

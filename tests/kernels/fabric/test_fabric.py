@@ -71,7 +71,7 @@ class Work:
     hidden: int = 512
     dtype: str = "bfloat16"
     alignment: int = 2
-    plan: Plan = Plan(16, 4, 2, step_tokens=2, receive_steps=2)
+    plan: Plan = Plan(16, 4, 2, step_tokens=2, receive_steps=3)
 
     def __str__(self) -> str:
         return f"{self.kind}-N{self.num_ranks}-K{self.top_k}"

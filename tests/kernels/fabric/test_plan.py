@@ -14,8 +14,8 @@ def test_a_plan_that_cannot_be_is_refused():
         Plan(1, 2, store_lag=2)
     with pytest.raises(ValueError, match="store_lag"):
         Plan(1, 2, store_lag=-1)
-    with pytest.raises(ValueError, match="receive_steps must be at least 2"):
-        Plan(1, 2, receive_steps=1)
+    with pytest.raises(ValueError, match="receive_steps must be at least 3"):
+        Plan(1, 2, receive_steps=2)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 128, 129, 4096])
