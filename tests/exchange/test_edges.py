@@ -113,24 +113,16 @@ def test_forward_mode_is_refused():
 # -------------------------------------------------------------------------- configurations
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("jax_numpy_dtype_promotion", "strict"), ("jax_numpy_rank_promotion", "raise")],
-)
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("function", [expert_major, rank_major, float8])
-def test_nothing_is_promoted_implicitly(function, dtype, option, value):
+def test_nothing_is_promoted_implicitly(function, dtype):
     def both(x: Any, topk_idx: Any, weights: Any) -> Any:
         out, pull = jax.vjp(lambda x, w: function(x, topk_idx, w), x, weights)
         return pull(out)
 
-    before = getattr(jax.config, option)
-    jax.config.update(option, value)
-    try:
-        arrays = (jnp.asarray(X, dtype), jnp.asarray(TOPK_IDX), jnp.asarray(WEIGHTS, dtype))
+    arrays = (jnp.asarray(X, dtype), jnp.asarray(TOPK_IDX), jnp.asarray(WEIGHTS, dtype))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         jax.jit(mapped(both)).lower(*arrays)
-    finally:
-        jax.config.update(option, before)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX lacks Explicit axes in shard_map")
