@@ -1,7 +1,8 @@
 """`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul.
 
-Times the product, its gradients for the rows (dlhs) and for the matrices (drhs), and the sum of two
-dlhs, which the gradient of an expert's gated MLP needs. Candidates are the backends that compute an
+Times the product, what a gated expert makes of two products (gated), the product's gradients for
+the rows (dlhs) and for the matrices (drhs), and the sum of two dlhs, which the gradient of a gated
+expert needs. Candidates are the backends that compute an
 operation here. They and the dense matmul take turns, one loop each, since a GPU's clock drifts; "of
 dense" is the median over turns of the ratio of their rates. TFLOP/s count rows in groups.
 
@@ -28,6 +29,7 @@ from jax_ep.bench.matmul_checks import LIMITS, check, check_some_groups
 from jax_ep.bench.matmul_contenders import TOKAMAX, available, other_blocks
 from jax_ep.bench.matmul_operations import (
     CASES,
+    OF_TWO_PAIRS,
     OPERATIONS,
     SMALL_CASES,
     Case,
@@ -141,9 +143,9 @@ def measure_operation(
     turns = [{i: loop.run() for i, loop in loops.items()} for _ in range(_TIMING.repeats.value)]
     for i, loop in loops.items():
         dense = rows[i]["candidate"] == "dense"
-        flops = case.flops("dlhs" if dense and op == "sum_of_dlhs" else op, case.live)
+        flops = case.flops(op, case.live)
         if dense:
-            flops *= case.num_rows / case.live
+            flops *= case.num_rows / case.live / (2 if op in OF_TWO_PAIRS else 1)
         wall = WallTime.of([turn[i] for turn in turns])
         rows[i] |= {
             "wall": measuring.wall_record(wall),

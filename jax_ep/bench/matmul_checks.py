@@ -14,7 +14,7 @@ from jax import lax
 
 from jax_ep.bench import measuring
 from jax_ep.bench.matmul_contenders import available
-from jax_ep.bench.matmul_operations import OPERATIONS, Operands, operation
+from jax_ep.bench.matmul_operations import OPERATIONS, Operands, operation, swiglu
 from jax_ep.bench.timing import Loop
 
 # The largest relative error that a result may have, in norm, by the operands' dtype.
@@ -106,6 +106,8 @@ def of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> A
     """Computes an operation, by `dot`, on one group's rows x, g, g_1 and matrices w, w_1."""
     if op == "product":
         return dot(x, w)
+    if op == "gated":
+        return np.asarray(swiglu(dot(x, w), dot(x, w_1)))
     if op == "drhs":
         return dot(x.T, g)
     dlhs = dot(g, w.T)
@@ -116,7 +118,8 @@ def reference(operands: Operands) -> dict[str, np.ndarray]:
     """Computes the results of all operations in float64, group by group, by operation."""
     o = jax.tree.map(np.asarray, operands)
     x, w, g, w_1, g_1 = (a.astype(np.float64) for a in (o.lhs, o.rhs, o.grad, o.rhs_1, o.grad_1))
-    out = {"product": np.zeros(g.shape), "drhs": np.zeros(w.shape)}
+    out = {op: np.zeros(g.shape) for op in ("product", "gated")}
+    out["drhs"] = np.zeros(w.shape)
     out |= {"dlhs": np.zeros(x.shape), "sum_of_dlhs": np.zeros(x.shape)}
     ends = np.cumsum(o.group_sizes)
     for group, (start, end) in enumerate(zip(ends - o.group_sizes, ends, strict=True)):

@@ -246,6 +246,8 @@ def other_blocks(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     Only sizes that fit the case and operation are used.
     """
     columns = case.hidden if op in ("dlhs", "sum_of_dlhs") else case.mlp
+    if op == "gated":  # by no other tiles than those of the backend's choice
+        return []
     found = _other_tiles(columns) if pallas.BACKEND.name in names else []
     if MOSAIC.name in names and op in ("product", "dlhs"):
         for blocks in (Blocks(*sizes) for sizes in MOSAIC_PRODUCT_BLOCKS):

@@ -12,7 +12,8 @@ import numpy as np
 
 from jax_ep.matmul.backend import Backend
 
-OPERATIONS = ("product", "dlhs", "drhs", "sum_of_dlhs")
+OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
+OF_TWO_PAIRS = ("gated", "sum_of_dlhs")  # the dense matmul they are compared with is of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Case:
     slow: bool = False  # time "xla" and "loop" too
 
     def flops(self, operation: str, rows: int) -> float:
-        pairs = 2 if operation == "sum_of_dlhs" else 1
+        pairs = 2 if operation in OF_TWO_PAIRS else 1
         return 2.0 * pairs * rows * self.hidden * self.mlp
 
 
@@ -44,6 +45,10 @@ CASES = (
     Case("mixtral up, 8 experts", 16384, 4096, 14336, 8, 16384),
     Case("mixtral up, 1 expert", 16384, 4096, 14336, 1, 16384),
     Case("qwen3-moe down", 32768, 768, 2048, 16, 32768),
+    Case("qwen3-moe up, 2 ranks", 36864, 2048, 768, 64, 32768),
+    Case("qwen3-moe down, 2 ranks", 36864, 768, 2048, 64, 32768),
+    Case("qwen3-moe up, decode", 1152, 2048, 768, 64, 1024),
+    Case("qwen3-moe down, decode", 1152, 768, 2048, 64, 1024),
 )
 SMALL_CASES = (  # for CPUs
     Case("small", 256, 64, 128, 4, 200, slow=True),
@@ -53,7 +58,7 @@ SMALL_CASES = (  # for CPUs
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands of all operations; rhs_1 and grad_1 are those of the sum's second product."""
+    """The operands of all operations; rhs_1 and grad_1 are those of a second product."""
 
     lhs: jax.Array  # [R, H]
     rhs: jax.Array  # [L, H, F]
@@ -69,10 +74,20 @@ jax.tree_util.register_dataclass(
 Function = Callable[[Operands], jax.Array]
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
 def operation(backend: Backend, op: str) -> Function:
-    """Returns the function by which a backend computes one of OPERATIONS."""
+    """Returns the function by which a backend computes one of OPERATIONS.
+
+    "gated" is what an expert makes of two products, without the products.
+    """
     functions: dict[str, Function] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),
+        "gated": lambda o: backend.gated_product(
+            o.lhs, (o.rhs, o.rhs_1), o.group_sizes, swiglu, False
+        )[0],
         "dlhs": lambda o: backend.product(o.grad, o.rhs, o.group_sizes, transpose_rhs=True),
         "drhs": lambda o: backend.drhs(o.lhs, o.grad, o.group_sizes),
         "sum_of_dlhs": lambda o: backend.sum_of_products(
@@ -85,11 +100,12 @@ def operation(backend: Backend, op: str) -> Function:
 def dense_operation(operation: str) -> Function:
     """Returns a dense matmul of the size of an operation, to compare the operation with.
 
-    It multiplies every row of lhs or grad by the first group's matrix. For "sum_of_dlhs" it is one
-    of the two products.
+    It multiplies every row of lhs or grad by the first group's matrix. For "gated" and
+    "sum_of_dlhs" it is one of the two products.
     """
     return {
         "product": lambda o: jnp.dot(o.lhs, o.rhs[0]),
+        "gated": lambda o: jnp.dot(o.lhs, o.rhs[0]),
         "dlhs": lambda o: jnp.dot(o.grad, o.rhs[0].T),
         "drhs": lambda o: jnp.dot(o.lhs.T, o.grad),
         "sum_of_dlhs": lambda o: jnp.dot(o.grad, o.rhs[0].T),

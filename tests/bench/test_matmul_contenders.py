@@ -11,7 +11,7 @@ from support.kernels import needs_kernels
 from support.selection import quick
 
 from jax_ep.bench import matmul_contenders as contenders
-from jax_ep.bench.matmul_operations import OPERATIONS, Operands, operation
+from jax_ep.bench.matmul_operations import OF_TWO_PAIRS, OPERATIONS, Operands, operation
 from jax_ep.matmul import api
 
 SHAPES = [  # R, H, F, L
@@ -36,7 +36,7 @@ def test_mosaic_lowers_for_cuda(op, shape):
     )  # fmt: skip
     traced = jax.jit(operation(contenders.MOSAIC, op)).trace(operands)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu") == (2 if op == "sum_of_dlhs" else 1)
+    assert text.count("@mosaic_gpu") == (2 if op in OF_TWO_PAIRS else 1)
 
 
 @needs_kernels
