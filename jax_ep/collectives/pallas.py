@@ -19,7 +19,7 @@ from jax import lax
 
 from jax_ep.collectives import xla
 from jax_ep.collectives.algorithms import FUSED, is_low_latency
-from jax_ep.runtime.fabric import num_gpus, of_axis
+from jax_ep.runtime.fabric import channels_of, of_axis
 from jax_ep.runtime.jax_compat import match_varying, place
 from pallas_kernels.collectives import all_gather as all_gather_kernel
 from pallas_kernels.collectives import all_reduce as all_reduce_kernel
@@ -27,9 +27,8 @@ from pallas_kernels.collectives import all_reduce_rms_norm as all_reduce_rms_nor
 from pallas_kernels.collectives import all_to_all as all_to_all_kernel
 from pallas_kernels.collectives import low_latency as low_latency_kernels
 from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
-from pallas_kernels.fabric import layout, low_latency
+from pallas_kernels.fabric import low_latency
 from pallas_kernels.fabric.plan import align_up, vector_length
-from pallas_kernels.fabric.sentinel_words import Regions
 from pallas_kernels.fabric.tiles import Plan, tile_length
 
 AxisName = tuple[str, ...]
@@ -193,15 +192,7 @@ class PallasCollectives:
         return lax.axis_size(self.axis_name)
 
     def _channels(self, like: jax.Array) -> low_latency.Channels:
-        fabric = of_axis(self.axis_name, like)
-        regions = Regions(
-            fabric.base + layout.TILES,
-            layout.STRIDE,
-            num_gpus(fabric),
-            layout.NUM_COUNTERS,
-            layout.num_slots(num_gpus(fabric)),
-        )
-        return low_latency.Channels(fabric.axes, fabric.gpus, regions, timeout_s=fabric.timeout_s)
+        return channels_of(of_axis(self.axis_name, like))
 
     def _run(
         self, kernel: Kernel, low_latency_kernel: Kernel, x: jax.Array, num_elements: int

@@ -287,6 +287,18 @@ class _Shape:
         """A row as the kernels see it."""
         return plans.Row(self.padded_hidden, self.dtype, self.wire_dtype)
 
+    @property
+    def low_latency(self) -> plans.LowLatencyPlan | None:
+        """The plan of the kernels over the low-latency protocol, if they take such rows."""
+        return plans.low_latency(
+            self.row,
+            num_tokens=self.num_tokens,
+            num_ranks=self.num_ranks,
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+            num_blocks=settings.num_blocks(),
+        )
+
     def padded_rows(self, count: int) -> int:
         """Copies of the caller's rows that the kernels need where they want longer ones."""
         padded = self.padded_hidden
@@ -296,7 +308,10 @@ class _Shape:
 def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
     num_blocks = settings.num_blocks()
     sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
-    if shape.by_rank:
+    held: dict[str, int]
+    if shape.low_latency and not shape.by_rank:
+        held = shape.low_latency.dispatch_workspace()
+    elif shape.by_rank:
         sizes |= dict(list_words=shape.top_k)
         plan = plans.rank_dispatch(shape.row, num_blocks=num_blocks, **sizes)
         held = plans.rank_dispatch_workspace(plan, **sizes)
@@ -321,11 +336,12 @@ def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
 
 
 def _pallas_combine(shape: _Shape) -> dict[str, int]:
+    padded = {"padded rows": shape.padded_rows(shape.num_tokens + shape.capacity)}
+    if shape.low_latency:  # sums arrive in symmetric memory
+        return padded
     sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
     plan = plans.combine(shape.row, top_k=shape.top_k, num_blocks=settings.num_blocks(), **sizes)
-    return plans.combine_workspace(plan, shape.row, **sizes) | {
-        "padded rows": shape.padded_rows(shape.num_tokens + shape.capacity),
-    }
+    return plans.combine_workspace(plan, shape.row, **sizes) | padded
 
 
 def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:

@@ -6,6 +6,8 @@ over thread blocks and shared memory. Importing this module imports Mosaic.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,15 +17,22 @@ from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
 from jax_ep.runtime import settings
-from jax_ep.runtime.fabric import of_axis
+from jax_ep.runtime.fabric import channels_of, num_gpus, of_axis
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
+from pallas_kernels.exchange import (
+    low_latency_combine,
+    low_latency_combine_grad,
+    low_latency_dispatch,
+)
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.sender import Payload
+from pallas_kernels.fabric import layout as memory_layout
 from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.fabric.symmetric import Gpus
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
@@ -31,21 +40,34 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.group_size)
     sizes = (fabric.num_ranks, *topk_idx.shape)
-    counts = None
-    if topk_idx.shape[0] > plans.FEW_TOKENS:  # more than one block of the kernel should count
-        counts = routing.count_experts(topk_idx, config.num_experts)
-    received, rows, counts, *layout = dispatch_kernel.dispatch(
-        padded,
-        topk_idx,
-        counts,
-        num_experts=config.num_experts,
-        fabric=fabric,
-        plan=_dispatch_plan(padded, sizes, config),
+    layout_options: Any = dict(
         capacity=config.rows,
         expert_alignment=config.expert_alignment,
         fair=config.overflow == "fair",
-        wire_dtype=config.wire_dtype,
     )
+    if low_latency := _low_latency_plan(fabric, padded, sizes, config):
+        received, rows, counts, *layout = low_latency_dispatch.dispatch(
+            padded,
+            topk_idx,
+            fabric=fabric,
+            channels=channels_of(fabric),
+            plan=low_latency,
+            **layout_options,
+        )
+    else:
+        known = None
+        if topk_idx.shape[0] > plans.FEW_TOKENS:  # more than one block of the kernel should count
+            known = routing.count_experts(topk_idx, config.num_experts)
+        received, rows, counts, *layout = dispatch_kernel.dispatch(
+            padded,
+            topk_idx,
+            known,
+            num_experts=config.num_experts,
+            fabric=fabric,
+            plan=_dispatch_plan(padded, sizes, config),
+            wire_dtype=config.wire_dtype,
+            **layout_options,
+        )
     group_sizes, expert_counts, num_dropped, rows_needed = layout
     recv_counts = routing.counts_here(counts, lax.axis_index(config.axis_name))
     dropped_counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32) - expert_counts
@@ -57,17 +79,27 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
     padded = _pad_hidden(x, config)
-    received = dispatch_kernel.dispatch_like(
-        padded,
-        routes.rows,
-        routes.counts,
-        fabric=of_axis(config.axis_name, padded, config.group_size),
-        plan=_dispatch_plan(padded, routes.rows.shape, config),
+    fabric = of_axis(config.axis_name, padded, config.group_size)
+    options: Any = dict(
+        fabric=fabric,
         capacity=config.rows,
         expert_alignment=config.expert_alignment,
         fair=config.overflow == "fair",
-        wire_dtype=config.wire_dtype,
     )
+    received: Payload
+    if low_latency := _low_latency_plan(fabric, padded, routes.rows.shape, config):
+        received = low_latency_dispatch.dispatch_like(
+            padded, *routes, channels=channels_of(fabric), plan=low_latency, **options
+        )
+    else:
+        received = dispatch_kernel.dispatch_like(
+            padded,
+            routes.rows,
+            routes.counts,
+            plan=_dispatch_plan(padded, routes.rows.shape, config),
+            wire_dtype=config.wire_dtype,
+            **options,
+        )
     return _unpadded(received, x.shape[1])
 
 
@@ -76,17 +108,34 @@ def combine(
 ) -> jax.Array:
     """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
     padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
-    out = combine_kernel.combine(
-        padded,
-        topk_weights,
-        routes.topk_idx,
-        routes.rows,
-        fabric=of_axis(config.axis_name, padded, config.group_size),
-        plan=_combine_plan(padded, routes.rows, config),
+    out = _combine(padded, topk_weights, routes.topk_idx, routes.rows, config)
+    return out[:, : y.shape[1]]
+
+
+def _combine(
+    y: jax.Array,
+    topk_weights: jax.Array | None,
+    topk_idx: jax.Array,
+    rows: jax.Array,
+    config: Config,
+    *,
+    by_rank: bool = False,
+) -> jax.Array:
+    """Sums padded rows y by token; `rows` [N, T, K] is as for `_combine_plan`."""
+    fabric = of_axis(config.axis_name, y, config.group_size)
+    operands = y, topk_weights, topk_idx, rows
+    options: Any = dict(fabric=fabric, by_rank=by_rank)
+    if low_latency := _low_latency_plan(fabric, y, rows.shape, config):
+        return low_latency_combine.combine(
+            *operands, channels=channels_of(fabric), plan=low_latency, **options
+        )
+    return combine_kernel.combine(
+        *operands,
+        plan=_combine_plan(y, rows, config),
         num_experts=config.num_experts,
         wire_dtype=config.wire_dtype,
+        **options,
     )
-    return out[:, : y.shape[1]]
 
 
 def combine_grad(
@@ -101,6 +150,18 @@ def combine_grad(
     hidden = y.shape[1]
     g, y = _pad_hidden(g, config), _pad_hidden(y, config)
     num_ranks, num_tokens, top_k = routes.rows.shape
+    fabric = of_axis(config.axis_name, g, config.group_size)
+    operands = g, topk_weights, y, *routes
+    options: Any = dict(
+        fabric=fabric,
+        expert_alignment=config.expert_alignment,
+        fair=config.overflow == "fair",
+    )
+    if low_latency := _low_latency_plan(fabric, y, routes.rows.shape, config):
+        dy, dweights = low_latency_combine_grad.combine_grad(
+            *operands, channels=channels_of(fabric), plan=low_latency, **options
+        )
+        return dy[:, :hidden], dweights
     plan = plans.combine_grad(
         _row(y, config),
         num_tokens=num_tokens,
@@ -109,16 +170,7 @@ def combine_grad(
         num_experts=config.num_experts,
         num_blocks=settings.num_blocks(),
     )
-    dy, dweights = combine_grad_kernel.combine_grad(
-        g,
-        topk_weights,
-        y,
-        *routes,
-        fabric=of_axis(config.axis_name, g, config.group_size),
-        plan=plan,
-        expert_alignment=config.expert_alignment,
-        fair=config.overflow == "fair",
-    )
+    dy, dweights = combine_grad_kernel.combine_grad(*operands, plan=plan, **options)
     return dy[:, :hidden], dweights
 
 
@@ -153,18 +205,28 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     """Returns partial sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
     hidden = y.shape[-1]
     y = _pad_hidden(y.reshape(-1, hidden).astype(config.sum_dtype or y.dtype), config)
-    out = combine_kernel.combine(
-        y,
-        None,
-        routes.topk_idx,
-        routes.local_topk_idx,
-        fabric=of_axis(config.axis_name, y, config.group_size),
-        plan=_combine_plan(y, routes.local_topk_idx, config),
-        num_experts=config.num_experts,
-        by_rank=True,
-        wire_dtype=config.wire_dtype,
-    )
+    out = _combine(y, None, routes.topk_idx, routes.local_topk_idx, config, by_rank=True)
     return out[:, :hidden]
+
+
+def _low_latency_plan(
+    fabric: Gpus, x: jax.Array, sizes: tuple[int, ...], config: Config
+) -> plans.LowLatencyPlan | None:
+    """Returns the plan of the low-latency kernels for padded rows x [.., H], if they take them.
+
+    `sizes` are N, T and K.
+    """
+    num_ranks, num_tokens, top_k = sizes
+    if num_gpus(fabric) > memory_layout.MAX_DEVICES:
+        return None
+    return plans.low_latency(
+        _row(x, config),
+        num_tokens=num_tokens,
+        num_ranks=num_ranks,
+        top_k=top_k,
+        num_experts=config.num_experts,
+        num_blocks=settings.num_blocks(),
+    )
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:

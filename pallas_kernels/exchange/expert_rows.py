@@ -84,13 +84,14 @@ class ExpertRows:
 
     def lay_out(
         self, all_counts_ref: Any = None, *, all_counts: Any, counts_full: Any, scan: Any,
-        block_ends: Any, next_rows: Any = None, **_: Any,
+        block_ends: Any, next_rows: Any = None, block_starts: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         """Computes where each expert's rows start and end on the expert's rank.
 
         On entry, `next_rows` has how many choices of each expert this rank's earlier blocks make;
         it becomes the row of this block's first choice of each. Block 0 writes all counts to
-        `all_counts_ref` [N, E]. Either may be None.
+        `all_counts_ref` [N, E], and every block the rows' starts to `block_starts` [E] in shared
+        memory. Each may be None.
 
         If `fair`, the blocks are those of the rows that are kept: at most q of each expert, with
         the largest q, one for each rank, at which its blocks fit in the capacity. A row that is
@@ -115,6 +116,8 @@ class ExpertRows:
                 counted = per_source[source]
                 row = row + jnp.where(source < rank, counted, jnp.zeros_like(counted))
             next_rows[pl.ds(0, width)] = row
+        if block_starts is not None:
+            block_starts[...] = starts
         block_ends[0] = starts + total
         block_ends[1] = ends
         fabric.barrier()

@@ -117,6 +117,112 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
     )
 
 
+# ------------------------------------------------------------------------- low-latency protocol
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowLatencyPlan:
+    """How rows are spread over the workers of the low-latency protocol, for few tokens.
+
+    Attributes:
+      num_tokens: T.
+      hidden: H, padded as `padded_hidden` says.
+      dtype: of rows, and of sums of rows.
+      num_ranks: N.
+      top_k: K.
+      num_experts: E.
+      max_blocks: the most thread blocks.
+      max_slots: the most rows that a kernel holds in shared memory.
+    """
+
+    num_tokens: int
+    hidden: int
+    dtype: jax.typing.DTypeLike
+    num_ranks: int
+    top_k: int
+    num_experts: int
+    max_blocks: int = layout.MAX_WORKERS // 4
+    max_slots: int = 2 * _MAX_SLOTS
+
+    warpgroups = 4  # of a block, that send and receive
+
+    @property
+    def vector(self) -> int:
+        return vector_length(self.dtype)
+
+    @property
+    def tile(self) -> int:
+        """Columns of a tile, which fills a slot of the protocol."""
+        return LANES * self.vector
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.hidden // self.tile)
+
+    @property
+    def tiles_of_worker(self) -> int:
+        return -(-self.num_tiles // self.warpgroups)
+
+    @property
+    def tokens_per_block(self) -> int:
+        return -(-self.num_tokens // self.max_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // self.tokens_per_block)
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that shared memory holds next to the words of the kernel with the most of them."""
+        choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
+        sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k  # of a gradient
+        words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
+        row = Row(self.hidden, self.dtype)
+        return min(self.max_slots, row.room(words + max(choices, sums)) // row.slot_bytes)
+
+    def dispatch_workspace(self) -> dict[str, int]:
+        """Returns the bytes that `low_latency_dispatch.dispatch` allocates, by name: the routes."""
+        words = self.num_tokens * self.top_k + count_width(self.num_experts)
+        return {"routes": WORD_BYTES * self.num_ranks * words}
+
+    def fits(self) -> bool:
+        """Returns whether the protocol and shared memory have room for these sizes."""
+        return (
+            1 < self.num_ranks <= layout.MAX_DEVICES
+            and self.hidden >= self.tile
+            and self.tokens_per_block * self.tiles_of_worker <= layout.MAX_SLOTS
+            and self.num_tokens * self.top_k <= layout.MAX_WORDS // 2
+            and self.num_slots > 0
+        )
+
+
+def low_latency(
+    row: Row,
+    *,
+    num_tokens: int,
+    num_ranks: int,
+    top_k: int,
+    num_experts: int,
+    num_blocks: int | None = None,
+) -> LowLatencyPlan | None:
+    """Returns the plan of the kernels over the low-latency protocol, or None if others are faster.
+
+    Others are also for sizes that do not fit, and for rows that are quantized. `num_blocks` is the
+    most thread blocks to use; None is the number measured to be fastest.
+    """
+    plan = LowLatencyPlan(
+        num_tokens=num_tokens,
+        hidden=row.hidden,
+        dtype=row.dtype,
+        num_ranks=num_ranks,
+        top_k=top_k,
+        num_experts=num_experts,
+    )
+    if num_blocks is not None:
+        plan = dataclasses.replace(plan, max_blocks=min(num_blocks, plan.max_blocks))
+    return plan if row.wire_dtype is None and plan.fits() else None
+
+
 # ------------------------------------------------------------------------------------- dispatch
 
 

@@ -73,6 +73,9 @@ class Fabric(Ranks, Protocol):
 
     def rank(self) -> jax.Array: ...
 
+    def here(self) -> jax.Array:
+        """Returns the place of this rank in the mesh."""
+
     def mine(self, ref: Any) -> Any:
         """Returns this rank's part of a buffer."""
 
@@ -93,6 +96,12 @@ class Fabric(Ranks, Protocol):
 
     def receive_words(self, words: Any, what: str) -> None:
         """Waits for the words that every rank sends, and writes them to `words` [N, W]."""
+
+    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
+        """Sends words to some ranks, as values from `start` on; None: to every rank."""
+
+    def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
+        """Waits for values of a rank, and copies them to `words` [n]."""
 
     def barrier(self) -> None:
         """Waits until all threads of this warpgroup have reached this barrier."""
@@ -193,6 +202,9 @@ class Stacked:
     def rank(self) -> jax.Array:
         return lax.axis_index("rank")
 
+    def here(self) -> jax.Array:
+        return self.rank()
+
     def mine(self, ref: Any) -> Any:
         return ref.at[self.rank()]
 
@@ -210,6 +222,12 @@ class Stacked:
 
     def receive_words(self, words: Any, what: str) -> None:
         raise NotImplementedError("ranks on one device receive words only in the simulator.")
+
+    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
+        raise NotImplementedError("ranks on one device send values only in the simulator.")
+
+    def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
+        raise NotImplementedError("ranks on one device read values only in the simulator.")
 
     def barrier(self) -> None:
         raise NotImplementedError("ranks on one device meet only in the simulator.")

@@ -13,7 +13,7 @@ whose sentinel is a negative zero; NCCL's protocol LL stores a flag next to each
 A set is empty when it is used again, for this reason. A sender begins its third call after it has
 received all that its peer sent in the second. The peer began the second call after it had ended the
 first, which emptied the set. This holds if two GPUs make their calls with each other one at a time
-and in the same order, and if every worker that takes part in a call sends something to each peer.
+and in the same order, and if in every call each GPU receives something of each peer.
 Accesses of consecutive calls are ordered because a kernel begins when the one before has ended.
 """
 
@@ -90,16 +90,27 @@ class Mail:
 
         With `exact`, here and in the peers' `collect`, the bits of NaNs arrive unchanged too.
         """
-        for device, calls, tile in zip(self._there, self._calls, tiles_of_peers, strict=True):
-            number = self._slot(self._here, calls, slot)
-            self.channels.regions.post(device, number, tile, exact=exact)
+        for i, tile in enumerate(tiles_of_peers):
+            self.post_to(i, slot, tile, exact=exact)
+
+    def post_to(self, i: int, slot: int, tile: jax.Array, *, exact: bool = False) -> None:
+        """Sends a tile to the i-th of `peers`; see `post`."""
+        number = self._slot(self._here, self._calls[i], slot)
+        self.channels.regions.post(self._there[i], number, tile, exact=exact)
 
     def collect(
-        self, slot: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
+        self,
+        slot: int,
+        shape: tuple[int, ...],
+        dtype: Any,
+        *,
+        exact: bool = False,
+        wanted: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
         """Receives the tile that each peer sends to a slot of this call's set.
 
-        With `exact`, here and in the peers' `post`, the bits of NaNs arrive unchanged too.
+        With `exact`, here and in the peers' `post`, the bits of NaNs arrive unchanged too. `wanted`
+        says which peers send one; of the others the result is anything.
         """
         slots = [
             self._slot(device, calls, slot)
@@ -115,6 +126,7 @@ class Mail:
             timeout_s=self.channels.timeout_s,
             what=self._what,
             exact=exact,
+            wanted=wanted,
         )
 
     def sum(self, slot: int, mine: jax.Array) -> jax.Array:

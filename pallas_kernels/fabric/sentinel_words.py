@@ -97,10 +97,12 @@ class Regions:
         timeout_s: float,
         what: str,
         exact: bool,
+        wanted: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
         """Receives the tiles in slots of this GPU, and leaves the slots empty.
 
-        `peers` has the sender for each slot. After `timeout_s` seconds the kernel traps, with a
+        `peers` has the sender for each slot. `wanted`, if given, says which slots a tile comes to;
+        it does not wait for the others. After `timeout_s` seconds the kernel traps, with a
         message that names `what`, this rank, and a peer whose tile has not arrived.
         """
         count = len(slots)
@@ -110,15 +112,23 @@ class Regions:
             device, rank = device.registers.item(), rank.registers.item()
             scalars = tuple(scalar.registers.item() for scalar in scalars)
             pointers = [self._slot(device, slot) for slot in scalars[:count]]
+            comes = scalars[2 * count :]
+
+            def is_missing(j: int, of_slot: Sequence[ir.Value]) -> ir.Value:
+                missing = _any([_is(EMPTY, word) for word in of_slot])
+                return arith.andi(missing, comes[j]) if comes else missing
 
             def ask() -> tuple[ir.Value, list[ir.Value]]:
                 words = [word for pointer in pointers for word in _load(pointer)]
-                return _any([_is(EMPTY, word) for word in words]), words
+                if not comes:
+                    return _any([_is(EMPTY, word) for word in words]), words
+                missing = [is_missing(j, of_slot) for j, of_slot in enumerate(_by_slot(words))]
+                return _any(missing), words
 
             def late(words: Sequence[ir.Value]) -> None:
                 peer = scalars[count]
                 for j, of_slot in enumerate(_by_slot(words)):
-                    missing = _any([_is(EMPTY, word) for word in of_slot])
+                    missing = is_missing(j, of_slot)
                     peer = arith.select(missing, scalars[count + j], peer)
                 ptx.give_up(what, timeout_s, rank, peer)
 
@@ -167,10 +177,9 @@ class Regions:
             ]
 
         tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
-        arg_types = (_SCALAR,) * (2 + 2 * count)
-        return plgpu.inline_mgpu(arg_types=arg_types, return_type=[tile] * count)(emit)(
-            device, rank, *slots, *peers
-        )
+        scalars = device, rank, *slots, *peers, *(wanted or ())
+        arg_types = (_SCALAR,) * len(scalars)
+        return plgpu.inline_mgpu(arg_types=arg_types, return_type=[tile] * count)(emit)(*scalars)
 
     def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
         """Reads counters of this GPU."""

@@ -32,6 +32,7 @@ from pallas_kernels.fabric.plan import LANES
 # bits, a flag, and a tag, the low bits of the call's number.
 _ADDRESS_BITS, _TAG_BITS = 45, 18
 _NOT_SHARED = 1 << _TAG_BITS  # the flag: the buffer is outside the pool that other processes map
+_VALUES_AT_ONCE = 1024  # words that a warpgroup polls at a time
 _COUNT_BITS = 16  # the low bits of a signal, which hold the count; the call's number is above them
 
 
@@ -64,6 +65,10 @@ class Gpus(RanksOfMesh):
 
     def rank(self) -> jax.Array:
         return self._call.rank
+
+    def here(self) -> jax.Array:
+        """Returns the place of this rank's GPU in the mesh."""
+        return self._call.place
 
     @property
     def _call(self) -> _Call:
@@ -108,7 +113,7 @@ class Gpus(RanksOfMesh):
             offsets = [offset + i * stride for offset in offsets for i in range(size)]
         peers = [self.gpu(corner + offset) for offset in offsets]
         name = name.removeprefix("ep_")
-        call = _Call(rank, self.gpu(place), peers, table, list(buffers), name, reads)
+        call = _Call(place, rank, self.gpu(place), peers, table, list(buffers), name, reads)
         self._calls[:] = [call]  # type: ignore[attr-defined]
         self.hold_back(0, rank)
         num_ranks = self.num_ranks
@@ -130,11 +135,10 @@ class Gpus(RanksOfMesh):
             mosaic.barrier()
             first = arith.cmpi(arith.CmpIPredicate.eq, block, i32(0))
             thread = mosaic.thread()
-            if refs:
-                # Every call writes all address words, so that no word keeps an old call's tag.
-                sends = _below(thread, layout.MAX_BUFFERS * num_ranks)
-                with mosaic.when(arith.andi(first, sends)):
-                    self._send_addresses(call, heap, here, peers, refs, numbers, lane)
+            # Every call writes all address words, so that no word keeps an old call's tag.
+            sends = _below(thread, layout.MAX_BUFFERS * num_ranks)
+            with mosaic.when(arith.andi(first, sends)):
+                self._send_addresses(call, heap, here, peers, refs, numbers, lane)
             mosaic.block_barrier()
             # All warpgroups of this block have read the call's number, so it may be stored as the
             # last one. Blocks that this kernel lacks get it too: the next call may have them.
@@ -154,7 +158,7 @@ class Gpus(RanksOfMesh):
         """Sends the address of buffer i // N to rank i % N, in thread i."""
         buffer = arith.divui(lane, i32(self.num_ranks))
         rank = arith.remui(lane, i32(self.num_ranks))
-        address = _of_lane([mosaic.address(ref) for ref in refs], buffer)
+        address = _of_lane([mosaic.address(ref) for ref in refs] or [i64(0)], buffer)
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * layout.POOL_START))
         size = _load(_at(heap, 8 * layout.POOL_BYTES))
@@ -360,6 +364,97 @@ class Gpus(RanksOfMesh):
         layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
         mosaic.inline(emit, [call.table, call.here, call.rank, words, *call.peers], layouts)
 
+    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
+        """Sends words to some ranks, as this rank's values from `start` on; None: to every rank.
+
+        Any warpgroup may send, and any block of the receiver may `read_values`. Calls use two sets
+        of values in turn. So nobody waits for those who read them, provided that in every call a
+        rank receives something of each peer: what it then writes in the next call but one, the
+        peer has read.
+
+        `words` [n] is of 32-bit elements in this rank's global or shared memory.
+        """
+        call, (count,) = self._call, words.shape
+        ranks = range(self.num_ranks) if ranks is None else ranks
+        to = [jnp.asarray(rank, jnp.int32) for rank in ranks]
+
+        def emit(context: Any, table: Any, here: Any, start: Any, words: Any, *args: Any) -> None:
+            del context
+            peers, to = list(map(scalar, args[: self.num_ranks])), args[self.num_ranks :]
+            i32_type = mosaic.integer_type(32)
+            indices = [arith.addi(mosaic.lane(), i32(i)) for i in range(0, count, LANES)]
+            for index in indices:
+                with mosaic.when(_below(index, count)):
+                    value = _widen(arith.bitcast(i32_type, mosaic.element_at(words, index)))
+                    place = arith.addi(scalar(start), index)
+                    for rank in map(scalar, to):
+                        number = _load_shared(_plus(call.numbers(table), (rank, 8)))
+                        word = arith.ori(arith.shli(number, i64(32)), value)
+                        peer = _of_lane(peers, rank)
+                        _store(self._value(peer, scalar(here), number, place), word)
+
+        layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * (self.num_ranks + len(to))]
+        start = jnp.asarray(start, jnp.int32)
+        mosaic.inline(emit, [call.table, call.here, start, words, *call.peers, *to], layouts)
+
+    def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
+        """Waits for values of a rank, and copies them to `words` [n].
+
+        `words` is of 32-bit elements in shared memory. The caller puts a barrier between this and
+        other threads' use of it. `what` names the wait in the message that ends the program after
+        `timeout_s`.
+        """
+        call, (total,) = self._call, words.shape
+
+        def emit(
+            context: Any, table: Any, here: Any, me: Any, rank: Any, start: Any, words: Any,
+            *peers: Any,
+        ) -> None:  # fmt: skip
+            del context
+            source = scalar(rank)
+            number = _load_shared(_plus(call.numbers(table), (source, 8)))
+            peer = _of_lane(list(map(scalar, peers)), source)
+            to = mosaic.address(words, 32)
+            for first in range(0, total, _VALUES_AT_ONCE):
+                count = min(_VALUES_AT_ONCE, total - first)
+                rounds = range(first, first + count, LANES)
+                indices = [arith.addi(mosaic.lane(), i32(i)) for i in rounds]
+                last = i32(total - 1)
+                places = [
+                    self._value(
+                        scalar(here), peer, number, arith.addi(scalar(start), arith.minui(i, last))
+                    )
+                    for i in indices
+                ]
+
+                def ask(places: Any = places) -> tuple[Value, list[Value]]:
+                    values = [_load(place) for place in places]
+                    late = [
+                        arith.cmpi(
+                            arith.CmpIPredicate.ne,
+                            _narrow(arith.shrui(value, i64(32))),
+                            _narrow(number),
+                        )
+                        for value in values
+                    ]
+                    return functools.reduce(arith.ori, late), [_narrow(value) for value in values]
+
+                values = ptx.poll(
+                    ask,
+                    lambda _: ptx.give_up(what, self.timeout_s, scalar(me), source),
+                    timeout_s=self.timeout_s,
+                    types=[mosaic.integer_type(32)] * len(places),
+                )
+                for index, value in zip(indices, values, strict=True):
+                    with mosaic.when(_below(index, total)):
+                        place = _plus(to, (index, 4))
+                        mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", place, value)
+
+        layouts = [REFERENCE, *[SCALAR] * 4, REFERENCE, *[SCALAR] * self.num_ranks]
+        rank, start = (jnp.asarray(value, jnp.int32) for value in (rank, start))
+        operands = [call.table, call.here, call.rank, rank, start, words, *call.peers]
+        mosaic.inline(emit, operands, layouts)
+
     # Addresses.
 
     def _heap(self, number: Value) -> Value:
@@ -373,12 +468,19 @@ class Gpus(RanksOfMesh):
     def _word(self, owner: Value, sender: Value, index: Value) -> Value:
         return _at(self._heap(owner), layout.WORDS, (sender, 8 * layout.MAX_WORDS), (index, 8))
 
+    def _value(self, owner: Value, sender: Value, number: Value, index: Value) -> Value:
+        """Returns the address, in `owner`'s heap, of a value of GPU `sender` in a call."""
+        which = arith.andi(_narrow(number), i32(1))
+        of_sender = _plus(sender, (which, layout.MAX_GPUS))
+        return _at(self._heap(owner), layout.VALUES, (of_sender, 8 * layout.MAX_WORDS), (index, 8))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
     """A call of a kernel, while the kernel is traced.
 
     Attributes:
+      place: [] int32, the place of this rank's GPU in the mesh.
       rank: [] int32, this rank.
       here: [] int32, the number of this rank's GPU.
       peers: the number of each rank's GPU, [] int32 each.
@@ -389,6 +491,7 @@ class _Call:
       reads: whether peers read what was written to buffers before the call.
     """
 
+    place: jax.Array
     rank: jax.Array
     here: jax.Array
     peers: list[jax.Array]

@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.layout import NUM_COUNTERS, TILE_BYTES, num_slots
+from pallas_kernels.fabric.layout import MAX_WORDS, NUM_COUNTERS, TILE_BYTES, num_slots
 from pallas_kernels.fabric.sentinel_words import Regions
 from support.kernels import KERNELS_RUN, WHY_NOT
 
@@ -123,6 +123,15 @@ class Simulated(fb.Stacked):
             words[rank] = received
         self.barrier()
 
+    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
+        ranks = range(self.num_ranks) if ranks is None else ranks
+        _on_host(_SendValues(), words[...], start, *ranks)
+
+    def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
+        received = jax.ShapeDtypeStruct(words.shape, words.dtype)
+        operation = _ReadValues(what, words.shape[0], words.dtype)
+        (words[...],) = _on_host(operation, rank, start, returns=[received])
+
     def stage(self, number: int) -> None:
         _on_host(_Pause(number))
 
@@ -174,11 +183,12 @@ class SimulatedRegions(Regions):
         _on_host(_Post(self), device, slot, tile)
 
     def collect(
-        self, device, slots, shape, dtype, *, rank, peers, timeout_s, what, exact
+        self, device, slots, shape, dtype, *, rank, peers, timeout_s, what, exact, wanted=None
     ) -> list[jax.Array]:
         tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(slots)
-        operation = _Collect(self, what, len(slots))
-        return _on_host(operation, device, rank, *slots, *peers, returns=tiles)
+        operation = _Collect(self, what, len(slots), dtype, shape)
+        wanted = [jnp.int32(w) for w in wanted or (1,) * len(slots)]
+        return _on_host(operation, device, rank, *slots, *peers, *wanted, returns=tiles)
 
     def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
         values = [jax.ShapeDtypeStruct((), jnp.int32)] * len(counters)
@@ -395,6 +405,38 @@ class _ReceiveWords:
 
 
 @dataclasses.dataclass(frozen=True)
+class _SendValues:
+    def run(
+        self, simulation: _Simulation, thread: Any, words: Any, start: Any, *ranks: Any
+    ) -> None:
+        with simulation.changed:
+            for rank in map(int, ranks):
+                values = simulation.values[rank, thread.block_id]
+                for i, word in enumerate(np.array(words).view(np.int32), int(start)):
+                    if not 0 <= i < MAX_WORDS:
+                        raise KernelError(f"there is no value {i}")
+                    if values.setdefault(i, word) != word:
+                        raise KernelError(f"rank {thread.block_id} sends two values {i} in a call")
+            simulation.changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadValues:
+    what: str
+    count: int
+    dtype: Any
+
+    def run(self, simulation: _Simulation, thread: Any, rank: Any, start: Any) -> Any:
+        values = simulation.values[thread.block_id, int(rank)]
+        wanted = range(int(start), int(start) + self.count)
+        simulation.wait_until(
+            lambda: all(i in values for i in wanted),
+            lambda: f"{self.what}: rank {thread.block_id} waits for values of rank {rank}",
+        )
+        return [np.array([values[i] for i in wanted], np.int32).view(self.dtype)]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Pause:
     stage: int
 
@@ -429,26 +471,34 @@ class _Collect:
     regions: SimulatedRegions
     what: str
     count: int
+    dtype: Any
+    shape: Any
 
     def run(self, simulation: _Simulation, thread: Any, device: Any, rank: Any, *rest: Any) -> Any:
         simulation.owns_region(thread, device)
         tiles = self.regions.memory.tiles
-        keys = [(int(device), int(slot)) for slot in rest[: self.count]]
-        peers = [int(peer) for peer in rest[self.count :]]
+        keys, peers, wanted = (
+            rest[i : i + self.count] for i in range(0, 3 * self.count, self.count)
+        )
+        keys = [(int(device), int(slot)) for slot in keys]
+        peers = [int(peer) for peer in peers]
+        comes = {key for key, w in zip(keys, wanted, strict=True) if w}
         if len(set(keys)) < len(keys):
             raise KernelError(
                 f"{self.what}: peers {peers} share a slot: one's tile overtakes another's"
             )
 
         def missing() -> list[int]:
-            return [peer for peer, key in zip(peers, keys, strict=True) if key not in tiles]
+            waits = zip(peers, keys, strict=True)
+            return [peer for peer, key in waits if key in comes and key not in tiles]
 
         simulation.wait_until(
             lambda: not missing(),
             lambda: f"{self.what}: rank {rank} waits for a tile of {missing()}",
         )
         with simulation.changed:
-            return [tiles.pop(key) for key in keys]
+            strange = np.full(self.shape, 77, self.dtype)  # where no tile comes
+            return [tiles.pop(key) if key in comes else strange for key in keys]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -620,6 +670,7 @@ class _Simulation:
         self.finished_blocks = 0
         self.entered: set[int] = set()  # ranks
         self.words: dict[int, np.ndarray] = {}  # by sender
+        self.values: dict[tuple[int, int], dict[int, Any]] = collections.defaultdict(dict)
         self._begin_block()
 
     def _begin_block(self) -> None:

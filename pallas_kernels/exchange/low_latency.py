@@ -1,0 +1,307 @@
+"""What the exchange's kernels over the low-latency protocol share: tiles of rows, and their plan.
+
+For few tokens per rank. Block b of every rank handles the same range of tokens of every rank. A row
+is cut into tiles of 2 KiB, of which each of the block's first four warpgroups takes its share: it
+sends the tiles of this rank's tokens to the slots of the warpgroup of its number at each peer that
+gets the token, and polls its own slots for the tiles of theirs (`fabric.low_latency`). So nobody
+waits for addresses, for the end of a copy or for a signal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.exchange.plan import LowLatencyPlan
+from pallas_kernels.exchange.ring import Ring
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric.low_latency import Channels, Mail
+
+_HELLO = 0  # channel: block 0 of a peer has begun this call
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a kernel, as one warpgroup of a block sends and receives them.
+
+    Attributes:
+      fabric: how ranks reach each other.
+      channels: how their warpgroups do.
+      plan: how rows are spread over blocks and warpgroups.
+      what: names the kernel in the messages of timeouts.
+    """
+
+    fabric: fb.Fabric
+    channels: Channels
+    plan: LowLatencyPlan
+    what: str
+
+    def open(self) -> Mail:
+        worker = lax.axis_index("block") * self.plan.warpgroups + lax.axis_index("warpgroup")
+        return Mail(self.channels, self.fabric.here(), worker, self.what)
+
+    def tokens(self) -> list[tuple[jax.Array, jax.Array]]:
+        """Returns this block's tokens, and of each whether it exists; if not, it is the last."""
+        first = lax.axis_index("block") * self.plan.tokens_per_block
+        tokens = [first + i for i in range(self.plan.tokens_per_block)]
+        last = self.plan.num_tokens - 1
+        return [(jnp.minimum(token, last), token <= last) for token in tokens]
+
+    def tiles(self) -> list[tuple[Any, jax.Array]]:
+        """Returns the columns of this warpgroup's tiles, and of each whether it is its own.
+
+        The last tile of a row is moved back so that it ends with the row.
+        """
+        plan = self.plan
+        indices = [
+            lax.axis_index("warpgroup") + i * plan.warpgroups for i in range(plan.tiles_of_worker)
+        ]
+        last = plan.hidden - plan.tile
+        return [
+            (pl.ds(jnp.minimum(index * plan.tile, last), plan.tile), index < plan.num_tiles)
+            for index in indices
+        ]
+
+    def slot(self, token: int, tile: int) -> int:
+        """Returns the slot of the i-th tile of a block's i-th token."""
+        return token * self.plan.tiles_of_worker + tile
+
+    def load(self, ref: Any, row: Any) -> list[jax.Array]:
+        """Loads this warpgroup's tiles of a row of global memory."""
+        vector = self.plan.vector
+        return [vectors.load(self.fabric, ref.at[row, where], vector) for where, _ in self.tiles()]
+
+    def store(self, ref: Any, row: Any, i: int, tile: jax.Array, predicate: jax.Array) -> None:
+        """Stores this warpgroup's i-th tile to a row of global memory if `predicate` holds."""
+        where, own = self.tiles()[i]
+
+        @pl.when(predicate & own)
+        def _() -> None:
+            vectors.store(self.fabric, [ref.at[row, where]], tile, self.plan.vector)
+
+    def send(
+        self, mail: Mail, peer: int, token: int, tiles: Sequence[jax.Array], goes: jax.Array, *,
+        exact: bool,
+    ) -> None:  # fmt: skip
+        """Sends the tiles of this block's i-th token to the i-th peer of `mail` if it `goes`."""
+        for i, (tile, (_, own)) in enumerate(zip(tiles, self.tiles(), strict=True)):
+
+            @pl.when(goes & own)
+            def _(i: int = i, tile: jax.Array = tile) -> None:
+                mail.post_to(peer, self.slot(token, i), tile, exact=exact)
+
+    def receive(
+        self, mail: Mail, token: int, i: int, comes: Sequence[jax.Array], *, exact: bool
+    ) -> list[jax.Array]:
+        """Receives the i-th tile of the block's `token`-th token of each peer from which it comes.
+
+        Of the others, the result is anything.
+        """
+        plan, (_, own) = self.plan, self.tiles()[i]
+        return mail.collect(
+            self.slot(token, i),
+            (plan.tile,),
+            plan.dtype,
+            exact=exact,
+            wanted=[c & own for c in comes],
+        )
+
+    def send_values(self, ref: Any) -> None:
+        """Sends the 32-bit words of an array [T·K] of this rank to all ranks, in block 0."""
+        total = self.fabric.mine(ref).shape[0]
+        size = -(-total // self.plan.warpgroups)
+        start = jnp.minimum(lax.axis_index("warpgroup") * size, total - size)
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _() -> None:
+            self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
+
+    def counted(self, i: int, tile: jax.Array) -> jax.Array:
+        """Sets those elements of this warpgroup's i-th tile to 0 that another tile has, too."""
+        plan = self.plan
+        if plan.num_tiles * plan.tile == plan.hidden and plan.num_tiles % plan.warpgroups == 0:
+            return tile
+        start = (lax.axis_index("warpgroup") + i * plan.warpgroups) * plan.tile
+        repeated = start - jnp.minimum(start, plan.hidden - plan.tile)
+        position = fb.iota(self.fabric, plan.tile, plan.vector)
+        return jnp.where(position >= repeated, tile, jnp.zeros_like(tile))
+
+    def zeros(self) -> jax.Array:
+        """Returns a tile of float32 zeros, laid out over threads as tiles of rows are."""
+        return vectors.constant(self.fabric, self.plan.tile, 0.0, self.plan.vector)
+
+    def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the rank of each expert, NOWHERE for an id that is none."""
+        num_experts = self.plan.num_experts
+        per_rank = jnp.int32(num_experts // self.fabric.num_ranks)
+        valid = [(e >= 0) & (e < num_experts) for e in experts]
+        return [
+            jnp.where(v, lax.div(e, per_rank), fb.NOWHERE)
+            for e, v in zip(experts, valid, strict=True)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """The rows of y of a block's tokens of all ranks: listed by one warpgroup, read by the others.
+
+    The owner of a token is the rank whose token it is; a pair is (token, owner).
+
+    Attributes:
+      rows: the rows of the kernel.
+      capacity: the rows of y.
+      by_rank: whether y is rank-major, with one row for each pair.
+      own_first: whether the pairs of a token begin with those of this rank, or end with them.
+    """
+
+    rows: Rows
+    capacity: int
+    by_rank: bool = False
+    own_first: bool = False
+
+    @property
+    def fabric(self) -> fb.Fabric:
+        return self.rows.fabric
+
+    @property
+    def top_k(self) -> int:
+        return self.rows.plan.top_k
+
+    @property
+    def num_pairs(self) -> int:
+        return self.rows.plan.tokens_per_block * self.fabric.num_ranks
+
+    @property
+    def rows_of_pair(self) -> int:
+        return 1 if self.by_rank else self.top_k
+
+    @property
+    def num_slots(self) -> int:
+        return min(self.num_pairs * self.rows_of_pair, self.rows.plan.num_slots)
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether the ring has a slot for each row of a block, so that none is used twice."""
+        return self.num_slots == self.num_pairs * self.rows_of_pair
+
+    def scratch_types(self) -> dict[str, Any]:
+        plan, slots, pairs = self.rows.plan, self.num_slots, self.num_pairs
+        return dict(
+            slots=plgpu.SMEM((slots, plan.hidden), plan.dtype),
+            places=plgpu.SMEM((pairs, self.rows_of_pair), jnp.int32),
+            choices=plgpu.SMEM((pairs, self.rows_of_pair), jnp.int32),
+            num_rows=plgpu.SMEM((pairs,), jnp.int32),  # NOWHERE: no choice of the pair is here
+            full=plgpu.Barrier(num_barriers=(slots,)),
+            empty=plgpu.Barrier(num_barriers=(slots,), num_arrivals=plan.warpgroups),
+            listed=plgpu.Barrier(),
+            together=plgpu.Barrier(num_arrivals=plan.warpgroups),
+        )
+
+    def pairs(self):
+        """Returns (the pair's number, token's number, token, exists, owner) of each pair.
+
+        Owners follow each other modulo N; this rank is the last one, or the first. Every
+        warpgroup takes the pairs in this order.
+        """
+        fabric = self.fabric
+        num_ranks, first = jnp.int32(fabric.num_ranks), 0 if self.own_first else 1
+        owners = [lax.rem(fabric.rank() + first + j, num_ranks) for j in range(fabric.num_ranks)]
+        return [
+            (i * fabric.num_ranks + j, i, token, exists, owner)
+            for i, (token, exists) in enumerate(self.rows.tokens())
+            for j, owner in enumerate(owners)
+        ]
+
+    def scout(self, y, rows, ring, *, places, choices, num_rows, listed, **_):
+        """Lists the rows of each pair in shared memory, and fetches them into the ring.
+
+        `rows` is [N, T·K].
+        """
+        fabric, top_k = self.fabric, self.top_k
+        found = [
+            [fabric.mine(rows)[owner, token * top_k + choice] for choice in range(top_k)]
+            for _, _, token, _, owner in self.pairs()
+        ]
+        used = jnp.int32(0)
+        for (pair, _, token, exists, owner), of_choices in zip(self.pairs(), found, strict=True):
+            sent = fb.any_of(of_choices) & exists
+            if self.by_rank:
+                place = owner * self.rows.plan.num_tokens + token
+                of_choices = [jnp.where(sent, place, fb.NOWHERE)]
+            count = jnp.int32(0)
+            for choice, place in enumerate(of_choices):
+                held = exists & (place >= 0) & (place < self.capacity)
+                places[pair, jnp.minimum(count, self.rows_of_pair - 1)] = place
+                choices[pair, jnp.minimum(count, self.rows_of_pair - 1)] = jnp.int32(choice)
+
+                @pl.when(held & (used < self.num_slots))
+                def _(place=place, used=used):
+                    ring.fetch(used, fabric.mine(y).at[place])
+
+                count, used = (n + held.astype(jnp.int32) for n in (count, used))
+            num_rows[pair] = jnp.where(sent, count, fb.NOWHERE)
+        fabric.barrier()
+        plgpu.barrier_arrive(listed)
+        if not self.all_fit:
+            self._fetch_more(y, ring, places, num_rows)
+
+    def _fetch_more(self, y, ring, places, num_rows):
+        """Fetches the rows that find no slot until others are summed."""
+
+        def fetch(r, used, pair):
+            @pl.when(used >= self.num_slots)
+            def _():
+                slot = ring.open(used)
+                ring.fetch(slot, self.fabric.mine(y).at[places[pair, r]])
+
+            return used + 1
+
+        used = jnp.int32(0)
+        for pair, *_ in self.pairs():
+            used = lax.fori_loop(0, num_rows[pair], functools.partial(fetch, pair=pair), used)
+        fb.drain(ring.empty, used, self.num_slots)
+
+    def free(self, ring: Ring, slot: jax.Array) -> None:
+        """Frees a slot whose row this warpgroup has read."""
+        if not self.all_fit:
+            plgpu.commit_smem()  # the next copy to the slot comes after this read
+            plgpu.barrier_arrive(ring.empty.at[slot])
+
+    def read_weights(self, *, weights: Any, together: Any, **_: Any) -> None:
+        """Reads the weights of each pair, which the owners send; each warpgroup those of others."""
+        for pair, _, token, _, owner in self.pairs():
+
+            @pl.when(lax.axis_index("warpgroup") == pair % self.rows.plan.warpgroups)
+            def _(pair: int = pair, token: Any = token, owner: Any = owner) -> None:
+                start = token * self.top_k
+                self.fabric.read_values(owner, start, weights.at[pair], self.rows.what)
+
+        meet(self.fabric, together)
+
+
+def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Signals in block 0 that this rank has begun the call, or waits there for that of all ranks.
+
+    `function` is `fabric.signal` or `fabric.wait`. This is for kernels in which a rank might
+    receive nothing else of a peer; `fabric.low_latency` says why it must.
+    """
+
+    @pl.when(lax.axis_index("block") == 0)
+    def _() -> None:
+        function(_HELLO, 1, *args, **options)
+
+
+def meet(fabric: fb.Fabric, together: Any) -> None:
+    """Makes the threads of all warpgroups that share the barrier `together` wait for each other."""
+    plgpu.barrier_arrive(together)
+    plgpu.barrier_wait(together)
+    fabric.barrier()  # `together` orders the warpgroups; this orders the threads of each

@@ -1,0 +1,208 @@
+"""The exchange's kernels over the low-latency protocol, simulated, against the plain reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.contract import assert_bitwise_equal, assert_equal
+from support.selection import quick
+from support.simulator import LLMemory, simulate, simulated, simulated_channels, simulated_ranks
+from support.stacked import Problem
+
+from jax_ep import reference
+from pallas_kernels.exchange import (
+    low_latency_combine,
+    low_latency_combine_grad,
+    low_latency_dispatch,
+)
+from pallas_kernels.exchange.plan import LowLatencyPlan
+
+Case = tuple[Problem, dict[str, int]]  # a problem, and limits of the plan
+
+CASES: dict[str, Case] = {
+    "two_ranks": (Problem(2, 3, 1024, 4, 4, "masked", "bfloat16"), {}),
+    "tokens_of_a_block": (
+        Problem(2, 3, 512, 3, 4, "repeated", alignment=2),
+        dict(max_blocks=2, max_slots=5),
+    ),
+    "three_ranks": (Problem(3, 3, 512, 3, 6, "skewed"), dict(max_blocks=2, max_slots=2)),
+    "tiles_of_a_worker": (Problem(2, 2, 3584, 2, 4), {}),
+    "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), dict(max_blocks=3)),
+    "fair": (Problem(2, 5, 512, 3, 6, "skewed", capacity=5, overflow="fair"), {}),
+    "fair_of_blocks": (
+        Problem(2, 4, 512, 3, 8, "skewed", capacity=9, alignment=2, overflow="fair"),
+        dict(max_blocks=2),
+    ),
+    "all_to_one_rank": (Problem(2, 3, 1024, 4, 4, "one_rank", "float16"), dict(max_slots=1)),
+    "all_dropped": (Problem(2, 4, 512, 2, 4, "one_rank", capacity=1), {}),
+    "one_expert": (Problem(2, 3, 512, 6, 4, "one_expert"), dict(max_slots=4)),
+    "many_experts": (Problem(2, 3, 512, 3, 160, "skewed", alignment=2), {}),
+    "idle_sources": (Problem(2, 3, 512, 2, 4, "idle_sources", capacity=9), {}),
+    "empty": (Problem(2, 3, 1024, 4, 4, "empty", "float16", capacity=4), {}),
+}
+# The tile that is moved back writes what another writes: to the interpreter, a race.
+MOVED_BACK = Problem(2, 2, 1408, 3, 4, "masked", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Calls of the kernels for one problem, all by one memory of the protocol."""
+
+    problem: Problem
+    limits: dict[str, int] = dataclasses.field(default_factory=dict)
+    memory: LLMemory = dataclasses.field(default_factory=LLMemory)
+    detect_races: bool = True
+
+    def run(self, kernel: Any, *arrays: Any, by_expert: bool = True, **options: Any) -> Any:
+        problem = self.problem
+        ranks, races = problem.num_ranks, self.detect_races
+        plan = LowLatencyPlan(
+            num_tokens=problem.num_tokens,
+            hidden=problem.hidden,
+            dtype=problem.dtype,
+            num_ranks=ranks,
+            top_k=problem.top_k,
+            num_experts=problem.num_experts,
+            **self.limits,
+        )
+        assert plan.fits()
+        if by_expert:
+            options["expert_alignment"] = problem.alignment
+            options["fair"] = problem.overflow == "fair"
+        channels = simulated_channels([(1, ranks)], range(ranks), self.memory, detect_races=races)
+        fabric = simulated_ranks(ranks, detect_races=races)
+        operands = [None if a is None else jnp.asarray(a) for a in arrays]
+        options |= dict(fabric=fabric, channels=channels, plan=plan)
+        return simulate(functools.partial(kernel, *operands, **options))
+
+    def dispatch(self) -> None:
+        problem, kernel = self.problem, low_latency_dispatch.dispatch
+        tokens, rows, counts, *layout = self.run(
+            kernel, problem.x, problem.topk_idx, capacity=problem.num_rows
+        )
+        assert_bitwise_equal(tokens, problem.tokens, "tokens")
+        np.testing.assert_array_equal(rows, problem.rows, "rows")
+        np.testing.assert_array_equal(counts, problem.counts, "counts")
+        described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
+        for name, got in zip(described, layout, strict=True):
+            wanted = getattr(problem.layout, name)
+            np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
+
+    def dispatch_like(self) -> None:
+        problem, kernel = self.problem, low_latency_dispatch.dispatch_like
+        arrays = problem.x, problem.topk_idx, problem.rows, problem.counts
+        tokens = self.run(kernel, *arrays, capacity=problem.num_rows)
+        assert_bitwise_equal(tokens, problem.tokens, "tokens")
+
+    def combine(self) -> None:
+        problem, kernel = self.problem, low_latency_combine.combine
+        arrays = problem.y, problem.weights, problem.topk_idx, problem.rows
+        assert_equal(self.run(kernel, *arrays, by_expert=False), problem.combined)
+
+    def combine_by_rank(self) -> None:
+        problem, kernel = self.problem, low_latency_combine.combine
+        local = [received.local_topk_idx for received in problem.dispatched_by_rank]
+        sums = problem.sums.reshape(problem.num_ranks, -1, problem.hidden)
+        arrays = sums, None, problem.topk_idx, np.stack(local)
+        out = self.run(kernel, *arrays, by_expert=False, by_rank=True)
+        assert_equal(out, np.stack(reference.rank_combine(list(problem.sums), local)))
+
+    def combine_grad(self) -> None:
+        problem, kernel = self.problem, low_latency_combine_grad.combine_grad
+        arrays = problem.g, problem.weights, problem.y, problem.topk_idx, problem.rows
+        dy, dweights = self.run(kernel, *arrays, problem.counts)
+        expected_dy, expected_dweights = problem.combine_grads
+        assert_bitwise_equal(dy, expected_dy, "dy")
+        # No term or sum of terms is rounded.
+        np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
+
+
+def without_weights(problem: Problem) -> Problem:
+    return dataclasses.replace(problem, weighted=False)
+
+
+@simulated
+@pytest.mark.parametrize(("problem", "limits"), quick(CASES, "tokens_of_a_block"))
+def test_dispatch(problem, limits):
+    Calls(problem, limits).dispatch()
+
+
+@simulated
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "limits"), quick(CASES))
+def test_dispatch_like(problem, limits):
+    Calls(problem, limits).dispatch_like()
+
+
+@simulated
+@pytest.mark.parametrize(("problem", "limits"), quick(CASES, "tokens_of_a_block"))
+def test_combine(problem, limits):
+    Calls(problem, limits).combine()
+
+
+@simulated
+@pytest.mark.slow
+@pytest.mark.parametrize(("problem", "limits"), quick(CASES))
+def test_combine_without_weights(problem, limits):
+    Calls(without_weights(problem), limits).combine()
+
+
+@simulated
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["tokens_of_a_block", "three_ranks", "idle_sources", "empty"])
+def test_combine_by_rank(case):
+    Calls(*CASES[case]).combine_by_rank()
+
+
+@simulated
+@pytest.mark.parametrize(("problem", "limits"), quick(CASES, "tokens_of_a_block"))
+def test_combine_grad(problem, limits):
+    Calls(problem, limits).combine_grad()
+
+
+@simulated
+@pytest.mark.slow
+def test_calls_one_after_another():
+    """Calls use two sets of slots in turn, whichever kernel makes them."""
+    calls = Calls(*CASES["two_ranks"])
+    plain = dataclasses.replace(calls, problem=without_weights(calls.problem))
+    for call in (calls.dispatch, plain.combine, calls.combine_grad) * 2:
+        call()
+    assert set(calls.memory.counters.values()) == {6}
+    assert not calls.memory.tiles
+
+
+@simulated
+@pytest.mark.slow
+def test_a_last_tile_that_is_moved_back():
+    calls = Calls(MOVED_BACK, detect_races=False)
+    for call in (calls.dispatch, calls.dispatch_like, calls.combine, calls.combine_grad):
+        call()
+
+
+PLAN = LowLatencyPlan(
+    num_tokens=128, hidden=7168, dtype="bfloat16", num_ranks=8, top_k=8, num_experts=256
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(num_tokens=257),  # three tokens to a block: six slots
+        dict(hidden=1023),  # a row of less than a tile
+        dict(num_ranks=1),
+        dict(num_ranks=16),
+        dict(num_tokens=256, top_k=9, hidden=2048),  # values of a call
+        dict(dtype="float32", num_tokens=129),
+    ],
+    ids=str,
+)
+def test_what_needs_more_room_than_there_is_does_not_fit(change):
+    assert PLAN.fits()
+    assert dataclasses.replace(PLAN, num_tokens=256).fits()
+    assert not dataclasses.replace(PLAN, **change).fits()
