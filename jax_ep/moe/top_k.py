@@ -44,14 +44,16 @@ def top_k(
 
 @jax.custom_jvp
 def _differentiable(probs: jax.Array, topk_idx: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Returns `chosen`, with the derivatives that it has as the elements `topk_idx` of probs."""
+    """Returns `chosen`, with the derivatives that it has as the elements `topk_idx` of probs.
+
+    Its derivative returns it so again, for second derivatives.
+    """
     return chosen
 
 
 @_differentiable.defjvp
 def _derivative(primals, tangents):
-    _, topk_idx, chosen = primals
-    return chosen, jnp.take_along_axis(tangents[0], topk_idx, axis=-1)
+    return _differentiable(*primals), jnp.take_along_axis(tangents[0], primals[1], axis=-1)
 
 
 def _by_xla(

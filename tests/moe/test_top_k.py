@@ -125,6 +125,19 @@ def test_derivatives_are_of_what_is_chosen_alone():
     np.testing.assert_array_equal(grads[1], expected)
 
 
+def test_second_derivatives_are_there():
+    values, probs = jnp.asarray(rows(1, 16, "random")), jnp.asarray(rows(1, 16, "random", 1))
+
+    def cubes(choose):
+        return jax.hessian(lambda probs: jnp.sum(choose(probs) ** 3))(probs)
+
+    got = cubes(lambda probs: top_k(values, probs, 3)[1])
+    topk_idx = top_k(values, probs, 3)[0]
+    want = cubes(lambda probs: jnp.take_along_axis(probs, topk_idx, axis=1))
+    assert np.any(want)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_batch_chooses_for_each_of_its_members():
     values, probs = rows(12, 16, "ties").reshape(3, 4, 16), rows(4, 16, "random", 1)
     topk_idx, chosen = jax.vmap(lambda values: top_k(values, jnp.asarray(probs), 3))(values)
