@@ -12,7 +12,6 @@ from jax_ep.exchange.routes import count_experts
 from jax_ep.moe import free_experts, losses, routing
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.mesh import LayerMesh
-from jax_ep.moe.top_k import top_k
 from jax_ep.runtime.jax_compat import register_for_export
 
 
@@ -95,8 +94,7 @@ def _balance(
     convention = config.balance_convention
     probs, topk_idx = routed.probs, routed.topk_idx
     if convention == "transformers" and logits is not None:
-        probs = jax.nn.softmax(logits, axis=-1)
-        topk_idx, _ = top_k(logits, probs, config.num_experts_per_token)
+        topk_idx, _, probs = routing.top_k_routing(logits, config.num_experts_per_token)
         if mask is not None:
             topk_idx = jnp.where(mask[:, None], topk_idx, -1)
     absent = probs is None

@@ -12,8 +12,9 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.routes import expert_ids
-from jax_ep.moe.top_k import Groups, top_k
+from jax_ep.moe.top_k import choose, weigh
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
+from pallas_kernels.routing.plan import Groups, Weighing
 
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
@@ -91,11 +92,10 @@ def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
-    parts = _split(gate, 3)
+    parts = _split(gate, 3)[::-1]  # from the last, which holds the smallest numbers
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    # XLA may sum products of few rows in parts. It would add up these parts once for each block of
-    # columns, in kernels of their own.
-    return _sum_of_columns(lax.optimization_barrier(products), len(parts))
+    # XLA may split a product of few rows, and then adds up its parts together with these.
+    return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
 
 
 def _bfloat16_logits_bwd(saved, grad):
@@ -199,16 +199,18 @@ def top_k_routing(
     checks.check_name("group_score", group_score, get_args(GroupScore))
     k, num_groups, groups_kept = _check_router(logits, k, score, bias, num_groups, groups_kept)
     logits = logits.astype(jnp.float32)
-    probs = _SCORES[score](logits)
-    preference = lax.stop_gradient(logits)
-    scores = preference if choose_by == "logit" else lax.stop_gradient(probs)
-    if bias is not None:
-        preference = scores = scores + lax.stop_gradient(bias.astype(jnp.float32))[None]
     groups = None
     if groups_kept < num_groups:
         groups = Groups(num_groups, groups_kept, {"top2": 2, "max": 1}[group_score])
-    topk_idx, chosen = top_k(preference, probs, k, groups, scores)
-    return Routing(topk_idx, _weights(chosen, normalize, normalize_epsilon, scale), probs)
+    weighing = Weighing(normalize, float(normalize_epsilon), float(scale))
+    is_by_logit = choose_by == "logit" or groups is None
+    if score == "softmax" and bias is None and is_by_logit:
+        return Routing(*choose(logits, None, k, weighing, groups))
+    probs = _SCORES[score](logits)
+    preference, scores = logits, logits if choose_by == "logit" else probs
+    if bias is not None:
+        preference = scores = scores + bias.astype(jnp.float32)[None]
+    return Routing(*choose(preference, probs, k, weighing, groups, scores))
 
 
 def routing_of_choices(
@@ -231,14 +233,9 @@ def routing_of_choices(
     topk_idx = expert_ids(topk_idx, num_experts)
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
     chosen = jnp.take_along_axis(probs, jnp.where(is_choice, topk_idx, 0), axis=-1)
-    weights = _weights(jnp.where(is_choice, chosen, 0.0), normalize, normalize_epsilon, scale)
+    weighing = Weighing(normalize, float(normalize_epsilon), float(scale))
+    weights = weigh(weighing, jnp.where(is_choice, chosen, 0.0))
     return Routing(topk_idx, weights, probs)
-
-
-def _weights(chosen: jax.Array, normalize: bool, epsilon: float, scale: float) -> jax.Array:
-    """Returns [T, K] float32, what choices of these scores weigh."""
-    weights = normalized(chosen, epsilon) if normalize else chosen
-    return weights * jnp.asarray(scale, jnp.float32)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:

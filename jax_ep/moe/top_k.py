@@ -1,6 +1,8 @@
-"""The k best experts of each token, by the kernel `pallas_kernels.routing.top_k` where it runs.
+"""The k best experts of each token, and what they weigh, by a kernel where it runs.
 
-Elsewhere XLA sorts. Both choose the same, in the order of `lax.top_k`: of equal values the first.
+The kernel is `pallas_kernels.routing.top_k`; elsewhere XLA sorts. Both choose the same, in the
+order of `lax.top_k`: of equal values the first. Weights may differ in their last bits, by the order
+in which scores are summed.
 """
 
 from __future__ import annotations
@@ -15,59 +17,102 @@ from jax import lax
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
 from pallas_kernels.routing import plan
-from pallas_kernels.routing.plan import Groups
+from pallas_kernels.routing.plan import Groups, Weighing
 
 
-def top_k(
+def choose(
     values: jax.Array,
-    probs: jax.Array,
+    probs: jax.Array | None,
     k: int,
+    weighing: Weighing,
     groups: Groups | None = None,
     scores: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the k best experts of each token, [T, k] int32, and what `probs` holds for them.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns each token's k best experts [T, k] int32, their weights [T, k], and probs [T, E].
+
+    Gradients flow through probs, to the weights, and where probs is None through the values.
 
     Args:
-        values: [T, E] float32, what experts are compared by. Gradients do not flow through it.
-        probs: [T, E] float32, what is returned for the chosen, [T, k]; differentiable.
+        values: [T, E] float32, what experts are compared by.
+        probs: [T, E] float32, what weights are made of; None: the softmax of the values.
         k: choices per token.
+        weighing: how weights are made.
         groups: the groups to choose within, or None.
-        scores: [T, E] float32, what groups are compared by; None: the values. No gradients.
+        scores: [T, E] float32, what groups are compared by; None: the values.
     """
-    operands = [values, probs]
-    if groups is not None and scores is not None and scores is not values:
-        operands.append(scores)
-    operands = [lax.stop_gradient(operand) for operand in operands]
-    topk_idx, chosen = _top_k_p.bind(*operands, k=k, groups=groups)
-    return topk_idx, _differentiable(probs, topk_idx, chosen)
+    given = {"probs": probs, "scores": None if groups is None else scores}
+    given = {name: array for name, array in given.items() if array is not None}
+    operands = [lax.stop_gradient(array) for array in (values, *given.values())]
+    topk_idx, chosen, weights, *softmax = _choose_p.bind(
+        *operands, given=tuple(given), k=k, weighing=weighing, groups=groups
+    )
+    if probs is None:
+        probs = _softmax_known(values, *softmax)
+    chosen = _chosen_known(probs, topk_idx, chosen)
+    return topk_idx, _weights_known(chosen, weights, weighing), probs
+
+
+# Each returns a result that the primitive has computed, with the derivatives that it has; and so do
+# their derivatives, for derivatives of these.
 
 
 @jax.custom_jvp
-def _differentiable(probs: jax.Array, topk_idx: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Returns `chosen`, with the derivatives that it has as the elements `topk_idx` of probs.
+def _softmax_known(values: jax.Array, softmax: jax.Array) -> jax.Array:
+    return softmax
 
-    Its derivative returns it so again, for second derivatives.
-    """
+
+@_softmax_known.defjvp
+def _softmax_derivative(primals, tangents):
+    softmax = _softmax_known(*primals)
+    product = softmax * tangents[0]
+    return softmax, product - softmax * jnp.sum(product, axis=-1, keepdims=True)
+
+
+@jax.custom_jvp
+def _chosen_known(probs: jax.Array, topk_idx: jax.Array, chosen: jax.Array) -> jax.Array:
     return chosen
 
 
-@_differentiable.defjvp
-def _derivative(primals, tangents):
-    return _differentiable(*primals), jnp.take_along_axis(tangents[0], primals[1], axis=-1)
+@_chosen_known.defjvp
+def _chosen_derivative(primals, tangents):
+    topk_idx = primals[1]
+    return _chosen_known(*primals), jnp.take_along_axis(tangents[0], topk_idx, axis=-1)
 
 
-def _by_xla(
-    values: jax.Array,
-    probs: jax.Array,
-    scores: jax.Array | None = None,
-    *,
-    k: int,
-    groups: Groups | None,
-) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _weights_known(chosen: jax.Array, weights: jax.Array, weighing: Weighing) -> jax.Array:
+    return weights
+
+
+@_weights_known.defjvp
+def _weights_derivative(weighing, primals, tangents):
+    weights = _weights_known(*primals, weighing)
+    return weights, jax.jvp(functools.partial(weigh, weighing), primals[:1], tangents[:1])[1]
+
+
+def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
+    """Returns the weights [T, k] of choices of these scores, float32."""
+    if weighing.normalize:
+        total = jnp.sum(chosen, axis=-1, keepdims=True)
+        chosen = chosen / (total + jnp.float32(weighing.epsilon))
+    return chosen * jnp.asarray(weighing.scale, jnp.float32)
+
+
+def _named(values: Any, others: Any, given: tuple[str, ...]) -> dict[str, Any]:
+    return {"probs": None, "scores": None, **dict(zip(given, others, strict=True))}
+
+
+def _by_xla(values, *others, given, k, weighing, groups):
+    probs, scores = _named(values, others, given).values()
+    softmax = []
+    if probs is None:
+        probs = jax.nn.softmax(values, axis=-1)
+        softmax = [probs]
     if groups is not None:
         values = _within_best_groups(values, scores, groups)
     topk_idx = lax.top_k(values, k)[1].astype(jnp.int32)
-    return topk_idx, jnp.take_along_axis(probs, topk_idx, axis=-1)
+    chosen = jnp.take_along_axis(probs, topk_idx, axis=-1)
+    return topk_idx, chosen, weigh(weighing, chosen), *softmax
 
 
 def _within_best_groups(values: jax.Array, scores: jax.Array | None, groups: Groups) -> jax.Array:
@@ -84,20 +129,17 @@ def _within_best_groups(values: jax.Array, scores: jax.Array | None, groups: Gro
     return jnp.where(is_kept, values, -jnp.inf)
 
 
-def _by_kernel(
-    values: jax.Array,
-    probs: jax.Array,
-    scores: jax.Array | None = None,
-    *,
-    k: int,
-    groups: Groups | None,
-) -> tuple[jax.Array, jax.Array]:
+def _by_kernel(values, *others, given, k, weighing, groups):
     from pallas_kernels.routing import top_k as kernels
 
+    probs, scores = _named(values, others, given).values()
     if groups is not None and plan.unavailable_reason(values.shape[1], k, groups):
+        probs = jax.nn.softmax(values, axis=-1) if probs is None else probs
         values, scores, groups = _within_best_groups(values, scores, groups), None, None
     with jax.enable_x64(False):
-        return kernels.top_k(values, probs, k, groups=groups, scores=scores)
+        chosen = kernels.top_k(values, k, weighing, gathered=probs, groups=groups, scores=scores)
+    results = chosen._replace(softmax=probs if chosen.softmax is None else chosen.softmax)
+    return results if "probs" not in given else results[:-1]
 
 
 def _lower(program: Program, *operands: Any, **params: Any) -> Any:
@@ -119,9 +161,10 @@ def _kernel_unavailable(program: Program, k: int) -> bool:
     )
 
 
-def _types(values: Any, probs: Any, *_: Any, k: int, **__: Any) -> Any:
+def _types(values: Any, *_: Any, given: tuple[str, ...], k: int, **__: Any) -> Any:
     shape = (values.shape[0], k)
-    return result_type(values, shape, jnp.int32), result_type(probs, shape)
+    of_choices = [result_type(values, shape, dtype) for dtype in (jnp.int32, None, None)]
+    return of_choices if "probs" in given else [*of_choices, values]
 
 
 def _batch(operands: Any, axes: Any, **params: Any) -> Any:
@@ -132,18 +175,17 @@ def _batch(operands: Any, axes: Any, **params: Any) -> Any:
         for x, axis in zip(operands, axes, strict=True)
     ]
     tokens = [x.reshape(-1, x.shape[-1]) for x in stacked]
-    return [
-        result.reshape(size, -1, result.shape[-1]) for result in _top_k_p.bind(*tokens, **params)
-    ], (0, 0)
+    results = _choose_p.bind(*tokens, **params)
+    return [x.reshape(size, -1, x.shape[-1]) for x in results], [0] * len(results)
 
 
 @functools.cache
 def _jitted(**params: Any) -> Any:
-    return jax.jit(functools.partial(_top_k_p.bind, **params))
+    return jax.jit(functools.partial(_choose_p.bind, **params))
 
 
-_top_k_p = define_primitive(
-    "ep_top_k",
+_choose_p = define_primitive(
+    "ep_choose",
     abstract_eval=_types,
     lower=_lower,
     inline=_by_xla,

@@ -68,6 +68,10 @@ class Elementwise:
         result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)
         return mosaic.inline(emit, arrays, [layout] * self.arity, returns=result)
 
+    def emit(self, *values: Value) -> Value:
+        """Emits the function of float32 scalars, for one thread."""
+        return _emit(self._jaxpr.jaxpr, values)[0]
+
 
 def _instruction(name: str, operands: int) -> Callable[..., Value]:
     text = ", ".join(f"${i}" for i in range(operands + 1))
@@ -171,6 +175,7 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "add_any": _add,
     "sub": _sub,
     "mul": _mul,
+    "div": _quotient,
     "neg": _neg,
     "max": _max,
     "min": _min,

@@ -1,4 +1,4 @@
-"""Which choices of columns the kernel `top_k` makes. Imports neither Pallas nor Mosaic."""
+"""What the kernel `top_k` is told, and what it can do. Imports neither Pallas nor Mosaic."""
 
 from __future__ import annotations
 
@@ -22,6 +22,21 @@ class Groups:
     number: int
     kept: int
     best: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighing:
+    """How the scores of a row's choices become weights.
+
+    Attributes:
+      normalize: whether each is divided by their sum plus `epsilon`.
+      epsilon: a float32.
+      scale: a factor on each, at the end.
+    """
+
+    normalize: bool
+    epsilon: float
+    scale: float
 
 
 def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> str | None:

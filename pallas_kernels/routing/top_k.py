@@ -6,6 +6,10 @@ grows with the value in the total order of IEEE 754, which is that of `lax.top_k
 pair. Each of k steps takes the largest pair of the row, by two reductions over the warp, and
 empties it in the lane that holds it.
 
+Without scores of its own to gather, the warp makes the softmax of its row first. Weights follow
+from what the lanes of the choices hold. Arithmetic is that of XLA's kernels but for the order of
+sums, which is that of the lanes, whatever the number of rows.
+
 With groups, the lanes of a group first make its score, the warp chooses the best groups in the same
 way, and what lies outside of them counts as -inf.
 """
@@ -13,12 +17,14 @@ way, and what lies outside of them counts as -inf.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -26,30 +32,50 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.fabric.plan import LANES
-from pallas_kernels.routing.plan import WARP, Groups, unavailable_reason
+from pallas_kernels.matmul.elementwise import Elementwise
+from pallas_kernels.routing.plan import WARP, Groups, Weighing, unavailable_reason
 
 _ROWS = LANES // WARP  # rows of a block
 _SIGN = 0x80000000
+_ADD = Elementwise(lambda a, b: a + b, 2)
+_EXP = Elementwise(lambda value, largest: jnp.exp(value - largest), 2)
+_DIVIDE = Elementwise(lambda a, b: a / b, 2)
 _KEY_OF_MINUS_INFINITY = 0x007FFFFF
+
+
+class Chosen(NamedTuple):
+    """The choices of each row. T rows, E columns.
+
+    Attributes:
+      columns: [T, k] int32, in the order of `lax.top_k`.
+      scores: [T, k] float32, what the gathered array, or the softmax, holds there.
+      weights: [T, k] float32, what the scores weigh.
+      softmax: [T, E] float32, of each row; None where an array was given to gather from.
+    """
+
+    columns: Any
+    scores: Any
+    weights: Any
+    softmax: Any = None
 
 
 def top_k(
     values: jax.Array,
-    gathered: jax.Array,
     k: int,
+    weighing: Weighing,
     *,
+    gathered: jax.Array | None = None,
     groups: Groups | None = None,
     scores: jax.Array | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the columns of each row's k largest values, and what another array holds there.
-
-    Columns are [T, k] int32, in the order of `lax.top_k`; what is gathered is [T, k] float32.
+) -> Chosen:
+    """Chooses the k largest values of each row.
 
     Args:
       values: [T, E] float32, T > 0.
-      gathered: [T, E] float32.
       k: how many to choose.
+      weighing: what is made of the scores of the chosen.
+      gathered: [T, E] float32, where these scores are; None: the softmax of the values.
       groups: the groups of columns to choose from, or None.
       scores: [T, E] float32, what the groups are compared by; None: the values.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
@@ -57,21 +83,25 @@ def top_k(
     rows, columns = values.shape
     if reason := unavailable_reason(columns, k, groups):
         raise ValueError(f"the kernel cannot run: {reason}.")
-    kernel = _TopK(rows, columns, k, groups, bool(interpret))
-    shape = rows, k
-    columns_chosen, of_chosen = plgpu.kernel(
-        kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ),
-        grid=(pl.cdiv(rows, _ROWS),),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret,
-        kernel_name="top_k",
-    )(gathered, values, *([] if scores is None else [scores]))
-    return columns_chosen, of_chosen
+    out_type = [
+        jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)
+    ]
+    if gathered is None:
+        out_type.append(jax.ShapeDtypeStruct((rows, columns), jnp.float32))
+    operands = {"values": values, "gathered": gathered, "scores": scores}
+    given = {name: array for name, array in operands.items() if array is not None}
+    kernel = _TopK(rows, columns, k, weighing, groups, tuple(given), bool(interpret))
+    return Chosen(
+        *plgpu.kernel(
+            kernel,
+            out_type=out_type,
+            grid=(pl.cdiv(rows, _ROWS),),
+            grid_names=("block",),
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+            interpret=interpret,
+            kernel_name="top_k",
+        )(*given.values())
+    )
 
 
 class _Pair(NamedTuple):
@@ -86,7 +116,9 @@ class _TopK:
     rows: int
     columns: int
     k: int
+    weighing: Weighing
     groups: Groups | None
+    given: tuple[str, ...]  # the operands' names
     interpreted: bool
 
     @property
@@ -94,55 +126,84 @@ class _TopK:
         """Columns of a lane."""
         return pl.cdiv(self.columns, WARP)
 
-    def __call__(self, gathered: Any, *refs: Any) -> None:
-        *operands, out, gathered_out = refs
+    def __call__(self, *refs: Any) -> None:
         block = lax.axis_index("block")
-        if self.interpreted:
-            for warp in range(_ROWS):
-                row = block * _ROWS + warp
-
-                @pl.when(row < self.rows)
-                def _(row=row):
-                    lanes = _InterpretedLanes(self.columns, self.width)
-                    chosen = self.choose(lanes, *(lanes.load(ref, row) for ref in operands))
-                    chosen = chosen[: self.k].astype(jnp.int32)
-                    out[row] = chosen
-                    gathered_out[row] = gathered[row][chosen]
-
+        if not self.interpreted:
+            layouts = [mosaic.SCALAR, *[mosaic.REFERENCE] * len(refs)]
+            mosaic.inline(self.emit, [block, *refs], layouts)
             return
+        for warp in range(_ROWS):
+            row = block * _ROWS + warp
+            lanes = _InterpretedLanes(self.columns, self.width)
+            pl.when(row < self.rows)(functools.partial(self.one_row, lanes, row, refs))
 
-        def emit(context: Any, block: Any, out: Value, to: Value, of: Value, *refs: Value) -> None:
-            del context
-            lanes = _Lanes(self.columns, self.width)
-            row = arith.addi(
-                arith.muli(mosaic.scalar(block), mosaic.i32(_ROWS)),
-                arith.divui(mosaic.lane(), mosaic.i32(WARP)),
-            )
-            with mosaic.when(mosaic.below(row, mosaic.i32(self.rows))):
-                chosen = self.choose(lanes, *(lanes.load(ref, row) for ref in refs))
-                with mosaic.when(mosaic.below(lanes.lane, mosaic.i32(self.k))):
-                    place = arith.addi(arith.muli(row, mosaic.i32(self.k)), lanes.lane)
-                    source = arith.addi(arith.muli(row, mosaic.i32(self.columns)), chosen)
-                    _store(chosen, out, place)
-                    _store(mosaic.element_at(of, source), to, place)
+    def emit(self, context: Any, block: Any, *refs: Value) -> None:
+        del context
+        row = arith.addi(
+            arith.muli(mosaic.scalar(block), mosaic.i32(_ROWS)),
+            arith.divui(mosaic.lane(), mosaic.i32(WARP)),
+        )
+        with mosaic.when(mosaic.below(row, mosaic.i32(self.rows))):
+            self.one_row(_Lanes(self.columns, self.width), row, refs)
 
-        refs = (out, gathered_out, gathered, *operands)
-        mosaic.inline(emit, [block, *refs], [mosaic.SCALAR, *[mosaic.REFERENCE] * len(refs)])
+    def one_row(self, lanes: Any, row: Any, refs: Sequence[Any]) -> None:
+        """Makes a row's choices. Words of `lanes` hold the bits of what they stand for."""
+        operands = dict(zip(self.given, refs, strict=False))
+        out = Chosen(*refs[len(operands) :])
+        values = lanes.load(operands["values"], row)
+        of_groups = lanes.load(operands["scores"], row) if "scores" in operands else values
+        chosen = self.choose(lanes, values, of_groups)
+        columns = lanes.complement(chosen.order)
+        if "gathered" in operands:
+            scores = lanes.gather(operands["gathered"], row, columns)
+        else:
+            *softmax, scores = self.softmax(lanes, values, lanes.bits(chosen.key))
+            lanes.store_row(softmax, out.softmax, row)
+        lanes.store_chosen(columns, out.columns, row, self.k)
+        lanes.store_chosen(scores, out.scores, row, self.k)
+        lanes.store_chosen(self.weigh(lanes, scores), out.weights, row, self.k)
 
-    def choose(self, lanes: Any, values: Sequence[Any], scores: Sequence[Any] | None = None) -> Any:
-        """Returns, in lane i, the column of a row's i-th largest value, of what each lane holds."""
+    def weigh(self, lanes: Any, scores: Any) -> Any:
+        """Returns the weights of what the first k lanes hold."""
+        weighing = self.weighing
+        if weighing.normalize:
+            is_choice = lanes.greater(lanes.word(self.k), lanes.lane)
+            total = lanes.select(is_choice, scores, lanes.word(0))
+            total = _sum_of_lanes(lanes, total, pl.next_power_of_2(self.k))
+            divide = Elementwise(lambda x, total: x / (total + np.float32(weighing.epsilon)), 2)
+            scores = lanes.apply(divide, scores, total)
+        return lanes.apply(Elementwise(lambda x: x * np.float32(weighing.scale), 1), scores)
+
+    def softmax(self, lanes: Any, values: Sequence[Any], *others: Any) -> list[Any]:
+        """Returns the softmax of the row, for a lane's values and for others of the row."""
+        keys = [pair.key for pair in lanes.pairs([lanes.key(value) for value in values])]
+        while len(keys) > 1:
+            first, second, *rest = keys
+            keys = [*rest, lanes.select(lanes.greater(first, second), first, second)]
+        largest = lanes.bits(lanes.warp_max(keys[0]))
+        terms = [lanes.apply(_EXP, value, largest) for value in (*values, *others)]
+        total = functools.reduce(
+            functools.partial(lanes.apply, _ADD), lanes.within_row(terms[: self.width])
+        )
+        total = _sum_of_lanes(lanes, total, WARP)
+        return [lanes.apply(_DIVIDE, term, total) for term in terms]
+
+    def choose(self, lanes: Any, values: Sequence[Any], scores: Sequence[Any]) -> _Pair:
+        """Returns, in lane i < k, the i-th largest of a row, and elsewhere any of its columns.
+
+        `values` is what a lane holds of the row, and `scores` of the scores of its groups.
+        """
         pairs = lanes.pairs([lanes.key(value) for value in values])
         if self.groups is not None:
-            keys = [lanes.key(value) for value in (values if scores is None else scores)]
-            kept = self.kept(lanes, keys)
+            kept = self.kept(lanes, [lanes.key(score) for score in scores])
             out = lanes.word(_KEY_OF_MINUS_INFINITY)
             pairs = [_Pair(lanes.select(kept, p.key, out), p.order) for p in pairs]
-        chosen = lanes.word(0)
+        chosen = _Pair(lanes.word(0), lanes.complement(lanes.word(0)))
         for step in range(self.k):
             best = _warp_best(lanes, _best(lanes, pairs))
             pairs = [_without(lanes, pair, best) for pair in pairs]
             mine = lanes.equal(lanes.lane, lanes.word(step))
-            chosen = lanes.select(mine, lanes.complement(best.order), chosen)
+            chosen = _Pair(*(lanes.select(mine, *each) for each in zip(best, chosen, strict=True)))
         return chosen
 
     def kept(self, lanes: Any, keys: Sequence[Any]) -> Any:
@@ -160,8 +221,10 @@ class _TopK:
             first, second = _two_largest(lanes, first, second, *others)
             distance *= 2
         # XLA drops a sum of one score, and starts a sum of two at zero.
-        score = first if self.groups.best == 1 else lanes.key_of_sum(first, second)
-        own = _Pair(score, lanes.complement(lanes.divided(lanes.lane, lanes_of_group)))
+        if self.groups.best == 2:
+            total = lanes.apply(_ADD, lanes.word(0), lanes.bits(first))
+            first = lanes.key(lanes.apply(_ADD, total, lanes.bits(second)))
+        own = _Pair(first, lanes.complement(lanes.divided(lanes.lane, lanes_of_group)))
         kept = None
         for _ in range(self.groups.kept):
             best = _warp_best(lanes, own)
@@ -209,8 +272,13 @@ def _two_largest(lanes: Any, a: Any, a_second: Any, b: Any, b_second: Any) -> tu
     return first, second
 
 
-def _store(value: Value, ref: Value, place: Value) -> None:
-    llvm.store(value, mosaic.element_pointer(mosaic.pointer(ref), place, value.type))
+def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
+    """Returns the float32 sum of groups of `number` lanes, a power of two, in each of them."""
+    distance = number // 2
+    while distance:
+        word = lanes.apply(_ADD, word, lanes.exchange(word, distance))
+        distance //= 2
+    return word
 
 
 class _Lanes:
@@ -257,14 +325,56 @@ class _Lanes:
             pairs.append(_Pair(key, order))
         return pairs
 
-    def key_of_sum(self, *keys: Value) -> Value:
-        """Returns the key of 0 plus the float32 of each key, in order."""
-        total = mosaic.f32(0.0)
-        for key in keys:
-            below_zero = self.complement(arith.shrsi(key, mosaic.i32(31)))
-            bits = arith.xori(key, arith.ori(below_zero, mosaic.i32(_SIGN)))
-            total = arith.addf(total, arith.bitcast(mosaic.float_type(), bits))
-        return self.key(arith.bitcast(mosaic.integer_type(32), total))
+    def bits(self, key: Value) -> Value:
+        """Returns the bits whose key this is."""
+        below_zero = self.complement(arith.shrsi(key, mosaic.i32(31)))
+        return arith.xori(key, arith.ori(below_zero, mosaic.i32(_SIGN)))
+
+    def within_row(self, words: Sequence[Value]) -> list[Value]:
+        """Returns a lane's words, 0 past the last column."""
+        if self.columns % WARP == 0:
+            return list(words)
+        first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
+        columns = [arith.addi(first, mosaic.i32(i)) for i in range(self.width)]
+        return [
+            arith.select(mosaic.below(column, last), word, mosaic.i32(0))
+            for column, word in zip(columns, words, strict=True)
+        ]
+
+    def apply(self, function: Elementwise, *words: Value) -> Value:
+        """Applies a function of float32 to the numbers whose bits the words are."""
+        floats = [arith.bitcast(mosaic.float_type(), word) for word in words]
+        return arith.bitcast(mosaic.integer_type(32), function.emit(*floats))
+
+    def gather(self, ref: Value, row: Value, column: Value) -> Value:
+        place = arith.addi(arith.muli(row, mosaic.i32(self.columns)), column)
+        i32 = mosaic.integer_type(32)
+        return llvm.load(i32, mosaic.element_pointer(mosaic.pointer(ref), place, i32))
+
+    def store_chosen(self, word: Value, ref: Value, row: Value, k: int) -> None:
+        """Stores the words of the first k lanes to a row of k."""
+        with mosaic.when(mosaic.below(self.lane, mosaic.i32(k))):
+            place = arith.addi(arith.muli(row, mosaic.i32(k)), self.lane)
+            llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, word.type))
+
+    def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
+        """Stores what each lane holds to a row, where `load` finds it."""
+        i32, base = mosaic.integer_type(32), mosaic.pointer(ref)
+        first = arith.muli(self.lane, mosaic.i32(self.width))
+        start = arith.addi(arith.muli(row, mosaic.i32(self.columns)), first)
+        if self.columns % WARP == 0:
+            length = math.gcd(self.width, 4)
+            of_vector = mosaic.vector_type(length, i32)
+            for i in range(0, self.width, length):
+                pointer = mosaic.element_pointer(base, arith.addi(start, mosaic.i32(i)), i32)
+                values = vector.from_elements(of_vector, list(words[i : i + length]))
+                llvm.store(values, pointer, alignment=4 * length)
+            return
+        for i, word in enumerate(words):
+            column = arith.addi(first, mosaic.i32(i))
+            with mosaic.when(mosaic.below(column, mosaic.i32(self.columns))):
+                place = arith.addi(start, mosaic.i32(i))
+                llvm.store(word, mosaic.element_pointer(base, place, i32))
 
     def warp_max(self, word: Value) -> Value:
         text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
@@ -323,12 +433,29 @@ class _InterpretedLanes(_Lanes):
             pairs.append(_Pair(jnp.where(is_column, key, 0), jnp.where(is_column, ~column, 0)))
         return pairs
 
-    def key_of_sum(self, *keys: Any) -> Any:
-        total = jnp.zeros(WARP, jnp.float32)
-        for key in keys:
-            bits = jnp.where(key >= jnp.uint32(_SIGN), key ^ jnp.uint32(_SIGN), ~key)
-            total += lax.bitcast_convert_type(bits, jnp.float32)
-        return self.key(lax.bitcast_convert_type(total, jnp.uint32))
+    def bits(self, key: Any) -> Any:
+        return jnp.where(key >= jnp.uint32(_SIGN), key ^ jnp.uint32(_SIGN), ~key)
+
+    def within_row(self, words: Sequence[Any]) -> list[Any]:
+        columns = [self.lane * self.width + i for i in range(self.width)]
+        return [
+            jnp.where(column < self.columns, word, 0)
+            for column, word in zip(columns, words, strict=True)
+        ]
+
+    def apply(self, function: Elementwise, *words: Any) -> Any:
+        floats = [lax.bitcast_convert_type(word, jnp.float32) for word in words]
+        return lax.bitcast_convert_type(function.function(*floats), jnp.uint32)
+
+    def gather(self, ref: Any, row: Any, column: Any) -> Any:
+        return lax.bitcast_convert_type(ref[row], jnp.uint32)[column]
+
+    def store_chosen(self, word: Any, ref: Any, row: Any, k: int) -> None:
+        ref[row] = lax.bitcast_convert_type(word[:k], ref.dtype)
+
+    def store_row(self, words: Sequence[Any], ref: Any, row: Any) -> None:
+        values = jnp.stack(words, axis=1).reshape(-1)[: self.columns]
+        ref[row] = lax.bitcast_convert_type(values, ref.dtype)
 
     def warp_max(self, word: Any) -> Any:
         return jnp.broadcast_to(jnp.max(word), word.shape)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from support.kernels import needs_kernels
 from support.meshes import mesh
 from support.rows import KINDS, descending, rows, within_best_groups
 from support.selection import quick
 
-from jax_ep.moe.top_k import Groups, top_k
+from jax_ep.moe.routing import top_k_routing
+from jax_ep.moe.top_k import choose
+from pallas_kernels.routing.plan import Groups, Weighing
+
+PLAIN = Weighing(normalize=False, epsilon=0.0, scale=1.0)
 
 GROUPS = {
     "of whole lanes": (256, Groups(8, 4, 2)),
@@ -20,6 +27,11 @@ GROUPS = {
     "of parts of a lane": (96, Groups(6, 2, 2)),
     "of one expert": (32, Groups(32, 9, 2)),
 }
+
+
+def top_k(values, probs, k, groups=None, scores=None):
+    """The choices, and what `probs` holds for them."""
+    return choose(values, probs, k, PLAIN, groups, scores)[:2]
 
 
 def numpy_choices(values, k, groups=None, scores=None):
@@ -94,6 +106,25 @@ def test_xla_sorts_where_the_kernel_does_not_run():
 
 
 @needs_kernels
+@pytest.mark.parametrize(
+    ("options", "by_kernel"),
+    [
+        (dict(), True),
+        (dict(num_groups=8, groups_kept=3, group_score="max", choose_by="logit"), True),
+        (dict(score="sigmoid"), False),
+        (dict(num_groups=8, groups_kept=3, group_score="max"), False),
+    ],
+)
+def test_the_kernel_makes_the_softmax_where_nothing_else_needs_it(options, by_kernel):
+    logits = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    route = functools.partial(top_k_routing, k=4, **options)
+    text = jax.jit(route).trace(logits).lower(lowering_platforms=("cuda",)).as_text()
+    assert kernels_in(text) == 1
+    assert ("stablehlo.exponential" in text or "stablehlo.logistic" in text) != by_kernel
+    assert "stablehlo.divide" not in text or not by_kernel
+
+
+@needs_kernels
 def test_ranks_of_a_mesh_run_the_kernel():
     def choose(values):
         return top_k(values, values, 4)
@@ -125,17 +156,30 @@ def test_derivatives_are_of_what_is_chosen_alone():
     np.testing.assert_array_equal(grads[1], expected)
 
 
-def test_second_derivatives_are_there():
-    values, probs = jnp.asarray(rows(1, 16, "random")), jnp.asarray(rows(1, 16, "random", 1))
+def test_softmax_and_weights_follow_from_the_values():
+    """With all of their derivatives, also the second; and whatever is given with the values."""
+    values = jnp.asarray(rows(3, 16, "random"))
+    topk_idx, weights, probs = choose(values, None, 3, Weighing(True, 0.25, 2.5))
+    want = jax.nn.softmax(values)
+    np.testing.assert_allclose(probs, want, rtol=1e-6)
+    chosen = np.take_along_axis(np.asarray(want), numpy_choices(np.asarray(values), 3), axis=1)
+    expected = 2.5 * chosen / (chosen.sum(axis=1, keepdims=True) + 0.25)
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    np.testing.assert_array_equal(topk_idx, numpy_choices(np.asarray(values), 3))
 
-    def cubes(choose):
-        return jax.hessian(lambda probs: jnp.sum(choose(probs) ** 3))(probs)
+    def ours(values):
+        routed = top_k_routing(values, 3, normalize_epsilon=0.25, scale=2.5)
+        return jnp.sum(jnp.sin(routed.topk_weights)) + jnp.sum(routed.probs**2)
 
-    got = cubes(lambda probs: top_k(values, probs, 3)[1])
-    topk_idx = top_k(values, probs, 3)[0]
-    want = cubes(lambda probs: jnp.take_along_axis(probs, topk_idx, axis=1))
-    assert np.any(want)
-    np.testing.assert_array_equal(got, want)
+    def plain(values):
+        probs = jax.nn.softmax(values)
+        chosen = jnp.take_along_axis(probs, lax.top_k(values, 3)[1], axis=1)
+        weights = 2.5 * chosen / (jnp.sum(chosen, axis=1, keepdims=True) + 0.25)
+        return jnp.sum(jnp.sin(weights)) + jnp.sum(probs**2)
+
+    np.testing.assert_allclose(jax.grad(ours)(values), jax.grad(plain)(values), atol=1e-6)
+    of_one = values[:1]
+    np.testing.assert_allclose(jax.hessian(ours)(of_one), jax.hessian(plain)(of_one), atol=1e-6)
 
 
 def test_a_batch_chooses_for_each_of_its_members():

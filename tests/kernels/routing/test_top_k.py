@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,12 +13,15 @@ from support.selection import quick
 from support.simulator import interpret, simulated
 
 from pallas_kernels.routing import top_k as kernels
-from pallas_kernels.routing.plan import Groups, unavailable_reason
+from pallas_kernels.routing.plan import Groups, Weighing, unavailable_reason
+
+PLAIN = Weighing(normalize=False, epsilon=0.0, scale=1.0)
 
 
-def chosen(values, gathered, k, **options):
-    arrays = [jnp.asarray(array) for array in (values, gathered)]
-    return interpret(lambda: kernels.top_k(*arrays, k, interpret=simulator.INTERPRETER, **options))
+def choose(k, weighing=PLAIN, groups=None, **operands):
+    call = functools.partial(kernels.top_k, k=k, weighing=weighing, groups=groups)
+    arrays = {name: jnp.asarray(array) for name, array in operands.items()}
+    return interpret(lambda: call(**arrays, interpret=simulator.INTERPRETER))
 
 
 @simulated
@@ -26,10 +31,27 @@ def chosen(values, gathered, k, **options):
 )
 def test_choices_are_the_first_of_the_total_order(number, columns, k, kind):
     values, gathered = rows(number, columns, kind), rows(number, columns, "random", 1)
-    topk_idx, of_chosen = chosen(values, gathered, k)
+    chosen = choose(k, values=values, gathered=gathered)
     want = descending(values)[:, :k]
-    np.testing.assert_array_equal(topk_idx, want)
-    np.testing.assert_array_equal(of_chosen, np.take_along_axis(gathered, want, axis=1))
+    np.testing.assert_array_equal(chosen.columns, want)
+    np.testing.assert_array_equal(chosen.scores, np.take_along_axis(gathered, want, axis=1))
+    np.testing.assert_array_equal(chosen.weights, chosen.scores)
+
+
+@simulated
+@pytest.mark.parametrize("columns", quick([40, 64, 3], 40))
+def test_weights_are_of_the_softmax(columns):
+    values, k = rows(3, columns, "random"), 3
+    chosen = choose(k, Weighing(normalize=True, epsilon=0.25, scale=2.5), values=values)
+    exact = np.exp(values.astype(np.float64))
+    exact /= exact.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(chosen.softmax, exact, rtol=1e-6)
+    want = descending(values)[:, :k]
+    np.testing.assert_array_equal(chosen.columns, want)
+    np.testing.assert_array_equal(chosen.scores, np.take_along_axis(chosen.softmax, want, axis=1))
+    scores = np.take_along_axis(exact, want, axis=1)
+    weights = 2.5 * scores / (scores.sum(axis=1, keepdims=True) + 0.25)
+    np.testing.assert_allclose(chosen.weights, weights, rtol=1e-6)
 
 
 @simulated
@@ -48,11 +70,10 @@ def test_choices_are_the_first_of_the_total_order(number, columns, k, kind):
 )
 def test_choices_are_of_the_best_groups(columns, groups, kind):
     values, scores = rows(5, columns, kind), rows(5, columns, kind, 1)
-    options = dict(groups=groups, scores=jnp.asarray(scores))
-    topk_idx, _ = chosen(values, values, 2, **options)
+    chosen = choose(2, groups=groups, values=values, gathered=values, scores=scores)
     args = groups.number, groups.kept, groups.best
     want = descending(within_best_groups(values, scores, *args))[:, :2]
-    np.testing.assert_array_equal(topk_idx, want)
+    np.testing.assert_array_equal(chosen.columns, want)
 
 
 def test_what_does_not_fit_is_refused():
@@ -63,4 +84,4 @@ def test_what_does_not_fit_is_refused():
     assert "not 32 groups of 32" in unavailable_reason(32, 4, Groups(32, 8, 2))
     values = jnp.zeros((2, 1025), jnp.float32)
     with pytest.raises(ValueError, match="at most 1024 columns"):
-        kernels.top_k(values, values, 4)
+        kernels.top_k(values, 4, PLAIN)
