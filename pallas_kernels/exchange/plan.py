@@ -46,6 +46,11 @@ _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
 _TILE_VECTORS = 2  # vectors of 16 bytes of a row that a thread holds
 
+# Of the gradient of a combine.
+ROWS_OF_COTANGENT = 2  # rows that are multiplied with a cotangent at a time
+_GRAD_WORKERS = 5
+_GRAD_DEPTH = 3  # cotangents of a worker that are on their way, or in use
+
 
 def padded_hidden(
     hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None = None
@@ -113,7 +118,7 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
         count_width(num_experts) <= layout.MAX_WORDS
         and row.room(words) // row.slot_bytes >= 3
         and _combine_step(row, num_ranks, top_k) >= 1
-        and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 3
+        and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 1
     )
 
 
@@ -413,12 +418,13 @@ def padded_columns(row: Row) -> int:
 
 
 def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
-    """Returns how many rows `combine_grad` has room for in shared memory, y's and cotangents."""
+    """Returns how many cotangents `combine_grad` has room for in shared memory."""
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = (4 + num_ranks) * count_width(num_experts)
     sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
-    row_bytes = padded_columns(row) * jnp.dtype(row.dtype).itemsize
-    return sent.room(window_words + count_words) // row_bytes
+    lists = WORD_BYTES * (2 + 3 * listed_rows(top_k, ROWS_OF_COTANGENT))
+    slot = padded_columns(row) * jnp.dtype(row.dtype).itemsize + lists
+    return sent.room(window_words + count_words) // slot
 
 
 def combine_grad(
@@ -435,12 +441,11 @@ def combine_grad(
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
     slots = _combine_grad_slots(row, num_ranks, top_k, num_experts)
-    num_g_slots = max(1, min(6, slots // 3))
-    num_slots = min(_MAX_SLOTS, slots - num_g_slots)
+    num_workers = min(_GRAD_WORKERS, slots)
     return Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
-        num_slots=num_slots,
-        store_lag=num_slots // 3,
+        num_slots=num_workers * min(_GRAD_DEPTH, slots // num_workers),
+        store_lag=0,
         window_tokens=_WINDOW_TOKENS,
-        num_g_slots=num_g_slots,
+        num_workers=num_workers,
     )

@@ -70,12 +70,12 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
         + of_dispatch.num_copy_slots * row.sent_bytes,
         of_ranks: of_ranks.num_slots * row.slot_bytes,
         of_combine: 8 * of_combine.step_tokens * num_ranks * (2 * top_k + 1),
-        of_grad: (of_grad.num_slots + of_grad.num_g_slots)
-        * nbytes(plans.padded_columns(row), row.dtype),
+        of_grad: of_grad.num_slots * nbytes(plans.padded_columns(row), row.dtype),
     }
     for plan, size in held.items():
         assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2
         assert 1 <= plan.num_blocks <= num_tokens
+    assert of_grad.num_slots % of_grad.num_workers == 0  # a worker has slots of its own
 
 
 @pytest.mark.parametrize("wire_dtype", [None, WIRE])
