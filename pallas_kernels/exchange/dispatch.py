@@ -281,6 +281,7 @@ class _Dispatch:
                 None if self.routes_known else rows,
                 lists_for=functools.partial(find, **scratch),
                 place_of=self._first_place,
+                further_of=self._further_places,
                 **scratch,
             )
 
@@ -407,6 +408,15 @@ class _Dispatch:
             place = jnp.where(kept, row, place)
         return place
 
+    def _further_places(self, rows):
+        """Returns a token's rows that are kept, but for the first; NOWHERE for the others."""
+        found, places = jnp.bool_(False), []
+        for row in rows:
+            kept = (row >= 0) & (row < self.expert_rows.capacity)
+            places.append(jnp.where(kept & found, row, fb.NOWHERE))
+            found = found | kept
+        return places[1:]
+
     def _receive(self, rows, tokens, *, step_rows, step_copies, copies, copy_full, **_):
         fabric, num_copies = self.fabric, self.plan.num_copy_slots
         first_token, num_tokens = self.sender.range()
@@ -477,21 +487,25 @@ class _Dispatch:
         plgpu.wait_smem_to_gmem(0)
 
     def _list_copies(self, step, first_token, num_tokens, rows, step_rows, step_copies):
-        """Lists the tokens of a step that have several rows on this rank; returns their count.
+        """Lists the tokens of peers that have several rows on this rank; returns their count.
 
         step_copies[:count, :K] becomes the rows of each, NOWHERE for choices without one. The first
-        of them has already been received. The block handles `num_tokens` tokens of every source
+        of them has already been received. This rank's own tokens are put to all their rows by the
+        sender. The block handles `num_tokens` tokens of every source
         rank, from `first_token` on.
         """
         fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
         step_token = first_token + step * step_tokens
-        sources = ((source, fabric.mine(rows), source) for source in range(num_ranks))
+        others = [lax.rem(fabric.rank() + i, jnp.int32(num_ranks)) for i in range(1, num_ranks)]
+        if not others:
+            return jnp.int32(0)
+        sources = [(source, fabric.mine(rows), source) for source in others]
         window = self.sender.step_window
         start = open_window(fabric, window, step_token * top_k, (step_rows, sources))
 
         def list_token(i, count):
-            for source in range(num_ranks):
+            for source in others:
                 places, held = [], jnp.int32(0)
                 for choice in range(top_k):
                     row = step_rows[source, (step_token + i) * top_k - start + choice]

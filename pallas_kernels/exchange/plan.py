@@ -51,6 +51,10 @@ ROWS_OF_COTANGENT = 2  # rows that are multiplied with a cotangent at a time
 _GRAD_WORKERS = 5
 _GRAD_DEPTH = 3  # cotangents of a worker that are on their way, or in use
 
+# Of a dispatch of more than FEW_TOKENS tokens.
+_DISPATCH_BYTES = 32 * 1024  # of the rows of a step
+_COPY_SLOTS = 16
+
 
 def padded_hidden(
     hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None = None
@@ -251,10 +255,11 @@ def count_width(num_experts: int) -> int:
     return align_up(num_experts, LANES)
 
 
-def _dispatch_words(num_ranks: int, top_k: int, num_experts: int) -> int:
+def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
     """Returns the int32 words of routes, lists and counts that a dispatch has in shared memory."""
-    choices = num_ranks * (align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(2 * top_k, LANES))
-    lists = (_MAX_SLOTS + 2) * num_ranks * top_k
+    windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
+    choices = num_ranks * windows
+    lists = (_MAX_SLOTS + step_tokens) * num_ranks * top_k
     counts = (5 + num_ranks) * count_width(num_experts) + LANES
     return counts + choices + lists
 
@@ -272,10 +277,12 @@ def dispatch(
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    words = _dispatch_words(num_ranks, top_k, num_experts)
+    few, step_tokens = num_tokens <= FEW_TOKENS, 2
+    if not few:  # as many as the window of lists has room for at no cost
+        step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // top_k))
+    words = _dispatch_words(num_ranks, top_k, num_experts, step_tokens)
     in_ring = row.room(words) // row.slot_bytes
-    few = num_tokens <= FEW_TOKENS
-    num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(4, in_ring // 3))
+    num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(_COPY_SLOTS, in_ring // 3))
     room = row.room(words) - num_copy_slots * row.sent_bytes
     num_slots = min(_MAX_SLOTS, room // row.slot_bytes)
     blocks = min(num_blocks or _NUM_BLOCKS, num_tokens)
@@ -285,7 +292,7 @@ def dispatch(
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
         num_copy_slots=num_copy_slots,
-        step_tokens=2,
+        step_tokens=step_tokens,
     )
 
 

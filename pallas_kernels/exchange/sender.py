@@ -147,6 +147,7 @@ class Sender:
         self, x: Any, sources: Sources, tokens: Sequence[Any], lists_ref: Any, *,
         lists_for: Callable[[jax.Array, Sequence[jax.Array]], Sequence[List]],
         place_of: Callable[[List, jax.Array], jax.Array],
+        further_of: Callable[[List], Sequence[jax.Array]] = lambda words: (),
         choices: Any, slots: Any, lists: Any, full: Any, wide_slots: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         """Sends all tokens of this block.
@@ -161,6 +162,7 @@ class Sender:
           lists_ref: [N, T·num_words] by source rank, where peers receive lists; None to send none.
           lists_for: (a token's first entry in `choices`, peers) -> a list for each peer.
           place_of: (the i-th token's list for a peer, i) -> its row at that peer, or NOWHERE.
+          further_of: a token's list for this rank -> its further rows here, each or NOWHERE.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         num_words, lag = self.num_words, plan.store_lag
@@ -177,11 +179,14 @@ class Sender:
 
             slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * num_words
             in_choices = entry - window.start(entry - in_window * num_words)
-            lists_of_peers = lists_for(in_choices, peers)
+            *lists_of_peers, list_here = lists_for(in_choices, [*peers, rank])
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 place = place_of(words, i)
                 for part, ref in zip(slots, tokens, strict=True):
                     fb.put_if(fabric, place >= 0, part.at[slot], fabric.peer(ref, peer).at[place])
+            for place in further_of(list_here):
+                for part, ref in zip(slots, tokens, strict=True):
+                    fb.put_if(fabric, place >= 0, part.at[slot], fabric.mine(ref).at[place])
             if lists_ref is not None:
                 self._put_lists(lists, slot, lists_ref, rank, entry, peers, lists_of_peers)
             plgpu.commit_smem_to_gmem_group()

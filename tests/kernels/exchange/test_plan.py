@@ -97,6 +97,14 @@ def test_a_step_of_short_rows_has_more_tokens():
     steps = {h: plans.combine(row, top_k=8, **sizes).step_tokens for h, row in rows.items()}
     assert steps == {64: 16, 2048: 4, 7168: 1, 14336: 1}
     assert plans.combine(rows[64], top_k=200, **sizes).step_tokens == 5
+    of_dispatch = {
+        h: plans.dispatch(row, top_k=8, num_experts=64, **sizes) for h, row in rows.items()
+    }
+    steps = {h: plan.step_tokens for h, plan in of_dispatch.items()}
+    assert steps == {64: 16, 2048: 8, 7168: 2, 14336: 2}
+    assert plans.dispatch(rows[64], top_k=40, num_experts=64, **sizes).step_tokens == 3
+    few = sizes | dict(num_tokens=plans.FEW_TOKENS)
+    assert plans.dispatch(rows[64], top_k=8, num_experts=64, **few).step_tokens == 2
 
 
 @pytest.mark.parametrize("num_blocks", [1, 20, 500])
