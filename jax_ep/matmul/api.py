@@ -202,9 +202,9 @@ def gated_product(
     """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, lhs [R, K] and rhs [L, K, N] each.
 
     The products are rounded to the operands' dtype; `gating`, elementwise and hashable, gets them
-    as float32 or wider. "pallas" computes all in one kernel, if it knows the operations that
-    `gating` is made of, with the bits of a kernel for each. Operands must have been checked and
-    have one varying-axes type; group_sizes must be int32.
+    as float32 or wider. "pallas" computes all in one kernel, where that is faster and it knows the
+    operations that `gating` is made of, with the bits of a kernel for each. Operands must have been
+    checked and have one varying-axes type; group_sizes must be int32.
 
     Returns (hidden,), [R, N] of the operands' dtype, or with `keep` (hidden, product, product).
     Rows past the last group of the products are zero; those of hidden, gating of zeros or zero.

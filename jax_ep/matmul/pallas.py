@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
 _ROW_MULTIPLE = 8  # the kernels read and write whole tiles of 8 rows
+_WIDEST_GATED = 1024  # columns of a gated product with many rows
 HOPPER_CORES = 132  # multiprocessors of an H100 or H200 SXM
 
 
@@ -98,12 +99,16 @@ def gated_product(
     """Gates the products of lhs and both rhs in one kernel; with `keep` returns them too.
 
     Returns None for a gating that is made of operations that the kernel does not know. If `tiles`
-    is None, `gated_tiles` chooses them.
+    is None, `gated_tiles` chooses them, and the result is None too where two products and a gate of
+    XLA's are faster.
     """
     from pallas_kernels.matmul import gated_matmul as kernels
     from pallas_kernels.matmul.elementwise import Elementwise, NotSupported
 
     num_rows, num_cols = lhs.shape[0], rhs[0].shape[2]
+    tiles = tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols, keep)
+    if tiles is None:
+        return None
     with jax.enable_x64(False):
         try:
             function = Elementwise(gating, 2)
@@ -115,7 +120,7 @@ def gated_product(
             group_sizes,
             function,
             keep=keep,
-            tiles=tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols, keep),
+            tiles=tiles,
             num_blocks=_core_count(),
         )
         return tuple(result[:num_rows] for result in results)
@@ -158,14 +163,18 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     return Tiles.fitting(block_m, block_n, _band(num_cols // block_n))
 
 
-def gated_tiles(num_rows: int, num_groups: int, num_cols: int, keep: bool) -> Tiles:
+def gated_tiles(num_rows: int, num_groups: int, num_cols: int, keep: bool) -> Tiles | None:
     """Chooses tiles for a gated product of [num_rows, K] and two of [num_groups, K, num_cols].
 
-    Those of the two products lie side by side in the accumulators of a tile twice as wide.
+    Those of the two products lie side by side in the accumulators of a tile twice as wide. Returns
+    None where two products and a gate of XLA's were faster: with many rows, if the matrices are
+    wide or the products are kept (pallas_kernels/TUNING.md, section "Grouped matmul").
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     few_rows = num_rows < 64 * num_groups and num_cols % 128 == 0
+    if not few_rows and (keep or num_cols > _WIDEST_GATED):
+        return None
     block_n = 128 if num_cols % 128 == 0 else 64
     return Tiles.fitting(
         64 if few_rows else 128,

@@ -80,10 +80,10 @@ def expert_mlp(
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
     Without wi_1 an expert has no gate: activation(x @ wi_0) @ wo. What is between the matmuls is
-    computed in float32. "pallas" computes both pre-activations and their gate in one kernel, if
-    there are no biases of them and the gate is made of sums, products, minima, maxima, exp, tanh
-    and sigmoid (SiLU, GELU by tanh, ReLU, clamps); else the gate is one pass over them. The bits
-    are the same.
+    computed in float32. "pallas" computes both pre-activations and their gate in one kernel where
+    that is faster, if there are no biases of them and the gate is made of sums, products, minima,
+    maxima, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps); else the gate is one pass over
+    them. The bits are the same.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values
@@ -149,7 +149,8 @@ def forward(
     """
     tokens = checkpoint_name(tokens, "dispatched_tokens")
     hidden: jax.Array | None = None
-    if experts.wi_1 is not None and (experts.wi_0_bias, experts.wi_1_bias) == (None, None):
+    no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
+    if experts.wi_1 is not None and no_biases and _hashable(unit):
         both = experts.wi_0, experts.wi_1
         hidden, *products = gmm.gated_product(tokens, both, group_sizes, unit, keep, implementation)
     else:
@@ -228,6 +229,15 @@ def _hidden(
     if weights is not None:
         hidden *= weights.astype(dtype)[:, None]
     return hidden.astype(kept)
+
+
+def _hashable(unit: HiddenUnit) -> bool:
+    """Returns whether a unit can be a parameter of a primitive."""
+    try:
+        hash(unit)
+    except TypeError:
+        return False
+    return True
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -333,6 +333,55 @@ def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
 # ----------------------------------------------------------- what Pallas names by version of JAX
 
 
+def store_rows(
+    out: Any,
+    values: jax.Array,
+    top: jax.Array,
+    left: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+) -> None:
+    """Stores rows [begin, end) of a tile of 16-bit floats in registers to an array in memory.
+
+    Each thread stores its own pairs of columns, without shared memory, and no other row of `out` is
+    touched. `values` is in the layout of accumulators; its first element goes to out[top, left].
+    """
+    layout = plgpu.Layout.WGMMA
+
+    def emit(_: Any, out: Value, values: Array, *scalars: Array) -> None:
+        top, left, begin, end = (scalar(number) for number in scalars)
+        kind = ir.MemRefType(out.type)
+        i32 = integer_type(32)
+        width = i64(kind.shape[1])
+
+        def wide(number: Value) -> Value:
+            return arith.extui(integer_type(64), number)
+
+        for index, place in zip(
+            np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
+        ):
+            row, column = (arith.index_cast(i32, number) for number in place)
+            inside = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, row, begin),
+                arith.cmpi(arith.CmpIPredicate.slt, row, end),
+            )
+            first = arith.muli(wide(arith.addi(top, row)), width)
+            offset = arith.addi(first, wide(arith.addi(left, column)))
+            pair = vector.bitcast(vector_type(1, i32), values.registers[index])
+            asm(
+                "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.b32 [$0], $1; }",
+                "l,r,r",
+                llvm.ptrtoint(
+                    integer_type(64), element_pointer(pointer(out), offset, kind.element_type)
+                ),
+                vector.extract(pair, [], [0]),
+                arith.extui(i32, inside),
+            )
+
+    numbers = [top, left, begin, end]
+    inline(emit, [out, values, *numbers], [REFERENCE, layout, *[SCALAR] * len(numbers)])
+
+
 def store_plain(ref: Any, values: jax.Array) -> None:
     """Stores an array in registers to unswizzled shared memory, accepting bank conflicts.
 

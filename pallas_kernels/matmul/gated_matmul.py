@@ -8,7 +8,7 @@ to them as it stores the tile.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.matmul.elementwise import Elementwise
-from pallas_kernels.matmul.grouped_matmul import Product, Tiles, launch
+from pallas_kernels.matmul.grouped_matmul import CHUNK, Product, Tiles, launch
 from pallas_kernels.matmul.row_tiles import row_tiles
 
 
@@ -54,19 +54,14 @@ def gated_product(
     kernel = _GatedProduct(
         tiles, num_blocks, bool(interpret), width, (depth,), num_rows, False, gating, keep
     )
-    return tuple(
-        launch(
-            kernel,
-            kernel.scratch_types(lhs.dtype),
-            [jax.ShapeDtypeStruct((num_rows, width), lhs.dtype)] * kernel.outputs,
-            "grouped_matmul_gated",
-            interpret,
-        )(
-            lhs,
-            *rhs,
-            row_tiles(group_sizes, tiles.block_m, num_rows, interpreted=bool(interpret)),
-        )
-    )
+    *products, hidden = launch(
+        kernel,
+        kernel.scratch_types(lhs.dtype),
+        [jax.ShapeDtypeStruct((num_rows, width), lhs.dtype)] * kernel.outputs,
+        "grouped_matmul_gated",
+        interpret,
+    )(lhs, *rhs, row_tiles(group_sizes, tiles.block_m, num_rows, interpreted=bool(interpret)))
+    return hidden, *products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +77,10 @@ class _GatedProduct(Product):
     def outputs(self) -> int:
         return 3 if self.keep else 1
 
+    @property
+    def staged(self) -> int:
+        return self.tiles.num_staged
+
     def multiply(self, accumulator: Any, left: Any, right: Any, computer: jax.Array) -> None:
         for i in range(self.matrices):
             columns = slice(i * self.tiles.part, (i + 1) * self.tiles.part)
@@ -94,7 +93,23 @@ class _GatedProduct(Product):
             total[:, i * part + columns.start : i * part + columns.stop].astype(dtype)
             for i in range(self.matrices)
         ]
-        wide = [product.astype(jnp.float32) for product in products]
-        yield self.gating(*wide, interpreted=self.interpreted).astype(dtype)
         if self.keep:
             yield from products
+        wide = [product.astype(jnp.float32) for product in products]
+        yield self.gating(*wide, interpreted=self.interpreted).astype(dtype)
+
+    def store_part(
+        self, staged: Any, results: Callable[[slice], Iterable[jax.Array]], outs: Sequence[Any]
+    ) -> None:
+        """Stores a computer's part of a tile to `outs`, one chunk after the other."""
+        columns = [slice(i, i + CHUNK) for i in range(0, self.tiles.part, CHUNK)]
+        places = (out.at[:, column] for column in columns for out in outs)
+        chunks = (chunk for column in columns for chunk in results(column))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i, (place, chunk) in enumerate(zip(places, chunks, strict=True)):
+            if i >= self.staged:  # the chunk that was staged here has been read
+                plgpu.wait_smem_to_gmem(self.staged - 1, wait_read_only=True)
+            room = staged.at[i % self.staged]
+            room[...] = chunk
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(room, place)

@@ -33,7 +33,7 @@ from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, ROW_ALIGNMENT, row_tiles
 
-_CHUNK = 64  # rows and columns that a computer stores at a time, and the width of a swizzled tile
+CHUNK = 64  # rows and columns that a computer stores at a time, and the width of a swizzled tile
 _COMPUTERS = 2
 _LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
 _OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
@@ -48,7 +48,7 @@ class Tiles:
         at 64 each takes half the columns.
       block_n: width of a block's output tile, a multiple of 64, or of 128 if block_m is 64.
       num_slots: depth of the ring, in operand tiles of 64 along the summed dimension.
-      num_staged: 64 x 64 chunks of each output that a computer may stage on their way to it.
+      num_staged: 64 x 64 chunks of its results that a computer may stage on their way to memory.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
     """
 
@@ -64,20 +64,20 @@ class Tiles:
     ) -> Tiles:
         """Returns tiles with staging for output tiles and the deepest ring that then fits.
 
-        The ring has at most 6 slots. A slot holds tiles of as many `matrices` of a group. Where a
-        kernel has several `outputs`, a 64 x 64 chunk of each is staged at a time, else all chunks.
+        The ring has at most 6 slots. A slot holds tiles of as many `matrices` of a group. Of a tile
+        of several `outputs`, up to 4 chunks are staged at a time.
         """
-        chunks = block_m * block_n // (_CHUNK * _CHUNK * _COMPUTERS) if outputs == 1 else 1
-        chunk, operand = 2 * _CHUNK * _CHUNK, 2 * _CHUNK
-        # One chunk more, for those that are stored in part.
-        staging = _COMPUTERS * chunk * (chunks * outputs + 1)
+        chunks = outputs * block_m * block_n // (CHUNK * CHUNK * _COMPUTERS)
+        chunks = min(chunks, 4) if outputs > 1 else chunks
+        chunk, operand = 2 * CHUNK * CHUNK, 2 * CHUNK
+        staging = _COMPUTERS * chunk * (chunks + 1)  # one more for zeros
         slot = operand * (block_m + matrices * block_n)
         slots = (SHARED_MEMORY_BYTES - _OTHER_BYTES - staging) // slot
         return cls(block_m, block_n, min(slots, 6), chunks, band)
 
     @property
     def split_rows(self) -> bool:
-        return self.block_m > _CHUNK
+        return self.block_m > CHUNK
 
     @property
     def part(self) -> int:
@@ -86,11 +86,11 @@ class Tiles:
 
     @property
     def staged(self) -> int:
-        """Chunks of an output that a computer stages at a time: a divisor of those of its part."""
-        return math.gcd(self.num_staged, self.part // _CHUNK)
+        """Chunks that a computer stages at a time: a divisor of the chunks of its part."""
+        return math.gcd(self.num_staged, self.part // CHUNK)
 
     def __post_init__(self) -> None:
-        if self.block_m not in (_CHUNK, _COMPUTERS * _CHUNK) or self.part % _CHUNK:
+        if self.block_m not in (CHUNK, _COMPUTERS * CHUNK) or self.part % CHUNK:
             raise ValueError(f"block sizes must be 64 or 128 by a multiple of 64, not {self}.")
 
 
@@ -176,7 +176,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
-    steps = jnp.maximum(-((first - ends) // _CHUNK), 1)
+    steps = jnp.maximum(-((first - ends) // CHUNK), 1)
     return jnp.stack([steps, first, starts, ends], axis=1)
 
 
@@ -198,6 +198,11 @@ class Kernel:
     def outputs(self) -> int:
         return 1
 
+    @property
+    def staged(self) -> int:
+        """Returns how many chunks a computer has room to stage."""
+        return self.tiles.staged
+
     def __post_init__(self) -> None:
         if self.width % self.tiles.block_n:
             raise ValueError(
@@ -209,11 +214,7 @@ class Kernel:
         return dict(
             left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
             right=plgpu.SMEM((slots, *right), dtype, transforms=operand),
-            staged=plgpu.SMEM(
-                (_COMPUTERS, self.outputs * self.tiles.staged, _CHUNK, _CHUNK),
-                dtype,
-                transforms=operand,
-            ),
+            staged=plgpu.SMEM((_COMPUTERS, self.staged, CHUNK, CHUNK), dtype, transforms=operand),
             full=plgpu.Barrier(num_arrivals=1 + self.matrices, num_barriers=slots),
             empty=plgpu.Barrier(num_arrivals=_COMPUTERS, num_barriers=slots),
         )
@@ -303,7 +304,7 @@ class Kernel:
             plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + steps - 1, num_slots)])
             return total
 
-        return pl.run_scoped(scope, plgpu.ACC((_CHUNK, self.matrices * self.tiles.part)))
+        return pl.run_scoped(scope, plgpu.ACC((CHUNK, self.matrices * self.tiles.part)))
 
     def pass_by(self, scratch: Any, used: jax.Array, steps: Any) -> None:
         """Waits for the ring's next `steps` slots, and frees them without use."""
@@ -319,7 +320,7 @@ class Kernel:
         """Returns the rows of the left operand, along `axis`, that a computer multiplies."""
         if not self.tiles.split_rows:
             return left
-        mine = pl.ds(computer * _CHUNK, _CHUNK)
+        mine = pl.ds(computer * CHUNK, CHUNK)
         return left.at[mine] if axis == 0 else left.at[:, mine]
 
     def part_of_right(self, right: Any, computer: jax.Array, axis: int) -> Any:
@@ -332,7 +333,7 @@ class Kernel:
     def corner(self, top: Any, left_edge: Any, computer: jax.Array) -> tuple[Any, Any]:
         """Returns the first row and column of a computer's part of the tile at (top, left_edge)."""
         if self.tiles.split_rows:
-            return top + computer * _CHUNK, left_edge
+            return top + computer * CHUNK, left_edge
         return top, left_edge + computer * self.tiles.part
 
     def store_part(
@@ -342,10 +343,10 @@ class Kernel:
 
         `results(columns)` returns what goes to these columns of each of `outs`.
         """
-        for first in range(0, self.tiles.part // _CHUNK, self.tiles.staged):
+        for first in range(0, self.tiles.part // CHUNK, self.tiles.staged):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             columns = [
-                slice((first + i) * _CHUNK, (first + i + 1) * _CHUNK)
+                slice((first + i) * CHUNK, (first + i + 1) * CHUNK)
                 for i in range(self.tiles.staged)
             ]
             places = [out.at[:, column] for column in columns for out in outs]
@@ -365,15 +366,14 @@ class Product(Kernel):
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
-        right: tuple[int, ...] = tiles.block_n, _CHUNK
+        right: tuple[int, ...] = tiles.block_n, CHUNK
         if not self.transpose_rhs:
             right = right[::-1]
         if self.matrices > 1:
             right = self.matrices, *right
-        return self.ring(dtype, (tiles.block_m, _CHUNK), right) | dict(
-            # A chunk with rows of another group is stored by parts of its rows, which a swizzled
-            # tile does not allow.
-            plain=plgpu.SMEM((_COMPUTERS, _CHUNK, _CHUNK), dtype),
+        return self.ring(dtype, (tiles.block_m, CHUNK), right) | dict(
+            # Zeros, to store by single rows, which a swizzled tile does not allow.
+            plain=plgpu.SMEM((_COMPUTERS, CHUNK, CHUNK), dtype),
         )
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
@@ -395,18 +395,18 @@ class Product(Kernel):
             def one_tile(tile, used):
                 group, first, left_edge = tile
                 rows = pl.ds(_aligned(first), self.tiles.block_m)
-                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.block_n)
+                cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.block_n)
                 together = 1 + self.matrices  # operands that are loaded together
                 for k, depth in enumerate(self.depths):
                     lhs, *rhs = operands[k * together : (k + 1) * together]
 
                     def step(i, used, lhs=lhs, rhs=rhs):
-                        inner = pl.ds(i * _CHUNK, _CHUNK)
+                        inner = pl.ds(i * CHUNK, CHUNK)
                         place = (cols, inner) if self.transpose_rhs else (inner, cols)
                         right = (matrix.at[group, *place] for matrix in rhs)
                         return self.fill(scratch, used, lhs.at[rows, inner], *right)
 
-                    used = lax.fori_loop(0, depth // _CHUNK, step, used)
+                    used = lax.fori_loop(0, depth // CHUNK, step, used)
                 return used
 
             used = self.each_of(total, look_up, one_tile, jnp.int32(0))
@@ -419,13 +419,13 @@ class Product(Kernel):
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
                 top, left_edge = self.corner(table[tile, FIRST], left_edge, warpgroup)
-                begin = jnp.clip(table[tile, BEGIN] - top, 0, _CHUNK)
-                end = jnp.clip(table[tile, END] - top, 0, _CHUNK)
+                begin = jnp.clip(table[tile, BEGIN] - top, 0, CHUNK)
+                end = jnp.clip(table[tile, END] - top, 0, CHUNK)
                 return top, left_edge, begin, end
 
             def one_tile(tile, used):
                 self._one_tile(tile, outs, warpgroup, used, scratch)
-                return used + sum(self.depths) // _CHUNK
+                return used + sum(self.depths) // CHUNK
 
             self.each_of(total, look_up, one_tile, jnp.int32(0))
             self._zero_tail(outs, num_live_rows, warpgroup, scratch["plain"].at[warpgroup])
@@ -448,7 +448,7 @@ class Product(Kernel):
     ) -> None:
         """Computes and stores a computer's part of a tile: its rows [begin, end) of the group."""
         top, left_edge, begin, end = tile
-        steps = sum(self.depths) // _CHUNK
+        steps = sum(self.depths) // CHUNK
 
         def multiply(accumulator, slot, _):
             left = self.part_of_left(scratch["left"].at[slot], computer, 0)
@@ -461,24 +461,27 @@ class Product(Kernel):
             def results(columns):
                 return self.results(total, columns, outs[0].dtype)
 
-            @pl.when(end - begin == _CHUNK)
+            @pl.when(end - begin == CHUNK)
             def _whole():
-                rows = pl.ds(_aligned(top), _CHUNK)
-                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), self.tiles.part)
+                rows = pl.ds(_aligned(top), CHUNK)
+                cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.part)
                 parts = [out.at[rows, cols] for out in outs]
                 self.store_part(scratch["staged"].at[computer], results, parts)
 
-            @pl.when(end - begin < _CHUNK)
+            @pl.when(end - begin < CHUNK)
             def _some_rows():
                 plain = scratch["plain"].at[computer]
-                for chunk in range(0, self.tiles.part, _CHUNK):
-                    values = results(slice(chunk, chunk + _CHUNK))
-                    for out in outs:
+                for chunk in range(0, self.tiles.part, CHUNK):
+                    chunks = results(slice(chunk, chunk + CHUNK))
+                    for out, values in zip(outs, chunks, strict=True):
+                        place = top, left_edge + chunk
+                        if not self.interpreted:
+                            mosaic.store_rows(out, values, *place, begin, end)
+                            continue
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        mosaic.store_plain(plain, next(values))
+                        mosaic.store_plain(plain, values)
                         plgpu.commit_smem()
-                        cols = pl.ds(left_edge + chunk, _CHUNK)
-                        _store_rows(plain, begin, end, out, top, cols)
+                        _store_rows(plain, begin, end, out, top, pl.ds(place[1], CHUNK))
 
         @pl.when(end <= begin)
         def _none():
@@ -489,20 +492,20 @@ class Product(Kernel):
     ) -> None:
         """Writes zeros to the rows of `outs` from `start` on; all blocks' computers share them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        mosaic.store_plain(zeros, _zeros((_CHUNK, _CHUNK), outs[0].dtype, self.interpreted))
+        mosaic.store_plain(zeros, _zeros((CHUNK, CHUNK), outs[0].dtype, self.interpreted))
         plgpu.commit_smem()
-        columns = jnp.int32(self.width // _CHUNK)
-        first_chunk = lax.div(start, jnp.int32(_CHUNK))
-        chunks = -(-self.num_rows // _CHUNK) - first_chunk
+        columns = jnp.int32(self.width // CHUNK)
+        first_chunk = lax.div(start, jnp.int32(CHUNK))
+        chunks = -(-self.num_rows // CHUNK) - first_chunk
         workers = jnp.int32(self.num_blocks * _COMPUTERS)
         me = lax.axis_index("block") * _COMPUTERS + computer
 
         def one_chunk(i, _):
             row, column = _divmod(me + i * workers, columns)
-            first = (first_chunk + row) * _CHUNK
+            first = (first_chunk + row) * CHUNK
             begin = jnp.maximum(start - first, 0)
-            end = jnp.minimum(self.num_rows - first, _CHUNK)
-            cols = pl.ds(column * _CHUNK, _CHUNK)
+            end = jnp.minimum(self.num_rows - first, CHUNK)
+            cols = pl.ds(column * CHUNK, CHUNK)
             for out in outs:
                 _store_rows(zeros, begin, end, out, first, cols)
 
@@ -516,7 +519,7 @@ class _Drhs(Kernel):
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
-        return self.ring(dtype, (_CHUNK, tiles.block_m), (_CHUNK, tiles.block_n)) | dict(
+        return self.ring(dtype, (CHUNK, tiles.block_m), (CHUNK, tiles.block_n)) | dict(
             cleared=plgpu.Barrier(num_arrivals=_COMPUTERS),
         )
 
@@ -541,12 +544,12 @@ class _Drhs(Kernel):
                 _, top, left_edge, steps, first, _, _ = tile
 
                 def step(i, used):
-                    inner = pl.ds(_aligned(first + i * _CHUNK), _CHUNK)
+                    inner = pl.ds(_aligned(first + i * CHUNK), CHUNK)
                     return self.fill(
                         scratch,
                         used,
-                        lhs.at[inner, pl.ds(pl.multiple_of(top, _CHUNK), tiles.block_m)],
-                        grad.at[inner, pl.ds(pl.multiple_of(left_edge, _CHUNK), tiles.block_n)],
+                        lhs.at[inner, pl.ds(pl.multiple_of(top, CHUNK), tiles.block_m)],
+                        grad.at[inner, pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)],
                     )
 
                 return lax.fori_loop(0, steps, step, used)
@@ -563,9 +566,9 @@ class _Drhs(Kernel):
 
                 def multiply(accumulator, slot, i):
                     left, right = scratch["left"].at[slot], scratch["right"].at[slot]
-                    row = first + i * _CHUNK
+                    row = first + i * CHUNK
 
-                    @pl.when((row < begin) | (row + _CHUNK > end))
+                    @pl.when((row < begin) | (row + CHUNK > end))
                     def _():
                         # Each computer clears part of what both of them will read.
                         for operand in (left, right):
@@ -580,8 +583,8 @@ class _Drhs(Kernel):
 
                 total = self.accumulate(scratch, used, steps, multiply)
                 top, left_edge = self.corner(top, left_edge, warpgroup)
-                rows = pl.ds(pl.multiple_of(top, _CHUNK), _CHUNK)
-                cols = pl.ds(pl.multiple_of(left_edge, _CHUNK), tiles.part)
+                rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
+                cols = pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.part)
 
                 @pl.when(top < self.height)
                 def _():
@@ -605,18 +608,18 @@ class _Drhs(Kernel):
         mine = (row >= begin) & (row < end)
 
         def clear(column: Any) -> None:
-            part = operand.at[:, pl.ds(column, _CHUNK)]
+            part = operand.at[:, pl.ds(column, CHUNK)]
             values = part[...]
             part[...] = jnp.where(mine, values, jnp.zeros_like(values))
 
-        columns = operand.shape[1] // _CHUNK
+        columns = operand.shape[1] // CHUNK
         for pair in range(columns // _COMPUTERS):
-            clear((pair * _COMPUTERS + computer) * _CHUNK)
+            clear((pair * _COMPUTERS + computer) * CHUNK)
         if columns % _COMPUTERS:
 
             @pl.when(computer == 0)
             def _():
-                clear((columns - 1) * _CHUNK)
+                clear((columns - 1) * CHUNK)
 
 
 def _store_rows(
@@ -626,7 +629,7 @@ def _store_rows(
 
     A copy has a static height, so there is one copy for each power of two in the number of rows.
     """
-    count, height = end - begin, _CHUNK
+    count, height = end - begin, CHUNK
     while height:
 
         @pl.when((count & height) != 0)
@@ -685,7 +688,7 @@ def _set_registers(count: int, action: Any, interpreted: bool) -> None:
 
 
 def _rows_of_chunk(interpreted: bool) -> jax.Array:
-    shape = (_CHUNK, _CHUNK)
+    shape = (CHUNK, CHUNK)
     if interpreted:
         return lax.broadcasted_iota(jnp.int32, shape, 0)
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)

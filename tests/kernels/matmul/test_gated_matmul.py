@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import simulator
+from support.kernels import needs_kernels
 from support.selection import quick
 from support.simulator import KernelError, interpret, simulated
 
+from jax_ep.matmul import pallas as backend
 from pallas_kernels.matmul.elementwise import Elementwise
 from pallas_kernels.matmul.gated_matmul import gated_product
 from pallas_kernels.matmul.grouped_matmul import Tiles
@@ -83,6 +85,37 @@ def test_gated_product(num_rows, sizes, depth, tiles, keep):
         hidden, *products = (jnp.asarray(array) for array in got)
         again = swiglu(*(product.astype(jnp.float32) for product in products))
         np.testing.assert_array_equal(hidden, again.astype(jnp.bfloat16))
+
+
+@needs_kernels
+def test_where_one_kernel_gates():
+    """With few rows always; with many, where the matrices are narrow and nothing is kept."""
+    for keep in (False, True):
+        for num_cols, block_n in ((768, 128), (2048, 128), (192, None), (14336, 128)):
+            tiles = backend.gated_tiles(1152, 64, num_cols, keep)
+            if block_n is not None:
+                assert tiles is not None and (tiles.block_m, tiles.block_n) == (64, block_n)
+        assert backend.gated_tiles(36864, 128, 2048, keep) is None
+        assert (backend.gated_tiles(36864, 64, 768, keep) is None) == keep
+    narrow = backend.gated_tiles(36864, 64, 192, False)
+    assert narrow is not None and (narrow.block_m, narrow.block_n) == (128, 64)
+
+
+@needs_kernels
+@pytest.mark.parametrize("keep", [False, True])
+def test_lowers_for_cuda(keep):
+    """The kernel and its rows' table: float16, and a number of rows that is not a multiple of 8."""
+    shapes = ((100, 128), (4, 128, 256), (4, 128, 256))
+    args = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def gated(lhs, gate, up, sizes):
+        return backend.gated_product(lhs, (gate, up), sizes, swiglu, keep)
+
+    traced = jax.jit(gated).trace(*args, sizes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 2
+    assert [out.shape for out in traced.out_info] == [(100, 256)] * (3 if keep else 1)
 
 
 @simulated
