@@ -175,7 +175,7 @@ def _on_mesh(
     divides = len(shape) > 1 and shape[0] % parts == 0
     if len(shape) < 3 or not divides:
         number = math.prod(shape[:-2])
-        ids = jnp.arange(number, dtype=jnp.int32).reshape(*shape[:-2], 1)
+        ids = jnp.arange(number, dtype=jnp.int32).reshape(*shape[:-2], *(1,) * (len(shape) > 1))
         call = call._replace(sequence_ids=jnp.broadcast_to(ids, shape[:-1]))
         on_rank = functools.partial(on_rank, num_sequences=number)
     if not divides:

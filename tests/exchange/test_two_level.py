@@ -450,10 +450,10 @@ def test_between_processes(processes, devices, flags):
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     environment = environment_of_program(
+        fast=bool(flags),
         XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
         PYTHONPATH=":".join([str(CHECK.parents[2]), str(CHECK.parents[1])]),
         JAX_PLATFORMS="cpu",
-        **({"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if flags else {}),
     )
     command = [
         sys.executable, str(CHECK), f"--coordinator={address}", f"--num_processes={processes}",
