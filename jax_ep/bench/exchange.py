@@ -41,7 +41,7 @@ from jax_ep.cli.flags import Error
 from jax_ep.exchange import quantization
 from jax_ep.exchange.memory import LAYOUTS
 from jax_ep.exchange.primitives import IMPLEMENTATIONS
-from jax_ep.runtime import availability
+from jax_ep.runtime import availability, hosts
 
 WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in quantization.DTYPES)
 
@@ -59,6 +59,12 @@ _IMPLEMENTATIONS = FLAGS.choices(
     "implementations", None, IMPLEMENTATIONS, "Default: all that run here."
 )
 _BASELINES = FLAGS.choices("baselines", None, BASELINES, "Default: all that run here.")
+_HOST_CAPACITY = FLAGS.integer(
+    "host_capacity",
+    None,
+    "The most rows that a rank sends to each other host, of two_level in the layout expert. Which "
+    "devices share a host: see JAX_EP_DEVICES_PER_HOST. Default: all rows.",
+)
 _LAYOUTS = FLAGS.choices("layouts", ["expert"], LAYOUTS, "Of what is received.")
 _WIRE_DTYPES = FLAGS.choices(
     "wire_dtypes",
@@ -242,6 +248,8 @@ def make_work(case: dict[str, Any]) -> Work:
         case["layout"],
         None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"]),
         "dequantized" if case["wire_dtype"] == "none" else case["output"],
+        len(set(hosts.hosts_of(jax.devices()[: case["ranks"]]))),
+        case["host_capacity"],
     )
 
 
@@ -260,8 +268,10 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
             for num_tokens in tokens:
                 for op in _OPS.value:
                     for way in _ways(op, implementations, baselines):
+                        limited = (way["implementation"], way["layout"]) == ("two_level", "expert")
                         yield way | {
                             "op": op,
+                            "host_capacity": _HOST_CAPACITY.value if limited else None,
                             "tokens": num_tokens,
                             "ranks": num_ranks,
                             "dtype": dtype,
@@ -315,6 +325,8 @@ def _check_flags(ranks: list[int], platform: str) -> None:
     for num_ranks in ranks:
         if _NUM_EXPERTS.value % num_ranks:
             raise Error(f"--num_experts: {_NUM_EXPERTS.value} over {num_ranks} ranks")
+    if _HOST_CAPACITY.value and "two_level" not in (_IMPLEMENTATIONS.value or ()):
+        raise Error("--host_capacity: is of two_level, which --implementations must name")
     if _TOP_K.value > _NUM_EXPERTS.value:
         raise Error(f"--top_k: {_TOP_K.value} distinct of {_NUM_EXPERTS.value} experts")
 

@@ -32,6 +32,9 @@ class Work:
       wire_dtype: the dtype in which the operation sends rows or sums, or a gradient its cotangents;
         None: their own.
       output: "dequantized" or "quantized", for a dispatch with a wire_dtype.
+      num_hosts: M, of the ranks.
+      host_capacity: the most rows that a rank sends to each other host, in the layout "expert";
+        None: all.
     """
 
     topk_idx: Array
@@ -44,6 +47,8 @@ class Work:
     layout: str = "expert"
     wire_dtype: Any = None
     output: str = "dequantized"
+    num_hosts: int = 1
+    host_capacity: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +86,8 @@ class Work:
             num_experts=self.num_experts,
             capacity=self.capacity,
             expert_alignment=self.expert_alignment,
+            num_hosts=self.num_hosts,
+            host_capacity=self.host_capacity,
         )
 
 
@@ -124,7 +131,11 @@ def make_operation(name: str, work: Work, implementation: str, seed: int) -> Ope
 def _dispatcher(work: Work, implementation: Any, grad_wire_dtype: Any = None) -> Callable[..., Any]:
     options: dict[str, Any] = {"layout": "rank"}
     if work.layout == "expert":
-        options = {"capacity": work.capacity, "expert_alignment": work.expert_alignment}
+        options = {
+            "capacity": work.capacity,
+            "expert_alignment": work.expert_alignment,
+            "host_capacity": work.host_capacity,
+        }
 
     def call(x, topk_idx):
         return dispatch(  # type: ignore[call-overload]

@@ -83,6 +83,18 @@ def test_so_does_it_in_another_layout_and_wire_dtype(
         operation.check(state, jax.tree.unflatten(structure, spoiled))
 
 
+@pytest.mark.parametrize("name", quick(list(operations.DIRECTIONS), "dispatch"))
+def test_so_does_it_with_a_capacity_between_hosts(name, monkeypatch):
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
+    work = make_work(4, num_hosts=2, host_capacity=4)
+    operation = operations.make_operation(name, work, "two_level", seed=1)
+    state, outputs = run_step(operation, 4)
+    operation.check(state, outputs)
+    unlimited = dataclasses.replace(work, host_capacity=None)
+    with pytest.raises(AssertionError, match="differ from the reference"):
+        operations.make_operation(name, unlimited, "two_level", seed=1).check(state, outputs)
+
+
 @pytest.mark.parametrize("name", baselines.BASELINES)
 @pytest.mark.parametrize("direction", quick(["out", "back"], "out"))
 def test_a_baseline_moves_the_rows_it_says(name, direction):
@@ -349,6 +361,10 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
         ("--ranks=4096", "--ranks: 4096 ranks"),
         ("--iterations=3", "iterations"),
         ("--output=quantized", "--output: quantized rows need a wire dtype"),
+        (
+            "--host_capacity=3",
+            "--host_capacity: is of two_level, which --implementations must name",
+        ),
         ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json': No such file"),
         ("--json=/", "--json: cannot write '/': Is a directory"),
         ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),
