@@ -196,11 +196,12 @@ class Rail:
         Those of this host's own tokens are made while the others are on their way.
         """
         if self.num_hosts == 2:
-            # Both get what the two send: NCCL gathers faster than it swaps, and nothing is copied.
+            # Both get what the two send; for a swap, sums would be copied to their host's place.
             others = sums(self._after(1))
             sent = self.gather(others)
             _, host = lax.optimization_barrier((others, self.host))
-            own = sums(Source(host, own=True))
+            # Not one kernel with the sum over hosts, which waits for the network.
+            own = lax.optimization_barrier(sums(Source(host, own=True)))
             theirs = lax.dynamic_index_in_dim(sent, 1 - self.host, axis=0, keepdims=False)
             return self._returned([theirs, theirs], own)
         if at_once:

@@ -20,7 +20,8 @@ is only one rank.
 **Order.** With XLA's collectives inside, hosts take turns: what is done for this one's own tokens
 does not wait for the network, and no rows of all N ranks lie in memory together. The kernels take
 the rows of all hosts in one call, once these have come; but of two hosts they first sum for the
-other one's tokens, and while these sums are on their way for this one's.
+other one's tokens, and while these sums are on their way for this one's. A rank that is alone on
+its host sums by XLA.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class TwoLevel:
         inside = rail.inside
         if rail.group_size > 1 or config.wire_dtype is not None:
             inside = rail.inside_float32  # no rounding before the host's sum is complete
-        exchange, kernels = self._inside(rail, y, routes.topk_idx.shape[1], inside.sum_dtype)
+        exchange, kernels = self._inside(
+            rail, y, routes.topk_idx.shape[1], inside.sum_dtype, sums=True
+        )
         choices = self._choices(rail, routes.topk_idx) if kernels else None
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
@@ -186,7 +189,9 @@ class TwoLevel:
         """Returns sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
         rail = Rail.of(self.num_hosts, config)
         inside = rail.inside if config.wire_dtype is None else rail.inside_float32
-        exchange, kernels = self._inside(rail, y, routes.topk_idx.shape[1], inside.sum_dtype)
+        exchange, kernels = self._inside(
+            rail, y, routes.topk_idx.shape[1], inside.sum_dtype, sums=True
+        )
         choices = self._choices(rail, routes.topk_idx)
 
         def sums(source: Source | None) -> jax.Array:
@@ -198,11 +203,18 @@ class TwoLevel:
         return _add(rail.sums_of_hosts(sums, at_once=kernels), y, config.wire_dtype)
 
     def _inside(
-        self, rail: Rail, rows: jax.Array, top_k: int, dtype: jnp.dtype | None = None
+        self,
+        rail: Rail,
+        rows: jax.Array,
+        top_k: int,
+        dtype: jnp.dtype | None = None,
+        *,
+        sums: bool = False,
     ) -> tuple[Exchange, bool]:
         """The exchange inside a host that carries such rows, and whether it is the kernels'.
 
-        `dtype`: that it carries them in; None is their own.
+        `dtype`: that it carries them in; None is their own. `sums`: whether it only sums them on
+        one rank where that is alone on its host, which XLA does in one kernel and faster.
         """
         reason = availability.exchange_unavailable_reason(
             rows.shape[-1],
@@ -211,7 +223,7 @@ class TwoLevel:
             top_k=top_k,
             num_experts=rail.inside.num_experts,
         )
-        if not self.kernels or reason is not None:
+        if not self.kernels or reason is not None or (sums and rail.group_size == 1):
             return xla_exchange, False
         from jax_ep.exchange import pallas as pallas_exchange
 
