@@ -118,13 +118,12 @@ class _Combine:
             self.gather.read_weights(**scratch)
         plgpu.barrier_wait(listed)
         fabric.barrier()
-        used, num_turns, mine = jnp.int32(0), self.gather.num_turns(num_rows), []
+        used, mine = jnp.int32(0), []
         for pair, i, _, _, _ in self.gather.pairs():
             count = num_rows[pair]
             add = functools.partial(
-                self._add,
-                ring=ring, pair=pair, begun=used, num_turns=num_turns, choices=choices, **scratch,
-            )  # fmt: skip
+                self._add, ring=ring, pair=pair, begun=used, choices=choices, **scratch
+            )
             zeros = [of_rows.zeros() for _ in of_rows.tiles()]
             sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
             used = used + jnp.maximum(count, 0)
@@ -140,7 +139,7 @@ class _Combine:
         fabric.stage(2)
         mail.close()
 
-    def _add(self, r, sums, *, ring, pair, begun, num_turns, choices, weights=None, **_):
+    def _add(self, r, sums, *, ring, pair, begun, choices, weights=None, **_):
         """Adds the r-th row of a pair, times its weight, to the sums."""
         of_rows = self.rows
         slot = ring.slot(begun + r)
@@ -153,7 +152,7 @@ class _Combine:
                 weight = weights[pair, choices[pair, r]]
                 row = vectors.times(self.fabric, row, weight, of_rows.plan.vector)
             added.append(total + row)
-        self.gather.free(ring, begun + r, num_turns)
+        self.gather.free(ring, slot)
         return added
 
     def _receive(self, mail, i, token, exists, ranks, mine, out):
@@ -165,8 +164,8 @@ class _Combine:
 
         comes = [is_sent_by(peer) & exists for peer in mail.peers]
         sent = [is_sent_by(source) for source in range(fabric.num_ranks)]
-        received = of_rows.receive(mail, i, comes, exact=False)
-        for j, (own, arrived) in enumerate(zip(mine, received, strict=True)):
+        for j, own in enumerate(mine):
+            arrived = of_rows.receive(mail, i, j, comes, exact=False)
             parts = vectors.rotate(fabric, [own, *arrived], mail.rank, of_rows.plan.vector)
             total = of_rows.zeros()  # so that no sum is -0.0
             for part, was_sent in zip(parts, sent, strict=True):

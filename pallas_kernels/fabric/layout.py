@@ -56,14 +56,9 @@ TILE_BYTES = 2048
 SLOT_BYTES = TILE_BYTES + 512  # a tile, and a note of each of its 128 threads
 
 
-def num_senders(num_gpus: int) -> int:
-    """Returns how many GPUs send tiles to a GPU, of `num_gpus`: all others."""
-    return max(min(num_gpus, MAX_DEVICES) - 1, 1)
-
-
 def num_slots(num_gpus: int) -> int:
-    """Returns how many slots a heap has: two sets for each worker of each GPU that sends."""
-    return 2 * num_senders(num_gpus) * MAX_WORKERS * MAX_SLOTS
+    """Returns how many slots a heap has: two sets for each worker of each GPU."""
+    return 2 * min(num_gpus, MAX_DEVICES) * MAX_WORKERS * MAX_SLOTS
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:

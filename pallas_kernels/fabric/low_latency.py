@@ -35,7 +35,6 @@ from pallas_kernels.fabric.layout import (
     MAX_SLOTS,
     MAX_WORKERS,
 )
-from pallas_kernels.fabric.layout import num_senders as num_senders_of
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import Regions
 from pallas_kernels.fabric.tiles import Plan
@@ -96,58 +95,39 @@ class Mail:
 
     def post_to(self, i: int, slot: int, tile: jax.Array, *, exact: bool = False) -> None:
         """Sends a tile to the i-th of `peers`; see `post`."""
-        number = self._slot(self._here, self._there[i], self._calls[i], slot)
+        number = self._slot(self._here, self._calls[i], slot)
         self.channels.regions.post(self._there[i], number, tile, exact=exact)
 
     def collect(
-        self, slot: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
-    ) -> list[jax.Array]:
-        """Receives the tile that each peer sends to a slot of this call's set.
-
-        With `exact`, here and in the peers' `post`, the bits of NaNs arrive unchanged too.
-        """
-        return self.collect_all([slot], shape, dtype, exact=exact)[0]
-
-    def collect_all(
         self,
-        slots: Sequence[int],
+        slot: int,
         shape: tuple[int, ...],
         dtype: Any,
         *,
         exact: bool = False,
-        wanted: Sequence[Sequence[jax.Array]] | None = None,
-    ) -> list[list[jax.Array]]:
-        """Receives the tiles that each peer sends to some slots of this call's set, at once.
+        wanted: Sequence[jax.Array] | None = None,
+    ) -> list[jax.Array]:
+        """Receives the tile that each peer sends to a slot of this call's set.
 
-        Args:
-          slots: the slots.
-          shape: of a tile.
-          dtype: of a tile.
-          exact: whether the bits of NaNs arrive unchanged too; also that of the peers' `post`.
-          wanted: for each slot, which peers send a tile to it; None: all.
-
-        Returns:
-          For each slot the tile of each peer; where none is sent, anything.
+        With `exact`, here and in the peers' `post`, the bits of NaNs arrive unchanged too. `wanted`
+        says which peers send one; of the others the result is anything.
         """
-        numbers = [
-            self._slot(device, self._here, calls, slot)
-            for slot in slots
+        slots = [
+            self._slot(device, calls, slot)
             for device, calls in zip(self._there, self._calls, strict=True)
         ]
-        tiles = self.channels.regions.collect(
+        return self.channels.regions.collect(
             self._here,
-            numbers,
+            slots,
             shape,
             dtype,
             rank=self.rank,
-            peers=self.peers * len(slots),
+            peers=self.peers,
             timeout_s=self.channels.timeout_s,
             what=self._what,
             exact=exact,
-            wanted=None if wanted is None else [w for of_slot in wanted for w in of_slot],
+            wanted=wanted,
         )
-        count = len(self.peers)
-        return [tiles[first : first + count] for first in range(0, len(tiles), count)]
 
     def sum(self, slot: int, mine: jax.Array) -> jax.Array:
         """Receives a tile of each peer and adds them to `mine`: in rank order, rounded once.
@@ -175,17 +155,12 @@ class Mail:
             rank = lax.div(rank, jnp.int32(size))
         return offset
 
-    def _slot(
-        self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, slot: int
-    ) -> jax.Array:
+    def _slot(self, sender: jax.Array, calls: jax.Array, slot: int) -> jax.Array:
         """Returns the number, among the receiver's slots, of this worker's slot for GPU `sender`.
 
         `calls` is how many calls the two GPUs have made; it selects one of the two sets.
         """
-        num_senders = num_senders_of(self.channels.regions.num_devices)
-        # Counted from the receiver's next neighbour, so that it has no slots for itself.
-        number = lax.rem(sender - receiver + num_senders, jnp.int32(num_senders + 1))
-        set_of_sender = (calls & 1) * num_senders + number
+        set_of_sender = (calls & 1) * self.channels.regions.num_devices + sender
         return (set_of_sender * MAX_WORKERS + self._worker) * MAX_SLOTS + slot
 
 

@@ -359,7 +359,7 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
     assert symmetric_memory.domain().numbers == {0: 1, 1: 0, 2: 2}
     for order in ([0, 1, 2], [2, 0], [1, 2]):
         made = channels(devices[order])
-        assert made.gpus == tuple((1, 0, 2)[i] for i in order)
+        assert made.devices == tuple((1, 0, 2)[i] for i in order)
         assert made.num_ranks == len(order)
         regions = made.regions
         assert regions.base == layout.BASE + layout.TILES and regions.stride == layout.STRIDE
@@ -376,7 +376,7 @@ def test_heaps_have_room():
             assert offset == end and offset % 16 == 0 and num_bytes % 4 == 0
             end = offset + num_bytes
         assert end == layout.heap_bytes(num_gpus)
-        senders = layout.num_senders(num_gpus)
+        senders = min(num_gpus, layout.MAX_DEVICES)
         last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * layout.MAX_SLOTS
         assert last + layout.MAX_SLOTS == layout.num_slots(num_gpus)
         slots = layout.TILES + 4 * layout.MAX_WORKERS * layout.MAX_DEVICES

@@ -158,7 +158,7 @@ def test_tiles_are_polled_where_a_heap_is_empty():
         assert size == layout.SLOT_BYTES * regions.num_slots
         assert layout.heap_bytes(num_gpus) == empty + size
         slots_of_pair = 2 * layout.MAX_WORKERS * layout.MAX_SLOTS
-        assert regions.num_slots == slots_of_pair * layout.num_senders(num_gpus)
+        assert regions.num_slots == slots_of_pair * num_gpus
         assert regions.num_counters >= layout.MAX_WORKERS * num_gpus
 
 
