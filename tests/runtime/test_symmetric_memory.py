@@ -359,7 +359,7 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
     assert symmetric_memory.domain().numbers == {0: 1, 1: 0, 2: 2}
     for order in ([0, 1, 2], [2, 0], [1, 2]):
         made = channels(devices[order])
-        assert made.devices == tuple((1, 0, 2)[i] for i in order)
+        assert made.gpus == tuple((1, 0, 2)[i] for i in order)
         assert made.num_ranks == len(order)
         regions = made.regions
         assert regions.base == layout.BASE + layout.TILES and regions.stride == layout.STRIDE
