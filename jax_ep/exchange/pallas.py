@@ -20,12 +20,13 @@ from jax_ep.runtime import settings
 from jax_ep.runtime.fabric import channels_of, num_gpus, of_axis
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
-from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import (
+    combine_grad_of_short_rows,
     low_latency_combine,
     low_latency_combine_grad,
     low_latency_dispatch,
 )
+from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.quantize import BLOCK
@@ -162,7 +163,11 @@ def combine_grad(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
         )
         return dy[:, :hidden], dweights
-    plan = plans.combine_grad(
+    kernel: Any = combine_grad_kernel
+    plan_of = plans.combine_grad
+    if plans.has_short_rows(_row(y, config)):
+        kernel, plan_of = combine_grad_of_short_rows, plans.combine_grad_of_short_rows
+    plan = plan_of(
         _row(y, config),
         num_tokens=num_tokens,
         num_ranks=num_ranks,
@@ -170,7 +175,7 @@ def combine_grad(
         num_experts=config.num_experts,
         num_blocks=settings.num_blocks(),
     )
-    dy, dweights = combine_grad_kernel.combine_grad(*operands, plan=plan, **options)
+    dy, dweights = kernel.combine_grad(*operands, plan=plan, **options)
     return dy[:, :hidden], dweights
 
 

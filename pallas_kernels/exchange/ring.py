@@ -50,3 +50,22 @@ class Ring:
         """Starts to copy a row of global memory, of at most the slot's columns, to an open slot."""
         place = self.rows.at[slot, pl.ds(0, row.shape[0])]
         plgpu.copy_gmem_to_smem(row, place, self.full.at[slot], oob_mode=fb.IN_BOUNDS)
+
+    def free(self, turn: jax.Array, lag: int) -> None:
+        """Frees the slot of turn `turn` - `lag`, if there was such a turn.
+
+        Where rows are put from slots, the caller closes one group of puts, perhaps empty, in each
+        turn, and has waited until all groups but the last `lag` have read their slots.
+        """
+
+        @pl.when(turn >= lag)
+        def _() -> None:
+            plgpu.barrier_arrive(self.empty.at[self.slot(turn - lag)])
+
+    def free_last(self, turns: jax.Array, lag: int) -> None:
+        """Frees the slots of the last `lag` of `turns` turns; all puts must have read them."""
+
+        def free(turn: jax.Array, _: None) -> None:
+            plgpu.barrier_arrive(self.empty.at[self.slot(turn)])
+
+        lax.fori_loop(jnp.maximum(turns - lag, 0), turns, free, None)

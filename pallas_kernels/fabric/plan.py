@@ -38,6 +38,7 @@ class Plan:
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
       receive_steps: steps that a combine's receive buffer holds.
+      num_g_slots: cotangents that the gradient of a combine of long rows holds in a second ring.
       num_workers: warpgroups of a block that share its sums, or cotangents.
     """
 
@@ -48,6 +49,7 @@ class Plan:
     step_tokens: int = 1
     num_copy_slots: int = 2
     receive_steps: int = 3
+    num_g_slots: int = 2
     num_workers: int = 2
 
     def __post_init__(self) -> None:

@@ -290,10 +290,12 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any
     )
 
 
-def combine_grad(problem: Problem, plan: Plan, fabric: Fabric) -> Any:
+def combine_grad(
+    problem: Problem, plan: Plan, fabric: Fabric, kernel: Any = combine_grad_kernel
+) -> Any:
     """A call of the kernel of a combine's gradient: -> dy, dweights."""
     return functools.partial(
-        combine_grad_kernel.combine_grad,
+        kernel.combine_grad,
         *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
         jnp.asarray(problem.rows),
         jnp.asarray(problem.counts),

@@ -65,17 +65,20 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     of_ranks = plans.rank_dispatch(row, list_words=2 * top_k, **sizes)
     of_combine = plans.combine(row, top_k=top_k, **sizes)
     of_grad = plans.combine_grad(row, top_k=top_k, num_experts=num_experts, **sizes)
+    of_short = plans.combine_grad_of_short_rows(row, top_k=top_k, num_experts=num_experts, **sizes)
     held = {
         of_dispatch: of_dispatch.num_slots * row.slot_bytes
         + of_dispatch.num_copy_slots * row.sent_bytes,
         of_ranks: of_ranks.num_slots * row.slot_bytes,
         of_combine: 8 * of_combine.step_tokens * num_ranks * (2 * top_k + 1),
-        of_grad: of_grad.num_slots * nbytes(plans.padded_columns(row), row.dtype),
+        of_grad: (of_grad.num_slots + of_grad.num_g_slots)
+        * nbytes(plans.padded_columns(row), row.dtype),
+        of_short: of_short.num_slots * nbytes(plans.padded_columns(row), row.dtype),
     }
     for plan, size in held.items():
         assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2
         assert 1 <= plan.num_blocks <= num_tokens
-    assert of_grad.num_slots % of_grad.num_workers == 0  # a worker has slots of its own
+    assert of_short.num_slots % of_short.num_workers == 0  # a worker has slots of its own
 
 
 @pytest.mark.parametrize("wire_dtype", [None, WIRE])
@@ -115,6 +118,7 @@ def test_blocks_can_be_limited(num_blocks):
         plans.rank_dispatch(row, list_words=16, **sizes),
         plans.combine(row, top_k=8, **sizes),
         plans.combine_grad(row, top_k=8, num_experts=256, **sizes),
+        plans.combine_grad_of_short_rows(row, top_k=8, num_experts=256, **sizes),
     ):
         assert plan.num_blocks == min(num_blocks, 128)
 
@@ -198,3 +202,10 @@ def test_planning_imports_no_pallas():
         ]
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_short_rows():
+    """The gradient of a combine has a form for them."""
+    assert plans.has_short_rows(Row(4096, jnp.bfloat16))
+    assert plans.has_short_rows(Row(2048, jnp.float32))
+    assert not plans.has_short_rows(Row(4160, jnp.bfloat16))
