@@ -363,7 +363,7 @@ def gpus(monkeypatch):
     def pretend(num_gpus: int) -> list[jax.Device]:
         devices = jax.devices()[:num_gpus]
         numbers = {device.id: num_gpus - 1 - i for i, device in enumerate(devices)}
-        domain = types.SimpleNamespace(base=layout.BASE, numbers=numbers, num_gpus=4)
+        domain = types.SimpleNamespace(base=layout.BASE, numbers=numbers, num_gpus=num_gpus)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "device_count", lambda: num_gpus)
         monkeypatch.setattr(jax, "devices", lambda: devices)
