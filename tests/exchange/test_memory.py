@@ -323,7 +323,9 @@ def test_the_kernels_hold_what_their_calls_are_lowered_with(
         assert results[: len(received)] == received
         held = results[len(received) :]
         if name == "dispatch_like" and not by_rank:
-            num_inputs = 3  # the rows, and the routes that the handle has
+            # The rows, and the routes that the handle has: for few tokens also this rank's choices.
+            own_choices = ((num_tokens * model["top_k"],), num_tokens * model["top_k"] * 4)
+            num_inputs = 3 + (operands[1] == own_choices)
         else:
             senders = 8 * num_tokens if name in memory.LOCAL else num_tokens
             assert operands[1][1] == senders * model["top_k"] * 4  # the choices
@@ -388,7 +390,11 @@ def test_the_kernels_need_little():
 def test_the_exchange_between_hosts_holds_what_xla_says(
     name, layout, dtype, num_hosts, monkeypatch
 ):
-    """Roughly: with two hosts XLA holds some arrays of both at a time."""
+    """Roughly: with two hosts XLA holds some arrays of both at a time.
+
+    On GPUs the sums for the other hosts are still sent while the own host's are made; XLA for
+    CPUs sends one array at a time, and in the rank-major layout reuses their memory.
+    """
     if dtype == "bfloat16" and jax.__version_info__ < (0, 11) and name != "dispatch":
         pytest.skip("XLA of JAX 0.10 also holds sums of bfloat16 in float32")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", str(8 // num_hosts))
@@ -396,7 +402,10 @@ def test_the_exchange_between_hosts_holds_what_xla_says(
     run, arguments = operation(name, "two_level", model, dtype, expert_mesh(8), **way)
     held = run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
     options = dict(num_hosts=num_hosts, dtype=dtype, **way)
-    counted = sum(memory.workspace_bytes(name, "xla", **options, **model).values())
+    buffers = memory.workspace_bytes(name, "xla", **options, **model)
+    counted = sum(buffers.values())
+    if layout == "rank" and name in ("combine", "dispatch_grad"):
+        counted -= buffers["sums for and of all hosts"] // 2
     assert 0.6 * counted <= held <= 1.5 * counted
 
 
