@@ -316,11 +316,11 @@ def test_quantized_sums_lower_where_they_are_served(shapes):
 def test_the_number_of_blocks_can_be_set(num_blocks, monkeypatch):
     monkeypatch.setenv("JAX_EP_NUM_BLOCKS", str(num_blocks))
     model = dict(hidden=512, num_experts=256, top_k=8, num_ranks=8)
-    for num_tokens in (4096, 16):  # a block receives up to 4 sums of rows of 512 bfloat16
+    for num_tokens in (4096, 16):  # a block receives sums of up to 64 tokens at a time
         held = jax_ep.workspace_bytes("combine", "pallas", num_tokens=num_tokens, **model)
         blocks = min(num_blocks, num_tokens)
-        # Rows of 512 are received as tiles of 1024 columns.
-        assert held["receive buffer"] == blocks * min(4, -(-num_tokens // blocks)) * 8 * 2048
+        of_block = min(64, -(-num_tokens // blocks)) * 8 * 512 * 2  # of 8 ranks, in bfloat16
+        assert held["receive buffer"] == blocks * of_block
     kernel, asked = fb.kernel, []
 
     def note(*args: Any, num_blocks: int, **options: Any) -> Any:
