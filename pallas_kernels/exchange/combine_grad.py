@@ -92,13 +92,10 @@ class _LongRows(CombineGrad):
         return 3
 
     def scratch_types(self) -> dict[str, Any]:
-        num_ranks = self.fabric.num_ranks
         slots, g_slots = self.plan.num_slots, self.plan.num_g_slots
         columns = padded_columns(Row(self.hidden, self.dtype))
         return dict(
-            **self.expert_rows.scratch_types(),
-            window_rows=plgpu.SMEM((num_ranks, self.window.width), jnp.int32),
-            window_weights=plgpu.SMEM((num_ranks, self.window.width), jnp.float32),
+            **super().scratch_types(),
             slots=plgpu.SMEM((slots, columns), self.dtype),
             slot_notes=plgpu.SMEM((slots, 4), jnp.int32),  # kind, owner, choice of the owner, row
             g_slots=plgpu.SMEM((g_slots, columns), self.dtype),

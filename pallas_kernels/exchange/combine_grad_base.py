@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.fabric import fabric as fb
@@ -28,8 +29,8 @@ class CombineGrad:
     """A kernel of a weighted combine's gradient: its static arguments, and the filler's code.
 
     Block b of every rank handles the same range of tokens of every owner, the rank whose tokens
-    they are. A subclass adds the other warpgroups: it defines `num_warpgroups`, `scratch_types` and
-    `__call__`.
+    they are. A subclass adds the other warpgroups: it defines `num_warpgroups` and `__call__`, and
+    adds to `scratch_types`.
     """
 
     num_tokens: int
@@ -69,21 +70,20 @@ class CombineGrad:
         raise NotImplementedError
 
     def scratch_types(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """Returns the scratch of the filler, and the windows of all owners' rows and weights."""
+        window = (self.fabric.num_ranks, self.window.width)
+        return dict(
+            **self.expert_rows.scratch_types(),
+            window_rows=plgpu.SMEM(window, jnp.int32),
+            window_weights=plgpu.SMEM(window, jnp.float32),
+        )
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         raise NotImplementedError
 
-    def run(
-        self,
-        g: jax.Array,
-        topk_weights: jax.Array,
-        y: jax.Array,
-        topk_idx: jax.Array,
-        rows: jax.Array,
-        counts: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Runs the kernel on the operands of `combine_grad.combine_grad`: -> (dy, dweights)."""
+    def run(self, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Runs the kernel on the six operands of `combine_grad.combine_grad`: -> (dy, dweights)."""
+        g, topk_weights, y, topk_idx, rows, counts = operands
         lead, num_ranks = rows.shape[:-3], rows.shape[-3]
         flat = self.num_tokens * self.top_k
         dy, dweights = fb.kernel(

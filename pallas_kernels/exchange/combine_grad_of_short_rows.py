@@ -76,13 +76,10 @@ class _ShortRows(CombineGrad):
         return listed_rows(self.top_k, ROWS_OF_COTANGENT)
 
     def scratch_types(self) -> dict[str, Any]:
-        num_ranks, slots = self.fabric.num_ranks, self.plan.num_slots
         columns = padded_columns(Row(self.hidden, self.dtype))
-        workers, listed = self.plan.num_workers, self.listed_rows
+        slots, workers, listed = self.plan.num_slots, self.plan.num_workers, self.listed_rows
         return dict(
-            **self.expert_rows.scratch_types(),
-            window_rows=plgpu.SMEM((num_ranks, self.window.width), jnp.int32),
-            window_weights=plgpu.SMEM((num_ranks, self.window.width), jnp.float32),
+            **super().scratch_types(),
             slots=plgpu.SMEM((slots, columns), self.dtype),
             notes=plgpu.SMEM((slots, 2), jnp.int32),  # the number of rows, or _END; the owner
             # The rows of a slot, which choices of the owner they are, and their weights.
