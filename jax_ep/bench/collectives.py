@@ -32,12 +32,12 @@ from jax_ep.bench import measuring, report
 from jax_ep.bench.baselines import AXIS
 from jax_ep.bench.flags import DTYPES, BenchFlags
 from jax_ep.bench.timing import Loop
-from jax_ep.cli.flags import Error
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.algorithms import ALGORITHMS
 from jax_ep.collectives.selection import Refusals
+from jax_ep.flags import Error
 
 if TYPE_CHECKING:
     from pallas_kernels.fabric.tiles import Plan
