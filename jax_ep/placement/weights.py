@@ -5,8 +5,8 @@ A layer with slots holds an array of P slots for each array of E experts that a 
 slots hold where another placement wants it.
 
 All three take any pytree, such as a train state, and change those leaves alone that a key of their
-path names as an expert's: "wi_0", "wi_1", "wo" and whatever else leads with experts, in the
-parameters as in what an optimizer keeps of them.
+path names as an expert's: "wi_0", "wi_1", "wo" or one of their biases, in the parameters as in what
+an optimizer keeps of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from jax_ep import checks
 from jax_ep.checks import AxisName
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
-from jax_ep.moe.params import ROUTED_WEIGHTS
 from jax_ep.placement.table import Array, Placement
+
+# The weights of a layer that lead with experts, by their names in its parameters.
+ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
 
 # What a rank sends at once, so that the memory beside the weights stays small.
 _PIECE_BYTES = 64 * 2**20
