@@ -1,4 +1,4 @@
-"""What both kernels of a weighted combine's gradient share: operands, results, and the filler.
+"""The base of both kernels of a weighted combine's gradient: operands, results and the filler.
 
 `combine_grad` is the kernel for long rows, `combine_grad_of_short_rows` the one for short rows. In
 both, a cotangent crosses the link once per (token, rank), read by the rank that needs it. Every
