@@ -5,8 +5,8 @@ A layer with slots holds an array of P slots for each array of E experts that a 
 slots hold where another placement wants it.
 
 All three take any pytree, such as a train state, and change those leaves alone that a key of their
-path names as an expert's: "wi_0", "wi_1", "wo" or one of their biases, in the parameters as in what
-an optimizer keeps of them.
+path names as an expert's: "wi_0", "wi_1", "wo" and whatever else leads with experts, in the
+parameters as in what an optimizer keeps of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
 
-# The weights of a layer that lead with experts, by their names in its parameters.
-ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
-
 # What a rank sends at once, so that the memory beside the weights stays small.
 _PIECE_BYTES = 64 * 2**20
 
@@ -40,6 +37,9 @@ _ROW_BYTES = 16 * 2**10
 # What a dispatch carries values of so many bytes as. Elsewhere they are integers: XLA may compute
 # with floats of 16 bits in float32, and so change the bits of a NaN, even where it only moves them.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
+
+# The weights of a layer that lead with experts, by their names in its parameters.
+ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
 
 
 def to_slots(tree: Any, placement: Placement) -> Any:
