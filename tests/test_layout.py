@@ -1,7 +1,11 @@
-"""Where the tests of a module are: in a file of its name in the same folder, or as told here."""
+"""The tree: each module has tests where its name says, and rooms import each other one way."""
 
 from __future__ import annotations
 
+import ast
+import graphlib
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -41,6 +45,7 @@ ELSEWHERE = {
     "jax_ep/version.py": "tests/cli/test_info.py",
     "jax_ep/runtime/availability.py": "tests/runtime/test_jax_compat.py",
     "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
+    "jax_ep/runtime/versions.py": "tests/cli/test_info.py",
     # One table of kernels, and what each of them must give.
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce.py": "tests/kernels/collectives/test_collectives.py",
@@ -50,6 +55,7 @@ ELSEWHERE = {
     "pallas_kernels/collectives/all_to_all.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/reduce_scatter.py": "tests/kernels/collectives/test_collectives.py",
     # Parts of kernels, which need a kernel to run.
+    "pallas_kernels/exchange/combine_grad_base.py": "tests/kernels/exchange/test_combine_grad.py",
     "pallas_kernels/exchange/expert_rows.py": "tests/kernels/exchange/test_combine_grad.py",
     "pallas_kernels/exchange/low_latency_combine.py": "tests/kernels/exchange/test_low_latency.py",
     "pallas_kernels/exchange/low_latency_combine_grad.py": (
@@ -91,3 +97,36 @@ def test_every_module_has_a_test_file_of_its_name_or_one_that_is_told():
 def test_what_is_told_is_there():
     missing = {file for file in ELSEWHERE.values() if not (REPOSITORY / file).exists()}
     assert not missing
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, at its top or in a function."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(module: str) -> str | None:
+    """The folder of a package that a module is in, or the module beside the folders."""
+    package, *rest = module.split(".")
+    if package not in TESTS:
+        return None
+    return ".".join([package, *rest[:1]]) if rest and is_module(package, rest[0]) else package
+
+
+def is_module(package: str, name: str) -> bool:
+    path = REPOSITORY / package / name
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def test_rooms_import_each_other_one_way():
+    arrows = defaultdict(set)
+    for package in TESTS:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            source = room(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+            arrows[source] |= {room(module) for module in imported(path)} - {source, None}
+    assert {"jax_ep.runtime", "pallas_kernels.fabric"} <= arrows["jax_ep.exchange"]
+    graphlib.TopologicalSorter(arrows).prepare()  # raises CycleError with the rooms of a cycle

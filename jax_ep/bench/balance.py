@@ -29,8 +29,8 @@ from jax_ep.bench.baselines import AXIS
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.bench.operations import rows_needed
 from jax_ep.bench.timing import Loop
-from jax_ep.cli.flags import Error
 from jax_ep.exchange.routes import Overflow
+from jax_ep.flags import Error
 from jax_ep.moe import layer as moe
 from jax_ep.moe.config import MoEConfig
 from jax_ep.placement import Placement, balance, redistribute, to_slots

@@ -37,10 +37,10 @@ from jax_ep.bench.operations import (
     uniform_routing,
 )
 from jax_ep.bench.timing import Loop
-from jax_ep.cli.flags import Error
 from jax_ep.exchange import quantization
 from jax_ep.exchange.memory import LAYOUTS
 from jax_ep.exchange.primitives import IMPLEMENTATIONS
+from jax_ep.flags import Error
 from jax_ep.runtime import availability, hosts
 
 WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in quantization.DTYPES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jax_ep.bench.timing import DEVICE_TIMERS
-from jax_ep.cli.flags import Flags, Holder
+from jax_ep.flags import Flags, Holder
 
 DTYPES = ("bfloat16", "float16", "float32")
 TIMERS = ("auto", *DEVICE_TIMERS, "none")

@@ -42,8 +42,8 @@ from jax_ep.bench.layer_baselines import (
 )
 from jax_ep.bench.operations import rows_needed
 from jax_ep.bench.timing import Loop
-from jax_ep.cli.flags import Error
 from jax_ep.exchange import quantization
+from jax_ep.flags import Error
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routing import Score

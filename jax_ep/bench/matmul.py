@@ -40,7 +40,7 @@ from jax_ep.bench.matmul_operations import (
     random_operands,
 )
 from jax_ep.bench.timing import Loop, WallTime
-from jax_ep.cli.flags import Error
+from jax_ep.flags import Error
 from jax_ep.matmul.backend import Backend
 
 FLAGS = BenchFlags()

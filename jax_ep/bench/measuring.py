@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
-from jax_ep.cli.flags import Error
-from jax_ep.cli.info import versions
+from jax_ep.flags import Error
+from jax_ep.runtime.versions import versions
 
 
 def find_devices(cpu_devices: int) -> list[jax.Device]:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jax_ep.bench import exchange_model, measuring, report
 from jax_ep.bench.exchange_model import Cluster, Work
-from jax_ep.cli.flags import Error, Flags
 from jax_ep.exchange import quantization
+from jax_ep.flags import Error, Flags
 
 _DTYPES = ("bfloat16", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES))
 

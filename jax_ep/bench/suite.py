@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from jax_ep.bench import measuring, report
 from jax_ep.bench.flags import TIMERS, BenchFlags
-from jax_ep.cli.flags import Error
+from jax_ep.flags import Error
 
 _TAIL = 4000  # last characters of a failed step's error output that are kept
 _SECONDS_TO_END = 10  # between SIGTERM and SIGKILL

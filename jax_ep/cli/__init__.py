@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jax_ep.cli.flags import Error, Flags
+from jax_ep.flags import Error, Flags
 
 
 class Command(NamedTuple):

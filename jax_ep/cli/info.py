@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 from collections import Counter
 from typing import Any
 
 import jax
 
-import jax_ep
-from jax_ep.cli.flags import Flags
+from jax_ep.flags import Flags
 from jax_ep.runtime import availability, cuda_driver, hosts, symmetric_memory
+from jax_ep.runtime.versions import versions
 
 FLAGS = Flags()
 _JSON = FLAGS.boolean("json", "Print one JSON object instead of text.")
-
-PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def run() -> int:
     facts = collect()
     print(json.dumps(facts, indent=2) if _JSON.value else render(facts))
     return 0 if facts["backend_error"] is None else 1
-
-
-def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, packages, CUDA plugin and driver; None: not installed."""
-    found: dict[str, str | None] = {
-        "jax_ep": jax_ep.__version__,
-        "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
-    }
-    for package in PACKAGES:
-        found[package] = _version(package)
-    plugins = [f"{name} {_version(name)}" for name in CUDA_PLUGINS if _version(name)]
-    found["CUDA plugin"] = ", ".join(plugins) or None
-    module, cuda = cuda_driver.kernel_module_version(), cuda_driver.cuda_version()
-    found["NVIDIA driver"] = f"{module or 'version unknown'} (CUDA {cuda})" if cuda else module
-    return found
 
 
 def collect() -> dict[str, Any]:
@@ -99,13 +79,6 @@ def render(facts: dict[str, Any]) -> str:
     default = f"two_level between hosts, {inside} inside each" if several else inside
     lines.append(f"{'default':<15}{default} (implementation=None)")
     return "\n".join(lines)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _pallas_unavailable_reason(devices: list[jax.Device]) -> str | None:

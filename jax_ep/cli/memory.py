@@ -8,8 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_ep.cli.flags import Error, Flags
 from jax_ep.exchange import memory, quantization
+from jax_ep.flags import Error, Flags
 from pallas_kernels.fabric import layout as heap
 
 FLAGS = Flags()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_ep.bench import measuring, report
-from jax_ep.cli.flags import Error, Flags
+from jax_ep.flags import Error, Flags
 from jax_ep.placement import Placement, balance, place_by_affinity
 from jax_ep.placement.traffic import traffic
 

@@ -6,7 +6,7 @@ over thread blocks and shared memory. Importing this module imports Mosaic.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,10 @@ def _combine(
     *,
     by_rank: bool = False,
 ) -> jax.Array:
-    """Sums padded rows y by token; `rows` [N, T, K] is as for `_combine_plan`."""
+    """Sums padded rows y [R, H] by token.
+
+    `rows` is [N, T, K]: the row or, with `by_rank`, the local expert of each choice.
+    """
     fabric = of_axis(config.axis_name, y, config.group_size)
     operands = y, topk_weights, topk_idx, rows
     options: Any = dict(fabric=fabric, by_rank=by_rank)
@@ -132,7 +135,7 @@ def _combine(
         )
     return combine_kernel.combine(
         *operands,
-        plan=_combine_plan(y, rows, config),
+        plan=plans.combine(_row(y, config), **_sizes(rows.shape)),
         num_experts=config.num_experts,
         wire_dtype=config.wire_dtype,
         **options,
@@ -150,7 +153,6 @@ def combine_grad(
         return xla_exchange.combine_grad(g, topk_weights, y, routes, config, send=dispatch_like)
     hidden = y.shape[1]
     g, y = _pad_hidden(g, config), _pad_hidden(y, config)
-    num_ranks, num_tokens, top_k = routes.rows.shape
     fabric = of_axis(config.axis_name, g, config.group_size)
     operands = g, topk_weights, y, *routes
     options: Any = dict(
@@ -163,19 +165,12 @@ def combine_grad(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
         )
         return dy[:, :hidden], dweights
-    kernel: Any = combine_grad_kernel
-    plan_of = plans.combine_grad
-    if plans.has_short_rows(_row(y, config)):
-        kernel, plan_of = combine_grad_of_short_rows, plans.combine_grad_of_short_rows
-    plan = plan_of(
-        _row(y, config),
-        num_tokens=num_tokens,
-        num_ranks=num_ranks,
-        top_k=top_k,
-        num_experts=config.num_experts,
-        num_blocks=settings.num_blocks(),
-    )
-    dy, dweights = kernel.combine_grad(*operands, plan=plan, **options)
+    row, kernel, plan_of = _row(y, config), combine_grad_kernel.combine_grad, plans.combine_grad
+    if plans.has_short_rows(row):
+        kernel = combine_grad_of_short_rows.combine_grad
+        plan_of = plans.combine_grad_of_short_rows
+    plan = plan_of(row, num_experts=config.num_experts, **_sizes(routes.rows.shape))
+    dy, dweights = kernel(*operands, plan=plan, **options)
     return dy[:, :hidden], dweights
 
 
@@ -221,42 +216,31 @@ def _low_latency_plan(
 
     `sizes` are N, T and K.
     """
-    num_ranks, num_tokens, top_k = sizes
     if num_gpus(fabric) > memory_layout.MAX_DEVICES:
         return None
-    return plans.low_latency(
-        _row(x, config),
-        num_tokens=num_tokens,
-        num_ranks=num_ranks,
-        top_k=top_k,
-        num_experts=config.num_experts,
-        num_blocks=settings.num_blocks(),
-    )
+    return plans.low_latency(_row(x, config), num_experts=config.num_experts, **_sizes(sizes))
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:
     """Returns the plan of a dispatch of padded rows x [T, H]; `sizes` are N, T and K."""
+    return plans.dispatch(_row(x, config), num_experts=config.num_experts, **_sizes(sizes))
+
+
+class _Sizes(TypedDict):
+    """Arguments of the functions of `pallas_kernels.exchange.plan`."""
+
+    num_ranks: int
+    num_tokens: int
+    top_k: int
+    num_blocks: int | None
+
+
+def _sizes(sizes: tuple[int, ...]) -> _Sizes:
+    """Returns N, T and K by name, with the most thread blocks to use."""
     num_ranks, num_tokens, top_k = sizes
-    return plans.dispatch(
-        _row(x, config),
-        num_tokens=num_tokens,
+    return _Sizes(
         num_ranks=num_ranks,
-        top_k=top_k,
-        num_experts=config.num_experts,
-        num_blocks=settings.num_blocks(),
-    )
-
-
-def _combine_plan(y: jax.Array, rows: jax.Array, config: Config) -> Plan:
-    """Returns the plan of a combine of padded rows y [R, H].
-
-    `rows` is [N, T, K]: the row, or in the rank-major layout the local expert, of each choice.
-    """
-    num_ranks, num_tokens, top_k = rows.shape
-    return plans.combine(
-        _row(y, config),
         num_tokens=num_tokens,
-        num_ranks=num_ranks,
         top_k=top_k,
         num_blocks=settings.num_blocks(),
     )

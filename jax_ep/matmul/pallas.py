@@ -102,8 +102,8 @@ def gated_product(
     is None, `gated_tiles` chooses them, and the result is None too where two products and a gate of
     XLA's are faster.
     """
+    from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
     from pallas_kernels.matmul import gated_matmul as kernels
-    from pallas_kernels.matmul.elementwise import Elementwise, NotSupported
 
     num_rows, num_cols = lhs.shape[0], rhs[0].shape[2]
     tiles = tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols, keep)

@@ -24,11 +24,12 @@ from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
 from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
-from jax_ep.moe.params import LOGICAL_AXES, ROUTED_WEIGHTS, MoEParams, check_num_held, check_params
+from jax_ep.moe.params import LOGICAL_AXES, MoEParams, check_num_held, check_params
 from jax_ep.moe.routed_experts import routed_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
 from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
 from jax_ep.placement.table import Placement
+from jax_ep.placement.weights import ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import match_varying, smaller
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
+from jax_ep.placement.weights import ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import register_for_export
 
 Initializer = jax.nn.initializers.Initializer
@@ -46,7 +47,6 @@ PARAMETERS = {
 }
 LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.items()}
 WEIGHTS = tuple(name for name in PARAMETERS if name != "gate")
-ROUTED_WEIGHTS = tuple(n for n, axes in LOGICAL_AXES.items() if axes[0] == "exp")
 SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 
 # The attributes of the Flax layers that say which parameters there are; see `weight_shapes`.

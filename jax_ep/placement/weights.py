@@ -26,7 +26,6 @@ from jax_ep import checks
 from jax_ep.checks import AxisName
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
-from jax_ep.moe.params import ROUTED_WEIGHTS
 from jax_ep.placement.table import Array, Placement
 
 # What a rank sends at once, so that the memory beside the weights stays small.
@@ -38,6 +37,9 @@ _ROW_BYTES = 16 * 2**10
 # What a dispatch carries values of so many bytes as. Elsewhere they are integers: XLA may compute
 # with floats of 16 bits in float32, and so change the bits of a NaN, even where it only moves them.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
+
+# The weights of a layer that lead with experts, by their names in its parameters.
+ROUTED_WEIGHTS = ("wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
 
 
 def to_slots(tree: Any, placement: Placement) -> Any:

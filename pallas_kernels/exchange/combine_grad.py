@@ -13,10 +13,6 @@ tokens of every owner, with three warpgroups:
            choices are of no expert.
 
 This is the form for long rows; `combine_grad_of_short_rows` is faster for short ones.
-
-A cotangent crosses the link once per (token, rank), read by the rank that needs it. Every rank
-knows the routes, so a block waits for its peers only at its end: it signals that it has read their
-memory and written its part of their results, and waits for the same signal of each peer.
 """
 
 from __future__ import annotations
@@ -32,15 +28,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.combine_grad_base import CombineGrad
 from pallas_kernels.exchange.plan import Row, padded_columns
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, Window, pad_last, vector_length
-
-_DONE = 0  # channel, signalled once
+from pallas_kernels.fabric.plan import LANES, Plan, vector_length
 
 # Bits of the kind of a slot of the ring of rows: the first and the last row of a cotangent (both
 # may be set), and the end of a window.
@@ -83,68 +77,25 @@ def combine_grad(
       summed in an order that is the same on every run; zero for choices that are of no expert or
       were dropped.
     """
-    num_ranks, num_tokens, top_k = rows.shape[-3:]
-    lead, flat = rows.shape[:-3], num_tokens * top_k
-    capacity, hidden = y.shape[-2:]
-    window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
-    of_experts = ExpertRows(
-        fabric, plan, counts.shape[-1], capacity, expert_alignment, counts.dtype,
-        parts=[(hidden, y.dtype)], fair=fair,
-    )  # fmt: skip
-    call = _CombineGrad(
-        num_tokens=num_tokens,
-        hidden=hidden,
-        top_k=top_k,
-        dtype=y.dtype,
-        fabric=fabric,
-        plan=plan,
-        window=window,
-        expert_rows=of_experts,
+    kernel = _LongRows.of(
+        y, rows, counts, fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair
     )
-    dy, dweights = fb.kernel(
-        fabric,
-        call,
-        name="ep_combine_grad",
-        num_blocks=plan.num_blocks,
-        num_warpgroups=3,
-        out_type=[
-            jax.ShapeDtypeStruct((capacity, hidden), y.dtype),
-            jax.ShapeDtypeStruct((flat,), jnp.float32),
-        ],
-        scratch_types=call.scratch_types(),
-        shared=(0, 1, 7),
-    )(
-        g,
-        window.pad(topk_weights.reshape(*lead, flat), 0),
-        y,
-        topk_idx.reshape(*lead, flat),
-        window.pad(rows.reshape(*lead, num_ranks, flat), fb.NOWHERE),
-        pad_last(counts, of_experts.count_width - counts.shape[-1]),
-    )
-    return dy, dweights.reshape(*lead, num_tokens, top_k)
+    return kernel.run(g, topk_weights, y, topk_idx, rows, counts)
 
 
 @dataclasses.dataclass(frozen=True)
-class _CombineGrad:
-    """The kernel of `combine_grad`: its static arguments, and the warpgroups' code."""
+class _LongRows(CombineGrad):
+    """The kernel of `combine_grad`: the warpgroups' code, but for the filler's."""
 
-    num_tokens: int
-    hidden: int
-    top_k: int
-    dtype: Any
-    fabric: fb.Fabric
-    plan: Plan
-    window: Window
-    expert_rows: ExpertRows
+    @property
+    def num_warpgroups(self) -> int:
+        return 3
 
     def scratch_types(self) -> dict[str, Any]:
-        num_ranks = self.fabric.num_ranks
         slots, g_slots = self.plan.num_slots, self.plan.num_g_slots
         columns = padded_columns(Row(self.hidden, self.dtype))
         return dict(
-            **self.expert_rows.scratch_types(),
-            window_rows=plgpu.SMEM((num_ranks, self.window.width), jnp.int32),
-            window_weights=plgpu.SMEM((num_ranks, self.window.width), jnp.float32),
+            **super().scratch_types(),
             slots=plgpu.SMEM((slots, columns), self.dtype),
             slot_notes=plgpu.SMEM((slots, 4), jnp.int32),  # kind, owner, choice of the owner, row
             g_slots=plgpu.SMEM((g_slots, columns), self.dtype),
@@ -177,26 +128,12 @@ class _CombineGrad:
         @pl.when(warpgroup == 2)
         def _filler():
             self.fabric.stage(3)
-            self._fill(g, topk_idx, counts, dy, dweights, **scratch)
-
-    def _range(self) -> tuple[jax.Array, jax.Array]:
-        """Returns this block's first token, and the end of its tokens."""
-        first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
-        return first, first + count
-
-    def _num_windows(self) -> jax.Array:
-        first, end = self._range()
-        return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
-
-    def _owner(self, i: jax.Array | int) -> jax.Array:
-        """Returns the i-th rank in the order in which this block handles owners."""
-        offset = fb.first_peer(self.fabric)
-        return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
+            self.fill(topk_idx, counts, dy, dweights, **scratch)
 
     def _scout(self, g, y, rows, dweights, ring, g_ring, *, window_rows, **_):
         fabric, window, top_k = self.fabric, self.window, self.top_k
         num_ranks, capacity = fabric.num_ranks, self.expert_rows.capacity
-        first_token, end_token = self._range()
+        first_token, end_token = self.token_range()
 
         def scout_window(index, used):
             window_token = first_token + index * window.tokens
@@ -204,7 +141,7 @@ class _CombineGrad:
             start = open_window(fabric, window, window_token * top_k, (window_rows, sources))
 
             def scout_pair(i, used):
-                token, owner = window_token + lax.div(i, num_ranks), self._owner(i)
+                token, owner = window_token + lax.div(i, num_ranks), self.owner(i)
                 entry = token * top_k
                 places = [window_rows[owner, entry - start + choice] for choice in range(top_k)]
                 held = [(place >= 0) & (place < capacity) for place in places]
@@ -247,39 +184,18 @@ class _CombineGrad:
             return used_rows + 1, used_g
 
         zero = jnp.int32(0)
-        used = lax.fori_loop(0, self._num_windows(), scout_window, (zero, zero))
+        used = lax.fori_loop(0, self.num_windows(), scout_window, (zero, zero))
         fb.drain(ring.empty, used[0], self.plan.num_slots)
         fb.drain(g_ring.empty, used[1], self.plan.num_g_slots)
 
     def _weigh(self, weights, dy, dweights, ring, g_ring, *, window_weights, sums, **_):
         fabric, window, num_ranks = self.fabric, self.window, self.fabric.num_ranks
-        lag, first_token = self.plan.store_lag, self._range()[0]
+        lag, first_token = self.plan.store_lag, self.token_range()[0]
 
         def sources():
-            owners = [self._owner(i) for i in range(num_ranks)]
+            owners = [self.owner(i) for i in range(num_ranks)]
             for owner in owners:
                 yield owner, fabric.peer(weights, owner)
-
-        def multiply(slot, g_slot, weight):
-            """Multiplies a cotangent with a row and with a weight, both from slots.
-
-            Writes partial sums of row * cotangent to `sums`, and weight * cotangent over the row.
-            """
-            vector = vector_length(self.dtype)
-            size = LANES * vector
-            total: Any = None
-            for first in range(0, self.hidden, size):
-                columns = pl.ds(first, size)
-                cotangent = fb.load(fabric, g_ring.rows.at[g_slot, columns], vector)
-                cotangent = cotangent.astype(jnp.float32)
-                row = fb.load(fabric, ring.rows.at[slot, columns], vector).astype(jnp.float32)
-                product = cotangent * row
-                if first + size > self.hidden:  # shared memory past the row's end was not written
-                    inside = fb.iota(fabric, size, vector) < self.hidden - first
-                    product = jnp.where(inside, product, jnp.zeros_like(product))
-                total = product if total is None else total + product
-                ring.rows[slot, columns] = (cotangent * weight).astype(self.dtype)
-            vectors.partial_sums(fabric, total, sums, vector)
 
         def take_slot(start, state):
             used, used_g, _ = state
@@ -294,7 +210,8 @@ class _CombineGrad:
 
             @pl.when(~end)
             def _():
-                multiply(slot, g_slot, window_weights[owner, choice - start])
+                weight = window_weights[owner, choice - start]
+                self._multiply(ring, slot, g_ring, g_slot, weight, sums)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
                     ring.rows.at[slot, pl.ds(0, self.hidden)],
@@ -324,31 +241,30 @@ class _CombineGrad:
             return tuple(used)
 
         zero = jnp.int32(0)
-        used, _ = lax.fori_loop(0, self._num_windows(), weigh_window, (zero, zero))
+        used, _ = lax.fori_loop(0, self.num_windows(), weigh_window, (zero, zero))
         plgpu.wait_smem_to_gmem(0)
         ring.free_last(used, lag)
         # All rows that the scout read from peers have arrived here, and it wrote to peers before it
         # marked the end of the last window.
-        fabric.stage(1)
-        fabric.signal(_DONE, 1)
-        fabric.stage(2)
-        fabric.wait(_DONE, 1, "the gradient of combine")
+        self.finish()
 
-    def _fill(self, g, topk_idx, counts, dy, dweights, **scratch):
-        fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
-        of_experts.fetch_counts(
-            [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)], **scratch
-        )
+    def _multiply(self, ring, slot, g_ring, g_slot, weight, sums):
+        """Multiplies a cotangent with a row and with a weight, both from slots.
 
-        def clear_token(token, _):
-            entries = [token * top_k + choice for choice in range(top_k)]
-            experts = [fabric.mine(topk_idx)[entry] for entry in entries]
-            for entry, expert in zip(entries, experts, strict=True):
-
-                @pl.when((expert < 0) | (expert >= of_experts.num_experts))
-                def _(entry=entry):
-                    fabric.mine(dweights)[entry] = jnp.float32(0)
-
-        lax.fori_loop(*self._range(), clear_token, None)
-        of_experts.lay_out(**scratch)
-        of_experts.fill([dy], **scratch)
+        Writes partial sums of row * cotangent to `sums`, and weight * cotangent over the row.
+        """
+        fabric, vector = self.fabric, vector_length(self.dtype)
+        size = LANES * vector
+        total: Any = None
+        for first in range(0, self.hidden, size):
+            columns = pl.ds(first, size)
+            cotangent = fb.load(fabric, g_ring.rows.at[g_slot, columns], vector)
+            cotangent = cotangent.astype(jnp.float32)
+            row = fb.load(fabric, ring.rows.at[slot, columns], vector).astype(jnp.float32)
+            product = cotangent * row
+            if first + size > self.hidden:  # shared memory past the row's end was not written
+                inside = fb.iota(fabric, size, vector) < self.hidden - first
+                product = jnp.where(inside, product, jnp.zeros_like(product))
+            total = product if total is None else total + product
+            ring.rows[slot, columns] = (cotangent * weight).astype(self.dtype)
+        vectors.partial_sums(fabric, total, sums, vector)

@@ -11,10 +11,6 @@ tokens of every owner, with these warpgroups:
   workers  take the cotangents of the ring in turn, and multiply each with its rows. The sum of the
            product over the columns goes to the owner's dweights, the cotangent times the weight to
            the row of dy. Rows are loaded from memory into registers, several at a time.
-
-A cotangent crosses the link once per (token, rank), read by the rank that needs it. Every rank
-knows the routes, so a block waits for its peers only at its end: it signals that it has read their
-memory and written its part of their results, and waits for the same signal of each peer.
 """
 
 from __future__ import annotations
@@ -28,15 +24,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.combine_grad_base import CombineGrad
 from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT, Row, listed_rows, padded_columns
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, Window, pad_last, vector_length
-
-_DONE = 0  # channel, signalled once
+from pallas_kernels.fabric.plan import LANES, Plan, vector_length
 
 _END = -1  # instead of a number of rows: the worker has taken its last cotangent
 _VECTORS_AT_ONCE = 2  # of 16 bytes of a row, for each thread
@@ -57,82 +51,24 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
-    With stacked ranks, every array has a leading axis of N.
-
-    Args:
-      g: [T, H], the cotangent of the combine's result; H · itemsize a multiple of 128 bytes.
-      topk_weights: [T, K] float32.
-      y: [R, H], of g's dtype.
-      topk_idx: [T, K] int32.
-      rows: [N, T, K] int32, a result of the dispatch: the row of each choice, or less than 0 where
-        the choice is of another rank's expert; a row of R or more was dropped.
-      counts: [N, E] int32, how many choices of each rank are of each expert.
-      fabric: how ranks reach each other.
-      plan: number of blocks, of workers, and of cotangents in the ring.
-      expert_alignment: the rows of each expert start at a multiple of this.
-      fair: as in the dispatch.
-
-    Returns:
-      dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
-      zero in rows without a token. dweights [T, K] float32: the inner product of cotangent and row,
-      summed in an order that is the same on every run; zero for choices that are of no expert or
-      were dropped.
+    Arguments and results are those of `combine_grad.combine_grad`, but for the plan: number of
+    blocks, of workers, and of cotangents in the ring.
     """
     if plan.num_slots % plan.num_workers:  # a worker waits for every turn of a slot's barriers
         raise ValueError(f"num_slots must be a multiple of num_workers, but the plan is {plan}.")
-    num_ranks, num_tokens, top_k = rows.shape[-3:]
-    lead, flat = rows.shape[:-3], num_tokens * top_k
-    capacity, hidden = y.shape[-2:]
-    window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
-    of_experts = ExpertRows(
-        fabric, plan, counts.shape[-1], capacity, expert_alignment, counts.dtype,
-        parts=[(hidden, y.dtype)], fair=fair,
-    )  # fmt: skip
-    call = _CombineGrad(
-        num_tokens=num_tokens,
-        hidden=hidden,
-        top_k=top_k,
-        dtype=y.dtype,
-        fabric=fabric,
-        plan=plan,
-        window=window,
-        expert_rows=of_experts,
+    kernel = _ShortRows.of(
+        y, rows, counts, fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair
     )
-    dy, dweights = fb.kernel(
-        fabric,
-        call,
-        name="ep_combine_grad",
-        num_blocks=plan.num_blocks,
-        num_warpgroups=2 + plan.num_workers,
-        out_type=[
-            jax.ShapeDtypeStruct((capacity, hidden), y.dtype),
-            jax.ShapeDtypeStruct((flat,), jnp.float32),
-        ],
-        scratch_types=call.scratch_types(),
-        shared=(0, 1, 7),
-    )(
-        g,
-        window.pad(topk_weights.reshape(*lead, flat), 0),
-        y,
-        topk_idx.reshape(*lead, flat),
-        window.pad(rows.reshape(*lead, num_ranks, flat), fb.NOWHERE),
-        pad_last(counts, of_experts.count_width - counts.shape[-1]),
-    )
-    return dy, dweights.reshape(*lead, num_tokens, top_k)
+    return kernel.run(g, topk_weights, y, topk_idx, rows, counts)
 
 
 @dataclasses.dataclass(frozen=True)
-class _CombineGrad:
-    """The kernel of `combine_grad`: its static arguments, and the warpgroups' code."""
+class _ShortRows(CombineGrad):
+    """The kernel of `combine_grad`: the warpgroups' code, but for the filler's."""
 
-    num_tokens: int
-    hidden: int
-    top_k: int
-    dtype: Any
-    fabric: fb.Fabric
-    plan: Plan
-    window: Window
-    expert_rows: ExpertRows
+    @property
+    def num_warpgroups(self) -> int:
+        return 2 + self.plan.num_workers
 
     @property
     def listed_rows(self) -> int:
@@ -140,13 +76,10 @@ class _CombineGrad:
         return listed_rows(self.top_k, ROWS_OF_COTANGENT)
 
     def scratch_types(self) -> dict[str, Any]:
-        num_ranks, slots = self.fabric.num_ranks, self.plan.num_slots
         columns = padded_columns(Row(self.hidden, self.dtype))
-        workers, listed = self.plan.num_workers, self.listed_rows
+        slots, workers, listed = self.plan.num_slots, self.plan.num_workers, self.listed_rows
         return dict(
-            **self.expert_rows.scratch_types(),
-            window_rows=plgpu.SMEM((num_ranks, self.window.width), jnp.int32),
-            window_weights=plgpu.SMEM((num_ranks, self.window.width), jnp.float32),
+            **super().scratch_types(),
             slots=plgpu.SMEM((slots, columns), self.dtype),
             notes=plgpu.SMEM((slots, 2), jnp.int32),  # the number of rows, or _END; the owner
             # The rows of a slot, which choices of the owner they are, and their weights.
@@ -174,26 +107,12 @@ class _CombineGrad:
         @pl.when(warpgroup == 1)
         def _filler():
             self.fabric.stage(3)
-            self._fill(g, topk_idx, counts, dy, dweights, **scratch)
+            self.fill(topk_idx, counts, dy, dweights, **scratch)
 
         @pl.when(warpgroup > 1)
         def _worker():
             self.fabric.connect()
             self._weigh(warpgroup - 2, y, dy, dweights, ring, **scratch)
-
-    def _range(self) -> tuple[jax.Array, jax.Array]:
-        """Returns this block's first token, and the end of its tokens."""
-        first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
-        return first, first + count
-
-    def _num_windows(self) -> jax.Array:
-        first, end = self._range()
-        return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
-
-    def _owner(self, i: jax.Array | int) -> jax.Array:
-        """Returns the i-th rank in the order in which this block handles owners."""
-        offset = fb.first_peer(self.fabric)
-        return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
 
     def _scout(
         self, g, weights, rows, dweights, ring, *, window_rows, window_weights,
@@ -201,11 +120,11 @@ class _CombineGrad:
     ):  # fmt: skip
         fabric, window, top_k = self.fabric, self.window, self.top_k
         num_ranks, capacity = fabric.num_ranks, self.expert_rows.capacity
-        first_token, end_token = self._range()
+        first_token, end_token = self.token_range()
 
         def scout_window(index, turn):
             window_token = first_token + index * window.tokens
-            owners = [self._owner(i) for i in range(num_ranks)]
+            owners = [self.owner(i) for i in range(num_ranks)]
             start = open_window(
                 fabric,
                 window,
@@ -215,7 +134,7 @@ class _CombineGrad:
             )
 
             def scout_pair(i, turn):
-                token, owner = window_token + lax.div(i, num_ranks), self._owner(i)
+                token, owner = window_token + lax.div(i, num_ranks), self.owner(i)
                 entry = token * top_k
                 entries = [entry - start + choice for choice in range(top_k)]
                 places = [window_rows[owner, e] for e in entries]
@@ -245,7 +164,7 @@ class _CombineGrad:
             num_tokens = jnp.minimum(end_token - window_token, window.tokens)
             return lax.fori_loop(0, num_tokens * num_ranks, scout_pair, turn)
 
-        turns = lax.fori_loop(0, self._num_windows(), scout_window, jnp.int32(0))
+        turns = lax.fori_loop(0, self.num_windows(), scout_window, jnp.int32(0))
 
         def end(i, _):
             slot = ring.open(turns + i, _END, 0)
@@ -254,10 +173,7 @@ class _CombineGrad:
         lax.fori_loop(0, self.plan.num_workers, end, None)
         fb.drain(ring.empty, turns + self.plan.num_workers, self.plan.num_slots)
         # The workers have read all cotangents of peers, and written all that is theirs.
-        fabric.stage(1)
-        fabric.signal(_DONE, 1)
-        fabric.stage(2)
-        fabric.wait(_DONE, 1, "the gradient of combine")
+        self.finish()
 
     def _weigh(self, worker, y, dy, dweights, ring, **lists):
         def take_slot(state):
@@ -342,22 +258,3 @@ class _CombineGrad:
                 vectors.store_total(fabric, sums.at[worker, i], of_owner, choice)
 
         fabric.barrier()  # before the next partial sums
-
-    def _fill(self, g, topk_idx, counts, dy, dweights, **scratch):
-        fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
-        of_experts.fetch_counts(
-            [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)], **scratch
-        )
-
-        def clear_token(token, _):
-            entries = [token * top_k + choice for choice in range(top_k)]
-            experts = [fabric.mine(topk_idx)[entry] for entry in entries]
-            for entry, expert in zip(entries, experts, strict=True):
-
-                @pl.when((expert < 0) | (expert >= of_experts.num_experts))
-                def _(entry=entry):
-                    fabric.mine(dweights)[entry] = jnp.float32(0)
-
-        lax.fori_loop(*self._range(), clear_token, None)
-        of_experts.lay_out(**scratch)
-        of_experts.fill([dy], **scratch)

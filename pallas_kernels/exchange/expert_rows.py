@@ -129,7 +129,7 @@ class ExpertRows:
                     fabric.mine(all_counts_ref)[source] = per_source[source]
 
     def _aligned(self, counts: Any) -> Any:
-        """Rows of blocks, padding included."""
+        """Rounds numbers of rows up to multiples of the alignment."""
         if self.alignment == 1:
             return counts
         alignment = jnp.int32(self.alignment)
@@ -152,7 +152,7 @@ class ExpertRows:
         return ends
 
     def _quotas(self, total: Any, scan: Any, block_ends: Any) -> Any:
-        """The most rows that each expert keeps at its rank, [E]: the rank's quota q.
+        """Returns the most rows that each expert keeps at its rank, [E]: the rank's quota q.
 
         A rank's q is found from its highest bit to its lowest, and all ranks' at once: a bit stays
         if blocks of at most so many rows fit. Where all ranks' rows fit, no bit is tried.
@@ -168,7 +168,7 @@ class ExpertRows:
             return each
 
         def fit(counts: Any) -> list[Any]:
-            """Whether each rank's blocks of so many rows fit in the capacity."""
+            """Returns whether each rank's blocks of so many rows fit in the capacity."""
             block_ends[1] = self._ends(self._aligned(counts), scan)
             fabric.barrier()
             ends = [block_ends[1, (rank + 1) * per_rank - 1] for rank in range(num_ranks)]
@@ -211,7 +211,7 @@ class ExpertRows:
                 return end, dropped + (end_of_rows - start - kept)
 
             def describe_fair(i: Any, carry: Any) -> Any:
-                """As `describe`, of blocks that all fit; `carry`: start, dropped, rows needed."""
+                """Writes an expert's sizes where all blocks fit; carry: start, dropped, needed."""
                 start, dropped, needed = carry
                 end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
                 wanted = jnp.int32(0)

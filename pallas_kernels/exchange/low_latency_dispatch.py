@@ -127,7 +127,7 @@ class _Dispatch:
 
     @property
     def num_choices(self) -> int:
-        """T·K."""
+        """The choices of this rank's tokens, T·K."""
         return self.rows.plan.num_tokens * self.top_k
 
     def call(self, operands, more_results, *, name):

@@ -350,7 +350,7 @@ def rank_dispatch_workspace(
 
 
 def listed_rows(top_k: int, at_once: int) -> int:
-    """Returns the entries of a list of up to K rows that is read `at_once` entries at a time."""
+    """Returns the length of a list of up to K rows, rounded up to a multiple of `at_once`."""
     return align_up(top_k, at_once)
 
 
@@ -425,13 +425,18 @@ def padded_columns(row: Row) -> int:
     return align_up(row.hidden, LANES * vector_length(row.dtype))
 
 
-def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
-    """Returns how many rows `combine_grad` has room for in shared memory, y's and cotangents."""
+def _combine_grad_slots(
+    row: Row, num_ranks: int, top_k: int, num_experts: int, list_words: int = 0
+) -> int:
+    """Returns how many rows the gradient of a combine has room for in shared memory.
+
+    Each is a row of y or a cotangent, with a list of so many words.
+    """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = (4 + num_ranks) * count_width(num_experts)
     sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
     row_bytes = padded_columns(row) * jnp.dtype(row.dtype).itemsize
-    return sent.room(window_words + count_words) // row_bytes
+    return sent.room(window_words + count_words) // (row_bytes + WORD_BYTES * list_words)
 
 
 def combine_grad(
@@ -468,16 +473,6 @@ def has_short_rows(row: Row) -> bool:
     return row.hidden * jnp.dtype(row.dtype).itemsize <= _SHORT_ROW_BYTES
 
 
-def _short_rows_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
-    """Returns how many cotangents that form has room for in shared memory."""
-    window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
-    count_words = (4 + num_ranks) * count_width(num_experts)
-    sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
-    lists = WORD_BYTES * (2 + 3 * listed_rows(top_k, ROWS_OF_COTANGENT))
-    slot = padded_columns(row) * jnp.dtype(row.dtype).itemsize + lists
-    return sent.room(window_words + count_words) // slot
-
-
 def combine_grad_of_short_rows(
     row: Row,
     *,
@@ -491,7 +486,8 @@ def combine_grad_of_short_rows(
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    slots = _short_rows_slots(row, num_ranks, top_k, num_experts)
+    list_words = 2 + 3 * listed_rows(top_k, ROWS_OF_COTANGENT)
+    slots = _combine_grad_slots(row, num_ranks, top_k, num_experts, list_words)
     num_workers = min(_GRAD_WORKERS, slots)
     return Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),

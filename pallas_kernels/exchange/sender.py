@@ -208,22 +208,26 @@ class Sender:
             end = jnp.minimum(begin + step_tokens, num_tokens)
             lax.fori_loop(begin, end, send_token, None)
 
-            @pl.when(step > 0)
-            def _() -> None:  # once only this step's puts are under way, the last step has arrived
-                lax.cond(
-                    end - begin == step_tokens,
-                    lambda: plgpu.wait_smem_to_gmem(step_tokens),
-                    lambda: plgpu.wait_smem_to_gmem(0),
-                )
-                fabric.stage(1)
-                fabric.signal(PUT, step)
-
+            pl.when(step > 0)(lambda: self._signal_before(step, end - begin))
             return carry
 
         lax.fori_loop(0, self.num_steps(), send_step, None)
         plgpu.wait_smem_to_gmem(0)
         fabric.stage(1)
         fabric.signal(PUT, jnp.maximum(self.num_steps(), 1))
+
+    def _signal_before(self, step: jax.Array, num_sent: jax.Array) -> None:
+        """Signals the steps before `step`, of which `num_sent` tokens have been sent.
+
+        These steps' puts have arrived once only the puts of `step` are under way.
+        """
+        lax.cond(
+            num_sent == self.step_tokens,
+            lambda: plgpu.wait_smem_to_gmem(self.step_tokens),
+            lambda: plgpu.wait_smem_to_gmem(0),
+        )
+        self.fabric.stage(1)
+        self.fabric.signal(PUT, step)
 
     def _put_lists(
         self,

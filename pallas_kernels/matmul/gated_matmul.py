@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matmul.elementwise import Elementwise
+from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul.grouped_matmul import CHUNK, Product, Tiles, launch
 from pallas_kernels.matmul.row_tiles import row_tiles
 

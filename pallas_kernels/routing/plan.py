@@ -1,4 +1,4 @@
-"""What the kernel `top_k` is told, and what it can do. Imports neither Pallas nor Mosaic."""
+"""Describes what the kernel `top_k` supports, and its options, without Pallas or Mosaic."""
 
 from __future__ import annotations
 

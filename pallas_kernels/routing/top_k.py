@@ -30,9 +30,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.fabric.plan import LANES
-from pallas_kernels.matmul.elementwise import Elementwise
 from pallas_kernels.routing.plan import WARP, Groups, Weighing, unavailable_reason
 
 _ROWS = LANES // WARP  # rows of a block
@@ -123,7 +123,7 @@ class _TopK:
 
     @property
     def width(self) -> int:
-        """Columns of a lane."""
+        """The columns of a row that one lane holds."""
         return pl.cdiv(self.columns, WARP)
 
     def __call__(self, *refs: Any) -> None:
@@ -411,7 +411,7 @@ class _Lanes:
 
 
 class _InterpretedLanes(_Lanes):
-    """The same for a whole warp in Pallas' interpreter: a word is an array [WARP] of uint32."""
+    """Computes what `_Lanes` emits, in Pallas' interpreter; words are arrays [WARP] of uint32."""
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width

@@ -10,6 +10,7 @@ import pytest
 
 import jax_ep.cli
 from jax_ep.bench import collectives as bench_collectives
+from jax_ep.collectives.algorithms import ALGORITHMS
 
 
 def bench(*args: str) -> int:
@@ -47,6 +48,10 @@ def test_bench_measures_2_4_and_8_ranks_by_default(capsys):
     expected = [count for count in (2, 4, 8) if count <= len(jax.devices())]
     assert [int(count) for count in measured] == (expected or [1])
     assert {512, 2048, 4096} <= set(bench_collectives._GPU_ROWS)
+
+
+def test_every_collective_can_be_measured():
+    assert set(bench_collectives.OPERATIONS) == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_ep.moe import params as moe_params
+from jax_ep.placement.weights import ROUTED_WEIGHTS
 
 
 def test_weight_shapes_are_those_of_the_fields_with_logical_axes():
@@ -27,6 +28,11 @@ def test_weight_shapes_are_those_of_the_fields_with_logical_axes():
         "wi_0_bias": (8, 12),
         "shared_wi_0": (16, 5),
     }
+
+
+def test_routed_weights_are_those_that_lead_with_experts():
+    leading = [n for n, axes in moe_params.LOGICAL_AXES.items() if axes[0] == "exp"]
+    assert list(ROUTED_WEIGHTS) == leading
 
 
 def test_shared_experts_that_cannot_be_are_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from pallas_kernels.fabric.fabric import Fabric
 from pallas_kernels.fabric.plan import Plan
 from support.contract import (
     Case,
+    assert_bitwise_equal,
     owned_rows,
     routing,
     small_integers,
@@ -291,11 +293,14 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any
 
 
 def combine_grad(
-    problem: Problem, plan: Plan, fabric: Fabric, kernel: Any = combine_grad_kernel
+    problem: Problem,
+    plan: Plan,
+    fabric: Fabric,
+    kernel: Callable[..., tuple[jax.Array, jax.Array]] = combine_grad_kernel.combine_grad,
 ) -> Any:
     """A call of the kernel of a combine's gradient: -> dy, dweights."""
     return functools.partial(
-        kernel.combine_grad,
+        kernel,
         *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
         jnp.asarray(problem.rows),
         jnp.asarray(problem.counts),
@@ -304,6 +309,14 @@ def combine_grad(
         expert_alignment=problem.alignment,
         fair=problem.overflow == "fair",
     )
+
+
+def check_combine_grad(problem: Problem, results: Any) -> None:
+    """Checks the results of `combine_grad` bit for bit: no term or sum of terms is rounded."""
+    expected_dy, expected_dweights = problem.combine_grads
+    dy, dweights = results
+    assert_bitwise_equal(dy, expected_dy, "dy")
+    np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
 
 
 def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from support.selection import quick
 from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
-from pallas_kernels.matmul.elementwise import Elementwise
+from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.matmul.gated_matmul import gated_product
 from pallas_kernels.matmul.grouped_matmul import Tiles
 

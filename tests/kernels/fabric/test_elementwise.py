@@ -14,9 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support.kernels import needs_kernels
 
-from pallas_kernels.fabric import mosaic
-from pallas_kernels.matmul import elementwise
-from pallas_kernels.matmul.elementwise import Elementwise, NotSupported
+from pallas_kernels.fabric import elementwise, mosaic
+from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
 
 FUNCTIONS = {
     "silu": jax.nn.silu,

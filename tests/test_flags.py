@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jax_ep.cli.flags import Error, Flags
+from jax_ep.flags import Error, Flags
 
 
 @pytest.fixture
