@@ -39,7 +39,6 @@ ELSEWHERE = {
     # What a machine offers is asked together.
     "jax_ep/runtime/fabric.py": "tests/exchange/test_pallas.py",
     "jax_ep/version.py": "tests/cli/test_info.py",
-    "jax_ep/runtime/availability.py": "tests/runtime/test_jax_compat.py",
     "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
     # One table of kernels, and what each of them must give.
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
