@@ -341,6 +341,7 @@ def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
     Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
     XLA's collective metadata or NVSHMEM. This replaces the context's method `to_remote`.
     """
+
     def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
         if on_host:
             raise NotImplementedError("peers' memory is reached only by copies of contiguous rows")
