@@ -147,6 +147,7 @@ class Endpoint:
         self.channels.memory.write(self._here, self._counters, calls)
 
     def stage(self, number: int) -> None:
+        """Names a point of a kernel at which a test may hold ranks back by different times."""
         self.channels.stage(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:

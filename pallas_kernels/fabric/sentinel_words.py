@@ -47,7 +47,7 @@ class SlotMemory:
     num_slots: int
 
     def send(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Sends a tile to a slot of a GPU, which must be empty.
+        """Sends a tile of `layout.TILE_BYTES` to a slot of a GPU; the slot must be empty.
 
         Without `exact`, a NaN may arrive as another NaN. The receiver must pass the same `exact`.
         """
@@ -154,7 +154,7 @@ class SlotMemory:
         return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
 
     def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reads counters of this GPU."""
+        """Reads counters of this GPU, whose number is `device`; returns each [] int32."""
 
         def emit(context: Any, device: Array, *counters: Array) -> list[Array]:
             del context
