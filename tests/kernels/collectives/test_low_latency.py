@@ -469,7 +469,7 @@ def test_swapped_slots_are_found(monkeypatch):
 
 
 @simulated
-def test_two_ranks_on_one_region_are_found():
+def test_two_ranks_on_one_gpu_are_found():
     channels = simulated_channels([(1, 2)], (0, 0))
     with pytest.raises(KernelError, match="takes the memory of GPU 0 for its own"):
         run("all_gather", operand((2, 1024), "bfloat16"), channels, Plan(1, 1))
