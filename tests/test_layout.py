@@ -43,7 +43,6 @@ ELSEWHERE = {
     # What a machine offers is asked together.
     "jax_ep/runtime/fabric.py": "tests/exchange/test_pallas.py",
     "jax_ep/version.py": "tests/cli/test_info.py",
-    "jax_ep/runtime/availability.py": "tests/runtime/test_jax_compat.py",
     "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
     "jax_ep/runtime/versions.py": "tests/cli/test_info.py",
     # One table of kernels, and what each of them must give.

@@ -19,6 +19,7 @@ from jax import lax
 
 from jax_ep.collectives import xla
 from jax_ep.collectives.algorithms import FUSED, is_low_latency
+from jax_ep.runtime import jax_compat
 from jax_ep.runtime.fabric import channels_of, of_axis
 from jax_ep.runtime.jax_compat import match_varying, place
 from pallas_kernels.collectives import all_gather as all_gather_kernel
@@ -240,17 +241,12 @@ class _RowGrid:
 
 def _multimem_all_reduce(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """Sums x over ranks by JAX's own kernels: the NVLink switch sums float32 and broadcasts it."""
-    from jax.experimental.pallas.ops.gpu import all_gather_mgpu, reduce_scatter_mgpu
-
+    reduce_scatter, all_gather = jax_compat.multimem_kernels()
     num_ranks, num_blocks = lax.axis_size(axis_name), 32
     multiple = num_ranks * 128 * 8
     flat = jnp.pad(x.reshape(-1), (0, -x.size % multiple))
-    shard = reduce_scatter_mgpu.reduce_scatter(
-        flat.astype(jnp.float32), axis_name=axis_name, num_blocks=num_blocks
-    )
-    out = all_gather_mgpu.all_gather(
-        shard.astype(x.dtype), axis_name=axis_name, num_blocks=num_blocks
-    )
+    shard = reduce_scatter(flat.astype(jnp.float32), axis_name=axis_name, num_blocks=num_blocks)
+    out = all_gather(shard.astype(x.dtype), axis_name=axis_name, num_blocks=num_blocks)
     return out[: x.size].reshape(x.shape)
 
 

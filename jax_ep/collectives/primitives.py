@@ -126,7 +126,7 @@ def _linear(
         return [result(x, num_ranks, axis_name)]
 
     def transpose_rule(cotangents, x, **params):
-        return [transpose(cotangents[0], x.aval, **params)]
+        return [transpose(cotangents[0], x, **params)]
 
     def batch(operands, axes, **params):
         # The collective works along the leading axis, so the batch axis goes last.

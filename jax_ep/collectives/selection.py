@@ -12,7 +12,7 @@ import jax
 
 from jax_ep.collectives import table
 from jax_ep.collectives.algorithms import Algorithm, is_low_latency
-from jax_ep.runtime import availability, multicast, symmetric_memory
+from jax_ep.runtime import availability, jax_compat, multicast, symmetric_memory
 from jax_ep.runtime.jax_compat import Program
 from pallas_kernels.fabric import layout
 
@@ -51,11 +51,15 @@ def unavailable_reason(
         return None
     if refusals.kernels is not None:
         return refusals.kernels
+    if reason := availability.mosaic_unavailable_reason():
+        return reason
     from jax_ep.collectives import pallas  # loads Mosaic, which only programs for GPUs need
 
     if reason := pallas.payload_unavailable_reason(op, algorithm, x.shape, x.dtype, num_ranks):
         return reason
     if reason := availability.tracing_unavailable_reason():
+        return reason
+    if algorithm == "multimem" and (reason := jax_compat.multimem_unavailable_reason()):
         return reason
     if jax.default_backend() != "gpu":  # the program is for another machine, of unknown properties
         return None

@@ -19,6 +19,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.matmul import loop, pallas, xla
 from jax_ep.matmul.backend import Backend, Gating, gated
+from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
     Primitive,
     Program,
@@ -153,7 +154,7 @@ def default_platform() -> str:
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
-    return "rocm" if "rocm" in jax.devices()[0].client.platform_version else "cuda"
+    return "rocm" if jax_compat.is_rocm(jax.devices()[0]) else "cuda"
 
 
 def product(

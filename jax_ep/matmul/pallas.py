@@ -37,6 +37,8 @@ def platform_reason(platform: str) -> str | None:
     """Returns why the kernels cannot run on a platform, such as "cpu", or None if they can."""
     if platform != "cuda":
         return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
+    if reason := availability.mosaic_unavailable_reason():
+        return reason
     device = jax.devices()[0]
     if device.platform != "gpu":  # the program is lowered for another machine
         return None

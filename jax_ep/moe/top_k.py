@@ -157,6 +157,7 @@ def _kernel_unavailable(program: Program, k: int) -> bool:
         or num_tokens == 0
         or plan.unavailable_reason(num_experts, k) is not None
         or availability.jax_unavailable_reason() is not None
+        or availability.mosaic_unavailable_reason() is not None
         or (jax.default_backend() == "gpu" and availability.unavailable_reason() is not None)
     )
 

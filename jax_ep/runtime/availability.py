@@ -3,11 +3,13 @@
 `tracing_unavailable_reason` is for a program that is being traced, `program_unavailable_reason` for
 one that is being lowered, and `unavailable_reason` for the machine, at any time. Each returns None,
 or a reason that completes "the kernels cannot run: ...". `exchange_unavailable_reason` does so for
-the operands of a dispatch or combine; `collectives` and `matmul` decide about their own operands.
+the operands of a dispatch or combine; `collectives`, `matmul` and `moe.top_k` decide about their
+own operands, and ask `jax_unavailable_reason` and `mosaic_unavailable_reason` about JAX.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -31,13 +33,27 @@ def jax_unavailable_reason() -> str | None:
     return None if reason is None else f"it needs a primitive, and {reason}"
 
 
+@functools.cache
+def mosaic_unavailable_reason() -> str | None:
+    """Returns why this JAX cannot compile the kernels for GPUs, or None if it can.
+
+    This loads Mosaic, so it is only asked about GPUs and about programs for them.
+    """
+    try:
+        from pallas_kernels.fabric import mosaic
+    except (ImportError, AttributeError) as error:  # Pallas lacks what the module itself needs
+        return f"it needs Mosaic, and JAX {jax.__version__} lacks a part of it: {error}"
+    reason = mosaic.unavailable_reason()
+    return None if reason is None else f"it needs Mosaic, and {reason}"
+
+
 def unavailable_reason(devices: Sequence[jax.Device] | None = None) -> str | None:
     """Returns why the kernels cannot run on these devices (None: all), or None if they can."""
     devices = jax.devices() if devices is None else devices
     platforms = sorted({device.platform for device in devices})
     if platforms != ["gpu"]:
         return f"it needs NVIDIA GPUs, and the devices here are {', '.join(platforms)}"
-    if reason := jax_unavailable_reason():
+    if reason := jax_unavailable_reason() or mosaic_unavailable_reason():
         return reason
     for device in devices:
         capability = getattr(device, "compute_capability", "0.0")
@@ -101,6 +117,8 @@ def program_unavailable_reason(
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
         return "its program holds addresses of this machine, and is to be exported"
+    if reason := mosaic_unavailable_reason():
+        return reason
     mesh = program.mesh
     if mesh is not None:
         sizes = [mesh.shape[name] for name in axis_name]

@@ -8,7 +8,7 @@ from jax import lax
 from jax_ep.runtime import hosts, jax_compat, settings, symmetric_memory
 from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.low_latency import Channels
-from pallas_kernels.fabric.sentinel_words import Regions
+from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.symmetric import Gpus
 
 
@@ -59,14 +59,14 @@ def num_gpus(fabric: Gpus) -> int:
 def channels_of(fabric: Gpus) -> Channels:
     """Returns the channels of the low-latency protocol between a fabric's ranks."""
     devices = num_gpus(fabric)
-    regions = Regions(
+    memory = SlotMemory(
         fabric.base + layout.TILES,
         layout.STRIDE,
         devices,
         layout.NUM_COUNTERS,
         layout.num_slots(devices),
     )
-    return Channels(fabric.axes, fabric.gpus, regions, timeout_s=fabric.timeout_s)
+    return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 
 
 def _domain(num_places: int) -> symmetric_memory.Domain | None:

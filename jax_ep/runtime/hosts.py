@@ -1,7 +1,7 @@
-"""Which ranks share a host, in the program that is being lowered.
+"""Finds out which ranks share a host, in the program that is being lowered.
 
-A host is what is reached without the network between hosts: the GPUs of one NVLink domain, the
-devices of one process of CPUs, the chips of a TPU slice.
+The devices of a host reach each other without the network between hosts: they are the GPUs of one
+NVLink domain, the devices of one process of CPUs, or the chips of a TPU slice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from jax_ep.runtime import jax_compat, settings
 
 
 def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | str:
-    """M, where the N ranks along some mesh axes are M runs of N / M neighbours, each on one host.
+    """Returns M, the number of hosts of the N ranks along some mesh axes, or why there is none.
 
-    Every group of ranks along these axes must be so; 1 where each is on one host. Else the answer
-    is the reason why the ranks cannot be told apart by host, which completes "the ranks cannot
-    exchange between hosts: ...".
+    The ranks must be M runs of N / M neighbours, each run on one host of its own, and M must be the
+    same for every group of ranks along these axes. Where that does not hold, or is not known, the
+    result is a reason, which completes "the ranks cannot exchange between hosts: ...".
+
+    Args:
+      program: the program that is being lowered.
+      axis_name: the mesh axes of the ranks; M is 1 if there are none.
     """
     mesh = program.mesh
     if mesh is None or not axis_name:
@@ -48,9 +52,9 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
 
 
 def hosts_of(devices: Sequence[Any]) -> list[Any]:
-    """What names the host of each device; None where JAX does not say.
+    """Returns a value for each device, equal for those of one host; None where JAX does not say.
 
-    Devices that are not known are given as their places in the mesh.
+    A device that is not known is given as its place in the mesh, an integer.
     """
     per_host = settings.devices_per_host()
     if per_host is not None:
@@ -64,7 +68,13 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 def groups(
     devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
 ) -> list[list[Any]]:
-    """The devices of each group of ranks along some axes of a mesh."""
+    """Returns the devices of each group of ranks along some axes of a mesh, in rank order.
+
+    Args:
+      devices: the mesh's devices, in its shape.
+      axis_names: the names of all axes of the mesh.
+      axis_name: the axes of the ranks.
+    """
     along = [axis_names.index(name) for name in axis_name]
     size = math.prod(devices.shape[axis] for axis in along)
     last = np.moveaxis(devices, along, range(-len(along), 0))
@@ -72,14 +82,15 @@ def groups(
 
 
 def parts_of_axes(sizes: Sequence[int], group_size: int | None) -> list[int] | None:
-    """How many neighbours along each axis make a run of `group_size` ranks numbered along all.
+    """Returns the shape, along each mesh axis, of the block that a run of neighbouring ranks forms.
 
     Args:
-      sizes: of the axes, the last one counting fastest.
-      group_size: of the runs; None: all ranks.
+      sizes: the sizes of the axes of the ranks; the last axis counts fastest.
+      group_size: how many ranks a run has; None: all of them.
 
     Returns:
-      A number for each axis, whose product is `group_size`; None where no such numbers exist.
+      The block's size along each axis, whose product is `group_size`; None where a run is no block
+      of the mesh.
     """
     if group_size is None:
         return list(sizes)
@@ -94,13 +105,14 @@ def parts_of_axes(sizes: Sequence[int], group_size: int | None) -> list[int] | N
 
 
 def _host_of(device: jax.Device) -> Any:
-    """A process is a host on CPUs; elsewhere what XLA calls a slice is one."""
+    """Returns what names the host of a device: its process on CPUs, elsewhere XLA's slice index."""
     if device.platform == "cpu" or jax.process_count() == 1:
         return device.process_index
     return getattr(device, "slice_index", None)
 
 
 def _num_hosts(host_of_rank: Sequence[Any]) -> int | str:
+    """Returns the number of hosts of one group of ranks, or the reason of `num_hosts`."""
     if None in host_of_rank:
         return "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
     size = len(host_of_rank)

@@ -270,8 +270,8 @@ def define_primitive(
       inline: (operands, params) -> the results, traced in place of the primitive.
       batch: the rule for `jax.vmap`: (operands, batch axes, params) -> results, their batch axes.
         None: an operand with a batch axis is refused.
-      transpose: the rule of a linear primitive: (cotangents, operands, params) -> the operands'
-        cotangents. None: the primitive cannot be transposed.
+      transpose: the rule of a linear primitive: (cotangents, operand types, params) -> the
+        operands' cotangents. None: the primitive cannot be transposed.
       eager: (operands, params) -> the results, outside of any trace. None: refused there.
       multiple_results: whether `bind` returns a list.
       platforms: the platforms that get a lowering of their own; None is every other platform. A
@@ -293,7 +293,12 @@ def define_primitive(
             platform=platform,
         )
     if transpose is not None:
-        _deflinear2(primitive, transpose)
+        _deflinear2(
+            primitive,
+            lambda cotangents, *operands, **params: transpose(
+                cotangents, *map(_type_of_linear, operands), **params
+            ),
+        )
     if batch is not None:
         _batchers[primitive] = batch
     if eager is not None:
@@ -301,6 +306,15 @@ def define_primitive(
     if unused is not None and _dce_rules is not None:
         _dce_rules[primitive] = functools.partial(_without_unused_results, unused)
     return primitive
+
+
+def _type_of_linear(operand: Any) -> Any:
+    """Returns the type of an operand that a transpose rule is given: it has no value there.
+
+    Where JAX names that type otherwise, it is that of an array.
+    """
+    kind = getattr(operand, "aval", None)
+    return jax.typeof(operand) if kind is None else kind
 
 
 _dce_rules = _find("jax.interpreters.partial_eval.dce_rules")
@@ -472,3 +486,47 @@ def distributed_client() -> Any:
     several processes cannot share memory; their error names both causes.
     """
     return getattr(_find("jax._src.distributed.global_state"), "client", None)
+
+
+def is_rocm(device: jax.Device) -> bool:
+    """Returns whether a GPU is AMD's; False where JAX does not say."""
+    return "rocm" in getattr(getattr(device, "client", None), "platform_version", "")
+
+
+def address_of(array: jax.Array) -> int:
+    """Returns the address of an array on its first device.
+
+    Raises NotImplementedError where JAX does not give it.
+    """
+    of_device = array.addressable_shards[0].data
+    get_address = getattr(of_device, "unsafe_buffer_pointer", None)
+    if get_address is None:
+        raise NotImplementedError(
+            f"JAX {jax.__version__} lacks jax.Array.unsafe_buffer_pointer, which gives addresses"
+        )
+    return int(get_address())
+
+
+# JAX's collectives by the NVLink switch. Looking for them loads Mosaic.
+_MULTIMEM = (
+    "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter",
+    "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather",
+)
+
+
+def multimem_kernels() -> Sequence[Callable[..., jax.Array]]:
+    """Returns JAX's reduce_scatter and all_gather by the NVLink switch.
+
+    One that JAX lacks is None; `multimem_unavailable_reason` then says so.
+    """
+    return [_find(path) for path in _MULTIMEM]
+
+
+def multimem_unavailable_reason() -> str | None:
+    """Returns which of JAX's kernels for the NVLink switch this JAX lacks, or None if it has both.
+
+    This loads Mosaic.
+    """
+    found = zip(_MULTIMEM, multimem_kernels(), strict=True)
+    missing = [path for path, kernel in found if kernel is None]
+    return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None

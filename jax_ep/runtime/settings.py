@@ -27,23 +27,26 @@ def timeout_seconds() -> float:
 
 
 def num_blocks() -> int | None:
-    """Returns JAX_EP_NUM_BLOCKS, the most thread blocks of an exchange kernel, or None if not set.
+    """Returns JAX_EP_NUM_BLOCKS, the most thread blocks of an exchange kernel; None if not set.
 
-    None stands for the number measured to be fastest. A smaller number leaves part of the GPU to a
-    kernel that runs at the same time. Raises ValueError unless it is a positive integer.
+    If it is not set, kernels take the number that was measured to be fastest. A smaller number
+    leaves part of the GPU to a kernel that runs at the same time. Raises ValueError unless it is a
+    positive integer.
     """
     return _positive_int("JAX_EP_NUM_BLOCKS")
 
 
 def devices_per_host() -> int | None:
-    """Returns JAX_EP_DEVICES_PER_HOST: how many neighbours in `jax.devices()` count as one host.
+    """Returns JAX_EP_DEVICES_PER_HOST, or None if it is not set.
 
-    None stands for the hosts that JAX tells. Raises ValueError unless it is a positive integer.
+    Each run of so many devices in `jax.devices()` then counts as one host. If it is not set, JAX
+    tells which devices share a host. Raises ValueError unless it is a positive integer.
     """
     return _positive_int("JAX_EP_DEVICES_PER_HOST")
 
 
 def _positive_int(name: str) -> int | None:
+    """Returns the integer of an environment variable, or None if the variable is not set."""
     text = os.environ.get(name)
     if text is None:
         return None

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from jax_ep import version
-from jax_ep.runtime import cuda_driver, processes, settings
+from jax_ep.runtime import cuda_driver, jax_compat, processes, settings
 from jax_ep.runtime.processes import Message, Refused
 from pallas_kernels.fabric import layout
 
@@ -490,16 +490,21 @@ class _Sharing:
 def _array_address(device: jax.Device) -> int:
     """Returns the address at which XLA puts a new array on a device.
 
+    Raises `Refused` where JAX does not give addresses.
+
     Another thread makes the array: this one may be tracing, or within a mesh, where a new array
     would be traced and have no address.
     """
 
     def make() -> int:
         array = jax.device_put(np.zeros(1, np.int32), device)
-        return int(array.addressable_shards[0].data.unsafe_buffer_pointer())
+        return jax_compat.address_of(array)
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
+        try:
+            return thread.submit(make).result()
+        except NotImplementedError as error:
+            raise Refused(str(error)) from error
 
 
 def _may_share_host(device: jax.Device, mine: jax.Device) -> bool:

@@ -223,7 +223,7 @@ class _Body:
                 self._signal(release=False)
             self._wait()
 
-    def one_shot_low_latency(self, mail, x, residual, scale, *results, **scratch):
+    def one_shot_low_latency(self, endpoint, x, residual, scale, *results, **scratch):
         """Runs the one-shot kernel over the low-latency protocol.
 
         Every block handles `rows_per_block` rows: past the end, it computes the last row again.
@@ -233,33 +233,33 @@ class _Body:
         count = self.tiles_of_warpgroup
         for i, row in enumerate(rows):
             for j, tile in enumerate(self._row(x, row)):
-                mail.post(i * count + j, [tile] * len(mail.peers))
+                endpoint.send(i * count + j, [tile] * len(endpoint.peers))
         scales = self._row(scale)
-        mail.stage(1)
+        endpoint.stage(1)
         for i, row in enumerate(rows):
             old, mine = self._row(residual, row), self._row(x, row)
-            sums = [mail.sum(i * count + j, tile) for j, tile in enumerate(mine)]
+            sums = [endpoint.sum(i * count + j, tile) for j, tile in enumerate(mine)]
             self._norm_low_latency(i, sums, row, old, scales, *results, **scratch)
 
-    def two_shot_low_latency(self, mail, x, residual, scale, *results, **scratch):
+    def two_shot_low_latency(self, endpoint, x, residual, scale, *results, **scratch):
         """Runs the two-shot kernel over the low-latency protocol.
 
         Each rank sums one of its block's N rows, and sends the sums to all ranks. Past the end, it
         computes the last row again.
         """
         first = lax.axis_index("block") * self.fabric.num_ranks
-        ranks, count = [mail.rank, *mail.peers], self.tiles_of_warpgroup
+        ranks, count = [endpoint.rank, *endpoint.peers], self.tiles_of_warpgroup
         mine, *others = [jnp.minimum(first + rank, self.num_rows - 1) for rank in ranks]
         parts = [self._row(x, row) for row in others]
         for j in range(count):
-            mail.post(j, [part[j] for part in parts])
+            endpoint.send(j, [part[j] for part in parts])
         scales, old, part = self._row(scale), self._row(residual, mine), self._row(x, mine)
-        mail.stage(1)
-        sums = [mail.sum(j, tile) for j, tile in enumerate(part)]
+        endpoint.stage(1)
+        sums = [endpoint.sum(j, tile) for j, tile in enumerate(part)]
         for j, tile in enumerate(sums):
-            mail.post(count + j, [tile] * len(others))
+            endpoint.send(count + j, [tile] * len(others))
         self._norm_low_latency(0, sums, mine, old, scales, *results, **scratch)
-        arrived = [mail.collect(count + j, (self.tile,), self.dtype) for j in range(count)]
+        arrived = [endpoint.receive(count + j, (self.tile,), self.dtype) for j in range(count)]
         for i, row in enumerate(others):
             sums, old = [tiles_of_peers[i] for tiles_of_peers in arrived], self._row(residual, row)
             self._norm_low_latency(i + 1, sums, row, old, scales, *results, **scratch)

@@ -20,19 +20,19 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.low_latency import Channels, Mail
+from pallas_kernels.fabric.low_latency import Channels, Endpoint
 from pallas_kernels.fabric.tiles import Plan, tile_length
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
     """All-reduces x [S]: every rank sends its whole input to all ranks, and sums all inputs."""
 
-    def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
+    def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
-            mail.post(slot, [tiles.load(channels, x_ref.at[tile])] * len(mail.peers))
-        mail.stage(1)
+            endpoint.send(slot, [tiles.load(channels, x_ref.at[tile])] * len(endpoint.peers))
+        endpoint.stage(1)
         for slot, tile in enumerate(where):
-            total = mail.sum(slot, tiles.load(channels, x_ref.at[tile]))
+            total = endpoint.sum(slot, tiles.load(channels, x_ref.at[tile]))
             tiles.store(channels, out_ref.at[tile], total)
 
     return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_all_reduce_one_shot_ll")
@@ -41,13 +41,13 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
 def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
     """All-reduces x [N, S]: rank r receives and sums shard r, and sends the sum to all ranks."""
 
-    def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
-        for slot, (tile, total) in enumerate(_sums_of_shard(mail, where, x_ref)):
-            mail.post(len(where) + slot, [total] * len(mail.peers))
-            tiles.store(channels, out_ref.at[mail.rank, tile], total)
+    def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
+        for slot, (tile, total) in enumerate(_sums_of_shard(endpoint, where, x_ref)):
+            endpoint.send(len(where) + slot, [total] * len(endpoint.peers))
+            tiles.store(channels, out_ref.at[endpoint.rank, tile], total)
         for slot, tile in enumerate(where):
-            totals = mail.collect(len(where) + slot, (tile.size,), x.dtype)
-            for peer, total in zip(mail.peers, totals, strict=True):
+            totals = endpoint.receive(len(where) + slot, (tile.size,), x.dtype)
+            for peer, total in zip(endpoint.peers, totals, strict=True):
                 tiles.store(channels, out_ref.at[peer, tile], total)
 
     return _call(body, place, x, x.shape[-2:], channels, plan, 2, "ep_all_reduce_two_shot_ll")
@@ -56,13 +56,13 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
     """Gathers x [S] of every rank into [N, S]: every rank sends its x to the slots of all ranks."""
 
-    def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
+    def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
             part = tiles.load(channels, x_ref.at[tile])
-            mail.post(slot, [part] * len(mail.peers), exact=True)
-            tiles.store(channels, out_ref.at[mail.rank, tile], part)
-        mail.stage(1)
-        _store_what_arrives(mail, where, x, out_ref)
+            endpoint.send(slot, [part] * len(endpoint.peers), exact=True)
+            tiles.store(channels, out_ref.at[endpoint.rank, tile], part)
+        endpoint.stage(1)
+        _store_what_arrives(endpoint, where, x, out_ref)
 
     shape = (channels.num_ranks, x.shape[-1])
     return _call(body, place, x, shape, channels, plan, 1, "ep_all_gather_ll")
@@ -71,8 +71,8 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
 def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
     """Reduce-scatters x [N, S]: rank r receives shard r of all ranks and returns its sum, [S]."""
 
-    def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
-        for tile, total in _sums_of_shard(mail, where, x_ref):
+    def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
+        for tile, total in _sums_of_shard(endpoint, where, x_ref):
             tiles.store(channels, out_ref.at[tile], total)
 
     return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_reduce_scatter_ll")
@@ -81,37 +81,43 @@ def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: 
 def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
     """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank."""
 
-    def body(mail: Mail, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
+    def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
         for slot, tile in enumerate(where):
-            parts = [tiles.load(channels, x_ref.at[peer, tile]) for peer in mail.peers]
-            mail.post(slot, parts, exact=True)
-            mine = tiles.load(channels, x_ref.at[mail.rank, tile])
-            tiles.store(channels, out_ref.at[mail.rank, tile], mine)
-        mail.stage(1)
-        _store_what_arrives(mail, where, x, out_ref)
+            parts = [tiles.load(channels, x_ref.at[peer, tile]) for peer in endpoint.peers]
+            endpoint.send(slot, parts, exact=True)
+            mine = tiles.load(channels, x_ref.at[endpoint.rank, tile])
+            tiles.store(channels, out_ref.at[endpoint.rank, tile], mine)
+        endpoint.stage(1)
+        _store_what_arrives(endpoint, where, x, out_ref)
 
     return _call(body, place, x, x.shape[-2:], channels, plan, 1, "ep_all_to_all_ll")
 
 
-def _sums_of_shard(mail: Mail, where: Sequence[Any], x_ref: Any) -> Iterator[tuple[Any, jax.Array]]:
+def _sums_of_shard(
+    endpoint: Endpoint, where: Sequence[Any], x_ref: Any
+) -> Iterator[tuple[Any, jax.Array]]:
     """Sends every rank its shard of x; yields (slice, sum) for each tile of this rank's shard."""
     for slot, tile in enumerate(where):
-        mail.post(slot, [tiles.load(mail.channels, x_ref.at[peer, tile]) for peer in mail.peers])
-    mail.stage(1)
+        endpoint.send(
+            slot, [tiles.load(endpoint.channels, x_ref.at[peer, tile]) for peer in endpoint.peers]
+        )
+    endpoint.stage(1)
     for slot, tile in enumerate(where):
-        yield tile, mail.sum(slot, tiles.load(mail.channels, x_ref.at[mail.rank, tile]))
+        yield tile, endpoint.sum(slot, tiles.load(endpoint.channels, x_ref.at[endpoint.rank, tile]))
 
 
-def _store_what_arrives(mail: Mail, where: Sequence[Any], x: jax.Array, out_ref: Any) -> None:
+def _store_what_arrives(
+    endpoint: Endpoint, where: Sequence[Any], x: jax.Array, out_ref: Any
+) -> None:
     """Receives the tiles that each peer sends, and stores them to out_ref[peer]."""
     for slot, tile in enumerate(where):
-        parts = mail.collect(slot, (tile.size,), x.dtype, exact=True)
-        for peer, part in zip(mail.peers, parts, strict=True):
-            tiles.store(mail.channels, out_ref.at[peer, tile], part)
+        parts = endpoint.receive(slot, (tile.size,), x.dtype, exact=True)
+        for peer, part in zip(endpoint.peers, parts, strict=True):
+            tiles.store(endpoint.channels, out_ref.at[peer, tile], part)
 
 
 def _call(
-    body: Callable[[Mail, Sequence[Any], Any, Any], None],
+    body: Callable[[Endpoint, Sequence[Any], Any, Any], None],
     place: jax.Array,
     x: jax.Array,
     shape: tuple[int, ...],
@@ -122,7 +128,7 @@ def _call(
 ) -> jax.Array:
     """Runs a collective's kernel over the low-latency protocol, and returns its result.
 
-    `body` is called with a worker's `Mail`, the slices of the last axis that are its tiles, and
+    `body` is called with a worker's `Endpoint`, the slices of the last axis that are its tiles, and
     references to x and the result, which has the given shape. The last axes of x and of the result
     have the same size: whole vectors of 16 bytes, and at least one tile. Every worker has the same
     number of tiles. Some workers share the last tile, which is moved back so that it ends with the
@@ -131,10 +137,10 @@ def _call(
     size, tile = shape[-1], tile_length(x.dtype)
     num_tiles = pl.cdiv(pl.cdiv(size, tile), plan.num_workers)
 
-    def run(mail: Mail, x_ref: Any, out_ref: Any) -> None:
+    def run(endpoint: Endpoint, x_ref: Any, out_ref: Any) -> None:
         starts = [(plan.worker() + i * plan.num_workers) * tile for i in range(num_tiles)]
         where = [pl.ds(jnp.minimum(start, size - tile), tile) for start in starts]
-        body(mail, where, x_ref, out_ref)
+        body(endpoint, where, x_ref, out_ref)
 
     (out,) = ll.call(
         run,

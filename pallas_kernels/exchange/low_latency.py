@@ -24,7 +24,7 @@ from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.low_latency import Channels, Mail
+from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
 _HELLO = 0  # channel: block 0 of a peer has begun this call
 
@@ -45,9 +45,9 @@ class Rows:
     plan: LowLatencyPlan
     what: str
 
-    def open(self) -> Mail:
+    def open(self) -> Endpoint:
         worker = lax.axis_index("block") * self.plan.warpgroups + lax.axis_index("warpgroup")
-        return Mail(self.channels, self.fabric.here(), worker, self.what)
+        return Endpoint(self.channels, self.fabric.here(), worker, self.what)
 
     def tokens(self) -> list[tuple[jax.Array, jax.Array]]:
         """Returns this block's tokens, and of each whether it exists; if not, it is the last."""
@@ -89,25 +89,25 @@ class Rows:
             vectors.store(self.fabric, [ref.at[row, where]], tile, self.plan.vector)
 
     def send(
-        self, mail: Mail, peer: int, token: int, tiles: Sequence[jax.Array], goes: jax.Array, *,
-        exact: bool,
+        self, endpoint: Endpoint, peer: int, token: int, tiles: Sequence[jax.Array],
+        goes: jax.Array, *, exact: bool,
     ) -> None:  # fmt: skip
-        """Sends the tiles of this block's i-th token to the i-th peer of `mail` if it `goes`."""
+        """Sends the tiles of one of this block's tokens to a peer of `endpoint`, if it `goes`."""
         for i, (tile, (_, own)) in enumerate(zip(tiles, self.tiles(), strict=True)):
 
             @pl.when(goes & own)
             def _(i: int = i, tile: jax.Array = tile) -> None:
-                mail.post_to(peer, self.slot(token, i), tile, exact=exact)
+                endpoint.send_to(peer, self.slot(token, i), tile, exact=exact)
 
     def receive(
-        self, mail: Mail, token: int, i: int, comes: Sequence[jax.Array], *, exact: bool
+        self, endpoint: Endpoint, token: int, i: int, comes: Sequence[jax.Array], *, exact: bool
     ) -> list[jax.Array]:
         """Receives the i-th tile of the block's `token`-th token of each peer from which it comes.
 
         Of the others, the result is anything.
         """
         plan, (_, own) = self.plan, self.tiles()[i]
-        return mail.collect(
+        return endpoint.receive(
             self.slot(token, i),
             (plan.tile,),
             plan.dtype,

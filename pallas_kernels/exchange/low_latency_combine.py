@@ -107,7 +107,7 @@ class _Combine:
     def _sum(self, topk_idx, weights_ref, out, ring, *, num_rows, choices, listed, **scratch):
         fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
         fabric.stage(0)
-        mail = of_rows.open()
+        endpoint = of_rows.open()
         if self.weighted:
             of_rows.send_values(weights_ref)
         ranks = [
@@ -129,15 +129,15 @@ class _Combine:
             used = used + jnp.maximum(count, 0)
             sums = [total.astype(of_rows.plan.dtype) for total in sums]
             peer = pair % fabric.num_ranks
-            if peer < len(mail.peers):
-                of_rows.send(mail, peer, i, sums, count >= 0, exact=False)
+            if peer < len(endpoint.peers):
+                of_rows.send(endpoint, peer, i, sums, count >= 0, exact=False)
             else:
                 mine.append(sums)
         fabric.stage(1)
         for i, (token, exists) in enumerate(of_rows.tokens()):
-            self._receive(mail, i, token, exists, ranks[i], mine[i], out)
+            self._receive(endpoint, i, token, exists, ranks[i], mine[i], out)
         fabric.stage(2)
-        mail.close()
+        endpoint.close()
 
     def _add(self, r, sums, *, ring, pair, begun, choices, weights=None, **_):
         """Adds the r-th row of a pair, times its weight, to the sums."""
@@ -155,18 +155,18 @@ class _Combine:
         self.gather.free(ring, slot)
         return added
 
-    def _receive(self, mail, i, token, exists, ranks, mine, out):
+    def _receive(self, endpoint, i, token, exists, ranks, mine, out):
         """Adds the sums of this rank's i-th token in the block, and stores the result."""
         fabric, of_rows = self.fabric, self.rows
 
         def is_sent_by(source):
             return fb.any_of([jnp.where(rank == source, 0, fb.NOWHERE) for rank in ranks])
 
-        comes = [is_sent_by(peer) & exists for peer in mail.peers]
+        comes = [is_sent_by(peer) & exists for peer in endpoint.peers]
         sent = [is_sent_by(source) for source in range(fabric.num_ranks)]
         for j, own in enumerate(mine):
-            arrived = of_rows.receive(mail, i, j, comes, exact=False)
-            parts = vectors.rotate(fabric, [own, *arrived], mail.rank, of_rows.plan.vector)
+            arrived = of_rows.receive(endpoint, i, j, comes, exact=False)
+            parts = vectors.rotate(fabric, [own, *arrived], endpoint.rank, of_rows.plan.vector)
             total = of_rows.zeros()  # so that no sum is -0.0
             for part, was_sent in zip(parts, sent, strict=True):
                 part = part.astype(jnp.float32)

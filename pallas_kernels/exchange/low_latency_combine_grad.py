@@ -148,15 +148,15 @@ class _CombineGrad:
     ):  # fmt: skip
         fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
         fabric.stage(0)
-        mail = of_rows.open()
+        endpoint = of_rows.open()
         of_rows.send_values(weights_ref)
         cotangents = [of_rows.load(fabric.mine(g), token) for token, _ in of_rows.tokens()]
         for i, (token, exists) in enumerate(of_rows.tokens()):
             experts = [fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
             ranks = of_rows.ranks_of(experts)
-            for j, peer in enumerate(mail.peers):
+            for j, peer in enumerate(endpoint.peers):
                 goes = fb.any_of([jnp.where(rank == peer, 0, fb.NOWHERE) for rank in ranks])
-                of_rows.send(mail, j, i, cotangents[i], goes & exists, exact=False)
+                of_rows.send(endpoint, j, i, cotangents[i], goes & exists, exact=False)
         fabric.stage(1)
         self.gather.read_weights(together=together, **scratch)
         plgpu.barrier_wait(listed)
@@ -169,7 +169,7 @@ class _CombineGrad:
                 first = pair - source
                 comes = [num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)]
                 arrived = [
-                    of_rows.receive(mail, i, j, comes, exact=False)
+                    of_rows.receive(endpoint, i, j, comes, exact=False)
                     for j in range(of_rows.plan.tiles_of_worker)
                 ]
             tiles = [of_peers[source - 1] for of_peers in arrived] if source else cotangents[i]
@@ -188,7 +188,7 @@ class _CombineGrad:
         def _():
             self._return(topk_idx, dweights, sums, totals, returned)
 
-        mail.close()
+        endpoint.close()
 
     def _multiply(
         self, r, _, *, tiles, pair, begun, ring, sums, dy, weights, places, choices, **__

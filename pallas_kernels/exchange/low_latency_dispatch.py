@@ -27,7 +27,7 @@ from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.low_latency import Channels, Mail
+from pallas_kernels.fabric.low_latency import Channels, Endpoint
 from pallas_kernels.fabric.plan import LANES, Plan, align_up, pad_last
 
 _COUNTED = 1024  # choices that a warpgroup counts at a time
@@ -195,14 +195,14 @@ class _Dispatch:
     def _move(self, x, topk_idx, rows, tokens, **scratch):
         fabric, of_rows = self.fabric, self.rows
         fabric.stage(0)
-        mail = of_rows.open()
+        endpoint = of_rows.open()
         if not self.known:
             of_rows.send_values(topk_idx)
-        sent = self._send_rows(mail, x, topk_idx)
+        sent = self._send_rows(endpoint, x, topk_idx)
         fabric.stage(1)
         if not self.known:
             self._find_rows(rows, **scratch)
-        here = [mail.rank, *mail.peers]
+        here = [endpoint.rank, *endpoint.peers]
         for i, (token, exists) in enumerate(of_rows.tokens()):
             places = [
                 [self._row_of(rows, source, i, token, k, **scratch) for k in range(self.top_k)]
@@ -213,22 +213,22 @@ class _Dispatch:
                 self._store(tokens, j, tile, places[0])
             comes = [fb.any_of(row) for row in places[1:]]
             for j in range(of_rows.plan.tiles_of_worker):
-                arrived = of_rows.receive(mail, i, j, comes, exact=True)
+                arrived = of_rows.receive(endpoint, i, j, comes, exact=True)
                 for tile, row in zip(arrived, places[1:], strict=True):
                     self._store(tokens, j, tile, row)
         fabric.stage(2)
-        mail.close()
+        endpoint.close()
 
-    def _send_rows(self, mail: Mail, x, topk_idx):
+    def _send_rows(self, endpoint: Endpoint, x, topk_idx):
         """Sends the rows of this block's tokens to the peers that get them; returns their tiles."""
         fabric, of_rows, top_k = self.fabric, self.rows, self.top_k
         sent = [of_rows.load(fabric.mine(x), token) for token, _ in of_rows.tokens()]
         for i, (token, exists) in enumerate(of_rows.tokens()):
             experts = [fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
             ranks = of_rows.ranks_of(experts)
-            for j, peer in enumerate(mail.peers):
+            for j, peer in enumerate(endpoint.peers):
                 goes = fb.any_of([jnp.where(rank == peer, 0, fb.NOWHERE) for rank in ranks])
-                of_rows.send(mail, j, i, sent[i], goes & exists, exact=True)
+                of_rows.send(endpoint, j, i, sent[i], goes & exists, exact=True)
         return sent
 
     def _store(self, tokens, i, tile, places):

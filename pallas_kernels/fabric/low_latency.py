@@ -36,19 +36,19 @@ from pallas_kernels.fabric.layout import (
     MAX_WORKERS,
 )
 from pallas_kernels.fabric.plan import vector_length
-from pallas_kernels.fabric.sentinel_words import Regions
+from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.tiles import Plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Channels(fb.RanksOfMesh):
-    """The channels between the ranks along some axes of a mesh, for one kernel.
+    """Connects the ranks along some axes of a mesh by the low-latency protocol, for one kernel.
 
     Attributes:
-      regions: the GPUs' memory for counters and slots.
+      memory: the counters and slots of the GPUs.
     """
 
-    regions: Regions
+    memory: SlotMemory
 
     operands = ()
 
@@ -67,8 +67,10 @@ class Channels(fb.RanksOfMesh):
         self.hold_back(number, rank)
 
 
-class Mail:
-    """A worker's channels to and from its peers during one call; a kernel opens them once.
+class Endpoint:
+    """Sends tiles to a worker's peers and receives theirs, during one call.
+
+    A kernel makes one, and calls `close` when it has sent and received everything.
 
     Attributes:
       rank: this rank.
@@ -83,22 +85,22 @@ class Mail:
         self._here = channels.gpu(place)
         self._there = [channels.gpu(corner + self._offset(peer)) for peer in self.peers]
         self._counters = [worker * MAX_DEVICES + gpu for gpu in self._there]
-        self._calls = channels.regions.read(self._here, self._counters)
+        self._calls = channels.memory.read(self._here, self._counters)
 
-    def post(self, slot: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
+    def send(self, slot: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
         """Sends each peer its tile, to a slot of this call's set.
 
-        With `exact`, here and in the peers' `collect`, the bits of NaNs arrive unchanged too.
+        With `exact`, here and in the peers' `receive`, the bits of NaNs arrive unchanged too.
         """
         for i, tile in enumerate(tiles_of_peers):
-            self.post_to(i, slot, tile, exact=exact)
+            self.send_to(i, slot, tile, exact=exact)
 
-    def post_to(self, i: int, slot: int, tile: jax.Array, *, exact: bool = False) -> None:
-        """Sends a tile to the i-th of `peers`; see `post`."""
+    def send_to(self, i: int, slot: int, tile: jax.Array, *, exact: bool = False) -> None:
+        """Sends a tile to the i-th of `peers`; see `send`."""
         number = self._slot(self._here, self._calls[i], slot)
-        self.channels.regions.post(self._there[i], number, tile, exact=exact)
+        self.channels.memory.send(self._there[i], number, tile, exact=exact)
 
-    def collect(
+    def receive(
         self,
         slot: int,
         shape: tuple[int, ...],
@@ -109,14 +111,14 @@ class Mail:
     ) -> list[jax.Array]:
         """Receives the tile that each peer sends to a slot of this call's set.
 
-        With `exact`, here and in the peers' `post`, the bits of NaNs arrive unchanged too. `wanted`
-        says which peers send one; of the others the result is anything.
+        With `exact`, here and in the peers' `send`, the bits of NaNs arrive unchanged too. `wanted`
+        says which peers send one; what is returned for the others is undefined.
         """
         slots = [
             self._slot(device, calls, slot)
             for device, calls in zip(self._there, self._calls, strict=True)
         ]
-        return self.channels.regions.collect(
+        return self.channels.memory.receive(
             self._here,
             slots,
             shape,
@@ -134,7 +136,7 @@ class Mail:
 
         The sum is taken in float32, and has the dtype of `mine`.
         """
-        parts = [mine, *self.collect(slot, mine.shape, mine.dtype)]
+        parts = [mine, *self.receive(slot, mine.shape, mine.dtype)]
         parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
         return total.astype(mine.dtype)
@@ -142,9 +144,10 @@ class Mail:
     def close(self) -> None:
         """Ends this call, by counting it for each peer."""
         calls = [calls + 1 for calls in self._calls]
-        self.channels.regions.write(self._here, self._counters, calls)
+        self.channels.memory.write(self._here, self._counters, calls)
 
     def stage(self, number: int) -> None:
+        """Names a point of a kernel at which a test may hold ranks back by different times."""
         self.channels.stage(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
@@ -160,7 +163,7 @@ class Mail:
 
         `calls` is how many calls the two GPUs have made; it selects one of the two sets.
         """
-        set_of_sender = (calls & 1) * self.channels.regions.num_devices + sender
+        set_of_sender = (calls & 1) * self.channels.memory.num_devices + sender
         return (set_of_sender * MAX_WORKERS + self._worker) * MAX_SLOTS + slot
 
 
@@ -179,7 +182,8 @@ def call(
     """Runs a kernel over the low-latency protocol.
 
     Args:
-      body: called with a worker's `Mail`, references to operands and results, and scratch by name.
+      body: called with a worker's `Endpoint`, references to operands and results, and scratch by
+        name.
       place: [1] int32, the place of this GPU in the mesh.
       operands: the kernel's inputs.
       out_type: shape and dtype of each result on one rank.
@@ -197,16 +201,16 @@ def call(
     """
     if plan.num_workers > MAX_WORKERS or num_slots > MAX_SLOTS:
         raise ValueError(
-            f"LL has {MAX_WORKERS} workers of {MAX_SLOTS} slots, but {name} with {plan} needs "
-            f"{plan.num_workers} of {num_slots}."
+            f"the low-latency protocol has {MAX_WORKERS} workers of {MAX_SLOTS} slots, but {name} "
+            f"with {plan} needs {plan.num_workers} of {num_slots}."
         )
 
     def run(place_ref: Any, *refs: Any, **scratch: Any) -> None:
-        mail = Mail(channels, channels.place(place_ref), plan.worker(), name)
-        mail.stage(0)
-        body(mail, *(channels.mine(ref) for ref in refs), **scratch)
-        mail.stage(2)
-        mail.close()
+        endpoint = Endpoint(channels, channels.place(place_ref), plan.worker(), name)
+        endpoint.stage(0)
+        body(endpoint, *(channels.mine(ref) for ref in refs), **scratch)
+        endpoint.stage(2)
+        endpoint.close()
 
     return fb.kernel(
         channels,

@@ -5,13 +5,14 @@ functions that `inline` runs while the kernel is lowered. These functions need M
 registers of Mosaic's arrays, thread numbers, and PTX, whose interfaces JAX does not keep stable.
 
 Where JAX lacks one of these names, this module and the kernels can still be imported:
-`unavailable_reason` gives what is missing, and a kernel that needs it raises NotImplementedError
-when it is lowered.
+`unavailable_reason` gives what is missing, and a kernel that uses `inline` or `remote_ref` raises
+NotImplementedError when it is traced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,66 +25,75 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.plan import LANES
 
-_REQUIRED = (
-    "jax.experimental.mosaic.gpu.FragmentedArray",
-    "jax.experimental.mosaic.gpu.WGStridedFragLayout",
-    "jax.experimental.mosaic.gpu.launch_context.LaunchContext",
-    "jax.experimental.mosaic.gpu.utils.dtype_to_ir_type",
-    "jax.experimental.mosaic.gpu.utils.getelementptr",
-    "jax.experimental.mosaic.gpu.utils.memref_ptr",
-    "jax.experimental.mosaic.gpu.utils.ptr_as_memref",
-    "jax.experimental.mosaic.gpu.utils.thread_idx",
-    "jax.experimental.mosaic.gpu.utils.warp_tree_reduce",
-    "jax.experimental.mosaic.gpu.utils.warpgroup_barrier",
-    "jax.experimental.pallas.DeviceIdType",
-    "jax.experimental.pallas.mosaic_gpu.inline_mgpu",
-    "jaxlib.mlir.dialects.arith.constant",
-    "jaxlib.mlir.dialects.gpu.printf",
-    "jaxlib.mlir.dialects.llvm.inline_asm",
-    "jaxlib.mlir.dialects.scf.IfOp",
-    "jaxlib.mlir.dialects.scf.WhileOp",
-    "jaxlib.mlir.dialects.vector.extract",
-    "jaxlib.mlir.dialects.vector.insert",
-    "jaxlib.mlir.ir.InsertionPoint",
-)
-
-
-def _find(path: str) -> Any:
-    """Returns the object at a dotted path, or None where this JAX lacks it."""
-    module, _, name = path.rpartition(".")
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        try:
-            return getattr(importlib.import_module(module), name, None)
-        except ImportError:
-            return None
-
-
-def unavailable_reason() -> str | None:
-    """Returns which of Mosaic's names that kernels need this JAX lacks, or None if it has all."""
-    missing = [path for path in _REQUIRED if _find(path) is None]
-    return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
-
-
-class _Missing:
-    """Stand-in for a module that this JAX lacks; each use raises NotImplementedError."""
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(
-            f"the kernels need {self._path}.{name}, which JAX {jax.__version__} lacks."
-        )
+# What this module and the kernels use, by module.
+_REQUIRED = {
+    "jax.experimental.mosaic.gpu": ("FragmentedArray.splat", "WGStridedFragLayout"),
+    "jax.experimental.mosaic.gpu.launch_context": ("LaunchContext.to_remote",),
+    "jax.experimental.mosaic.gpu.utils": (
+        "dtype_to_ir_type",
+        "getelementptr",
+        "memref_ptr",
+        "ptr_as_memref",
+        "thread_idx",
+        "warp_tree_reduce",
+        "warpgroup_barrier",
+    ),
+    "jax.experimental.pallas": ("DeviceIdType",),
+    "jax.experimental.pallas.mosaic_gpu": ("inline_mgpu", "remote_ref"),
+    "jaxlib.mlir.dialects.arith": (
+        *("CmpIPredicate", "addf", "addi", "andi", "bitcast", "cmpi", "constant", "divui", "extf"),
+        *("extui", "index_cast", "maximumf", "maxui", "minui", "mulf", "muli", "ori", "remui"),
+        *("select", "shli", "shrsi", "shrui", "subi", "truncf", "trunci", "xori"),
+    ),
+    "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
+    "jaxlib.mlir.dialects.llvm": (
+        *("PointerType", "addrspacecast", "bitcast", "extractelement", "extractvalue"),
+        *("inline_asm", "insertelement", "inttoptr", "load", "mlir_undef", "ptrtoint", "store"),
+    ),
+    "jaxlib.mlir.dialects.scf": ("IfOp", "WhileOp", "condition", "yield_"),
+    "jaxlib.mlir.dialects.vector": ("bitcast", "extract", "from_elements", "insert"),
+    "jaxlib.mlir.ir": (
+        *("F32Type", "FloatAttr", "InsertionPoint", "IntegerType", "MemRefType"),
+        *("StridedLayoutAttr", "Type", "VectorType"),
+    ),
+}
 
 
 def _module(path: str) -> Any:
+    """Returns a module, or None where this JAX lacks it."""
     try:
         return importlib.import_module(path)
     except ImportError:
-        return _Missing(path)
+        return None
 
 
-# Modules for functions that emit MLIR; the first use of one that JAX lacks raises.
+def _attribute(owner: Any, path: str) -> Any:
+    """Returns the attribute of an object at a dotted path, or None where there is none."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        for name in path.split("."):
+            owner = getattr(owner, name, None)
+    return owner
+
+
+@functools.cache
+def unavailable_reason() -> str | None:
+    """Returns which of Mosaic's names that kernels need this JAX lacks, or None if it has all."""
+    missing = []
+    for path, names in _REQUIRED.items():
+        module = _module(path)
+        if module is None:
+            missing.append(path)
+        else:
+            missing += [f"{path}.{name}" for name in names if _attribute(module, name) is None]
+    return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
+
+
+def _refuse_if_unavailable() -> None:
+    if reason := unavailable_reason():
+        raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")
+
+
+# Modules for functions that emit MLIR; None where JAX lacks one, and `inline` then refuses.
 mgpu = _module("jax.experimental.mosaic.gpu")
 ir = _module("jaxlib.mlir.ir")
 arith = _module("jaxlib.mlir.dialects.arith")
@@ -125,7 +135,11 @@ def inline(
 
     Returns:
       An array in registers, a list of them, or None, as `returns` says.
+
+    Raises:
+      NotImplementedError: this JAX lacks a name that kernels need; the message names it.
     """
+    _refuse_if_unavailable()
     if returns is None:
 
         def emit_nothing(context: Any, *values: Any) -> None:
@@ -191,7 +205,17 @@ def below(a: Value, b: Value) -> Value:
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
-# -------------------------------------------------------------- threads, memory and registers
+# ------------------------------------------------------------------------- threads and instructions
+
+
+def lane() -> Value:
+    """Emits the number of the thread in its warpgroup, from 0 to LANES - 1."""
+    return arith.remui(mgpu.utils.thread_idx(), i32(LANES))
+
+
+def thread() -> Value:
+    """Emits the number of the thread in its block."""
+    return mgpu.utils.thread_idx()
 
 
 def barrier() -> None:
@@ -199,9 +223,30 @@ def barrier() -> None:
     mgpu.utils.warpgroup_barrier()
 
 
-def lane() -> Value:
-    """Emits the number of the thread in its warpgroup, from 0 to LANES - 1."""
-    return arith.remui(mgpu.utils.thread_idx(), i32(LANES))
+def block_barrier() -> None:
+    """Emits a barrier of all threads of the block."""
+    gpu.barrier()
+
+
+@contextlib.contextmanager
+def when(condition: Value) -> Iterator[None]:
+    """Opens a branch: what is emitted within it runs in the threads whose i1 condition holds."""
+    branch = scf.IfOp(condition)
+    with ir.InsertionPoint(branch.then_block):
+        yield
+        scf.yield_([])
+
+
+def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None) -> Value:
+    """Emits inline PTX that the compiler neither drops nor reorders with other inline PTX.
+
+    `constraints` are LLVM's, one for the result, if any, and one for each operand; `returns` is the
+    result's MLIR type.
+    """
+    return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
+
+
+# ------------------------------------------------------------------------------------------- memory
 
 
 def pointer(memref: Value) -> Value:
@@ -219,9 +264,23 @@ def address(memref: Value, bits: int = 64) -> Value:
     return llvm.ptrtoint(integer_type(bits), pointer(memref))
 
 
+def element_at(memref: Value, index: Value) -> Value:
+    """Emits a load of the element of a 1D memref at an index that may differ between threads."""
+    element = element_of(memref)
+    return llvm.load(element, element_pointer(pointer(memref), index, element))
+
+
+# ---------------------------------------------------------------------------------------- registers
+
+
 def scalar(array: Array) -> Value:
     """Returns the MLIR value of a scalar array, whose only register it is."""
     return array.registers.item()
+
+
+def splat(value: Value, is_signed: bool | None = None) -> Array:
+    """Makes a scalar array of an MLIR value; see `array_of` for `is_signed`."""
+    return mgpu.FragmentedArray.splat(value, (), is_signed=is_signed)
 
 
 def registers(array: Array) -> list[Value]:
@@ -261,38 +320,7 @@ def warp_sum(value: Value, threads: int) -> Value:
     return mgpu.utils.warp_tree_reduce(value, arith.addf, threads)
 
 
-def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None) -> Value:
-    """Emits inline PTX that the compiler neither drops nor reorders with other inline PTX.
-
-    `constraints` are LLVM's, one for the result, if any, and one for each operand; `returns` is the
-    result's MLIR type.
-    """
-    return llvm.inline_asm(returns, list(operands), text, constraints, has_side_effects=True)
-
-
-@contextlib.contextmanager
-def when(condition: Value) -> Iterator[None]:
-    """Opens a branch: what is emitted within it runs in the threads whose i1 condition holds."""
-    branch = scf.IfOp(condition)
-    with ir.InsertionPoint(branch.then_block):
-        yield
-        scf.yield_([])
-
-
-def element_at(memref: Value, index: Value) -> Value:
-    """Emits a load of the element of a 1D memref at an index that may differ between threads."""
-    element = element_of(memref)
-    return llvm.load(element, element_pointer(pointer(memref), index, element))
-
-
-def thread() -> Value:
-    """Emits the number of the thread in its block."""
-    return mgpu.utils.thread_idx()
-
-
-def block_barrier() -> None:
-    """Emits a barrier of all threads of the block."""
-    gpu.barrier()
+# ---------------------------------------------------------------------------------- memory of peers
 
 
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
@@ -301,8 +329,10 @@ def remote_ref(ref: Any, entry: jax.Array) -> Any:
     `entry`, an int32, selects the offset to the peer's copy: see `reach_peers`. Mosaic takes it for
     the number of a device; JAX 0.12 has deprecated such numbers in favour of places in a mesh.
     """
+    _refuse_if_unavailable()
+    logical = _attribute(_module("jax.experimental.pallas"), "DeviceIdType.LOGICAL")
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return plgpu.remote_ref(ref, entry, _find("jax.experimental.pallas.DeviceIdType").LOGICAL)
+        return plgpu.remote_ref(ref, entry, logical)
 
 
 def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
@@ -311,10 +341,6 @@ def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
     Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
     XLA's collective metadata or NVSHMEM. This replaces the context's method `to_remote`.
     """
-    if not callable(getattr(context, "to_remote", None)):
-        raise NotImplementedError(
-            f"the kernels need Mosaic's LaunchContext.to_remote, which JAX {jax.__version__} lacks."
-        )
 
     def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
         if on_host:
@@ -330,7 +356,7 @@ def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
     context.to_remote = to_remote
 
 
-# ----------------------------------------------------------- what Pallas names by version of JAX
+# ---------------------------------------------------------------------------- stores from registers
 
 
 def store_rows(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,18 +19,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic, ptx
 from pallas_kernels.fabric.layout import EMPTY, SLOT_BYTES, TILE_BYTES
-from pallas_kernels.fabric.mosaic import arith, ir, llvm, mgpu, scf, vector
+from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
 from pallas_kernels.fabric.plan import VECTOR_BYTES, vector_length
 
 _INSTEAD = 0xFFFFFFFE
 
 _NOTES_BYTES = SLOT_BYTES - TILE_BYTES
 _WORDS = VECTOR_BYTES // 4
-_SCALAR = mosaic.SCALAR
 
 
 @dataclasses.dataclass(frozen=True)
-class Regions:
+class SlotMemory:
     """The memory of the low-latency protocol in the heaps of the GPUs.
 
     Attributes:
@@ -47,34 +46,30 @@ class Regions:
     num_counters: int
     num_slots: int
 
-    def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Sends a tile to a slot of a GPU, which must be empty.
+    def send(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        """Sends a tile of `layout.TILE_BYTES` to a slot of a GPU; the slot must be empty.
 
         Without `exact`, a NaN may arrive as another NaN. The receiver must pass the same `exact`.
         """
 
-        def emit(ctx: Any, device: Any, slot: Any, array: Any) -> None:
-            del ctx
-            i32 = ir.IntegerType.get_signless(32)
-            packed = vector.bitcast(ir.VectorType.get((_WORDS,), i32), array.registers.item())
+        def emit(context: Any, device: Array, slot: Array, tile: Array) -> None:
+            del context
+            (of_thread,) = mosaic.registers(tile)
+            packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
             words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
-            where = device.registers.item(), slot.registers.item()
+            where = mosaic.scalar(device), mosaic.scalar(slot)
             empty = [_is(EMPTY, word) for word in words]
             if exact:
                 bits = [
                     arith.select(is_empty, mosaic.i32(1 << i), mosaic.i32(0))
                     for i, is_empty in enumerate(empty)
                 ]
-                llvm.inline_asm(
-                    None,
-                    [
-                        self._note(*where),
-                        functools.reduce(arith.ori, bits),
-                        _any([*empty, *(_is(_INSTEAD, word) for word in words)]),
-                    ],
+                mosaic.asm(
                     "@$2 st.relaxed.sys.global.b32 [$0], $1;",
                     "l,r,b",
-                    has_side_effects=True,
+                    self._note(*where),
+                    functools.reduce(arith.ori, bits),
+                    _any([*empty, *(_is(_INSTEAD, word) for word in words)]),
                 )
             words = [
                 arith.select(is_empty, mosaic.i32(_INSTEAD), word)
@@ -82,10 +77,10 @@ class Regions:
             ]
             _store(self._slot(*where), words)
 
-        layout = _layout(tile.shape, tile.dtype)
-        plgpu.inline_mgpu(arg_types=(_SCALAR, _SCALAR, layout))(emit)(device, slot, tile)
+        layout = mosaic.strided(tile.shape, vector_length(tile.dtype))
+        mosaic.inline(emit, [device, slot, tile], [mosaic.SCALAR, mosaic.SCALAR, layout])
 
-    def collect(
+    def receive(
         self,
         device: jax.Array,
         slots: Sequence[jax.Array],
@@ -101,104 +96,78 @@ class Regions:
     ) -> list[jax.Array]:
         """Receives the tiles in slots of this GPU, and leaves the slots empty.
 
-        `peers` has the sender for each slot. `wanted`, if given, says which slots a tile comes to;
-        it does not wait for the others. After `timeout_s` seconds the kernel traps, with a
-        message that names `what`, this rank, and a peer whose tile has not arrived.
+        Args:
+          device: this GPU's number.
+          slots: the slots' numbers.
+          shape: the shape of each tile.
+          dtype: the dtype of each tile.
+          rank: this rank, for the message.
+          peers: the rank that sends to each slot.
+          timeout_s: seconds after which the kernel traps, with a message that names `what`, this
+            rank, and a peer whose tile has not arrived.
+          what: the kernel's name in that message.
+          exact: whether the bits of NaNs arrive unchanged; the sender must pass the same.
+          wanted: whether a tile comes to each slot; None: to all. A slot to which none comes is
+            not waited for, and its result is undefined.
         """
         count = len(slots)
 
-        def emit(ctx: Any, device: Any, rank: Any, *scalars: Any) -> Any:
-            del ctx
-            device, rank = device.registers.item(), rank.registers.item()
-            scalars = tuple(scalar.registers.item() for scalar in scalars)
-            pointers = [self._slot(device, slot) for slot in scalars[:count]]
-            comes = scalars[2 * count :]
+        def emit(context: Any, device: Array, rank: Array, *scalars: Array) -> list[Array]:
+            del context
+            here, receiver = mosaic.scalar(device), mosaic.scalar(rank)
+            values = [mosaic.scalar(scalar) for scalar in scalars]
+            places, senders, comes = values[:count], values[count : 2 * count], values[2 * count :]
+            pointers = [self._slot(here, place) for place in places]
 
-            def is_missing(j: int, of_slot: Sequence[ir.Value]) -> ir.Value:
-                missing = _any([_is(EMPTY, word) for word in of_slot])
-                return arith.andi(missing, comes[j]) if comes else missing
-
-            def ask() -> tuple[ir.Value, list[ir.Value]]:
-                words = [word for pointer in pointers for word in _load(pointer)]
-                if not comes:
-                    return _any([_is(EMPTY, word) for word in words]), words
-                missing = [is_missing(j, of_slot) for j, of_slot in enumerate(_by_slot(words))]
-                return _any(missing), words
-
-            def late(words: Sequence[ir.Value]) -> None:
-                peer = scalars[count]
+            def missing(words: Sequence[Value]) -> Iterator[Value]:
+                """Emits, for one slot after another, whether a part of its tile is missing."""
                 for j, of_slot in enumerate(_by_slot(words)):
-                    missing = is_missing(j, of_slot)
-                    peer = arith.select(missing, scalars[count + j], peer)
-                ptx.give_up(what, timeout_s, rank, peer)
+                    is_empty = _any([_is(EMPTY, word) for word in of_slot])
+                    yield arith.andi(is_empty, comes[j]) if comes else is_empty
 
-            def as_sent(j: int, words: Sequence[ir.Value]) -> list[ir.Value]:
-                """Emits a thread's words of slot j as they were before sentinels were replaced.
+            def ask() -> tuple[Value, list[Value]]:
+                words = [word for pointer in pointers for word in _load(pointer)]
+                waits = missing(words) if comes else (_is(EMPTY, word) for word in words)
+                return _any(list(waits)), words
 
-                If a word is `_INSTEAD`, waits for the sender's note, which says whether it was
-                the sentinel.
-                """
-                i32 = ir.IntegerType.get_signless(32)
-                noted = _any([_is(_INSTEAD, word) for word in words])
-                found = scf.IfOp(noted, [i32] * _WORDS, has_else=True)
-                with ir.InsertionPoint(found.then_block):
-                    pointer = self._note(device, scalars[j])
-
-                    def ask_for_note() -> tuple[ir.Value, list[ir.Value]]:
-                        note = ptx.load_word(pointer)
-                        return _is(EMPTY, note), [note]
-
-                    (note,) = ptx.poll(
-                        ask_for_note,
-                        lambda _: ptx.give_up(what, timeout_s, rank, scalars[count + j]),
-                        timeout_s=timeout_s,
-                        types=[mosaic.integer_type(32)],
-                    )
-                    _store_word(pointer, mosaic.i32(EMPTY))
-                    bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
-                    scf.yield_(
-                        [
-                            arith.select(_is(0, bit), word, mosaic.i32(EMPTY))
-                            for bit, word in zip(bits, words, strict=True)
-                        ]
-                    )
-                with ir.InsertionPoint(found.else_block):
-                    scf.yield_(list(words))
-                return list(found.results)
+            def late(words: Sequence[Value]) -> None:
+                peer = senders[0]
+                for is_missing, sender in zip(missing(words), senders, strict=True):
+                    peer = arith.select(is_missing, sender, peer)
+                ptx.give_up(what, timeout_s, receiver, peer)
 
             words = ptx.poll(
                 ask, late, timeout_s=timeout_s, types=[mosaic.integer_type(32)] * _WORDS * count
             )
             for pointer in pointers:
                 _store(pointer, [mosaic.i32(EMPTY)] * _WORDS)
-            return [
-                _tile(as_sent(j, of_slot) if exact else of_slot, shape, dtype)
-                for j, of_slot in enumerate(_by_slot(words))
-            ]
+            tiles = []
+            for place, sender, of_slot in zip(places, senders, _by_slot(words), strict=True):
+                if exact:
+                    give_up = functools.partial(ptx.give_up, what, timeout_s, receiver, sender)
+                    of_slot = self._as_sent(here, place, of_slot, timeout_s, give_up)
+                tiles.append(_tile(of_slot, shape, dtype))
+            return tiles
 
         tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
-        scalars = device, rank, *slots, *peers, *(wanted or ())
-        arg_types = (_SCALAR,) * len(scalars)
-        return plgpu.inline_mgpu(arg_types=arg_types, return_type=[tile] * count)(emit)(*scalars)
+        scalars = [device, rank, *slots, *peers, *(wanted or ())]
+        return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
 
     def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reads counters of this GPU."""
+        """Reads counters of this GPU, whose number is `device`; returns each [] int32."""
 
-        def emit(ctx: Any, device: Any, *counters: Any) -> Any:
-            del ctx
+        def emit(context: Any, device: Array, *counters: Array) -> list[Array]:
+            del context
             values = []
             for counter in counters:
-                address = self._counter(device.registers.item(), counter.registers.item())
-                value = ptx.load_word(address)
-                values.append(mgpu.FragmentedArray.splat(value, (), is_signed=True))
+                address = self._counter(mosaic.scalar(device), mosaic.scalar(counter))
+                values.append(mosaic.splat(ptx.load_word(address), is_signed=True))
             return values
 
-        scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
-        count = len(counters)
-        arg_types = (_SCALAR,) * (1 + count)
-        return plgpu.inline_mgpu(arg_types=arg_types, return_type=[scalar] * count)(emit)(
-            device, *counters
-        )
+        value = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SCALAR)
+        scalars = [device, *counters]
+        layouts = [mosaic.SCALAR] * len(scalars)
+        return mosaic.inline(emit, scalars, layouts, [value] * len(counters))
 
     def write(
         self, device: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
@@ -206,92 +175,117 @@ class Regions:
         """Sets counters of this GPU, after a barrier of all threads of the warpgroup."""
         count = len(counters)
 
-        def emit(ctx: Any, device: Any, *scalars: Any) -> None:
-            del ctx
-            scalars = tuple(scalar.registers.item() for scalar in scalars)
+        def emit(context: Any, device: Array, *scalars: Array) -> None:
+            del context
+            numbers = [mosaic.scalar(scalar) for scalar in scalars]
             mosaic.barrier()
-            first = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, mosaic.lane(), mosaic.i32(0)))
-            with ir.InsertionPoint(first.then_block):
-                for counter, value in zip(scalars[:count], scalars[count:], strict=True):
-                    _store_word(self._counter(device.registers.item(), counter), value)
-                scf.yield_([])
+            with mosaic.when(mosaic.equal(mosaic.lane(), mosaic.i32(0))):
+                for counter, value in zip(numbers[:count], numbers[count:], strict=True):
+                    _store_word(self._counter(mosaic.scalar(device), counter), value)
 
-        arg_types = (_SCALAR,) * (1 + 2 * count)
-        plgpu.inline_mgpu(arg_types=arg_types)(emit)(device, *counters, *values)
+        scalars = [device, *counters, *values]
+        mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars))
 
-    def _region(self, device: ir.Value) -> ir.Value:
+    def _as_sent(
+        self,
+        device: Value,
+        slot: Value,
+        words: Sequence[Value],
+        timeout_s: float,
+        give_up: Callable[[], None],
+    ) -> list[Value]:
+        """Emits a thread's words of a slot as they were before sentinels were replaced.
+
+        If a word is `_INSTEAD`, waits for the sender's note, which says whether it was the
+        sentinel; after `timeout_s` seconds `give_up` emits what happens.
+        """
+        i32 = mosaic.integer_type(32)
+        noted = _any([_is(_INSTEAD, word) for word in words])
+        found = scf.IfOp(noted, [i32] * _WORDS, has_else=True)
+        with ir.InsertionPoint(found.then_block):
+            pointer = self._note(device, slot)
+
+            def ask() -> tuple[Value, list[Value]]:
+                note = ptx.load_word(pointer)
+                return _is(EMPTY, note), [note]
+
+            (note,) = ptx.poll(ask, lambda _: give_up(), timeout_s=timeout_s, types=[i32])
+            _store_word(pointer, mosaic.i32(EMPTY))
+            bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
+            scf.yield_(
+                [
+                    arith.select(_is(0, bit), word, mosaic.i32(EMPTY))
+                    for bit, word in zip(bits, words, strict=True)
+                ]
+            )
+        with ir.InsertionPoint(found.else_block):
+            scf.yield_(list(words))
+        return list(found.results)
+
+    def _start(self, device: Value) -> Value:
+        """Emits the address of this memory in a GPU's heap."""
         return arith.addi(_times(device, self.stride), mosaic.i64(self.base))
 
-    def _counter(self, device: ir.Value, counter: ir.Value) -> ir.Value:
-        return arith.addi(self._region(device), _times(counter, 4))
+    def _counter(self, device: Value, counter: Value) -> Value:
+        """Emits the address of a counter."""
+        return arith.addi(self._start(device), _times(counter, 4))
 
-    def _slot(self, device: ir.Value, slot: ir.Value) -> ir.Value:
+    def _slot(self, device: Value, slot: Value) -> Value:
         """Emits the address of this thread's 16 bytes of a slot."""
-        start = arith.addi(self._region(device), mosaic.i64(4 * self.num_counters))
+        start = arith.addi(self._start(device), mosaic.i64(4 * self.num_counters))
         part = _times(mosaic.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
 
-    def _note(self, device: ir.Value, slot: ir.Value) -> ir.Value:
+    def _note(self, device: Value, slot: Value) -> Value:
         """Emits the address of this thread's note for a slot, a 32-bit word."""
         start = arith.addi(
-            self._region(device), mosaic.i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
+            self._start(device), mosaic.i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
         )
         return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(mosaic.lane(), 4)))
 
 
-def _by_slot(words: Sequence[ir.Value]) -> list[Sequence[ir.Value]]:
+def _by_slot(words: Sequence[Value]) -> list[Sequence[Value]]:
     """Splits a flat list of words into one list for each slot."""
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
 
 
-def _layout(shape: tuple[int, ...], dtype: Any) -> Any:
-    return mosaic.strided(shape, vector_length(dtype))
+def _times(value: Value, size: int) -> Value:
+    return arith.muli(arith.extui(mosaic.integer_type(64), value), mosaic.i64(size))
 
 
-def _times(value: ir.Value, size: int) -> ir.Value:
-    return arith.muli(arith.extui(ir.IntegerType.get_signless(64), value), mosaic.i64(size))
+def _is(value: int, word: Value) -> Value:
+    return mosaic.equal(word, mosaic.i32(value))
 
 
-def _is(value: int, word: ir.Value) -> ir.Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, word, mosaic.i32(value))
-
-
-def _any(conditions: Sequence[ir.Value]) -> ir.Value:
+def _any(conditions: Sequence[Value]) -> Value:
     return functools.reduce(arith.ori, conditions)
 
 
-def _store_word(pointer: ir.Value, word: ir.Value) -> None:
-    llvm.inline_asm(
-        None, [pointer, word], "st.relaxed.sys.global.b32 [$0], $1;", "l,r", has_side_effects=True
-    )
+def _store_word(pointer: Value, word: Value) -> None:
+    mosaic.asm("st.relaxed.sys.global.b32 [$0], $1;", "l,r", pointer, word)
 
 
-def _load(pointer: ir.Value) -> list[ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    words = llvm.inline_asm(
-        ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * _WORDS)})>"),
-        [pointer],
+def _load(pointer: Value) -> list[Value]:
+    """Emits a load of this thread's words of a slot."""
+    i32 = mosaic.integer_type(32)
+    words = mosaic.asm(
         "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];",
         "=r,=r,=r,=r,l",
-        has_side_effects=True,
+        pointer,
+        returns=mosaic.struct_type([i32] * _WORDS),
     )
     return [llvm.extractvalue(i32, words, [i]) for i in range(_WORDS)]
 
 
-def _store(pointer: ir.Value, words: Sequence[ir.Value]) -> None:
-    llvm.inline_asm(
-        None,
-        [pointer, *words],
-        "st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};",
-        "l,r,r,r,r",
-        has_side_effects=True,
-    )
+def _store(pointer: Value, words: Sequence[Value]) -> None:
+    """Emits a store of this thread's words of a slot."""
+    mosaic.asm("st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", pointer, *words)
 
 
-def _tile(words: Sequence[ir.Value], shape: tuple[int, ...], dtype: Any) -> Any:
-    i32, element = ir.IntegerType.get_signless(32), mosaic.element_type(dtype)
-    packed = llvm.mlir_undef(ir.VectorType.get((_WORDS,), i32))
+def _tile(words: Sequence[Value], shape: tuple[int, ...], dtype: Any) -> Array:
+    """Makes a tile of the words that each thread holds."""
+    packed = llvm.mlir_undef(mosaic.vector_type(_WORDS, mosaic.integer_type(32)))
     for i, word in enumerate(words):
         packed = llvm.insertelement(packed, word, mosaic.i32(i))
-    of_thread = ir.VectorType.get((vector_length(dtype),), element)
+    of_thread = mosaic.vector_type(vector_length(dtype), mosaic.element_type(dtype))
     return mosaic.array_of([vector.bitcast(of_thread, packed)], shape, vector_length(dtype))

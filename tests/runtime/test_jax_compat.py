@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,12 +20,13 @@ from jax.sharding import AbstractMesh, Mesh
 from support.kernels import needs_kernels
 from support.processes import environment_of_program
 
+import jax_ep
 from jax_ep.runtime import availability, jax_compat
 
 # What a program does where something is missing: removes it, imports jax_ep anew, and dispatches.
-# JAX itself does not use these names: they are other modules' views of its internals.
+# JAX itself does not miss them: they are other modules' views of its internals.
 PROGRAM = """
-import importlib, json, sys
+import importlib, json, sys, types
 import jax, jax.numpy as jnp
 import flax.linen, flax.nnx, jax.extend.core, jax._src.dispatch  # before anything is missing
 import jax.experimental.pallas.mosaic_gpu
@@ -49,6 +53,16 @@ def refusal(function, *args):
         return f"{type(error).__name__}: {error}"
     return ""
 
+class View(types.ModuleType):
+    '''A module without one of its names, as whoever imports it from now on sees it.'''
+    def __init__(self, module, hidden):
+        super().__init__(module.__name__)
+        self._module, self._hidden = module, hidden
+    def __getattr__(self, name):
+        if name == self._hidden:
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
 class Hidden:
     '''An array's type without varying axes.'''
     def __init__(self, kind):
@@ -68,6 +82,9 @@ def without(path):
         held, sys.modules[module] = sys.modules[module], None
         return lambda: sys.modules.__setitem__(module, held)
     owner = importlib.import_module(module)
+    if module.startswith("jax._src."):  # JAX itself uses the name
+        sys.modules[module] = View(owner, name)
+        return lambda: sys.modules.__setitem__(module, owner)
     if name not in vars(owner):  # a deprecated name
         getter = owner.__getattr__
         def missing(attribute):
@@ -96,6 +113,7 @@ for path in sys.argv[1:]:
         found[path] = dict(
             out=out.tolist(), grad=grad.out_info.shape, products=products.lower(x).out_info.shape,
             total=jax.jit(total).lower(x).out_info.shape,
+            is_missing=jax_ep.runtime.jax_compat._find(path) is None,
             pallas=refusal(jax.jit(layer("pallas")).lower, x))
     except Exception as error:
         found[path] = dict(error=f"{type(error).__name__}: {error}")
@@ -115,6 +133,10 @@ OF_PRIMITIVES = [
 ]
 OTHERS = [
     "jax._src.dispatch.*",
+    "jax._src.distributed.global_state",
+    "jax._src.mesh.get_concrete_mesh",
+    "jax.core.min_dim",
+    "jax.interpreters.partial_eval.dce_rules",
     "jax.interpreters.pxla.thread_resources",
     "jaxlib.mlir.dialects.stablehlo.*",
     "jax.typeof(x).mat",
@@ -143,7 +165,7 @@ def found() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("path", [*OF_PRIMITIVES, *OTHERS])
 def test_xla_computes_the_same_without(path, found):
     everything, got = found["builtins.nothing"], found[path]
-    assert "error" not in got, got
+    assert "error" not in got and got["is_missing"], got
     for name in ("out", "grad", "products", "total"):
         np.testing.assert_array_equal(got[name], everything[name], err_msg=name)
 
@@ -153,6 +175,90 @@ def test_xla_computes_the_same_without(path, found):
 def test_the_kernels_refuse_and_name_what_is_missing(path, found):
     assert found[path]["pallas"].startswith('ValueError: implementation="pallas"')
     assert path.removesuffix(".*") in found[path]["pallas"]
+
+
+def test_what_is_missing_is_not_found(monkeypatch):
+    """And what it would have done is left out, or is an error that names it."""
+    monkeypatch.setattr(jax_compat, "_find", lambda path: None)
+    assert jax_compat.distributed_client() is None
+    assert jax_compat.smaller(3, 2) == 2
+    assert jax_compat.multimem_unavailable_reason().endswith(", ".join(jax_compat._MULTIMEM))
+    monkeypatch.setattr(jax_compat, "_dce_rules", None)
+    options: Any = dict(abstract_eval=lambda x: x, lower=lambda *_: (), inline=lambda x: x)
+    assert jax_compat.define_primitive("of_test", unused=lambda *_: (), **options)
+
+
+def test_where_jax_does_not_say_a_gpu_is_nvidias():
+    assert not jax_compat.is_rocm(types.SimpleNamespace())
+    assert not jax_compat.is_rocm(jax.devices()[0])
+    client = types.SimpleNamespace(platform_version="rocm 60300")
+    assert jax_compat.is_rocm(types.SimpleNamespace(client=client))
+
+
+def test_an_address_that_jax_does_not_give_is_an_error():
+    array = jnp.zeros(1)
+    assert jax_compat.address_of(array) == array.unsafe_buffer_pointer()
+    shards = [types.SimpleNamespace(data=object())]
+    with pytest.raises(NotImplementedError, match="lacks jax.Array.unsafe_buffer_pointer"):
+        jax_compat.address_of(types.SimpleNamespace(addressable_shards=shards))
+
+
+def test_operands_of_a_transpose_have_their_type():
+    """Where JAX no longer calls it `aval`, it is that of an array."""
+    x = jnp.zeros(3)
+    assert jax_compat._type_of_linear(types.SimpleNamespace(aval=jax.typeof(x))) == jax.typeof(x)
+    without = np.zeros(3, np.float32)
+    assert jax_compat._type_of_linear(without) == jax.typeof(without)
+
+
+ROOT = pathlib.Path(jax_ep.__file__).parent
+UNSTABLE_MODULES = re.compile(
+    r"^(jaxlib|jax\._src|jax\.core|jax\.extend|jax\.interpreters|jax\.lib|jax\.export"
+    r"|jax\.experimental\.(mosaic|pallas))\b"
+)
+UNSTABLE_ATTRIBUTES = {"aval", "client", "platform_version", "unsafe_buffer_pointer"}
+
+
+def goes_round_the_door(source: str) -> list[str]:
+    """What a module imports or uses of JAX that is private or unstable."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{name.name}" for name in node.names]
+        elif isinstance(node, ast.Attribute):
+            found.append(ast.unparse(node))
+            if node.attr in UNSTABLE_ATTRIBUTES:
+                found.append(f"jax._src of .{node.attr}")
+    return [path for path in found if UNSTABLE_MODULES.search(path)]
+
+
+def test_no_other_module_uses_internals():
+    paths = [path.relative_to(ROOT) for path in ROOT.rglob("*.py")]
+    found = {
+        str(path): round_it
+        for path in paths
+        if path.parts[0] != "bench" and path != pathlib.Path("runtime/jax_compat.py")
+        if (round_it := goes_round_the_door((ROOT / path).read_text()))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import jax._src.mesh",
+        "from jax._src import mesh",
+        "from jaxlib.mlir import ir",
+        "from jax import core",
+        "jax.core.min_dim(2, 3)",
+        "from jax.experimental.pallas.ops.gpu import all_gather_mgpu",
+        "x.addressable_shards[0].data.unsafe_buffer_pointer()",
+    ],
+)
+def test_a_way_round_the_door_is_found(line):
+    assert goes_round_the_door(line)
 
 
 def test_a_cast_that_is_missing_is_named(found):

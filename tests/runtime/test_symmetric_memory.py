@@ -361,10 +361,10 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
         made = channels(devices[order])
         assert made.gpus == tuple((1, 0, 2)[i] for i in order)
         assert made.num_ranks == len(order)
-        regions = made.regions
-        assert regions.base == layout.BASE + layout.TILES and regions.stride == layout.STRIDE
-        assert (regions.num_devices, regions.num_counters) == (3, layout.NUM_COUNTERS)
-        assert regions.num_slots == layout.num_slots(3)
+        memory = made.memory
+        assert memory.base == layout.BASE + layout.TILES and memory.stride == layout.STRIDE
+        assert (memory.num_devices, memory.num_counters) == (3, layout.NUM_COUNTERS)
+        assert memory.num_slots == layout.num_slots(3)
 
 
 def test_heaps_have_room():
@@ -393,7 +393,7 @@ def test_other_addresses_do_in_one_process(machine, channels):
     domain = symmetric_memory.domain()
     assert domain.base != layout.BASE
     assert words(0, domain.base + domain.stride, 1) == [layout.MAGIC_VALUE]
-    assert channels(devices).regions.base == domain.base + layout.TILES
+    assert channels(devices).memory.base == domain.base + layout.TILES
 
 
 def test_too_many_gpus_are_refused(machine):

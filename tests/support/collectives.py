@@ -20,7 +20,7 @@ from pallas_kernels.collectives.all_reduce import one_shot, two_shot
 from pallas_kernels.collectives.all_to_all import all_to_all
 from pallas_kernels.collectives.reduce_scatter import reduce_scatter
 from pallas_kernels.fabric import layout
-from pallas_kernels.fabric.sentinel_words import Regions
+from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.symmetric import Gpus
 from pallas_kernels.fabric.tiles import Plan
 from support.meshes import cuda_mesh
@@ -40,10 +40,10 @@ def ranks_here(
     return dataclasses.replace(fabric, timeout_s=TIMEOUT_SECONDS, delays_ns=delays_ns)
 
 
-def regions_of(num_gpus: int, base: int = layout.BASE) -> Regions:
+def slot_memory_of(num_gpus: int, base: int = layout.BASE) -> SlotMemory:
     """What holds tiles and counters in the heaps of so many GPUs; GPU 0's heap is at `base`."""
     sizes = layout.NUM_COUNTERS, layout.num_slots(num_gpus)
-    return Regions(base + layout.TILES, layout.STRIDE, num_gpus, *sizes)
+    return SlotMemory(base + layout.TILES, layout.STRIDE, num_gpus, *sizes)
 
 
 def by_rank(num_ranks: int, size: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
   words from rank to rank, which order nothing;
   groups of copies out of shared memory, counted as the hardware counts them;
   bounds of every access, where the interpreter would pad, clip or wrap;
-  the regions of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
+  the slots of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
   errors of its own: two blocks of the grid that touch the same memory, a peer's memory that is used
   before `connect`, a rank that leaves while a peer may still use its memory, a wait that nobody
   ends, a signal whose count does not grow, a tile that is overtaken or that nobody takes, and
@@ -46,7 +46,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.layout import MAX_WORDS, NUM_COUNTERS, TILE_BYTES, num_slots
-from pallas_kernels.fabric.sentinel_words import Regions
+from pallas_kernels.fabric.sentinel_words import SlotMemory
 from support.kernels import KERNELS_RUN, WHY_NOT
 
 WAIT_SECONDS = 30.0  # for a rank, while none of them does anything
@@ -167,8 +167,8 @@ class SimulatedChannels(ll.Channels):
         _on_host(_Pause(number))
 
 
-class LLMemory:
-    """What the regions of some GPUs hold, from one `simulate` to the next."""
+class SlotContents:
+    """What the slots and counters of some GPUs hold, from one `simulate` to the next."""
 
     def __init__(self) -> None:
         self.tiles: dict[tuple[int, int], np.ndarray] = {}  # by device and slot; no tile: empty
@@ -176,17 +176,17 @@ class LLMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class SimulatedRegions(Regions):
-    memory: LLMemory
+class SimulatedSlotMemory(SlotMemory):
+    contents: SlotContents
 
-    def post(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        _on_host(_Post(self), device, slot, tile)
+    def send(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        _on_host(_Send(self), device, slot, tile)
 
-    def collect(
+    def receive(
         self, device, slots, shape, dtype, *, rank, peers, timeout_s, what, exact, wanted=None
     ) -> list[jax.Array]:
         tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(slots)
-        operation = _Collect(self, what, len(slots), dtype, shape)
+        operation = _Receive(self, what, len(slots), dtype, shape)
         wanted = [jnp.int32(w) for w in wanted or (1,) * len(slots)]
         return _on_host(operation, device, rank, *slots, *peers, *wanted, returns=tiles)
 
@@ -201,7 +201,7 @@ class SimulatedRegions(Regions):
 def simulated_channels(
     axes: Sequence[tuple[int, int]],
     devices: Sequence[int],
-    memory: LLMemory | None = None,
+    contents: SlotContents | None = None,
     *,
     kind: type[SimulatedChannels] = SimulatedChannels,
     detect_races: bool = True,
@@ -210,9 +210,9 @@ def simulated_channels(
     devices = tuple(devices)
     num_devices = max(devices) + 1
     sizes = num_devices, NUM_COUNTERS, num_slots(num_devices)
-    regions = SimulatedRegions(0, 0, *sizes, memory or LLMemory())
+    memory = SimulatedSlotMemory(0, 0, *sizes, contents or SlotContents())
     options = InterpretGPUParams(detect_races=detect_races)
-    return kind(tuple(axes), devices, regions, interpret=options)
+    return kind(tuple(axes), devices, memory, interpret=options)
 
 
 def interpret(function: Callable[[], Any]) -> Any:
@@ -446,13 +446,13 @@ class _Pause:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Post:
-    regions: SimulatedRegions
+class _Send:
+    memory: SimulatedSlotMemory
 
     def run(self, simulation: _Simulation, thread: Any, device: Any, slot: Any, tile: Any) -> None:
         tile, key = np.array(tile), (int(device), int(slot))
-        num_devices, tiles = self.regions.num_devices, self.regions.memory.tiles
-        num_slots = self.regions.num_slots
+        num_devices, tiles = self.memory.num_devices, self.memory.contents.tiles
+        num_slots = self.memory.num_slots
         if tile.nbytes != TILE_BYTES or key[0] not in range(num_devices) or key[1] >= num_slots:
             raise KernelError(f"GPU {device} has no slot {slot} of {tile.nbytes} bytes")
         with simulation.changed:
@@ -461,22 +461,22 @@ class _Post:
                     f"a tile of rank {thread.block_id} overtakes one that nobody has taken: in "
                     f"slot {slot} of GPU {device}"
                 )
-            simulation.posted[key] = tiles
+            simulation.sent[key] = tiles
             tiles[key] = tile
             simulation.changed.notify_all()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Collect:
-    regions: SimulatedRegions
+class _Receive:
+    memory: SimulatedSlotMemory
     what: str
     count: int
     dtype: Any
     shape: Any
 
     def run(self, simulation: _Simulation, thread: Any, device: Any, rank: Any, *rest: Any) -> Any:
-        simulation.owns_region(thread, device)
-        tiles = self.regions.memory.tiles
+        simulation.owns_memory(thread, device)
+        tiles = self.memory.contents.tiles
         keys, peers, wanted = (
             rest[i : i + self.count] for i in range(0, 3 * self.count, self.count)
         )
@@ -503,25 +503,25 @@ class _Collect:
 
 @dataclasses.dataclass(frozen=True)
 class _ReadCounters:
-    regions: SimulatedRegions
+    memory: SimulatedSlotMemory
 
     def run(self, simulation: _Simulation, thread: Any, device: Any, *counters: Any) -> Any:
-        simulation.owns_region(thread, device)
-        values = self.regions.memory.counters
+        simulation.owns_memory(thread, device)
+        values = self.memory.contents.counters
         return [np.int32(values[int(device), int(counter)]) for counter in counters]
 
 
 @dataclasses.dataclass(frozen=True)
 class _WriteCounters:
-    regions: SimulatedRegions
+    memory: SimulatedSlotMemory
     count: int
 
     def run(self, simulation: _Simulation, thread: Any, device: Any, *scalars: Any) -> None:
-        simulation.owns_region(thread, device)
+        simulation.owns_memory(thread, device)
         simulation.lanes.barrier(thread)
-        assert all(0 <= counter < self.regions.num_counters for counter in scalars[: self.count])
+        assert all(0 <= counter < self.memory.num_counters for counter in scalars[: self.count])
         for counter, value in zip(scalars[: self.count], scalars[self.count :], strict=True):
-            self.regions.memory.counters[int(device), int(counter)] = int(value)
+            self.memory.contents.counters[int(device), int(counter)] = int(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -682,8 +682,8 @@ class _Simulation:
         self.visible = _Visible()
         self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
         self.exit_clocks: dict[int, Any] = {}
-        self.regions: dict[int, int] = {}  # by device: the rank that it is
-        self.posted: dict[Any, Any] = {}  # by device and slot: the slots, by the same
+        self.owners: dict[int, int] = {}  # by device: the rank that it is
+        self.sent: dict[Any, Any] = {}  # by device and slot: the slots, by the same
 
     @property
     def memory(self) -> Any:
@@ -757,14 +757,14 @@ class _Simulation:
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
         return not write and is_integer and access.shape != ()
 
-    def owns_region(self, thread: Any, device: Any) -> None:
+    def owns_memory(self, thread: Any, device: Any) -> None:
         with self.changed:
-            if self.regions.setdefault(int(device), thread.block_id) != thread.block_id:
-                raise KernelError(f"{thread} takes the region of GPU {device} for its own")
+            if self.owners.setdefault(int(device), thread.block_id) != thread.block_id:
+                raise KernelError(f"{thread} takes the memory of GPU {device} for its own")
 
     def finish_block(self) -> None:
         """Nobody may use a rank's memory, or signal it, once all of its threads left."""
-        left = [key for key, tiles in self.posted.items() if key in tiles]
+        left = [key for key, tiles in self.sent.items() if key in tiles]
         if left:
             raise KernelError(f"nobody has taken the tiles of these slots of GPUs: {left}")
         accesses = list(self.remote_accesses)

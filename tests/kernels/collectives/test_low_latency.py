@@ -1,4 +1,4 @@
-"""LL: kernels and protocol simulated, lowered for CUDA, and on GPUs that are out of step."""
+"""The low-latency protocol: simulated, lowered for CUDA, and on GPUs that are out of step."""
 
 from __future__ import annotations
 
@@ -32,13 +32,19 @@ from support.collectives import (
     norm_operands,
     on_gpus,
     operand,
-    regions_of,
+    slot_memory_of,
 )
 from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from support.processes import output_of_a_failure
 from support.selection import quick
-from support.simulator import KernelError, LLMemory, SimulatedChannels, simulate, simulated_channels
+from support.simulator import (
+    KernelError,
+    SimulatedChannels,
+    SlotContents,
+    simulate,
+    simulated_channels,
+)
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
@@ -48,7 +54,7 @@ from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm_l
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import layout, tiles
 from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.low_latency import Mail
+from pallas_kernels.fabric.low_latency import Endpoint
 from pallas_kernels.fabric.tiles import Plan, tile_length
 
 simulated = simulator.simulated
@@ -106,8 +112,8 @@ def test_workers_without_a_tile_of_their_own_share_the_last(name, size, plan):
     channels = one_axis(2, detect_races=False)
     assert_same_bits(run(name, x, channels, plan), expected(x))
     workers = plan.num_blocks * plan.num_warpgroups
-    assert set(channels.regions.memory.counters.values()) == {1}  # the idle ones have called too
-    assert len(channels.regions.memory.counters) == 2 * workers
+    assert set(channels.memory.contents.counters.values()) == {1}  # the idle ones have called too
+    assert len(channels.memory.contents.counters) == 2 * workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +170,7 @@ def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
 @simulated
 def test_calls_of_all_kernels_one_after_another():
     """In one memory, by different groups of the same GPUs, with different numbers of workers."""
-    memory, mesh = LLMemory(), (2, 2)
+    memory, mesh = SlotContents(), (2, 2)
     plans = (Plan(2, 1), Plan(1, 1), Plan(1, 2))
     for call, name in enumerate([*KERNELS, *KERNELS]):
         _, shape, expected = KERNELS[name]
@@ -202,14 +208,16 @@ def test_all_reduce_rms_norm(case, two_shot):
 
 @needs_kernels
 def test_what_needs_more_than_there_is_is_refused():
-    channels = ll.Channels(((1, 2),), (0, 1), regions_of(2))
+    channels = ll.Channels(((1, 2),), (0, 1), slot_memory_of(2))
     for name, size, plan in (
         ("all_gather", 5 * 512, Plan(1, 1)),  # five slots
         ("two_shot", 3 * 512, Plan(1, 1)),  # six
         ("one_shot", 513 * 512, Plan(513, 1)),  # workers
     ):
         x = jnp.zeros(KERNELS[name][1](2, size)[1:], jnp.float32)
-        with pytest.raises(ValueError, match=r"LL has 512 workers of 4 slots, but .*Plan.* needs"):
+        with pytest.raises(
+            ValueError, match=r"protocol has 512 workers of 4 slots, but .*Plan.* needs"
+        ):
             getattr(ll_collectives, name)(places(2)[0], x, channels=channels, plan=plan)
     for two_shot, rows, hidden in ((False, 5, 512), (False, 3, 1024), (True, 2, 1536)):
         x = jnp.zeros((rows, hidden))
@@ -217,7 +225,8 @@ def test_what_needs_more_than_there_is_is_refused():
             eps=0.1, hidden=hidden, two_shot=two_shot, channels=channels, plan=Plan(1, 1)
         )
         with pytest.raises(
-            ValueError, match="LL has 512 workers of 4 slots, but .* needs 1 of [56]"
+            ValueError,
+            match="low-latency protocol has 512 workers of 4 slots, but .* needs 1 of [56]",
         ):
             all_reduce_rms_norm_ll(places(2)[0], x, x, x[0], **options)
 
@@ -258,15 +267,15 @@ class LateToCome(SimulatedChannels):
             simulator._on_host(_Late(), rank)
 
 
-def sum_and_go_on(mail: Mail, part: jax.Array) -> jax.Array:
+def sum_and_go_on(endpoint: Endpoint, part: jax.Array) -> jax.Array:
     """One call of a kernel of several: the next one's operand, exact if they are small integers."""
-    mail.stage(0)
-    mail.post(0, [part] * len(mail.peers))
-    mail.stage(1)
-    total = mail.sum(0, part)
-    mail.stage(2)
-    mail.close()
-    return total * 0.5 + mail.rank.astype(jnp.float32)
+    endpoint.stage(0)
+    endpoint.send(0, [part] * len(endpoint.peers))
+    endpoint.stage(1)
+    total = endpoint.sum(0, part)
+    endpoint.stage(2)
+    endpoint.close()
+    return total * 0.5 + endpoint.rank.astype(jnp.float32)
 
 
 def several_calls(
@@ -274,8 +283,8 @@ def several_calls(
     several: Sequence[SimulatedChannels],
     calls: int,
     *,
-    kind: type[Mail] = Mail,
-    call: Callable[[Mail, jax.Array], jax.Array] = sum_and_go_on,
+    kind: type[Endpoint] = Endpoint,
+    call: Callable[[Endpoint, jax.Array], jax.Array] = sum_and_go_on,
 ) -> np.ndarray:
     """x [places, size] after calls by each of the channels in turn, in one kernel.
 
@@ -341,7 +350,7 @@ def test_calls_overtake_no_slot(num_ranks, kind):
 @pytest.mark.parametrize("kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake))
 def test_calls_of_alternating_groups_overtake_no_slot(kind):
     """Ranks 0 and 3 are never neighbours but in the last of the groups."""
-    memory, x = LLMemory(), integers(4)
+    memory, x = SlotContents(), integers(4)
     several = [Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))]
     channels = [
         simulated_channels(groups.channels, (3, 1, 0, 2), memory, kind=kind) for groups in several
@@ -350,23 +359,23 @@ def test_calls_of_alternating_groups_overtake_no_slot(kind):
     assert_same_bits(got, after_calls(x, several, calls=7))
 
 
-class AlwaysTheSameSet(Mail):
+class AlwaysTheSameSet(Endpoint):
     def _slot(self, sender, calls, slot):
         return super()._slot(sender, calls & 0, slot)
 
 
-class NeverClosed(Mail):
+class NeverClosed(Endpoint):
     def close(self):
         pass
 
 
-class ClosedTwiceByRank0(Mail):
+class ClosedTwiceByRank0(Endpoint):
     def close(self):
         self._calls = [calls + (self.rank == 0) for calls in self._calls]
         super().close()
 
 
-class OneSetForAllSenders(Mail):
+class OneSetForAllSenders(Endpoint):
     def _slot(self, sender, calls, slot):
         return super()._slot(sender * 0, calls, slot)
 
@@ -396,14 +405,14 @@ def test_counts_that_differ_are_found(monkeypatch):
 
 @simulated
 def test_a_worker_that_sends_nothing_is_waited_for(monkeypatch):
-    def post(self, slot, tiles_of_peers, **options):
+    def send(self, slot, tiles_of_peers, **options):
         @pl.when(self._worker > 0)
         def _() -> None:
             original(self, slot, tiles_of_peers, **options)
 
-    original = Mail.post
+    original = Endpoint.send
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
-    monkeypatch.setattr(Mail, "post", post)
+    monkeypatch.setattr(Endpoint, "send", send)
     message = r"ep_all_gather_ll: rank . waits for a tile of \[., .\]"
     with pytest.raises(KernelError, match=message):
         run("all_gather", operand((3, 2048), "bfloat16"), one_axis(3), Plan(1, 2))
@@ -413,18 +422,18 @@ def test_a_worker_that_sends_nothing_is_waited_for(monkeypatch):
 def test_sending_one_way_only_is_overtaken():
     """Nothing keeps a rank that only sends from running away: so everybody sends to everybody."""
 
-    def broadcast(mail: Mail, part: jax.Array) -> jax.Array:
-        @pl.when(mail.rank == 1)
+    def broadcast(endpoint: Endpoint, part: jax.Array) -> jax.Array:
+        @pl.when(endpoint.rank == 1)
         def _() -> None:
-            mail.post(0, [part])
+            endpoint.send(0, [part])
 
-        mail.channels.stage(1, mail.rank)
+        endpoint.channels.stage(1, endpoint.rank)
 
-        @pl.when(mail.rank == 0)
+        @pl.when(endpoint.rank == 0)
         def _() -> None:
-            mail.collect(0, part.shape, part.dtype)
+            endpoint.receive(0, part.shape, part.dtype)
 
-        mail.close()
+        endpoint.close()
         return part
 
     channels = one_axis(2, kind=VeryLateToTake)
@@ -435,23 +444,23 @@ def test_sending_one_way_only_is_overtaken():
 
 @simulated
 def test_a_tile_that_nobody_takes_is_found():
-    def post(mail: Mail, part: jax.Array) -> jax.Array:
-        mail.post(3, [part])
+    def send(endpoint: Endpoint, part: jax.Array) -> jax.Array:
+        endpoint.send(3, [part])
         return part
 
     with pytest.raises(KernelError, match="nobody has taken the tiles"):
-        several_calls(integers(2), [one_axis(2)], calls=1, call=post)
+        several_calls(integers(2), [one_axis(2)], calls=1, call=send)
 
 
 @simulated
 def test_swapped_slots_are_found(monkeypatch):
     """In NumPy's eyes: to the protocol they are as good."""
-    original = Mail.collect
+    original = Endpoint.receive
 
-    def collect(self, slot, *args, **options):
+    def receive(self, slot, *args, **options):
         return original(self, 1 - slot, *args, **options)
 
-    monkeypatch.setattr(Mail, "collect", collect)
+    monkeypatch.setattr(Endpoint, "receive", receive)
     for name in ("one_shot", "all_gather", "reduce_scatter", "all_to_all"):
         _, shape, expected = KERNELS[name]
         x = operand(shape(2, 2048), "bfloat16")
@@ -460,16 +469,16 @@ def test_swapped_slots_are_found(monkeypatch):
 
 
 @simulated
-def test_two_ranks_on_one_region_are_found():
+def test_two_ranks_on_one_gpu_are_found():
     channels = simulated_channels([(1, 2)], (0, 0))
-    with pytest.raises(KernelError, match="takes the region of GPU 0 for its own"):
+    with pytest.raises(KernelError, match="takes the memory of GPU 0 for its own"):
         run("all_gather", operand((2, 1024), "bfloat16"), channels, Plan(1, 1))
 
 
 @simulated
 def test_slots_that_are_not_there_are_found(monkeypatch):
-    original = Mail._slot
-    monkeypatch.setattr(Mail, "_slot", lambda *args: original(*args) + 2 * 2 * 512 * 4)
+    original = Endpoint._slot
+    monkeypatch.setattr(Endpoint, "_slot", lambda *args: original(*args) + 2 * 2 * 512 * 4)
     with pytest.raises(KernelError, match="GPU . has no slot"):
         run("all_gather", operand((2, 1024), "bfloat16"), one_axis(2), Plan(1, 1))
 
@@ -477,11 +486,11 @@ def test_slots_that_are_not_there_are_found(monkeypatch):
 def test_every_slot_has_a_place_of_its_own():
     """Of both sets, all senders, workers and slots: a dense numbering of what a GPU has."""
     num_devices = 3
-    mail = Mail.__new__(Mail)
-    mail.channels = ll.Channels(((1, 3),), (0, 1, 2), regions_of(num_devices))
-    mail._worker = jnp.arange(ll.MAX_WORKERS)
+    endpoint = Endpoint.__new__(Endpoint)
+    endpoint.channels = ll.Channels(((1, 3),), (0, 1, 2), slot_memory_of(num_devices))
+    endpoint._worker = jnp.arange(ll.MAX_WORKERS)
     found = [
-        np.asarray(mail._slot(jnp.int32(sender), jnp.int32(calls), slot))
+        np.asarray(endpoint._slot(jnp.int32(sender), jnp.int32(calls), slot))
         for sender in range(num_devices)
         for calls in (6, 7)
         for slot in range(ll.MAX_SLOTS)
@@ -629,7 +638,7 @@ def test_channels_of_a_program(order, gpus, noted_calls):
         assert channels.axes == axes and channels.gpus == order
         assert channels.num_ranks == math.prod(size for _, size in axes)
         # Of all GPUs: programs of some of them use the same slots.
-        assert channels.regions == regions_of(5, layout.BASE + 2**40)
+        assert channels.memory == slot_memory_of(5, layout.BASE + 2**40)
 
 
 @needs_kernels
@@ -640,7 +649,7 @@ def test_channels_of_a_program_for_another_machine(noted_calls):
     lower_on(mesh, "b", "all_gather", "ll", (18, 1024), "bfloat16")
     channels, _ = noted_calls[-1]
     assert channels.axes == ((1, 3),) and channels.gpus == tuple(range(6))
-    assert channels.regions == regions_of(6)
+    assert channels.memory == slot_memory_of(6)
 
 
 @needs_kernels
@@ -697,11 +706,11 @@ def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: A
     axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
     if isinstance(mesh, AbstractMesh):  # this is lowered only
         devices = tuple(range(mesh.size))
-        return ll.Channels(axes, devices, regions_of(mesh.size), **options)
+        return ll.Channels(axes, devices, slot_memory_of(mesh.size), **options)
     domain = symmetric_memory.domain()
     assert not isinstance(domain, str), domain
     devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)
-    return ll.Channels(axes, devices, regions_of(domain.num_gpus, domain.base), **options)
+    return ll.Channels(axes, devices, slot_memory_of(domain.num_gpus, domain.base), **options)
 
 
 # Kernels, tiles and plans of the calls that follow each other in a loop.

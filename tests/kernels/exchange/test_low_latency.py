@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.contract import assert_bitwise_equal, assert_equal
 from support.selection import quick
-from support.simulator import LLMemory, simulate, simulated, simulated_channels, simulated_ranks
+from support.simulator import SlotContents, simulate, simulated, simulated_channels, simulated_ranks
 from support.stacked import Problem
 
 from jax_ep import reference
@@ -55,7 +55,7 @@ class Calls:
 
     problem: Problem
     limits: dict[str, int] = dataclasses.field(default_factory=dict)
-    memory: LLMemory = dataclasses.field(default_factory=LLMemory)
+    memory: SlotContents = dataclasses.field(default_factory=SlotContents)
     detect_races: bool = True
 
     def run(self, kernel: Any, *arrays: Any, by_expert: bool = True, **options: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.collectives import regions_of
+from support.collectives import slot_memory_of
 from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
 from support.selection import quick
@@ -73,13 +73,13 @@ def gradient(x: Any, topk_idx: Any, weights: Any) -> Any:
     return jax.grad(total, argnums=(0, 1))(x, weights)
 
 
-OPS = {"dispatch": 1, "rank_dispatch": 1, "combine": 2, "gradient": 4}
+OPS = {dispatch: 1, rank_dispatch: 1, combine: 2, gradient: 4}  # and their kernels
 COLLECTIVES = [
-    ("all_reduce", "one_shot"),
-    ("all_reduce", "two_shot"),
-    ("all_gather", "direct"),
-    ("reduce_scatter", "direct"),
-    ("all_to_all", "direct"),
+    (jax_ep.all_reduce, "one_shot"),
+    (jax_ep.all_reduce, "two_shot"),
+    (jax_ep.all_gather, "direct"),
+    (jax_ep.reduce_scatter, "direct"),
+    (jax_ep.all_to_all, "direct"),
 ]
 
 
@@ -99,15 +99,18 @@ def assert_alone(text: str, num_kernels: int) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("num_ranks", quick([1, 2, 8], 2))
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
 def test_an_exchange_is_kernels_alone(op, num_ranks):
-    assert_alone(lowered(globals()[op], num_ranks, *arrays(plans.FEW_TOKENS)), OPS[op])
+    assert_alone(lowered(op, num_ranks, *arrays(plans.FEW_TOKENS)), OPS[op])
 
 
 @needs_kernels
-@pytest.mark.parametrize(("op", "algorithm"), COLLECTIVES)
+@pytest.mark.parametrize(
+    ("op", "algorithm"),
+    [pytest.param(*each, id=f"{each[0].__name__}-{each[1]}") for each in COLLECTIVES],
+)
 def test_a_collective_is_a_kernel_alone(op, algorithm):
-    run = functools.partial(getattr(jax_ep, op), axis_name=AXIS, algorithm=algorithm)
+    run = functools.partial(op, axis_name=AXIS, algorithm=algorithm)
     assert_alone(lowered(run, 4, jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)), 1)
 
 
@@ -150,16 +153,16 @@ def test_a_heap_is_of_zeros_up_to_the_tiles():
 
 
 def test_tiles_are_polled_where_a_heap_is_empty():
-    """The regions of counters, slots and notes are a heap's zeros and empty words, to its end."""
+    """The memory of counters, slots and notes is a heap's zeros and empty words, to its end."""
     for num_gpus in range(1, layout.MAX_DEVICES + 1):
-        regions, (_, (empty, word, size)) = regions_of(num_gpus), layout.contents(num_gpus)
-        slots = regions.base - layout.BASE + 4 * regions.num_counters
+        memory, (_, (empty, word, size)) = slot_memory_of(num_gpus), layout.contents(num_gpus)
+        slots = memory.base - layout.BASE + 4 * memory.num_counters
         assert (empty, word) == (slots, layout.EMPTY) and slots % 128 == 0
-        assert size == layout.SLOT_BYTES * regions.num_slots
+        assert size == layout.SLOT_BYTES * memory.num_slots
         assert layout.heap_bytes(num_gpus) == empty + size
         slots_of_pair = 2 * layout.MAX_WORKERS * layout.MAX_SLOTS
-        assert regions.num_slots == slots_of_pair * num_gpus
-        assert regions.num_counters >= layout.MAX_WORKERS * num_gpus
+        assert memory.num_slots == slots_of_pair * num_gpus
+        assert memory.num_counters >= layout.MAX_WORKERS * num_gpus
 
 
 def test_sizes_that_send_more_words_than_there_are_do_not_fit():

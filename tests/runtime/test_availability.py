@@ -1,0 +1,151 @@
+"""Where kernels run is decided before one is traced: what JAX lacks is a reason, not an error."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.kernels import needs_kernels
+from support.meshes import cuda_mesh, mesh
+
+import jax_ep
+from jax_ep.runtime import availability, jax_compat
+
+S = jax.ShapeDtypeStruct
+
+
+def exchanged(implementation: str | None) -> Callable[..., jax.Array]:
+    def of_rank(x, topk_idx):
+        options: Any = dict(implementation=implementation)
+        got = jax_ep.dispatch(x, topk_idx, num_experts=4, axis_name="expert", **options)
+        return jax_ep.combine(got.tokens, got.handle, **options)
+
+    return of_rank
+
+
+def reduced(algorithm: str | None) -> Callable[..., jax.Array]:
+    return lambda x, topk_idx: jax_ep.all_reduce(x, "expert", algorithm=algorithm)
+
+
+def trace(function: Callable[..., Any], platform: str) -> Any:
+    """Traces a function of x [8, 128] and topk_idx [8, 2] on two ranks of a platform."""
+    small = cuda_mesh((2,), ("expert",)) if platform == "cuda" else mesh((2,), ("expert",))
+    mapped = jax.shard_map(
+        function, mesh=small, in_specs=P("expert"), out_specs=P("expert"), check_vma=False
+    )
+    shapes = S((8, 128), jnp.bfloat16), S((8, 2), jnp.int32)
+    return jax.jit(mapped).trace(*shapes)
+
+
+def lower(function: Callable[..., Any], platform: str) -> str:
+    """The program of `trace`, for that platform."""
+    return trace(function, platform).lower(lowering_platforms=(platform,)).as_text()
+
+
+def multiplied(implementation: str | None, platform: str) -> str:
+    shapes = S((64, 128), jnp.bfloat16), S((2, 128, 64), jnp.bfloat16), S((2,), jnp.int32)
+    product = lambda *operands: jax_ep.grouped_matmul(*operands, implementation=implementation)  # noqa: E731
+    return jax.jit(product).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+
+
+def routed(platform: str) -> str:
+    logits = S((64, 32), jnp.float32)
+    choose = lambda logits: jax_ep.top_k_routing(logits, 4).topk_idx  # noqa: E731
+    return jax.jit(choose).trace(logits).lower(lowering_platforms=(platform,)).as_text()
+
+
+def programs(platform: str) -> dict[str, str]:
+    """Programs that are left to choose what runs."""
+    return {
+        "exchange": lower(exchanged(None), platform),
+        "collectives": lower(reduced(None), platform),
+        "matmul": multiplied(None, platform),
+        "top_k": routed(platform),
+    }
+
+
+@contextlib.contextmanager
+def asked_anew() -> Iterator[None]:
+    """Forgets what was found of Mosaic, and the programs that were lowered by it."""
+    from pallas_kernels.fabric import mosaic
+
+    def forget() -> None:
+        mosaic.unavailable_reason.cache_clear()
+        availability.mosaic_unavailable_reason.cache_clear()
+        jax.clear_caches()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "path",
+    ["jax.experimental.mosaic.gpu.utils.warp_tree_reduce", "jaxlib.mlir.dialects.scf.yield_"],
+)
+def test_where_jax_lacks_a_name_of_mosaic_xla_runs_and_pallas_refuses(path, monkeypatch):
+    module, _, name = path.rpartition(".")
+    with asked_anew(), monkeypatch.context() as patch:
+        patch.delattr(importlib.import_module(module), name)
+        for what, text in programs("cuda").items():
+            assert "mosaic_gpu" not in text, what
+        lacks = f"it needs Mosaic, and JAX {jax.__version__} lacks {path}"
+        for named in (
+            lambda: lower(exchanged("pallas"), "cuda"),
+            lambda: multiplied("pallas", "cuda"),
+            lambda: trace(reduced("one_shot"), "cuda"),
+        ):
+            with pytest.raises(ValueError, match=f"cannot run here: {lacks}"):
+                named()
+
+
+@needs_kernels
+def test_where_jax_has_all_names_of_mosaic_the_kernels_run():
+    with asked_anew():
+        assert availability.mosaic_unavailable_reason() is None
+        kernels = {what for what, text in programs("cuda").items() if "mosaic_gpu" in text}
+    assert kernels >= {"exchange", "matmul", "top_k"}  # collectives need a table of times
+
+
+@needs_kernels
+def test_where_the_kernels_cannot_be_imported_there_is_a_reason(monkeypatch):
+    import pallas_kernels.fabric
+
+    with asked_anew(), monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "pallas_kernels.fabric.mosaic")
+        patch.delattr(pallas_kernels.fabric, "mosaic")
+        patch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
+        patch.delattr("jax.experimental.pallas.mosaic_gpu")
+        reason = availability.mosaic_unavailable_reason()
+        assert reason.startswith(f"it needs Mosaic, and JAX {jax.__version__} lacks a part of it")
+        assert "mosaic_gpu" in reason
+        assert "mosaic_gpu" not in lower(exchanged(None), "cuda")
+
+
+def test_programs_for_cpus_do_not_ask_for_mosaic(monkeypatch):
+    def loads_mosaic() -> None:
+        raise AssertionError("this loads Mosaic")
+
+    monkeypatch.setattr(availability, "mosaic_unavailable_reason", loads_mosaic)
+    monkeypatch.setattr(jax_compat, "multimem_unavailable_reason", loads_mosaic)
+    jax.clear_caches()
+    assert programs("cpu")
+
+
+@needs_kernels
+def test_multimem_is_refused_where_jax_lacks_its_kernels(monkeypatch):
+    assert "mosaic_gpu" in lower(reduced("multimem"), "cuda")
+    missing = "jax.experimental.pallas.ops.gpu.all_gather_mgpu"
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=f'"multimem" cannot run here: JAX .* lacks {missing}'):
+        lower(reduced("multimem"), "cuda")
