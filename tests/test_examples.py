@@ -27,6 +27,21 @@ ONE_DEVICE = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_compile_once(tmp_path_factory):
+    """Lets programs on CPUs find what an earlier one has compiled: compiling is most of their time.
+
+    A program of several processes compiles for itself.
+    """
+    if jax.default_backend() != "cpu":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+        yield
+
+
 def start(program: str, *flags: object, **env: str) -> subprocess.Popen:
     return start_command([str(ROOT / "examples" / program)], *flags, **env)
 
@@ -35,7 +50,7 @@ def start_command(command: list[str], *flags: object, **env: str) -> subprocess.
     env = {"XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | env  # not the devices of this process
     return subprocess.Popen(
         [sys.executable, *command, *map(str, flags)],
-        env=environment_of_program(**env),
+        env=environment_of_program(fast=True, **env),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -252,6 +267,7 @@ def test_a_published_model_decodes_alike_on_any_mesh():
 FOUR_DEVICES = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
 on_cpus = pytest.mark.skipif(jax.default_backend() == "gpu", reason="compares with a run on CPUs")
 
