@@ -81,6 +81,26 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     assert of_short.num_slots % of_short.num_workers == 0  # a worker has slots of its own
 
 
+@pytest.mark.parametrize("num_tokens", [128, 4096])
+@pytest.mark.parametrize(("num_ranks", "top_k"), [(2, 8), (8, 4), (16, 10), (16, 32)])
+def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
+    """Also where long lists leave little room for rows: then steps have fewer tokens."""
+    sizes = dict(num_ranks=num_ranks, top_k=top_k)
+    for num_experts in (64, 1536, 2048, 3072, 3840):
+        for row in (Row(512, jnp.bfloat16), Row(512, jnp.float32, WIRE), Row(1024, jnp.bfloat16)):
+            if plans.fits_shared_memory(row, num_experts=num_experts, **sizes):
+                plans.dispatch(row, num_tokens=num_tokens, num_experts=num_experts, **sizes)
+
+
+def test_long_lists_leave_shared_memory_for_rows():
+    """Steps are shorter where rows would else have no room, and only there."""
+    sizes = dict(num_tokens=4096, num_ranks=8, top_k=4)
+    plan = plans.dispatch(Row(512, jnp.bfloat16), num_experts=3584, **sizes)
+    assert (plan.step_tokens, plan.num_slots) == (32, 8)
+    plan = plans.dispatch(Row(512, jnp.bfloat16), num_experts=3840, **sizes)
+    assert (plan.step_tokens, plan.num_slots) == (12, 1)
+
+
 @pytest.mark.parametrize("wire_dtype", [None, WIRE])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("hidden", [64, 1024, 2048, 2880, 5120, 7168, 8224, 14336, 16448])
