@@ -23,6 +23,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.exchange import primitives
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
+from jax_ep.exchange.expert_major import check_weights
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe.expert_mlp import (
     Activation,
@@ -100,7 +101,7 @@ def routed_experts(
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
     unit = HiddenUnit(activation, gating, clamp)
     check_operands(tokens, experts, group_sizes, unit, matmul_implementation)
-    checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
+    check_weights(topk_weights, handle)
     checks.check_name("weights_on", weights_on, get_args(WeightsOn))
     weights: jax.Array | None = topk_weights.astype(jnp.float32)
     if weights_on == "input":

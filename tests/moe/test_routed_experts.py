@@ -382,6 +382,16 @@ def test_lowers_for_cuda_without_float32_rows(check_vma):
             TypeError,
             "topk_weights must be a floating array",
         ),
+        (
+            dict(weights=jnp.zeros((K, T)), weights_on="input"),
+            ValueError,
+            r"topk_weights must have .*\(3, 12\)",
+        ),
+        (
+            dict(weights=jnp.zeros((T, K - 1)), weights_on="input"),
+            ValueError,
+            "topk_weights must have",
+        ),
         (dict(matmul="cutlass"), ValueError, "implementation must be one of .*'cutlass'"),
         (dict(exchange="nccl"), ValueError, "implementation must be one of .*'nccl'"),
     ],
@@ -401,6 +411,7 @@ def test_errors(change, error, message):
             weights,
             implementation=implementations["exchange"],
             matmul_implementation=implementations["matmul"],
+            weights_on=change.get("weights_on", "output"),
         )
 
     with pytest.raises(error, match=message):
