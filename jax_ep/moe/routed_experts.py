@@ -78,7 +78,7 @@ def routed_experts(
     again, since no gradient needs y.
 
     Args:
-      received: what this rank's `dispatch` returned.
+      received: what this rank's `dispatch` returned, its scales None.
       wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
       activation, gating, clamp: as in `expert_mlp`.
@@ -96,6 +96,11 @@ def routed_experts(
         raise TypeError(
             "received must be what a dispatch returned, a Dispatched, but is "
             f"{checks.described(received)}."
+        )
+    if received.scales is not None:
+        raise ValueError(
+            "received.scales must be None, since the experts multiply tokens as they are, but is "
+            f'an array of shape {received.scales.shape}; dispatch with output="dequantized".'
         )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)

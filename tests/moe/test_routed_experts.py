@@ -178,6 +178,22 @@ def test_an_unknown_place_of_the_weights_is_named():
         jax.eval_shape(per_rank(run, 1), *(a[None] for a in (x, topk_idx, weights, *experts)))
 
 
+def test_scaled_rows_are_refused():
+    """Rows that arrive as float8 mean something only together with their scales."""
+    wire, hidden = jnp.float8_e4m3fn, 128
+
+    def run(x, topk_idx, weights, wi, wo):
+        sent = jax_ep.dispatch(
+            x, topk_idx, num_experts=E, axis_name=AXIS, wire_dtype=wire, output="quantized"
+        )
+        return routed_experts(sent, wi, None, wo, weights)
+
+    shapes = [((T, hidden), jnp.bfloat16), ((T, K), jnp.int32), ((T, K), jnp.float32)]
+    shapes += [((E, hidden, F), wire), ((E, F, hidden), wire)]
+    with pytest.raises(ValueError, match=r"received\.scales must be None.*\(36, 1\)"):
+        jax.eval_shape(per_rank(run, 1), *(jax.ShapeDtypeStruct((1, *s), t) for s, t in shapes))
+
+
 @pytest.mark.parametrize(
     ("matmul", "dtype"),
     quick(
