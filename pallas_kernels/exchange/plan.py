@@ -127,6 +127,19 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
     )
 
 
+def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
+    """Returns the plan; raises ValueError unless a signal can count the steps of a block."""
+    most = 2**layout.COUNT_BITS - 1
+    if plan.steps_per_block(num_tokens) > most:
+        least = -(-num_tokens // (most * plan.step_tokens))
+        raise ValueError(
+            f"num_blocks (JAX_EP_NUM_BLOCKS) must be at least {least} for {num_tokens} tokens: a "
+            f"block sends {plan.step_tokens} tokens a step and signals at most {most} steps, but "
+            f"num_blocks is {plan.num_blocks}."
+        )
+    return plan
+
+
 # ------------------------------------------------------------------------- low-latency protocol
 
 
@@ -296,7 +309,7 @@ def dispatch(
     room = row.room(words) - num_copy_slots * row.sent_bytes
     num_slots = min(_MAX_SLOTS, room // row.slot_bytes)
     blocks = min(num_blocks or _NUM_BLOCKS, num_tokens)
-    return Plan(
+    plan = Plan(
         num_blocks=blocks,
         num_slots=num_slots,
         store_lag=num_slots // 2,
@@ -304,6 +317,7 @@ def dispatch(
         num_copy_slots=num_copy_slots,
         step_tokens=step_tokens,
     )
+    return _with_few_steps(plan, num_tokens)
 
 
 def dispatch_workspace(
@@ -338,13 +352,14 @@ def rank_dispatch(
     choices += num_ranks * align_up(2 * list_words, LANES)
     lists = _MAX_SLOTS * num_ranks * list_words
     num_slots = min(_MAX_SLOTS, row.room(choices + lists) // row.slot_bytes)
-    return Plan(
+    plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
         step_tokens=2,
     )
+    return _with_few_steps(plan, num_tokens)
 
 
 def rank_dispatch_workspace(
@@ -385,12 +400,13 @@ def combine(
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    return Plan(
+    plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
         step_tokens=_combine_step(row, num_ranks, top_k),
         receive_steps=_RECEIVE_STEPS,
         num_workers=_COMBINE_WORKERS,
     )
+    return _with_few_steps(plan, num_tokens)
 
 
 def combine_tile(row: Row) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange.plan import Row
 from pallas_kernels.exchange.sender import Sender
+from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Window
 from pallas_kernels.fabric.symmetric import Gpus
 
@@ -141,6 +143,22 @@ def test_blocks_can_be_limited(num_blocks):
         plans.combine_grad_of_short_rows(row, top_k=8, num_experts=256, **sizes),
     ):
         assert plan.num_blocks == min(num_blocks, 128)
+
+
+def test_a_signal_can_count_the_steps_of_a_block():
+    """More than 2**16 of them, as one block has for that many long rows; or the plan is refused."""
+    row, most = ROWS[0], 2**layout.COUNT_BITS - 1
+    options = dict(num_ranks=8, num_blocks=1)
+    functions = [
+        (1, functools.partial(plans.combine, row, top_k=8, **options)),
+        (2, functools.partial(plans.dispatch, row, top_k=8, num_experts=256, **options)),
+        (2, functools.partial(plans.rank_dispatch, row, list_words=16, **options)),
+    ]
+    for step_tokens, plan_of in functions:
+        num_tokens = most * step_tokens
+        assert plan_of(num_tokens=num_tokens).steps_per_block(num_tokens) == most > 2**16
+        with pytest.raises(ValueError, match=r"NUM_BLOCKS\) must be at least 2 .* is 1\."):
+            plan_of(num_tokens=num_tokens + 1)
 
 
 def test_rows_that_are_too_long():
