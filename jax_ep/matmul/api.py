@@ -59,7 +59,9 @@ def grouped_matmul(
     Args:
       lhs: [R, H] floating: rows in group order.
       rhs: [L, H, F], the dtype of lhs: one matrix for each group.
-      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R.
+      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R. Groups of
+        more rows end at row R. Which rows a negative size moves is undefined, as it is for a sum
+        that int32 cannot hold.
       implementation: the backend:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64.

@@ -46,6 +46,7 @@ GROUP_SIZES = {  # all of one length, so that one compiled program takes them al
     "blocks' edges": [128, 64, 64, 256, 0, 128],
     "far short of R": [5, 0, 20, 0, 0, 1],
     "all empty": [0, 0, 0, 0, 0, 0],
+    "past R": [300, 0, 900, 5, 0, 7],
 }
 
 
@@ -88,7 +89,7 @@ def product_and_gradients(lhs, rhs, sizes, grad, implementation):
     return out, *vjp(grad)
 
 
-@pytest.mark.parametrize("case", quick([*GROUP_SIZES], "empty groups", "blocks' edges"))
+@pytest.mark.parametrize("case", quick([*GROUP_SIZES], "empty groups", "blocks' edges", "past R"))
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_product_and_gradients(implementation, dtype, case):
     sizes = GROUP_SIZES[case]
