@@ -36,7 +36,8 @@ class MoEConfig:
         router: None, or a router of your own in its place: a function of the tokens [T, H] and
             their logits [T, E] float32, of one rank, that returns a `jax_ep.Routing` of K choices;
             the logits are None where the layer has no gate. It is a static argument: what it
-            learns must come through the logits, or as `topk_idx` and `topk_weights` of the call.
+            learns must come through the logits, or as `topk_idx` and `topk_weights` of the call,
+            with which it is not called. It is given no selection bias.
         router_dtype: the dtype that logits are computed in and rounded to, of 16 bits or more;
             None: `dtype`. Scores are float32 always.
         balance_convention: of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
