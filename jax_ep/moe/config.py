@@ -171,6 +171,7 @@ def check_config(config: MoEConfig) -> None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
     check_overflow(config.overflow)
+    routing.check_weighing(config.score, config.normalize, config.normalize_epsilon, config.scale)
     if config.host_capacity_factor is not None:
         none = ", or None to send a host all that is meant for it"
         checks.check_number("host_capacity_factor", config.host_capacity_factor, otherwise=none)
