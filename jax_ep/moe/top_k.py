@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep import checks
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
 from pallas_kernels.routing import plan
@@ -155,6 +156,7 @@ def _kernel_unavailable(program: Program, k: int) -> bool:
         or not program.is_of_one_device
         or not isinstance(num_tokens, int)
         or num_tokens == 0
+        or num_tokens * num_experts > checks.MAX_INT32  # the kernel's offsets are int32
         or plan.unavailable_reason(num_experts, k) is not None
         or availability.jax_unavailable_reason() is not None
         or (jax.default_backend() == "gpu" and availability.unavailable_reason() is not None)
