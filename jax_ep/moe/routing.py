@@ -330,7 +330,3 @@ def update_expert_bias(
     counts = expert_counts.astype(jnp.float32)
     step = jnp.asarray(rate, jnp.float32) * jnp.sign(jnp.mean(counts) - counts)
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)
-
-
-def normalized(scores: jax.Array, epsilon: float) -> jax.Array:
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.float32(epsilon))

@@ -91,11 +91,15 @@ def _weights_derivative(weighing, primals, tangents):
     return weights, jax.jvp(functools.partial(weigh, weighing), primals[:1], tangents[:1])[1]
 
 
+def normalized(scores: jax.Array, epsilon: float) -> jax.Array:
+    """Divides each row of scores [T, n] float32 by its sum plus epsilon."""
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.float32(epsilon))
+
+
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
     """Returns the weights [T, k] of choices of these scores, float32."""
     if weighing.normalize:
-        total = jnp.sum(chosen, axis=-1, keepdims=True)
-        chosen = chosen / (total + jnp.float32(weighing.epsilon))
+        chosen = normalized(chosen, weighing.epsilon)
     return chosen * jnp.asarray(weighing.scale, jnp.float32)
 
 
