@@ -122,24 +122,6 @@ def check_implementation(implementation: Implementation, rhs: jax.Array) -> None
         raise ValueError(f'implementation="{implementation}" cannot run here: {reason}.')
 
 
-def available_implementations(
-    matrix_shape: tuple[int, int], dtype: Any, platform: str | None = None
-) -> tuple[str, ...]:
-    """Names the implementations that can multiply by matrices of a shape and dtype.
-
-    Args:
-      matrix_shape: (H, F), the shape of each group's matrix.
-      dtype: the dtype of the operands.
-      platform: "cpu", "cuda", "tpu", ...; None: the one that JAX uses by default here.
-    """
-    platform = default_platform() if platform is None else platform
-    return tuple(
-        name
-        for name, backend in BACKENDS.items()
-        if unavailable_reason(backend, platform, matrix_shape, dtype) is None
-    )
-
-
 def unavailable_reason(
     backend: Backend, platform: str, matrix_shape: Sequence[int], dtype: Any
 ) -> str | None:

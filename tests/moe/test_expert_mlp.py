@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from support import meshes
 from support.kernels import needs_kernels
+from support.matmuls import available_implementations
 from support.selection import quick
 
-from jax_ep.matmul.api import available_implementations
 from jax_ep.moe.expert_mlp import expert_mlp
 
 H, F = 64, 128

@@ -12,12 +12,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.contract import AXIS, Case, implementations, most_ranks, per_rank, routing
 from support.kernels import needs_kernels
+from support.matmuls import available_implementations
 from support.meshes import cuda_mesh
 from support.selection import quick
 
 import jax_ep
 from jax_ep import reference
-from jax_ep.matmul.api import available_implementations
 from jax_ep.moe.routed_experts import routed_experts
 
 H, F, T, K, E = 64, 64, 12, 3, 8
