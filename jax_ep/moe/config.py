@@ -62,7 +62,9 @@ class MoEConfig:
             Nothing is sent for such a choice.
         free_expert_factor: of these experts' terms in the load-balance loss, above 0: MoE++'s tau.
             Below 1, tokens choose them more.
-        expert_alignment: each expert's block of rows starts at a multiple of this.
+        expert_alignment: each expert's block of rows starts at a multiple of this. With 8 the
+            receive buffer is of whole tiles of the "pallas" matmuls, which otherwise copy it where
+            `capacity_factor` makes it a number of rows that 8 does not divide.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
             gradient, stays in `dtype`.
