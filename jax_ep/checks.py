@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 AxisName = str | tuple[str, ...]
@@ -124,6 +125,12 @@ def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
     """Raises ValueError unless the value is one of some names."""
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name} must be one of {names}, but is {value!r}.")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raises TypeError unless the value is True or False; a traced value is neither."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, but is {described(value)}.")
 
 
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:

@@ -157,6 +157,8 @@ class MoE(nn.Module, _ConfigFields):
         if init is not None:
             num_routed = MoEConfig.of(self).num_routed
             self.gate = Gate(num_routed, self.selection_bias, init, self.param_dtype)
+        else:
+            moe_params.check_without_gate(selection_bias=self.selection_bias)
 
     @nn.compact
     def __call__(

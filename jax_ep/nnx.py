@@ -98,8 +98,8 @@ class MoE(nnx.Module):
 
     Raises:
       TypeError: a keyword is no field of `jax_ep.MoEConfig`.
-      ValueError: a parameter does not divide over the mesh axes of its logical axes, or a rule
-        names no axis of the mesh.
+      ValueError: a parameter does not divide over the mesh axes of its logical axes, a rule names
+        no axis of the mesh, or an argument is of a gate that gate_init=None leaves out.
     """
 
     gate: Gate | None
@@ -154,6 +154,8 @@ class MoE(nnx.Module):
         )
         # NNX lets an attribute be set to None or to a module, but not to the one after the other.
         self.gate = None if gate_init is None else make_gate(kernel_init=gate_init)
+        if gate_init is None:
+            moe_params.check_without_gate(selection_bias=selection_bias, router_dim=router_dim)
         shapes = moe_params.weight_shapes(
             num_experts,
             hidden,

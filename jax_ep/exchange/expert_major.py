@@ -172,12 +172,7 @@ def combine(
     if topk_weights is None:
         (y,) = gradients.match((y,), handle.axis_name)
         return gradients.combine(config, y, None, handle.routes)
-    checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
-    if topk_weights.shape != handle.rows.shape[1:]:
-        raise ValueError(
-            f"topk_weights must have topk_idx's shape {handle.rows.shape[1:]}, "
-            f"but has shape {topk_weights.shape}."
-        )
+    check_weights(topk_weights, handle)
     y, weights = gradients.match((y, topk_weights.astype(jnp.float32)), handle.axis_name)
     return gradients.combine(config, y, weights, handle.routes)
 
@@ -198,6 +193,16 @@ def check_handle(handle: Handle) -> None:
         raise ValueError(
             f"handle.rows must have shape [{num_ranks}, T, K], one plane for each rank along "
             f"{handle.axis_name}, but has shape {handle.rows.shape}."
+        )
+
+
+def check_weights(topk_weights: jax.Array, handle: Handle) -> None:
+    """Raises TypeError or ValueError unless there is one floating weight for each choice."""
+    checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
+    if topk_weights.shape != handle.rows.shape[1:]:
+        raise ValueError(
+            f"topk_weights must have topk_idx's shape {handle.rows.shape[1:]}, "
+            f"but has shape {topk_weights.shape}."
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_ep.exchange import routes as routing
 from jax_ep.exchange import xla as xla_exchange
@@ -70,7 +69,7 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
             **layout_options,
         )
     group_sizes, expert_counts, num_dropped, rows_needed = layout
-    recv_counts = routing.counts_here(counts, lax.axis_index(config.axis_name))
+    recv_counts = routing.counts_here(counts, config.ranks.here())
     dropped_counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32) - expert_counts
     totals = num_dropped.reshape(()), rows_needed.reshape(())
     described = Layout(group_sizes, expert_counts, *totals, dropped_counts)

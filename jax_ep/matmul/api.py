@@ -60,7 +60,9 @@ def grouped_matmul(
     Args:
       lhs: [R, H] floating: rows in group order.
       rhs: [L, H, F], the dtype of lhs: one matrix for each group.
-      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R.
+      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R. Groups of
+        more rows end at row R. Which rows a negative size moves is undefined, as it is for a sum
+        that int32 cannot hold.
       implementation: the backend:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64.
@@ -119,24 +121,6 @@ def check_implementation(implementation: Implementation, rhs: jax.Array) -> None
     reason = BACKENDS[implementation].operands_reason(rhs.shape[1:], rhs.dtype)
     if reason is not None:
         raise ValueError(f'implementation="{implementation}" cannot run here: {reason}.')
-
-
-def available_implementations(
-    matrix_shape: tuple[int, int], dtype: Any, platform: str | None = None
-) -> tuple[str, ...]:
-    """Names the implementations that can multiply by matrices of a shape and dtype.
-
-    Args:
-      matrix_shape: (H, F), the shape of each group's matrix.
-      dtype: the dtype of the operands.
-      platform: "cpu", "cuda", "tpu", ...; None: the one that JAX uses by default here.
-    """
-    platform = default_platform() if platform is None else platform
-    return tuple(
-        name
-        for name, backend in BACKENDS.items()
-        if unavailable_reason(backend, platform, matrix_shape, dtype) is None
-    )
 
 
 def unavailable_reason(

@@ -36,7 +36,8 @@ class MoEConfig:
         router: None, or a router of your own in its place: a function of the tokens [T, H] and
             their logits [T, E] float32, of one rank, that returns a `jax_ep.Routing` of K choices;
             the logits are None where the layer has no gate. It is a static argument: what it
-            learns must come through the logits, or as `topk_idx` and `topk_weights` of the call.
+            learns must come through the logits, or as `topk_idx` and `topk_weights` of the call,
+            with which it is not called. It is given no selection bias.
         router_dtype: the dtype that logits are computed in and rounded to, of 16 bits or more;
             None: `dtype`. Scores are float32 always.
         balance_convention: of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
@@ -61,7 +62,9 @@ class MoEConfig:
             Nothing is sent for such a choice.
         free_expert_factor: of these experts' terms in the load-balance loss, above 0: MoE++'s tau.
             Below 1, tokens choose them more.
-        expert_alignment: each expert's block of rows starts at a multiple of this.
+        expert_alignment: each expert's block of rows starts at a multiple of this. With 8 the
+            receive buffer is of whole tiles of the "pallas" matmuls, which otherwise copy it where
+            `capacity_factor` makes it a number of rows that 8 does not divide.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
             gradient, stays in `dtype`.
@@ -170,6 +173,7 @@ def check_config(config: MoEConfig) -> None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
     check_overflow(config.overflow)
+    routing.check_weighing(config.score, config.normalize, config.normalize_epsilon, config.scale)
     if config.host_capacity_factor is not None:
         none = ", or None to send a host all that is meant for it"
         checks.check_number("host_capacity_factor", config.host_capacity_factor, otherwise=none)

@@ -158,12 +158,12 @@ def forward(
         products = [gmm.product(tokens, wi, group_sizes, implementation) for wi in matrices]
     pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     if hidden is None:
-        hidden = _hidden(unit, _bias_rows(experts, group_sizes, len(tokens)), pre)
+        hidden = _hidden(unit, _bias_rows(experts, group_sizes, tokens), pre)
     out = gmm.product(hidden, experts.wo, group_sizes, implementation)
     if experts.wo_bias is not None:
         groups = _group_of_row(group_sizes, len(tokens))
         wide = wide_dtype(out.dtype)
-        bias_rows = _rows(experts.wo_bias, groups).astype(wide)
+        bias_rows = _rows(experts.wo_bias, groups, wide)
         out = (out.astype(wide) + bias_rows).astype(out.dtype)
     return out, (tokens, pre, experts, group_sizes)
 
@@ -181,7 +181,7 @@ def backward(
     multiplies its row of the hidden values, which the output is linear in but for its bias.
     """
     tokens, pre, experts, group_sizes = saved
-    biases = _bias_rows(experts, group_sizes, len(tokens))
+    biases = _bias_rows(experts, group_sizes, tokens)
     dhidden = gmm.product(grad, experts.wo, group_sizes, implementation, True)
     factors = (pre,) if weights is None else (pre, weights)
     hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
@@ -202,10 +202,12 @@ def backward(
             dexperts = dexperts._replace(**{name: _sum_by_group(rows, groups, bias)})
     if (bias := experts.wo_bias) is not None:
         grad = jnp.where((groups < len(bias))[:, None], grad, 0)
-        rows = grad.astype(jnp.float32)
+        wide = wide_dtype(grad.dtype)
+        rows = grad.astype(wide)
         if weights is not None and dweights is not None:
-            dweights += jnp.sum(rows * _rows(bias, groups), axis=-1)
-            rows *= weights[:, None]
+            products = jnp.sum(rows * _rows(bias, groups, wide), axis=-1)
+            dweights += products.astype(dweights.dtype)
+            rows *= weights.astype(wide)[:, None]
         dexperts = dexperts._replace(wo_bias=_sum_by_group(rows.astype(grad.dtype), groups, bias))
     return dtokens, dexperts, dweights
 
@@ -253,19 +255,19 @@ def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 
 def _bias_rows(
-    experts: Experts, group_sizes: jax.Array, num_rows: int
+    experts: Experts, group_sizes: jax.Array, tokens: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    """Returns the biases of the pre-activations for each row, [R, F] float32 each, or None."""
+    """Returns the biases of the pre-activations for each of R tokens, [R, F] each, or None."""
     biases = experts.wi_0_bias, experts.wi_1_bias
     if biases == (None, None):
         return biases
-    groups = _group_of_row(group_sizes, num_rows)
-    return tuple(None if bias is None else _rows(bias, groups) for bias in biases)
+    groups, wide = _group_of_row(group_sizes, len(tokens)), wide_dtype(tokens.dtype)
+    return tuple(None if bias is None else _rows(bias, groups, wide) for bias in biases)
 
 
-def _rows(bias: jax.Array, groups: jax.Array) -> jax.Array:
-    """Returns the bias [L, F] of each row's group: [R, F] float32, zero past the last group."""
-    return bias.astype(jnp.float32).at[groups].get(mode="fill", fill_value=0)
+def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the bias [L, F] of each row's group: [R, F] of dtype, zero past the last group."""
+    return bias.astype(dtype).at[groups].get(mode="fill", fill_value=0)
 
 
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
@@ -275,7 +277,8 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
-    sums = lax.dot_general(members, rows, contract, preferred_element_type=jnp.float32)
+    wide = wide_dtype(rows.dtype)
+    sums = lax.dot_general(members, rows, contract, preferred_element_type=wide)
     return sums.astype(bias.dtype)
 
 

@@ -80,7 +80,8 @@ def moe_layer(
             experts see something else (Gemma 4; Nemotron's latent experts).
         topk_idx: [..., K] integer expert ids, or None: choices made by the caller, -1 for none. The
             gate only weighs them, as `score`, `normalize` and `scale` say (DeepSeek-V4's hash
-            layers).
+            layers). With a `router` of your own, which weighs only what it chooses, topk_weights
+            must be given too.
         topk_weights: [..., K] floating, or None: what they weigh. No router runs then, the two
             losses are 0, and `gate` may be None.
 

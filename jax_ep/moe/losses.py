@@ -17,7 +17,8 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.checks import AxisName
 from jax_ep.exchange.routes import count_experts, expert_ids
-from jax_ep.moe.routing import TINY, normalized
+from jax_ep.moe.routing import TINY
+from jax_ep.moe.top_k import normalized
 from jax_ep.runtime.jax_compat import register_for_export
 
 Convention = Literal["switch", "transformers", "deepseek_v3"]

@@ -185,6 +185,19 @@ def weight_shapes(
     }
 
 
+def check_without_gate(*, selection_bias: bool, router_dim: int | None = None) -> None:
+    """Raises ValueError for an argument of a layer's gate; a layer calls it where it has none."""
+    for name, value, nothing in (
+        ("selection_bias", selection_bias, False),
+        ("router_dim", router_dim, None),
+    ):
+        if value != nothing:
+            raise ValueError(
+                f"{name} must be {nothing} where gate_init is None, since it is of the gate that "
+                f"the layer then lacks, but is {value}."
+            )
+
+
 def initializer(
     name: str, kernel_init: Initializer, num_experts: int, num_slots: int | None
 ) -> Initializer:

@@ -23,6 +23,7 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.exchange import primitives
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
+from jax_ep.exchange.expert_major import check_weights
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe.expert_mlp import (
     Activation,
@@ -77,7 +78,7 @@ def routed_experts(
     again, since no gradient needs y.
 
     Args:
-      received: what this rank's `dispatch` returned.
+      received: what this rank's `dispatch` returned, its scales None.
       wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
       activation, gating, clamp: as in `expert_mlp`.
@@ -96,11 +97,16 @@ def routed_experts(
             "received must be what a dispatch returned, a Dispatched, but is "
             f"{checks.described(received)}."
         )
+    if received.scales is not None:
+        raise ValueError(
+            "received.scales must be None, since the experts multiply tokens as they are, but is "
+            f'an array of shape {received.scales.shape}; dispatch with output="dequantized".'
+        )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
     unit = HiddenUnit(activation, gating, clamp)
     check_operands(tokens, experts, group_sizes, unit, matmul_implementation)
-    checks.check_array("topk_weights", topk_weights, 2, jnp.floating, "[T, K]")
+    check_weights(topk_weights, handle)
     checks.check_name("weights_on", weights_on, get_args(WeightsOn))
     weights: jax.Array | None = topk_weights.astype(jnp.float32)
     if weights_on == "input":

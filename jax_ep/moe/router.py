@@ -103,6 +103,8 @@ def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: 
             "router_x must be None where topk_weights is given: no router runs then that could "
             f"read it, but it is an array of shape {inputs.x.shape}."
         )
+    if config.router is not None:
+        _check_own_router(params, inputs)
     if params.gate is None:
         _check_without_gate(params, inputs, config)
         return
@@ -111,6 +113,19 @@ def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: 
         raise ValueError(
             f"{name} must be [..., H={params.gate.shape[0]}] for gate {params.gate.shape}, but has "
             f"shape {array.shape}."
+        )
+
+
+def _check_own_router(params: MoEParams, inputs: RouterInputs) -> None:
+    if params.bias is not None:
+        raise ValueError(
+            "bias must be None (selection_bias=False) where MoEConfig.router is set: the layer "
+            f"gives that router no selection bias, but it is an array of shape {params.bias.shape}."
+        )
+    if inputs.topk_idx is not None and inputs.topk_weights is None:
+        raise ValueError(
+            "topk_weights must be given together with topk_idx where MoEConfig.router is set: that "
+            "router weighs its own choices alone, but topk_weights is None."
         )
 
 

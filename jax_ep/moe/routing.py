@@ -185,19 +185,19 @@ def top_k_routing(
         normalize: divide a token's k weights by their sum plus `normalize_epsilon`.
         normalize_epsilon: the constant of the normalization, 0 or more (LFM2 has 1e-6). The default
             only keeps a sum of zero finite.
-        scale: factor on the weights, after normalization.
+        scale: factor on the weights, after normalization, 0 or more.
 
     Returns:
         A `Routing`.
 
     Raises:
         ValueError: naming the argument, for a shape, name or number that does not fit.
-        TypeError: logits or bias that are not floating.
+        TypeError: logits or bias that are not floating, a number or a bool that is none.
     """
-    checks.check_number("normalize_epsilon", normalize_epsilon, may_be_zero=True)
+    check_weighing(score, normalize, normalize_epsilon, scale)
     checks.check_name("choose_by", choose_by, get_args(ChooseBy))
     checks.check_name("group_score", group_score, get_args(GroupScore))
-    k, num_groups, groups_kept = _check_router(logits, k, score, bias, num_groups, groups_kept)
+    k, num_groups, groups_kept = _check_router(logits, k, bias, num_groups, groups_kept)
     logits = logits.astype(jnp.float32)
     groups = None
     if groups_kept < num_groups:
@@ -227,7 +227,7 @@ def routing_of_choices(
     Their weights are those of `top_k_routing`. logits is [T, E], topk_idx [T, K] integer; an id
     outside [0, E) is a choice of no expert, of weight 0.
     """
-    checks.check_name("score", score, get_args(Score))
+    check_weighing(score, normalize, normalize_epsilon, scale)
     num_experts = logits.shape[1]
     probs = _SCORES[score](logits.astype(jnp.float32))
     topk_idx = expert_ids(topk_idx, num_experts)
@@ -253,10 +253,17 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def check_weighing(score: Any, normalize: Any, normalize_epsilon: Any, scale: Any) -> None:
+    """Raises TypeError or ValueError for what cannot make weights of logits, naming it."""
+    checks.check_name("score", score, get_args(Score))
+    checks.check_bool("normalize", normalize)
+    checks.check_number("normalize_epsilon", normalize_epsilon, may_be_zero=True)
+    checks.check_number("scale", scale, may_be_zero=True)
+
+
 def _check_router(
     logits: jax.Array,
     k: int,
-    score: str,
     bias: jax.Array | None,
     num_groups: int,
     groups_kept: int,
@@ -267,7 +274,6 @@ def _check_router(
     k = checks.check_integer("k", k, least=0)
     num_groups = checks.check_integer("num_groups", num_groups, least=0)
     groups_kept = checks.check_integer("groups_kept", groups_kept, least=0)
-    checks.check_name("score", score, get_args(Score))
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(
             f"num_groups must divide the {num_experts} experts of logits {logits.shape}, "
@@ -324,7 +330,3 @@ def update_expert_bias(
     counts = expert_counts.astype(jnp.float32)
     step = jnp.asarray(rate, jnp.float32) * jnp.sign(jnp.mean(counts) - counts)
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)
-
-
-def normalized(scores: jax.Array, epsilon: float) -> jax.Array:
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.float32(epsilon))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep import checks
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
 from pallas_kernels.routing import plan
@@ -90,11 +91,15 @@ def _weights_derivative(weighing, primals, tangents):
     return weights, jax.jvp(functools.partial(weigh, weighing), primals[:1], tangents[:1])[1]
 
 
+def normalized(scores: jax.Array, epsilon: float) -> jax.Array:
+    """Divides each row of scores [T, n] float32 by its sum plus epsilon."""
+    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.float32(epsilon))
+
+
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
     """Returns the weights [T, k] of choices of these scores, float32."""
     if weighing.normalize:
-        total = jnp.sum(chosen, axis=-1, keepdims=True)
-        chosen = chosen / (total + jnp.float32(weighing.epsilon))
+        chosen = normalized(chosen, weighing.epsilon)
     return chosen * jnp.asarray(weighing.scale, jnp.float32)
 
 
@@ -155,6 +160,7 @@ def _kernel_unavailable(program: Program, k: int) -> bool:
         or not program.is_of_one_device
         or not isinstance(num_tokens, int)
         or num_tokens == 0
+        or num_tokens * num_experts > checks.MAX_INT32  # the kernel's offsets are int32
         or plan.unavailable_reason(num_experts, k) is not None
         or availability.jax_unavailable_reason() is not None
         or availability.mosaic_unavailable_reason() is not None

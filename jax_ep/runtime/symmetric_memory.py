@@ -16,7 +16,6 @@ import os
 import re
 import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -82,11 +81,6 @@ class Domain:
     def numbers(self) -> dict[int, int]:
         """The number of each GPU in the domain, by its `jax.Device.id`."""
         return {gpu.device_id: gpu.number for gpu in self.gpus}
-
-    @property
-    def gpus_of_process(self) -> dict[int, int]:
-        """How many GPUs each process has, by its `jax.process_index()`."""
-        return dict(Counter(gpu.process for gpu in self.gpus))
 
 
 def domain() -> Domain | str:

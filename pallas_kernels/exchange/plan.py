@@ -127,6 +127,19 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
     )
 
 
+def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
+    """Returns the plan; raises ValueError unless a signal can count the steps of a block."""
+    most = 2**layout.COUNT_BITS - 1
+    if plan.steps_per_block(num_tokens) > most:
+        least = -(-num_tokens // (most * plan.step_tokens))
+        raise ValueError(
+            f"num_blocks (JAX_EP_NUM_BLOCKS) must be at least {least} for {num_tokens} tokens: a "
+            f"block sends {plan.step_tokens} tokens a step and signals at most {most} steps, but "
+            f"num_blocks is {plan.num_blocks}."
+        )
+    return plan
+
+
 # ------------------------------------------------------------------------- low-latency protocol
 
 
@@ -281,13 +294,22 @@ def dispatch(
     few, step_tokens = num_tokens <= FEW_TOKENS, 2
     if not few:  # as many as the window of lists has room for at no cost
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // top_k))
+
+    def rows_beside(step_tokens: int) -> int:
+        words = _dispatch_words(num_ranks, top_k, num_experts, step_tokens)
+        return row.room(words) // row.slot_bytes
+
+    # Lists of longer steps take shared memory from the rows, of which one is sent while another is
+    # copied. Steps of 2 tokens leave room for 3, or `fits_shared_memory` is false.
+    while step_tokens > 2 and rows_beside(step_tokens) < 2:
+        step_tokens -= 1
     words = _dispatch_words(num_ranks, top_k, num_experts, step_tokens)
-    in_ring = row.room(words) // row.slot_bytes
+    in_ring = rows_beside(step_tokens)
     num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(_COPY_SLOTS, in_ring // 3))
     room = row.room(words) - num_copy_slots * row.sent_bytes
     num_slots = min(_MAX_SLOTS, room // row.slot_bytes)
     blocks = min(num_blocks or _NUM_BLOCKS, num_tokens)
-    return Plan(
+    plan = Plan(
         num_blocks=blocks,
         num_slots=num_slots,
         store_lag=num_slots // 2,
@@ -295,6 +317,7 @@ def dispatch(
         num_copy_slots=num_copy_slots,
         step_tokens=step_tokens,
     )
+    return _with_few_steps(plan, num_tokens)
 
 
 def dispatch_workspace(
@@ -329,13 +352,14 @@ def rank_dispatch(
     choices += num_ranks * align_up(2 * list_words, LANES)
     lists = _MAX_SLOTS * num_ranks * list_words
     num_slots = min(_MAX_SLOTS, row.room(choices + lists) // row.slot_bytes)
-    return Plan(
+    plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
         step_tokens=2,
     )
+    return _with_few_steps(plan, num_tokens)
 
 
 def rank_dispatch_workspace(
@@ -376,12 +400,13 @@ def combine(
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    return Plan(
+    plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
         step_tokens=_combine_step(row, num_ranks, top_k),
         receive_steps=_RECEIVE_STEPS,
         num_workers=_COMBINE_WORKERS,
     )
+    return _with_few_steps(plan, num_tokens)
 
 
 def combine_tile(row: Row) -> int:

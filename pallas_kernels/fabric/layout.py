@@ -26,7 +26,7 @@ POOL_START = 1
 POOL_BYTES = 2
 DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
 
-VERSION = 2  # of this layout
+VERSION = 3  # of this layout
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
 
 # (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
@@ -38,6 +38,7 @@ MAX_BLOCKS = 2048  # thread blocks of a kernel
 MAX_BUFFERS = 4  # buffers of a kernel that peers reach
 MAX_WORDS = 4096  # words that a rank sends to a peer in a call, and as many in each set of values
 NUM_CHANNELS = 2
+COUNT_BITS = 20  # the low bits of a signal, a count; the number of the call is in the 44 above
 CALLS = HEADER_BYTES  # [MAX_GPUS, MAX_BLOCKS]: calls with each peer so far; this GPU's own
 SIGNALS = CALLS + WORD_BYTES * MAX_GPUS * MAX_BLOCKS  # [NUM_CHANNELS, MAX_BLOCKS, MAX_GPUS]
 ADDRESSES = SIGNALS + WORD_BYTES * NUM_CHANNELS * MAX_BLOCKS * MAX_GPUS  # [MAX_GPUS, MAX_BUFFERS]

@@ -28,12 +28,11 @@ from pallas_kernels.fabric.fabric import RanksOfMesh
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, gpu, i32, i64, scalar
 from pallas_kernels.fabric.plan import LANES
 
-# Bits of a word that gives a buffer's address, from the highest: the address without its last four
-# bits, a flag, and a tag, the low bits of the call's number.
-_ADDRESS_BITS, _TAG_BITS = 45, 18
+# A word that gives a buffer's address holds, from the highest bit: the address without its last
+# four bits, a flag, and a tag, the low bits of the call's number.
+_TAG_BITS = 18
 _NOT_SHARED = 1 << _TAG_BITS  # the flag: the buffer is outside the pool that other processes map
 _VALUES_AT_ONCE = 1024  # words that a warpgroup polls at a time
-_COUNT_BITS = 16  # the low bits of a signal, which hold the count; the call's number is above them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +243,9 @@ class Gpus(RanksOfMesh):
         return mosaic.remote_ref(ref, entry)
 
     def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
-        """Signals `count`, at least 1, on a channel to the block of this index on every rank.
+        """Signals `count` on a channel to the block of this index on every rank.
+
+        `count` is from 1 to 2**layout.COUNT_BITS - 1.
 
         With `release`, who sees the signal also sees what this warpgroup wrote before it. Without,
         the signal only comes after this warpgroup's earlier reads; it waits for no writes, and so
@@ -509,7 +510,7 @@ class _Call:
     def signal(self, table: Value, rank: Value, count: Value) -> Value:
         """Returns the word that signals `count` in this call with `rank`."""
         number = _load_shared(_plus(self.numbers(table), (rank, 8)))
-        return arith.ori(arith.shli(number, i64(_COUNT_BITS)), _widen(count))
+        return arith.ori(arith.shli(number, i64(layout.COUNT_BITS)), _widen(count))
 
 
 def _block() -> Value:

@@ -39,7 +39,8 @@ def row_tiles(
     number of rows in groups. Entries of tiles that do not exist may hold anything.
 
     Args:
-      group_sizes: [L] int32, rows of each group, in order.
+      group_sizes: [L] int32, rows of each group, in order. Groups end at `num_rows`, whatever their
+        sizes; a negative size counts as 0. So no tile is of rows that do not exist.
       height: rows of a tile.
       num_rows: the most rows that there may be in groups.
       interpreted: whether XLA makes the table, on any machine, and not a kernel on a GPU.
@@ -49,8 +50,11 @@ def row_tiles(
 
 def by_xla(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
     num_groups = group_sizes.shape[0]
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    starts = ends - group_sizes
+    ends = lax.associative_scan(
+        lambda rows, size: jnp.minimum(rows + size, num_rows), jnp.clip(group_sizes, 0, num_rows)
+    )
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    group_sizes = ends - starts
     first = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
     counts = jnp.where(group_sizes > 0, -((first - ends) // height), 0)
     tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
@@ -76,9 +80,14 @@ def by_kernel(
     def kernel(sizes: Any, table: Any) -> None:
         own = lax.axis_index("block")
 
+        def size_of(group, start):
+            """Returns the rows of a group that there are from row `start` on."""
+            size = jnp.clip(sizes[group], 0, num_rows)
+            return jnp.minimum(start + size, num_rows) - start
+
         def count(group, totals):
             rows, tiles = totals
-            size = sizes[group]
+            size = size_of(group, rows)
             return rows + size, tiles + jnp.where(size > 0, _tiles_of(rows, size), 0)
 
         def write(entry, *values):
@@ -101,7 +110,7 @@ def by_kernel(
 
         @pl.when(own < num_groups)
         def _group():
-            size = sizes[own]
+            size = size_of(own, start)
             first = start - lax.rem(start, ROW_ALIGNMENT)
 
             def write_tile(i, _):

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from support.kernels import needs_kernels
-from support.meshes import cuda_mesh
+from support.meshes import cuda_mesh, mesh
 from support.selection import quick
 
 import jax_ep
@@ -250,6 +250,28 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
             jax.ShapeDtypeStruct((10, top_k), jnp.int32),
             jax.ShapeDtypeStruct((10, top_k), jnp.float32),
         )
+
+
+def test_a_group_of_ranks_counts_what_it_drops_itself(monkeypatch):
+    """Of four ranks in groups of two, each reads the counts of its own experts in its group."""
+    counts = jnp.asarray([[1, 2, 3, 4], [10, 20, 30, 40]], jnp.int32)  # by source rank and expert
+
+    def kernel(x, topk_idx, *_, **__):
+        zeros = [jnp.zeros(shape, jnp.int32) for shape in ((2,), (2,), (1,), (1,))]
+        return x, jnp.zeros((2, *topk_idx.shape), jnp.int32), counts, *zeros
+
+    monkeypatch.setattr(pallas_exchange.dispatch_kernel, "dispatch", kernel)
+    monkeypatch.setattr(pallas_exchange.plans, "low_latency", lambda *_, **__: None)
+    config = Config(axis_name=("expert",), group_size=2, num_experts=4, capacity=8)
+
+    def dropped(x, topk_idx):
+        return pallas_exchange.dispatch(x, topk_idx, config)[2].dropped_counts
+
+    run = jax.shard_map(
+        dropped, mesh=mesh((4,), ("expert",)), in_specs=P(), out_specs=P("expert"), check_vma=False
+    )
+    got = jax.jit(run)(jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((8, 2), jnp.int32))
+    np.testing.assert_array_equal(got.reshape(4, 2), [[11, 22], [33, 44]] * 2)
 
 
 @pytest.mark.parametrize(

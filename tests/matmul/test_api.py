@@ -14,15 +14,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support import meshes
 from support.kernels import KERNELS_RUN, needs_kernels
+from support.matmuls import available_implementations
 from support.meshes import cuda_mesh
 from support.selection import quick
 
 from jax_ep.matmul.api import (
-    IMPLEMENTATIONS,
-    available_implementations,
+    BACKENDS,
     gated_product,
     grouped_matmul,
     sum_of_products,
+    unavailable_reason,
 )
 
 H, F = 64, 128
@@ -46,6 +47,7 @@ GROUP_SIZES = {  # all of one length, so that one compiled program takes them al
     "blocks' edges": [128, 64, 64, 256, 0, 128],
     "far short of R": [5, 0, 20, 0, 0, 1],
     "all empty": [0, 0, 0, 0, 0, 0],
+    "past R": [300, 0, 900, 5, 0, 7],
 }
 
 
@@ -88,7 +90,7 @@ def product_and_gradients(lhs, rhs, sizes, grad, implementation):
     return out, *vjp(grad)
 
 
-@pytest.mark.parametrize("case", quick([*GROUP_SIZES], "empty groups", "blocks' edges"))
+@pytest.mark.parametrize("case", quick([*GROUP_SIZES], "empty groups", "blocks' edges", "past R"))
 @pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
 def test_product_and_gradients(implementation, dtype, case):
     sizes = GROUP_SIZES[case]
@@ -444,10 +446,12 @@ def test_a_name_that_cannot_run_says_why():
             call(*half, implementation="pallas")
 
 
-def test_available_implementations_names_what_can_be_called():
-    assert set(available_implementations((H, F), "float32")) <= set(IMPLEMENTATIONS)
-    assert {"xla", "loop"} <= set(available_implementations((H, F), "float32"))
+def test_what_runs_where():
+    def reason(name, platform, dtype="bfloat16"):
+        return unavailable_reason(BACKENDS[name], platform, (H, F), dtype)
+
+    for name in ("xla", "loop"):
+        assert reason(name, "cpu") is reason(name, "cuda", "float32") is None
     if jax.default_backend() == "cpu":
-        for_cuda = available_implementations((H, F), "bfloat16", "cuda")
-        assert ("pallas" in for_cuda) == KERNELS_RUN
-    assert "pallas" not in available_implementations((H, F), "bfloat16", "cpu")
+        assert (reason("pallas", "cuda") is None) == KERNELS_RUN
+    assert reason("pallas", "cpu") is not None

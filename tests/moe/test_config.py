@@ -93,12 +93,23 @@ def test_a_config_can_be_pickled(activation):
         (dict(dtype=jnp.int32), TypeError, "dtype must be a floating dtype.*int32"),
         (dict(dtype="half-float"), TypeError, "dtype must .* but is 'half-float'"),
         (dict(normalize_epsilon="0"), TypeError, "normalize_epsilon must .* but is '0'"),
+        (dict(scale="2"), TypeError, "scale must be a Python number, but is '2'"),
+        (dict(scale=np.nan), ValueError, "scale must be 0 or more and finite, but is nan"),
+        (dict(normalize="no"), TypeError, "normalize must be True or False, but is 'no'"),
+        (dict(score="tanh"), ValueError, "score must be one of .* but is 'tanh'"),
         (dict(normalize_epsilon=-1.0), ValueError, "normalize_epsilon must .* but is -1.0"),
     ],
 )
 def test_impossible_fields_are_named(changes, error, message):
     with pytest.raises(error, match=message):
         moe_layer(make_params(), make_x(), MoEConfig(**vars(CONFIG) | changes))
+
+
+def test_impossible_weighing_is_named_where_the_gate_weighs_nothing():
+    x, config = make_x(), MoEConfig(**vars(CONFIG) | dict(normalize=1))
+    topk_idx = jnp.zeros((*x.shape[:-1], K), jnp.int32)
+    with pytest.raises(TypeError, match="normalize must be True or False, but is 1"):
+        moe_layer(make_params(), x, config, topk_idx=topk_idx, topk_weights=topk_idx * 1.0)
 
 
 def test_a_traced_capacity_factor_is_named():

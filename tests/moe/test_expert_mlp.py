@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from support import meshes
 from support.kernels import needs_kernels
+from support.matmuls import available_implementations
 from support.selection import quick
 
-from jax_ep.matmul.api import available_implementations
 from jax_ep.moe.expert_mlp import expert_mlp
 
 H, F = 64, 128
@@ -191,6 +191,23 @@ def test_biases_clamps_and_units_of_ones_own(dtype, case, gated):
         assert_close(mine, np.asarray(wanted), dtype)
     for name, mine in dbiases.items():
         assert_close(mine.astype(dtype), np.asarray(want_rest[1][name]), dtype)
+
+
+def test_float64_experts_have_float64_biases():
+    """No bias, and no gradient of one, is rounded to float32 on its way."""
+    sizes = CASES["empty and huge"]
+    with jax.enable_x64(True):
+        (tokens, *weights), group_sizes, grad = operands(NUM_ROWS, sizes, "float64")
+        biases, _ = unusual(weights)
+        tokens, grad = (a.at[sum(sizes) :].set(0) for a in (tokens, grad))
+        got = unusual_results(tokens, weights, biases, group_sizes, grad)
+        reference = functools.partial(
+            unusual_reference, sizes=np.asarray(sizes), clamp=clamp_of(weights)
+        )
+        out, vjp = jax.vjp(reference, tokens, weights, biases)
+        for mine, want in zip(*map(jax.tree.leaves, (got, (out, *vjp(grad)))), strict=True):
+            assert mine.dtype == jnp.float64
+            np.testing.assert_allclose(mine, want, rtol=0, atol=1e-12 * max(1, abs(want).max()))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,12 +12,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from support.contract import AXIS, Case, implementations, most_ranks, per_rank, routing
 from support.kernels import needs_kernels
+from support.matmuls import available_implementations
 from support.meshes import cuda_mesh
 from support.selection import quick
 
 import jax_ep
 from jax_ep import reference
-from jax_ep.matmul.api import available_implementations
 from jax_ep.moe.routed_experts import routed_experts
 
 H, F, T, K, E = 64, 64, 12, 3, 8
@@ -176,6 +176,22 @@ def test_an_unknown_place_of_the_weights_is_named():
 
     with pytest.raises(ValueError, match="weights_on must be one of .* but is 'gate'"):
         jax.eval_shape(per_rank(run, 1), *(a[None] for a in (x, topk_idx, weights, *experts)))
+
+
+def test_scaled_rows_are_refused():
+    """Rows that arrive as float8 mean something only together with their scales."""
+    wire, hidden = jnp.float8_e4m3fn, 128
+
+    def run(x, topk_idx, weights, wi, wo):
+        sent = jax_ep.dispatch(
+            x, topk_idx, num_experts=E, axis_name=AXIS, wire_dtype=wire, output="quantized"
+        )
+        return routed_experts(sent, wi, None, wo, weights)
+
+    shapes = [((T, hidden), jnp.bfloat16), ((T, K), jnp.int32), ((T, K), jnp.float32)]
+    shapes += [((E, hidden, F), wire), ((E, F, hidden), wire)]
+    with pytest.raises(ValueError, match=r"received\.scales must be None.*\(36, 1\)"):
+        jax.eval_shape(per_rank(run, 1), *(jax.ShapeDtypeStruct((1, *s), t) for s, t in shapes))
 
 
 @pytest.mark.parametrize(
@@ -382,6 +398,16 @@ def test_lowers_for_cuda_without_float32_rows(check_vma):
             TypeError,
             "topk_weights must be a floating array",
         ),
+        (
+            dict(weights=jnp.zeros((K, T)), weights_on="input"),
+            ValueError,
+            r"topk_weights must have .*\(3, 12\)",
+        ),
+        (
+            dict(weights=jnp.zeros((T, K - 1)), weights_on="input"),
+            ValueError,
+            "topk_weights must have",
+        ),
         (dict(matmul="cutlass"), ValueError, "implementation must be one of .*'cutlass'"),
         (dict(exchange="nccl"), ValueError, "implementation must be one of .*'nccl'"),
     ],
@@ -401,6 +427,7 @@ def test_errors(change, error, message):
             weights,
             implementation=implementations["exchange"],
             matmul_implementation=implementations["matmul"],
+            weights_on=change.get("weights_on", "output"),
         )
 
     with pytest.raises(error, match=message):

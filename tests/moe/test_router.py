@@ -225,6 +225,46 @@ def test_errors_name_what_a_router_returned(routed, error, message):
         moe_layer(PARAMS, X, dataclasses.replace(CONFIG, router=routed))
 
 
+@pytest.mark.parametrize(
+    "bias, call, message",
+    [
+        (jnp.zeros(E), {}, r"bias must be None .*MoEConfig\.router is set.*\(8,\)"),
+        (None, dict(topk_idx=IDX), "topk_weights must be given together .*MoEConfig.router is set"),
+    ],
+)
+def test_what_a_router_of_ones_own_does_not_see_is_refused(bias, call, message):
+    config = dataclasses.replace(CONFIG, router=own_router)
+    with pytest.raises(ValueError, match=message):
+        moe_layer(PARAMS._replace(bias=bias), X, config, **call)
+
+
+def test_a_router_is_not_called_where_choices_and_weights_are_given():
+    def router(x, logits):
+        raise AssertionError("called")
+
+    given = dict(topk_idx=IDX, topk_weights=WEIGHTS)
+    out, _ = moe_layer(PARAMS, X, dataclasses.replace(CONFIG, router=router), **given)
+    np.testing.assert_allclose(out, weighted_experts(IDX, WEIGHTS), atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", ["linen", "nnx"])
+def test_layers_without_a_gate_have_nothing_of_it(layer):
+    options: dict = dict(num_experts=E, num_experts_per_token=K, gate_init=None)
+
+    def make(**changes):
+        if layer == "nnx":
+            return jax_ep.nnx.MoE(H, F, **options, **changes, rngs=nnx.Rngs(0))
+        return jax_ep.linen.MoE(mlp_dim=F, **options, **changes).init(
+            jax.random.key(0), X, topk_idx=IDX, topk_weights=WEIGHTS
+        )
+
+    with pytest.raises(ValueError, match="selection_bias must be False where gate_init is None"):
+        jax.eval_shape(functools.partial(make, selection_bias=True))
+    if layer == "nnx":
+        with pytest.raises(ValueError, match="router_dim must be None where gate_init is None.* 5"):
+            make(router_dim=5)
+
+
 @pytest.mark.slow
 def test_both_flax_layers_take_them():
     """What a call may give the router; and a layer without a gate has none."""

@@ -96,7 +96,9 @@ def test_one_device_runs_the_kernel(experts, groups):
 def test_xla_sorts_where_the_kernel_does_not_run():
     shards = NamedSharding(mesh((2,), ("data",)), PartitionSpec("data"))
     assert kernels_in(lowered(8, 64)) == 1
+    assert kernels_in(lowered(2**23 - 1, 256)) == 1
     for text in (
+        lowered(2**23, 256),  # more elements than int32 counts
         lowered(8, 64, sharding=shards),  # which XLA partitions
         lowered(8, 2000),
         lowered(8, 64, k=33),

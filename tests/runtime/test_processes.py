@@ -12,7 +12,14 @@ from pathlib import Path
 
 import jax
 import pytest
-from support.domain_processes import Outcome, Process, Processes, Store, sockets
+from support.domain_processes import (
+    Outcome,
+    Process,
+    Processes,
+    Store,
+    gpus_of_process,
+    sockets,
+)
 
 from jax_ep.runtime import processes
 from jax_ep.runtime.symmetric_memory import Domain
@@ -85,7 +92,7 @@ def test_processes_write_to_each_others_heaps_and_arrays(visible, run, folder):
     for number, gpus in enumerate(visible):
         for ordinal, gpu in enumerate(gpus):
             assert domain.numbers[10 * number + ordinal] == gpu
-    assert domain.gpus_of_process == {p: len(gpus) for p, gpus in enumerate(visible)}
+    assert gpus_of_process(domain) == {p: len(gpus) for p, gpus in enumerate(visible)}
 
 
 def test_a_pair_without_peer_access_is_known_to_all(run, folder):
@@ -101,7 +108,7 @@ def test_each_host_has_a_domain_of_its_own(run, folder):
     outcomes = run(members, folder)
     for here in ([0, 2], [1, 3]):
         domains = [outcomes[p].domain for p in here]
-        assert domains[0] == domains[1] and list(domains[0].gpus_of_process) == here
+        assert domains[0] == domains[1] and list(gpus_of_process(domains[0])) == here
         assert domains[0].numbers == {10 * p: g for g, p in enumerate(here)}
     assert not sockets(folder)
 

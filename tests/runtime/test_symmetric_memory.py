@@ -13,6 +13,7 @@ import pytest
 from jax import export
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.domain_processes import gpus_of_process
 from support.fake_cuda import FakeCuda, open_descriptors
 from support.kernels import needs_kernels
 from support.meshes import cuda_mesh, expert_mesh
@@ -296,7 +297,7 @@ def test_heaps_are_mapped_once_for_all_gpus(machine):
     assert domain is symmetric_memory.domain()
     assert (domain.base, domain.stride, domain.num_gpus) == (layout.BASE, layout.STRIDE, 3)
     assert domain.heap_bytes == layout.heap_bytes(3)
-    assert domain.numbers == {10: 1, 11: 0, 12: 2} and domain.gpus_of_process == {0: 3}
+    assert domain.numbers == {10: 1, 11: 0, 12: 2} and gpus_of_process(domain) == {0: 3}
     for gpu in domain.gpus:
         heap = library.mapping(domain.base + gpu.number * domain.stride)
         pool = library.mapping(gpu.pool_start)
@@ -542,7 +543,7 @@ def test_an_array_has_an_address_while_a_program_is_traced():
 def test_the_domain_of_this_machine():
     domain = symmetric_memory.domain()
     assert isinstance(domain, Domain)
-    assert domain.gpus_of_process[jax.process_index()] == len(jax.local_devices())
+    assert gpus_of_process(domain)[jax.process_index()] == len(jax.local_devices())
     assert symmetric_memory.unavailable_reason(jax.local_devices()) is None
 
 

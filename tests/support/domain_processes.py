@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,11 @@ def set_up(
     return Outcome(domain, seconds, _write_to_all(domain, number, arrays, store), left)
 
 
+def gpus_of_process(domain: symmetric_memory.Domain) -> dict[int, int]:
+    """How many GPUs each process of a domain has, by its `jax.process_index()`."""
+    return dict(Counter(gpu.process for gpu in domain.gpus))
+
+
 def _write_to_all(
     domain: symmetric_memory.Domain, number: int, arrays: dict[int, int], store: Any
 ) -> dict[int, tuple[list[int], list[int]]]:
@@ -214,7 +220,7 @@ def _write_to_all(
     addresses = " ".join(f"{device}:{address}" for device, address in arrays.items())
     store.key_value_set(f"arrays/{number}", addresses)
     of_device = {}
-    for process in domain.gpus_of_process:
+    for process in gpus_of_process(domain):
         for pair in store.blocking_key_value_get(f"arrays/{process}", 10_000).split():
             of_device[int(pair.split(":")[0])] = int(pair.split(":")[1])
     denied = {(one, other) for one, other, _ in domain.no_access}
@@ -233,7 +239,7 @@ def _write_to_all(
             there = (of_device[peer.device_id] + delta) % 2**64
             cuda_driver.write(ordinal, there + place, word)
     store.key_value_set(f"written/{number}", "")
-    for process in domain.gpus_of_process:
+    for process in gpus_of_process(domain):
         store.blocking_key_value_get(f"written/{process}", 10_000)
     received = {}
     for ordinal, gpu in _by_ordinal(own):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange.plan import Row
 from pallas_kernels.exchange.sender import Sender
+from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Window
 from pallas_kernels.fabric.symmetric import Gpus
 
@@ -81,6 +83,26 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     assert of_short.num_slots % of_short.num_workers == 0  # a worker has slots of its own
 
 
+@pytest.mark.parametrize("num_tokens", [128, 4096])
+@pytest.mark.parametrize(("num_ranks", "top_k"), [(2, 8), (8, 4), (16, 10), (16, 32)])
+def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
+    """Also where long lists leave little room for rows: then steps have fewer tokens."""
+    sizes = dict(num_ranks=num_ranks, top_k=top_k)
+    for num_experts in (64, 1536, 2048, 3072, 3840):
+        for row in (Row(512, jnp.bfloat16), Row(512, jnp.float32, WIRE), Row(1024, jnp.bfloat16)):
+            if plans.fits_shared_memory(row, num_experts=num_experts, **sizes):
+                plans.dispatch(row, num_tokens=num_tokens, num_experts=num_experts, **sizes)
+
+
+def test_long_lists_leave_shared_memory_for_rows():
+    """Steps are shorter where rows would else have no room, and only there."""
+    sizes = dict(num_tokens=4096, num_ranks=8, top_k=4)
+    plan = plans.dispatch(Row(512, jnp.bfloat16), num_experts=3584, **sizes)
+    assert (plan.step_tokens, plan.num_slots) == (32, 8)
+    plan = plans.dispatch(Row(512, jnp.bfloat16), num_experts=3840, **sizes)
+    assert (plan.step_tokens, plan.num_slots) == (12, 1)
+
+
 @pytest.mark.parametrize("wire_dtype", [None, WIRE])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("hidden", [64, 1024, 2048, 2880, 5120, 7168, 8224, 14336, 16448])
@@ -121,6 +143,22 @@ def test_blocks_can_be_limited(num_blocks):
         plans.combine_grad_of_short_rows(row, top_k=8, num_experts=256, **sizes),
     ):
         assert plan.num_blocks == min(num_blocks, 128)
+
+
+def test_a_signal_can_count_the_steps_of_a_block():
+    """More than 2**16 of them, as one block has for that many long rows; or the plan is refused."""
+    row, most = ROWS[0], 2**layout.COUNT_BITS - 1
+    options = dict(num_ranks=8, num_blocks=1)
+    functions = [
+        (1, functools.partial(plans.combine, row, top_k=8, **options)),
+        (2, functools.partial(plans.dispatch, row, top_k=8, num_experts=256, **options)),
+        (2, functools.partial(plans.rank_dispatch, row, list_words=16, **options)),
+    ]
+    for step_tokens, plan_of in functions:
+        num_tokens = most * step_tokens
+        assert plan_of(num_tokens=num_tokens).steps_per_block(num_tokens) == most > 2**16
+        with pytest.raises(ValueError, match=r"NUM_BLOCKS\) must be at least 2 .* is 1\."):
+            plan_of(num_tokens=num_tokens + 1)
 
 
 def test_rows_that_are_too_long():

@@ -56,6 +56,30 @@ def test_the_kernel_makes_the_same_table(num_groups, height):
     assert_equal_tables(got, by_xla(sizes, height, num_rows))
 
 
+MOST = 2**31 - 1
+# Sizes that count more rows than there are, or fewer than none, and what they amount to of 64 rows.
+EXCESSIVE = [
+    ([1000], [64]),
+    ([30, 1000, 7], [30, 34, 0]),
+    ([30, -10, 20, 30, MOST], [30, 0, 20, 14, 0]),
+]
+
+
+@pytest.mark.parametrize(("sizes", "cut"), EXCESSIVE)
+def test_groups_end_where_rows_do(sizes, cut):
+    got, want = (np.asarray(by_xla(jnp.asarray(s, jnp.int32), 64, 64)) for s in (sizes, cut))
+    assert_equal_tables(got, want)
+    assert np.all(got[: got[-1, 0], 3] <= 64) and got[-1, 0] < len(got)
+
+
+@simulated
+@pytest.mark.parametrize(("sizes", "cut"), quick(EXCESSIVE, EXCESSIVE[-1]))
+def test_groups_of_the_kernel_end_where_rows_do(sizes, cut):
+    sizes, cut = jnp.asarray(sizes, jnp.int32), jnp.asarray(cut, jnp.int32)
+    got = interpret(lambda: row_tiles.by_kernel(sizes, 64, 64, interpret=simulator.INTERPRETER))
+    assert_equal_tables(got, by_xla(cut, 64, 64))
+
+
 @simulated
 @pytest.mark.slow
 def test_no_rows():
@@ -72,6 +96,7 @@ def test_no_rows():
 def test_the_kernel_makes_the_same_table_on_a_gpu(num_groups):
     sizes, num_rows = sizes_of(num_groups)
     for height in (64, 128):
-        assert_equal_tables(
-            row_tiles.by_kernel(sizes, height, num_rows), by_xla(sizes, height, num_rows)
-        )
+        for most in (num_rows, num_rows // 16 * 8):
+            assert_equal_tables(
+                row_tiles.by_kernel(sizes, height, most), by_xla(sizes, height, most)
+            )
