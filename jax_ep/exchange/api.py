@@ -8,7 +8,8 @@ Everything is called inside `jax.shard_map` over `axis_name`. What follows a cal
   expert_major or rank_major   checks the arguments of a layout, and makes its pytrees
   gradients                    the custom gradients, one set for both layouts
   primitives                   the JAX primitives: shapes, and which exchange runs where
-  xla or pallas                the two exchanges, typed in `interface`
+  xla, pallas or two_level     the three exchanges, typed in `interface`; two_level is made of one
+                               of the others inside each host, and of rail between hosts
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def dispatch(
 ) -> Dispatched | RankDispatched:
     """Sends each token to the ranks that own its experts. Call it inside `jax.shard_map`.
 
+    (The function is long because it documents and checks every argument.)
+
     Args:
       x: [T, H] floating: this rank's tokens.
       topk_idx: [T, K] integer: global expert ids. A value outside [0, E), such as -1, is a choice
@@ -106,8 +109,8 @@ def dispatch(
         becomes of NaN and of the largest and smallest values: see `jax_ep.exchange.quantization`.
       grad_wire_dtype: None; or `jnp.float8_e4m3fn`, in which the cotangents' sums go back, as in
         `combine(wire_dtype=...)`. Most training wants None: they travel in their own dtype.
-      output: with a wire_dtype, "dequantized" hands out rows of x's dtype, and "quantized" the
-        float8 rows as they came with their `Dispatched.scales`, for a float8 matmul.
+      output: with a wire_dtype, "dequantized" returns rows of x's dtype, and "quantized" the float8
+        rows as they are received, with their `Dispatched.scales`, for a float8 matmul.
       layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
         each (source rank, token), which has no capacity and no alignment.
       topk_weights: [T, K] floating, in the rank-major layout only: sent along, for the experts'
@@ -178,7 +181,7 @@ def combine(
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Brings the experts' outputs back to the tokens' owners and sums them.
+    """Returns the experts' outputs to the tokens' owners and sums them.
 
     `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. The sum over one rank's rows is taken
     in float32 next to the experts and rounded once, to y's dtype or the wire_dtype, to cross the
