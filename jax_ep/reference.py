@@ -79,6 +79,8 @@ def dispatch(
 ) -> list[Dispatched]:
     """Sends every token to the ranks that own its experts, one row per (token, choice).
 
+    (The function is long because the whole contract is one loop that is read at once.)
+
     Args:
       x_per_rank: N arrays [T, H], floating.
       topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1, like any other value
@@ -173,9 +175,10 @@ def _within_host_capacity(
 
 
 def fair_quota(wanted: Sequence[int], capacity: int, expert_alignment: int) -> int:
-    """The largest q at which blocks of min(c, q) rows, for each c of `wanted`, fit in `capacity`.
+    """Returns the largest q at which blocks of min(c, q) rows, for each c of `wanted`, fit.
 
-    At most the largest of `wanted`: with that many rows for each expert nothing is dropped.
+    They fit in `capacity` rows, each block padded to expert_alignment. q is at most the largest of
+    `wanted`: with that many rows for each expert nothing is dropped.
     """
     quota = 0
     while quota < max(wanted) and capacity >= sum(

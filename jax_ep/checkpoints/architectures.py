@@ -1,10 +1,10 @@
-"""What the published models are, as one table: their routers, and where each weight is stored.
+"""The table of published models: their routers, and where each weight is stored.
 
-The axes of a stored tensor are written in letters: E experts, R those that the router chooses
-among, H hidden, F hidden of one expert, S of the shared experts together, 1 an axis of one element.
-G is wi_0 and wi_1 along one axis with F: "GF H" is [2 * F, H], the rows of wi_0 before those of
-wi_1, and "H FG" is [H, 2 * F], the columns of both in turn. `{e}` in a name is the number of an
-expert: there is a tensor for each.
+The axes of a stored tensor are written in letters: E experts, R experts that the router chooses
+among, H hidden, F hidden of one expert, S hidden of the shared experts together, 1 an axis of one
+element. G is wi_0 and wi_1 along one axis with F: "GF H" is [2 * F, H], the rows of wi_0 before
+those of wi_1, and "H FG" is [H, 2 * F], the columns of both in turn. `{e}` in a name is the number
+of an expert: there is a tensor for each.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _bias(name: str, where: str = "") -> Tensor:
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Three matrices of each expert."""
+    """Lists the tensors of three matrices for each expert."""
     return (
         Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
         Tensor(("wi_1",), f"{block}.{{e}}.{up}.weight", "F H"),
@@ -97,12 +97,12 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 
 
 def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
-    """Two tensors of all experts."""
+    """Lists two tensors that hold all experts."""
     return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
 
 
 def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Three matrices of the shared experts."""
+    """Lists the tensors of the shared experts' three matrices."""
     return (
         Tensor(("shared_wi_0",), f"{block}.{gate}.weight", "S H"),
         Tensor(("shared_wi_1",), f"{block}.{up}.weight", "S H"),

@@ -1,6 +1,6 @@
 """The functions that config.json names or implies: activations, gating, and one router.
 
-Each is one object for equal numbers, so that the configurations of layers alike are equal.
+Equal numbers give the same object, so that the configurations of equal layers are equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What configures an MoE layer besides its parameters; both Flax layers take these fields."""
+"""The configuration of an MoE layer, whose fields both Flax layers take."""
 
 from __future__ import annotations
 
@@ -130,12 +130,12 @@ class MoEConfig:
 
     @property
     def num_free(self) -> int:
-        """The experts that cost nothing."""
+        """The number of experts that cost nothing: zero, identity and constant ones."""
         return self.zero_experts + self.identity_experts + self.constant_experts
 
     @property
     def num_routed(self) -> int:
-        """The experts that the router chooses among: E and those that cost nothing."""
+        """The number of experts that the router chooses among: E, and those that cost nothing."""
         return self.num_experts + self.num_free
 
     def unit(self) -> HiddenUnit:
@@ -144,7 +144,7 @@ class MoEConfig:
 
     @property
     def num_held(self) -> int:
-        """The experts that the ranks hold, copies counted: P, or E without slots."""
+        """The number of experts that all ranks hold, copies counted: P, or E without slots."""
         return self.num_experts if self.num_slots is None else self.num_slots
 
     def functions(self) -> dict[str, Callable[..., Any]]:

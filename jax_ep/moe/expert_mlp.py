@@ -114,8 +114,8 @@ def expert_mlp(
       [R, H], the dtype of tokens.
 
     Raises:
-      TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
-        it here; the message says why.
+      TypeError, ValueError: an argument does not fit, or the named implementation cannot run
+        here; the message says why.
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
     unit = HiddenUnit(activation, gating, clamp)

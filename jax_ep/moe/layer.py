@@ -141,7 +141,7 @@ class _Call(NamedTuple):
     sequence_ids: jax.Array | None = None
 
 
-# Static arguments are hashable, so layers alike are traced once, and eager calls are compiled.
+# Static arguments are hashable, so equal layers are traced once, and eager calls are compiled.
 @functools.partial(jax.jit, static_argnames=("config", "where"))
 def _moe_layer(
     params: MoEParams,
@@ -263,8 +263,8 @@ def _on_rank(
 def _for_all_tensor_ranks(arrays: tuple[jax.Array, ...], where: LayerMesh) -> tuple[jax.Array, ...]:
     """Returns [T, ...] of the tokens that all ranks along the tensor axes compute together.
 
-    The gradient of what they hold alike is a sum over them; it is made here, of a row for each
-    token, and not later, of a row for each choice.
+    All these ranks hold equal results, whose gradient is a sum over the ranks. The sum is taken
+    here, of a row for each token, and not later, of a row for each choice.
     """
     if where.splits_tokens_over_tensor_axes():
         gather = functools.partial(lax.all_gather, axis_name=where.tensor_axes, tiled=True)

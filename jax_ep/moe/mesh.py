@@ -39,7 +39,7 @@ class LayerMesh(NamedTuple):
         return self._size(self.tensor_axes)
 
     def splits_tokens_over_tensor_axes(self) -> bool:
-        """Whether ranks along `tensor_axes` have tokens of their own."""
+        """Returns whether ranks along `tensor_axes` have tokens of their own."""
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 
     def _size(self, axes: tuple[str, ...]) -> int:

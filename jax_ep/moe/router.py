@@ -75,7 +75,7 @@ def route(
 
 
 def makes_distinct_choices(inputs: RouterInputs, config: MoEConfig) -> bool:
-    """Whether all choices of a token are known to be of different experts."""
+    """Returns whether all choices of a token are known to be of different experts."""
     return inputs.topk_idx is None and config.router is None
 
 

@@ -1,9 +1,9 @@
 """A layer whose ranks hold slots: P of them for E experts, some of which have copies.
 
-The layer is given which slot holds which expert as arrays, so another placement needs no other
-program. Every choice of an expert becomes one of a slot, and dispatch and matmuls know slots alone.
+The layer takes which slot holds which expert as arrays, so another placement needs no other
+program. Every choice of an expert becomes a choice of a slot; dispatch and matmuls have only slots.
 In the backward pass the gradients of an expert's copies are added, and each copy gets the sum: an
-optimizer that treats elements alike keeps copies equal, bit for bit.
+optimizer that treats all elements in the same way keeps copies equal, bit for bit.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _profile(visits: list[Any], experts: Array) -> Array:
 
 
 def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
-    """Returns [n, parts]: how alike each row is to each of `parts` clusters of equal size."""
+    """Returns [n, parts]: how similar each row is to each of `parts` clusters of equal size."""
     centers = profile[[rng.integers(len(profile))]]
     while len(centers) < parts:  # each the least like any before it
         alike = (profile @ centers.T).max(axis=1)
@@ -156,7 +156,7 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
 def _sweep(
     part: Array, near: list[Array], load: Array, limit: Array, parts: int, assign: Any, most: int
 ) -> float:
-    """Assigns each layer anew, given its neighbours, until a sweep keeps no more tokens in place.
+    """Assigns each layer again, given its neighbours, until a sweep keeps no more tokens in place.
 
     Changes `part` [layers, n]; returns how many pairs of choices stay. `most` counts sweeps.
     """

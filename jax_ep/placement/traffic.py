@@ -53,7 +53,7 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 
 
 def _slots(topk_idx: Array, placement: Placement) -> Array:
-    """`choose_slots` of all ranks, in NumPy: [N, t, K] experts of one layer -> slots."""
+    """Chooses the slots of all ranks' experts [N, t, K] of one layer, as `choose_slots` does."""
     num_ranks, num_experts = len(topk_idx), len(placement.num_copies)
     rank = np.arange(num_ranks)[:, None]
     choices = topk_idx.reshape(num_ranks, -1)
