@@ -162,7 +162,7 @@ def dispatch(
 def _within_host_capacity(
     topk_idx: Array, host: int, num_experts: int, num_hosts: int, host_capacity: int | None
 ) -> Array:
-    """Choices [T, K] of a rank on `host`, with -1 past the first tokens for each other host."""
+    """Sets choices [T, K] of a rank on `host` to -1 past the first tokens for each other host."""
     kept = np.array(topk_idx)
     for other in range(num_hosts):
         if host_capacity is None or other == host:

@@ -161,7 +161,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _program(case: dict[str, Any]) -> str:
-    """Returns a text that is equal for cases with the same program.
+    """Returns a text that identifies the program of a case; cases with equal texts share it.
 
     A baseline has one program for all operations of a direction.
     """
@@ -341,7 +341,7 @@ def _check_baseline(baseline, state, outputs, plain: Case) -> None:
 
 
 def _compare_with_ragged(rows: list[report.Row]) -> None:
-    """Adds to each row its speed-up over the baseline `lax.ragged_all_to_all`, in wall time."""
+    """Adds to each row its speed-up, in wall time, over the baseline `lax.ragged_all_to_all`."""
 
     def work(row):
         return row["op"], row["tokens"], row["ranks"], row["dtype"]

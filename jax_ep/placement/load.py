@@ -26,7 +26,7 @@ class LoadTracker:
     Attributes:
         total: the decayed sum of counts, float32.
         weight: [] float32, the decayed number of updates.
-        decay: what an update leaves of the sum; 1 - 1 / n averages over about n steps.
+        decay: the factor of the old sum in an update; 1 - 1 / n averages over about n steps.
     """
 
     total: Any
