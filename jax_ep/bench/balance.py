@@ -205,7 +205,7 @@ def _measure(
 
 
 def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
-    """Returns the rows that the rank with most rows receives."""
+    """Returns the number of rows that the rank with most rows receives."""
 
     def on_rank(state: Any) -> Any:
         params, x, chosen, placement = jax.tree.map(lambda leaf: leaf[0], state)

@@ -52,9 +52,9 @@ def load_moe_params(
         mesh: the mesh to spread the experts over, along `expert_axis`, and their F along
             `tensor_axis`; also the `mesh` of the configuration. None: the ambient mesh, or one
             device where there is none.
-        dtype: of the parameters; the selection bias stays float32. None: as stored, bfloat16 where
-            the stored numbers are float8 or MXFP4.
-        progress: called with the bytes that are loaded and those that will be, of this process.
+        dtype: the dtype of the parameters; the selection bias stays float32. None: as stored, and
+            bfloat16 where the stored numbers are float8 or MXFP4.
+        progress: called with the bytes that this process has loaded, and those that it will load.
             None: a line on standard error, where that is a terminal.
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`.
 

@@ -59,15 +59,15 @@ def workspace_bytes(
 ) -> dict[str, int]:
     """Returns the buffers that one call of an operation holds: name -> bytes per rank.
 
-    x and topk_idx, y and the weights, `Dispatched.tokens`, the result of `combine`, cotangents and
-    gradients are the caller's and not counted. The routes are, by the dispatch that makes them,
-    though they live as long as the handle does; everything else is freed when the call returns,
-    and two calls never hold theirs at once unless XLA runs them at once. Not counted is the heap of
-    symmetric memory that "pallas" keeps on every GPU for as long as the process lives.
+    Not counted are the caller's arrays: x and topk_idx, y and the weights, `Dispatched.tokens`,
+    the result of `combine`, cotangents and gradients. The routes are counted for the dispatch that
+    makes them, and live as long as its handle; all other buffers are freed when the call returns.
+    Also not counted is the heap of symmetric memory that "pallas" keeps on every GPU while the
+    process lives.
 
-    For "xla" these are the arrays the program names. XLA may fuse some of them away, let those
-    that are not needed at once share memory or lie where the results will be; or hold more where
-    it does not fuse: up to K arrays [N, T, H] of the terms of a sum over a token's choices.
+    For "xla" the counts are of the arrays that the program names. XLA may need less, since it fuses
+    operations and lets arrays share memory; or more where it does not fuse: up to K arrays
+    [N, T, H] of the terms of a sum over a token's choices.
 
     (The function is long because it names and checks every argument.)
 
@@ -83,13 +83,14 @@ def workspace_bytes(
       num_hosts: M, which divides N. Above 1, these are the buffers of the exchange of two levels,
         and `implementation` is what runs inside each host.
       host_capacity: as given to `dispatch`.
-      dtype: of the rows.
+      dtype: the dtype of the rows.
       capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Not
         used in the rank-major layout, which has N·T rows.
-      expert_alignment: as given there; R is larger by the padding that it may need.
-      layout: of `dispatch`. group_by_expert and sum_by_token are of "rank".
-      wire_dtype: of the operation; for a gradient, the grad_wire_dtype.
-      output: of a dispatch with a wire_dtype; "pallas" writes a quantized one where it belongs.
+      expert_alignment: as given there; without a capacity, R includes the padding it may need.
+      layout: the layout of `dispatch`; "rank" for group_by_expert and sum_by_token.
+      wire_dtype: the wire_dtype of the operation; for a gradient, its grad_wire_dtype.
+      output: the output of a dispatch with a wire_dtype; "pallas" writes quantized rows without a
+        buffer of their own.
 
     Raises:
       ValueError, TypeError: an argument does not fit, or "pallas" cannot run at these sizes; the

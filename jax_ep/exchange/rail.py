@@ -38,7 +38,7 @@ class Rail:
     """The ranks with this rank's number, one on each host, and what is sent between them.
 
     Attributes:
-      config: of the exchange among all ranks.
+      config: the configuration of the exchange among all ranks.
       num_hosts: M.
       group_size: G, the ranks of a host.
       host: [] int32: the number of this host.
@@ -113,7 +113,7 @@ class Rail:
         return jnp.where(past, -1, topk_idx)
 
     def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns whether each token chose each other host, and how many before it did: [T, M]."""
+        """Returns which other hosts each token chose, and how many earlier tokens did: [T, M] each."""
         hosts = jnp.arange(self.num_hosts)
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts, axis=1)
         chosen &= hosts != self.host

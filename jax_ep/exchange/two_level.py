@@ -278,7 +278,8 @@ def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
 def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.dtype]:
     """Returns rows as they are sent, as unsigned words, and the dtype in which kernels carry these.
 
-    As floats they would not keep the payload of a NaN: XLA may widen bfloat16, in loops too.
+    XLA may convert floats to another dtype, in loops too, and so change the payload of a NaN. It
+    does not convert words.
     """
     bits = quantization.bits(x, wire_dtype)
     if wire_dtype is None:

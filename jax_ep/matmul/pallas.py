@@ -205,7 +205,7 @@ def _band(columns: int) -> int:
 
 
 def _core_count() -> int:
-    """Returns the multiprocessors of the first GPU, or of a Hopper GPU if there is no GPU."""
+    """Returns the number of multiprocessors of the first GPU, or of a Hopper GPU without one."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
 

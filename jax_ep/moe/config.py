@@ -39,7 +39,7 @@ class MoEConfig:
             trains must come through the logits, or as `topk_idx` and `topk_weights` of the call.
         router_dtype: the dtype that logits are computed in and rounded to, of 16 bits or more;
             None: `dtype`. Scores are float32 always.
-        balance_convention: of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
+        balance_convention: that of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
             "deepseek_v3"; see `jax_ep.load_balance_loss`. For "transformers" probabilities and
             choices are those of the softmax of the logits, whatever the router makes of them. For
             "deepseek_v3" x is [..., sequence, H], and each sequence is balanced on its own.
@@ -73,8 +73,8 @@ class MoEConfig:
             between minus this and this (GPT-OSS, DeepSeek-V4).
         weights_on: what the weight of a choice multiplies: the "output" of its expert, or the
             "input" (Llama 4).
-        dtype: of tokens, expert matmuls and output: a floating dtype of 16 bits or more. None: the
-            dtype that x and wi_0 promote to.
+        dtype: the dtype of tokens, expert matmuls and output: floating, of 16 bits or more. None:
+            the dtype that x and wi_0 promote to.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over.
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
@@ -83,9 +83,9 @@ class MoEConfig:
             and of the shared experts. Ranks along it hold the same tokens, or each its own where
             it is among `batch_axes`; see `jax_ep.moe_layer`. A mesh without it splits nothing.
         mesh: the mesh to run on where no ambient mesh is set.
-        implementation: of dispatch and combine; see `jax_ep.dispatch`. "pallas" needs a mesh with
-            `expert_axis`.
-        matmul_implementation: of the expert matmuls; see `jax_ep.expert_mlp`.
+        implementation: the implementation of dispatch and combine; see `jax_ep.dispatch`. "pallas"
+            needs a mesh with `expert_axis`.
+        matmul_implementation: the backend of the expert matmuls; see `jax_ep.expert_mlp`.
     """
 
     num_experts: int

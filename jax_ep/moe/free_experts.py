@@ -37,11 +37,11 @@ def output(
     `weights_on` says, the weight multiplies this.
 
     Args:
-        x: [T, H] floating, of this rank.
-        topk_idx: [T, K] int32 among all experts.
+        x: [T, H] floating: this rank's tokens.
+        topk_idx: [T, K] int32: ids among all experts, free ones included.
         topk_weights: [T, K] float32.
-        params: of the layer.
-        config: of the layer.
+        params: the parameters of the layer.
+        config: the configuration of the layer.
     """
     x = x.astype(jnp.float32)
     first_identity = config.num_experts + config.zero_experts

@@ -31,11 +31,11 @@ class LayerMesh(NamedTuple):
     tensor_axes: tuple[str, ...] = ()
 
     def num_ranks(self) -> int:
-        """Returns N, the ranks that the experts are spread over."""
+        """Returns N, the number of ranks that the experts are spread over."""
         return self._size(self.expert_axes)
 
     def num_tensor_ranks(self) -> int:
-        """Returns the ranks that F is split over."""
+        """Returns the number of ranks that F is split over."""
         return self._size(self.tensor_axes)
 
     def splits_tokens_over_tensor_axes(self) -> bool:

@@ -1,7 +1,7 @@
 """A layer whose ranks hold slots: P of them for E experts, some of which have copies.
 
-The layer takes which slot holds which expert as arrays, so another placement needs no other
-program. Every choice of an expert becomes a choice of a slot; dispatch and matmuls have only slots.
+The layer takes as arrays which slot holds which expert, so that a new placement needs no new
+program. Every choice of an expert becomes a choice of a slot, and dispatch and matmuls use slots.
 In the backward pass the gradients of an expert's copies are added, and each copy gets the sum: an
 optimizer that treats all elements in the same way keeps copies equal, bit for bit.
 """

@@ -18,8 +18,8 @@ def balance(
 ) -> Placement:
     """Copies hot experts and places all copies, so that the busiest rank's load is small.
 
-    Starts from what EPLB finds (DeepSeek-V3, github.com/deepseek-ai/EPLB): a copy goes to whatever
-    expert has the most load for each copy, and copies go, in falling order of load, to the least
+    Starts from what EPLB finds (DeepSeek-V3, github.com/deepseek-ai/EPLB): a copy goes to the
+    expert with the most load per copy, and copies go, in falling order of load, to the least
     loaded rank with a free slot. Then, as long as the busiest rank's load falls, it exchanges two
     copies, or gives a slot of one expert to an expert of the busiest rank. So the busiest rank's
     load is at most that of EPLB.

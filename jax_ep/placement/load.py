@@ -35,7 +35,7 @@ class LoadTracker:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], *, decay: float = 0.99) -> LoadTracker:
-        """Makes a tracker of counts of `shape`, [layers, E] or [E], that has seen none.
+        """Makes a tracker of counts of `shape`, [layers, E] or [E], before the first update.
 
         Raises:
             ValueError: `decay` is not above 0 and below 1.

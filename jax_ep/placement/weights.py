@@ -46,7 +46,7 @@ def to_slots(tree: Any, placement: Placement) -> Any:
     Args:
         tree: a pytree; its leaves of experts are [E, ...], or [layers, E, ...] if the placement
             is of several layers. NumPy arrays stay NumPy arrays.
-        placement: of one layer, `placement[layer]`, or of several.
+        placement: the placement of one layer, `placement[layer]`, or of several.
 
     Returns:
         The tree with [P, ...] or [layers, P, ...] in these leaves.
@@ -65,7 +65,7 @@ def to_experts(tree: Any, placement: Placement) -> Any:
     Args:
         tree: a pytree; its leaves of experts are [P, ...], or [layers, P, ...] if the placement
             is of several layers. NumPy arrays stay NumPy arrays.
-        placement: of one layer, `placement[layer]`, or of several.
+        placement: the placement of one layer, `placement[layer]`, or of several.
 
     Returns:
         The tree with [E, ...] or [layers, E, ...] in these leaves.
@@ -125,7 +125,7 @@ def redistribute(
         mesh: the mesh of the weights.
         axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
         progress: called after each leaf with the bytes moved so far and those of all leaves.
-        implementation: of the exchange; see `jax_ep.dispatch`.
+        implementation: the implementation of the exchange; see `jax_ep.dispatch`.
 
     Returns:
         The tree; leaves of experts are new arrays, and the old ones are deleted.
