@@ -43,7 +43,7 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
 
 
 def num_ranks(axis_name: tuple[str, ...]) -> int:
-    """Returns N, the ranks along mesh axes that an enclosing `jax.shard_map` maps over.
+    """Returns N, the number of ranks along mesh axes that an enclosing `jax.shard_map` maps over.
 
     Raises ValueError for a name that is not such an axis, as one of `jax.vmap(axis_name=...)` is.
     """
@@ -137,7 +137,7 @@ def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
 
 
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
-    """Raises unless the value is a finite Python or NumPy number above 0.
+    """Raises unless the value is a finite Python or NumPy number above 0, or with may_be_zero 0.
 
     A traced value, a string or a bool is a TypeError, another number a ValueError. `otherwise` adds
     an alternative to the message, such as ", or None".

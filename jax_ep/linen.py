@@ -111,11 +111,11 @@ class MoE(nn.Module, _ConfigFields):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`
       gate_bias    [E]                  (None,), with `use_gate_bias`
       expert_scale [E]                  (None,), with `use_expert_scale`
-    constant_value [C, H], constant_gate [C, H, 2], with `constant_experts`;
-    with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
-    `jax_ep.placement.Placement.in_order` until they are moved;
-    and, with `selection_bias`, gate.bias [E] in the collection "router_state", which only
-    `update_bias` changes. In `nn.scan`, list both collections in `variable_axes`.
+    With `constant_experts` there are constant_value [C, H] and constant_gate [C, H, 2]. Where
+    `num_slots` is P, wi_0, wi_1 and wo have P instead of E, placed as
+    `jax_ep.placement.Placement.in_order` until they are moved. With `selection_bias`, gate.bias [E]
+    is in the collection "router_state", and only `update_bias` changes it. In `nn.scan`, list both
+    collections in `variable_axes`.
 
     Attributes:
       num_experts: E.

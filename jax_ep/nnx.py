@@ -65,10 +65,10 @@ class MoE(nnx.Module):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`, else None
       gate_bias    [E]                  (None,), with `use_gate_bias`, else None
       expert_scale [E]                  (None,), with `use_expert_scale`, else None
-    constant_value [C, H], constant_gate [C, H, 2], with `constant_experts`, else None;
-    with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
-    `jax_ep.placement.Placement.in_order` until they are moved;
-    and, with `selection_bias`, gate.bias [E] (`RouterState`), which only `update_bias` changes.
+    With `constant_experts` there are constant_value [C, H] and constant_gate [C, H, 2], else None.
+    Where `num_slots` is P, wi_0, wi_1 and wo have P instead of E, placed as
+    `jax_ep.placement.Placement.in_order` until they are moved. With `selection_bias` there is
+    gate.bias [E] (`RouterState`), which only `update_bias` changes.
 
     With a mesh set, or given as `mesh`, they are created sharded over it, each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over

@@ -1,10 +1,10 @@
 """`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul.
 
-Times the product, what a gated expert makes of two products (gated), the product's gradients for
-the rows (dlhs) and for the matrices (drhs), and the sum of two dlhs, which the gradient of a gated
-expert needs. Candidates are the backends that compute an operation here. They and the dense matmul
-run in turn, one loop each, since a GPU's clock drifts; "of dense" is the median over turns of the
-ratio of their rates. TFLOP/s count only rows that are in a group.
+Times the product, the gate of two products (gated), the product's gradients for the rows (dlhs) and
+for the matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs.
+Candidates are the backends that compute an operation here. They and the dense matmul run in turn,
+one loop each, since a GPU's clock drifts; "of dense" is the median over turns of the ratio of their
+rates. TFLOP/s count only rows that are in a group.
 
 `--check` first compares every candidate: on small random operands (empty and large groups, NaN past
 the last group) with float64, and at the sizes that are timed, in some groups, with float32.

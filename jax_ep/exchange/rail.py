@@ -113,7 +113,7 @@ class Rail:
         return jnp.where(past, -1, topk_idx)
 
     def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns which other hosts each token chose, and how many earlier tokens did: [T, M] each."""
+        """Returns which other hosts each token chose, and how many earlier tokens did: [T, M]."""
         hosts = jnp.arange(self.num_hosts)
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts, axis=1)
         chosen &= hosts != self.host

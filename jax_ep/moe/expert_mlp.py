@@ -177,8 +177,8 @@ def backward(
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of tokens and experts, and of the weights if there are any.
 
-    With weights [R] float32 the gradients are those of weights[:, None] * output: each weight
-    multiplies its row of the hidden values, which the output is linear in but for its bias.
+    With weights [R] float32 the gradients are those of weights[:, None] * output. The weights
+    multiply the hidden values instead: without its bias the output is linear in these.
     """
     tokens, pre, experts, group_sizes = saved
     biases = _bias_rows(experts, group_sizes, len(tokens))

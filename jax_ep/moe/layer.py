@@ -133,9 +133,9 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
 
 
 class _Call(NamedTuple):
-    """The arrays of one call; all but None have the tokens' leading dimensions.
+    """The arrays of one call; those that are not None have the tokens' leading dimensions.
 
-    `sequence_ids` [...] int32 is there where sequences may be on several ranks.
+    `sequence_ids` [...] int32 is given where the tokens of a sequence may be on several ranks.
     """
 
     x: jax.Array
