@@ -215,8 +215,8 @@ class TwoLevel:
     ) -> tuple[Exchange, bool]:
         """Returns the exchange inside a host for these rows, and whether it is the kernels'.
 
-        `dtype` is the dtype in which it carries the rows; None is their own. `sums` says that it only
-        sums rows, which XLA does faster, in one kernel, where a rank is alone on its host.
+        `dtype` is the dtype in which it carries the rows; None is their own. `sums` says that it
+        only sums rows, which XLA does faster, in one kernel, for a rank alone on its host.
         """
         reason = availability.exchange_unavailable_reason(
             rows.shape[-1],
