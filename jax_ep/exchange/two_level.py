@@ -245,7 +245,10 @@ class TwoLevel:
         source: Source | None,
         choices: tuple[jax.Array, jax.Array] | None,
     ) -> Routes:
-        """Returns the routes inside this host of a source's tokens; kernels need `_choices` too."""
+        """Returns the routes inside this host of the tokens of a source.
+
+        `choices` are those of `_choices`, which kernels need; None for XLA's exchange.
+        """
         rows = rail.by_rank(routes.rows, source)
         if choices is None:  # XLA's exchange follows the rows alone
             return Routes(routes.topk_idx, rows, routes.counts)
