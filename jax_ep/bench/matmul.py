@@ -134,7 +134,7 @@ def measure_case(case: Case, dtype: Any, mesh: Mesh, deadline: float) -> Iterato
 def measure_operation(
     case: Case, op: str, state: Operands, mesh: Mesh, deadline: float
 ) -> list[report.Row]:
-    """Measures one operation: returns a row for the dense matmul, then the others, fastest first."""
+    """Measures one operation: returns a row for the dense matmul, then others, fastest first."""
     found = [("dense", dense_operation(op))]
     for backend in candidates(case, op, state.lhs.dtype):
         found.append((backend.name, operation(backend, op)))
