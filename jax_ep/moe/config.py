@@ -36,7 +36,7 @@ class MoEConfig:
         router: None, or a router of your own in its place: a function of the tokens [T, H] and
             their logits [T, E] float32, of one rank, that returns a `jax_ep.Routing` of K choices;
             the logits are None where the layer has no gate. It is a static argument: what it
-            trains must come through the logits, or as `topk_idx` and `topk_weights` of the call.
+            learns must come through the logits, or as `topk_idx` and `topk_weights` of the call.
         router_dtype: the dtype that logits are computed in and rounded to, of 16 bits or more;
             None: `dtype`. Scores are float32 always.
         balance_convention: that of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
@@ -59,8 +59,8 @@ class MoEConfig:
             a trained vector (MoE++, LongCat-Flash). In this order their ids follow those of
             the E experts, and the gate, its biases and `expert_counts` have entries for them too.
             Nothing is sent for such a choice.
-        free_expert_factor: the factor of these experts' terms in the load-balance loss, above 0:
-            MoE++'s tau. Below 1, tokens choose them more.
+        free_expert_factor: of these experts' terms in the load-balance loss, above 0: MoE++'s tau.
+            Below 1, tokens choose them more.
         expert_alignment: each expert's block of rows starts at a multiple of this.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every

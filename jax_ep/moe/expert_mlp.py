@@ -255,7 +255,7 @@ def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 def _bias_rows(
     experts: Experts, group_sizes: jax.Array, num_rows: int
 ) -> tuple[jax.Array | None, ...]:
-    """Returns the biases of the pre-activations for each row, [R, F] float32 or None each."""
+    """Returns the biases of the pre-activations for each row, [R, F] float32 each, or None."""
     biases = experts.wi_0_bias, experts.wi_1_bias
     if biases == (None, None):
         return biases

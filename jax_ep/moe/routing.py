@@ -194,8 +194,8 @@ def top_k_routing(
         A `Routing`.
 
     Raises:
-        ValueError: a shape, name or number does not fit; the message names the argument.
-        TypeError: logits or bias is not floating.
+        ValueError: naming the argument, for a shape, name or number that does not fit.
+        TypeError: logits or bias that are not floating.
     """
     checks.check_number("normalize_epsilon", normalize_epsilon, may_be_zero=True)
     checks.check_name("choose_by", choose_by, get_args(ChooseBy))
