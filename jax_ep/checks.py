@@ -27,7 +27,11 @@ _KINDS = {
 
 
 def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
-    """The axes of an argument `name`, each of them once; () are none, and one rank."""
+    """Returns a mesh axis, or several, as a tuple; () stands for one rank.
+
+    Raises TypeError or ValueError, with the argument's `name`, unless axis_name is the name of an
+    axis or a tuple of distinct names.
+    """
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     for axis in axes:
         if not isinstance(axis, str):
@@ -40,9 +44,9 @@ def as_axes(axis_name: AxisName, name: str = "axis_name") -> tuple[str, ...]:
 
 
 def num_ranks(axis_name: tuple[str, ...]) -> int:
-    """N, the product of the sizes of mesh axes that an enclosing `jax.shard_map` maps over.
+    """Returns N, the number of ranks along mesh axes that an enclosing `jax.shard_map` maps over.
 
-    Raises ValueError for another name, and for one of `jax.vmap(axis_name=...)`.
+    Raises ValueError for a name that is not such an axis, as one of `jax.vmap(axis_name=...)` is.
     """
     try:
         size = lax.axis_size(axis_name)
@@ -64,10 +68,10 @@ def num_ranks(axis_name: tuple[str, ...]) -> int:
 def check_array(
     name: str, array: Any, ndim: int | None, kind: Any, shape: str, *, may_be_empty: bool = True
 ) -> None:
-    """Raises TypeError or ValueError unless it is an array of that many axes (None: any) and kind.
+    """Raises TypeError or ValueError unless `array` has `ndim` axes (None: any) and is of `kind`.
 
-    `kind` is one of `jnp.floating`, `jnp.integer`, `jnp.bool_` and `jnp.number`; `shape` is for the
-    message, as "[T, H]".
+    `kind` is one of `jnp.floating`, `jnp.integer`, `jnp.bool_` and `jnp.number`; `shape`, such as
+    "[T, H]", is for the message.
     """
     wanted = f"{name} must be {_KINDS[kind]} {shape}"
     if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -93,12 +97,15 @@ def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether a size is a symbolic dimension of `jax.export`, whose value is not known."""
+    """Returns whether a size is a symbolic dimension of `jax.export`, whose value is not known."""
     return not isinstance(size, int)
 
 
 def described(value: Any) -> str:
-    """What is no array, for a message: numbers, strings and lists are short, others may not be."""
+    """Describes a value that is not an array, for a message.
+
+    Numbers, strings and lists are shown, and other values by their type, since they may be long.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (list, tuple)):
@@ -107,7 +114,10 @@ def described(value: Any) -> str:
 
 
 def check_integer(name: str, value: int, least: int = 1, most: int | None = None) -> int:
-    """A static integer from `least` to `most`; a traced value or a float is none."""
+    """Returns `value` as an int; raises unless it is a static integer from `least` to `most`.
+
+    A traced value, a float or a bool is a TypeError, an integer out of range a ValueError.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -122,7 +132,7 @@ def check_integer(name: str, value: int, least: int = 1, most: int | None = None
 
 
 def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
-    """Raises ValueError unless the value is one of some names."""
+    """Raises ValueError unless the value is one of `names`."""
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name} must be one of {names}, but is {value!r}.")
 
@@ -134,9 +144,10 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any, *, may_be_zero: bool = False, otherwise: str = "") -> None:
-    """Raises unless it is a finite Python or NumPy number above 0; `otherwise` adds an alternative.
+    """Raises unless the value is a finite Python or NumPy number above 0, or with may_be_zero 0.
 
-    A traced value, a string or a bool is a TypeError, another number a ValueError.
+    A traced value, a string or a bool is a TypeError, another number a ValueError. `otherwise` adds
+    an alternative to the message, such as ", or None".
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number{otherwise}, but is {described(value)}.")

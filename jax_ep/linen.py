@@ -32,7 +32,7 @@ else:
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
-    """Flax's box of a parameter with logical axes, with no name for an axis that nobody named.
+    """Flax's box of a parameter with logical axes; it accepts an added axis without a name.
 
     `nn.scan` and `nn.vmap` add an axis. Flax's own box raises unless their `metadata_params` have
     `nn.PARTITION_NAME`; this one leaves the new axis unsharded.
@@ -111,30 +111,30 @@ class MoE(nn.Module, _ConfigFields):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`
       gate_bias    [E]                  (None,), with `use_gate_bias`
       expert_scale [E]                  (None,), with `use_expert_scale`
-    constant_value [C, H], constant_gate [C, H, 2], with `constant_experts`;
-    with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
-    `jax_ep.placement.Placement.in_order` until they are moved;
-    and, with `selection_bias`, gate.bias [E] in the collection "router_state", which only
-    `update_bias` changes. In `nn.scan`, list both collections in `variable_axes`.
+    With `constant_experts` there are constant_value [C, H] and constant_gate [C, H, 2]. Where
+    `num_slots` is P, wi_0, wi_1 and wo have P instead of E, placed as
+    `jax_ep.placement.Placement.in_order` until they are moved. With `selection_bias`, gate.bias [E]
+    is in the collection "router_state", and only `update_bias` changes it. In `nn.scan`, list both
+    collections in `variable_axes`.
 
     Attributes:
       num_experts: E.
       num_experts_per_token: K.
       mlp_dim: F, the hidden size of one expert.
-      num_shared_experts: experts of F that every token goes to.
+      num_shared_experts: the number of experts of width F that every token goes to.
       shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
       use_shared_gate: multiply their output by a sigmoid of x @ shared_gate (Qwen2-MoE).
       gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
       use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
-      selection_bias: keep a DeepSeek-V3 selection bias, which only the choice of experts sees.
-      use_gate_bias: add a trained bias to the logits (GPT-OSS), as choice and weights see them.
+      selection_bias: keep a DeepSeek-V3 selection bias, which changes only the choice of experts.
+      use_gate_bias: add a trained bias to the logits, for choice and weights (GPT-OSS).
       use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
       param_dtype: dtype of the parameters.
       kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
       gate_init: initializer of gate.kernel; None: there is no gate, and each call is given
         `topk_idx` and `topk_weights`, or `router` needs no logits.
 
-    The others are the fields of `jax_ep.MoEConfig`, by keyword.
+    The other attributes are the fields of `jax_ep.MoEConfig`, by keyword.
     """
 
     num_experts: int
@@ -245,7 +245,7 @@ class MoE(nn.Module, _ConfigFields):
 
 
 def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
-    """Returns an initializer of the parameter in a box with its logical axes."""
+    """Returns an initializer that puts the parameter into a box with its logical axes."""
 
     def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
         return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])

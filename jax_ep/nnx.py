@@ -65,10 +65,10 @@ class MoE(nnx.Module):
       shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`, else None
       gate_bias    [E]                  (None,), with `use_gate_bias`, else None
       expert_scale [E]                  (None,), with `use_expert_scale`, else None
-    constant_value [C, H], constant_gate [C, H, 2], with `constant_experts`, else None;
-    with P instead of E for wi_0, wi_1 and wo where `num_slots` is P, placed as
-    `jax_ep.placement.Placement.in_order` until they are moved;
-    and, with `selection_bias`, gate.bias [E] (`RouterState`), which only `update_bias` changes.
+    With `constant_experts` there are constant_value [C, H] and constant_gate [C, H, 2], else None.
+    Where `num_slots` is P, wi_0, wi_1 and wo have P instead of E, placed as
+    `jax_ep.placement.Placement.in_order` until they are moved. With `selection_bias` there is
+    gate.bias [E] (`RouterState`), which only `update_bias` changes.
 
     With a mesh set, or given as `mesh`, they are created sharded over it, each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
@@ -80,13 +80,13 @@ class MoE(nnx.Module):
       mlp_dim: F, the hidden size of one expert.
       num_experts: E.
       num_experts_per_token: K.
-      num_shared_experts: experts of F that every token goes to.
+      num_shared_experts: the number of experts of width F that every token goes to.
       shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
       use_shared_gate: multiply their output by a sigmoid of x @ shared_gate (Qwen2-MoE).
       gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
       use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
-      selection_bias: keep a DeepSeek-V3 selection bias, which only the choice of experts sees.
-      use_gate_bias: add a trained bias to the logits (GPT-OSS), as choice and weights see them.
+      selection_bias: keep a DeepSeek-V3 selection bias, which changes only the choice of experts.
+      use_gate_bias: add a trained bias to the logits, for choice and weights (GPT-OSS).
       use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
       param_dtype: dtype of the parameters.
       kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].

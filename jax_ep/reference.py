@@ -79,6 +79,8 @@ def dispatch(
 ) -> list[Dispatched]:
     """Sends every token to the ranks that own its experts, one row per (token, choice).
 
+    (The function is long because the whole contract is one loop that is read at once.)
+
     Args:
       x_per_rank: N arrays [T, H], floating.
       topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1, like any other value
@@ -160,7 +162,7 @@ def dispatch(
 def _within_host_capacity(
     topk_idx: Array, host: int, num_experts: int, num_hosts: int, host_capacity: int | None
 ) -> Array:
-    """Choices [T, K] of a rank on `host`, with -1 past the first tokens for each other host."""
+    """Sets choices [T, K] of a rank on `host` to -1 past the first tokens for each other host."""
     kept = np.array(topk_idx)
     for other in range(num_hosts):
         if host_capacity is None or other == host:
@@ -173,9 +175,10 @@ def _within_host_capacity(
 
 
 def fair_quota(wanted: Sequence[int], capacity: int, expert_alignment: int) -> int:
-    """The largest q at which blocks of min(c, q) rows, for each c of `wanted`, fit in `capacity`.
+    """Returns the largest q at which blocks of min(c, q) rows, for each c of `wanted`, fit.
 
-    At most the largest of `wanted`: with that many rows for each expert nothing is dropped.
+    They fit in `capacity` rows, each block padded to expert_alignment. q is at most the largest of
+    `wanted`: with that many rows for each expert nothing is dropped.
     """
     quota = 0
     while quota < max(wanted) and capacity >= sum(

@@ -73,7 +73,7 @@ EXCHANGE = {
         TypeError,
         "handle must be .* a Dispatched; pass received.handle",
     ),
-    "handle of the rank layout": (
+    "handle of the rank-major layout": (
         lambda: combine(handle=lambda sent: dispatch(layout="rank")),
         TypeError,
         "handle must be .* a RankDispatched; pass received.handle",

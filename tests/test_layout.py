@@ -28,8 +28,9 @@ ELSEWHERE = {
     "jax_ep/collectives/algorithms.py": "tests/collectives/test_api.py",
     "jax_ep/collectives/pallas.py": "tests/kernels/collectives/test_collectives.py",
     "jax_ep/collectives/primitives.py": "tests/collectives/test_api.py",
-    "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
+    # What decides whether collectives run as kernels is mostly whether GPUs share memory.
+    "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
     "jax_ep/exchange/expert_major.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/gradients.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/interface.py": "tests/exchange/test_pallas.py",
@@ -40,9 +41,10 @@ ELSEWHERE = {
     "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
+    # `info` prints the versions.
+    "jax_ep/version.py": "tests/cli/test_info.py",
     # What a machine offers is asked together.
     "jax_ep/runtime/fabric.py": "tests/exchange/test_pallas.py",
-    "jax_ep/version.py": "tests/cli/test_info.py",
     "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
     "jax_ep/runtime/versions.py": "tests/cli/test_info.py",
     # One table of kernels, and what each of them must give.

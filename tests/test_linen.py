@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.dense_moe import (
     BATCH,
@@ -111,6 +111,19 @@ def test_matches_dense_numpy(num_ranks):
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(metrics.expert_counts, counts)
     assert isinstance(metrics, MoEMetrics) and metrics.num_dropped == 0
+
+
+def test_init_and_eval_shape_on_an_explicit_mesh_that_does_not_divide_x():
+    """Flax calls `init` with a sample, often a batch of one."""
+    mesh((2,), ("expert",))  # skips where there are fewer devices
+    devices = jax.make_mesh((2,), ("expert",))
+    assert devices.axis_types == (AxisType.Explicit,)
+    x = make_x(shape=(1, 5))
+    with jax.set_mesh(devices):
+        variables = jax.eval_shape(LAYER.init, jax.random.key(0), x)
+        out, metrics = jax.eval_shape(LAYER.apply, variables, x)
+    assert nn.unbox(variables)["params"]["wi_0"].shape == (E, H, F)
+    assert out.shape == x.shape and metrics.expert_counts.shape == (E,)
 
 
 @pytest.mark.slow

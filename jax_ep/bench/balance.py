@@ -1,13 +1,13 @@
-"""`python -m jax_ep bench balance`: times a layer whose routing is skewed, by where experts live.
+"""`python -m jax_ep bench balance`: times a layer with skewed routing, for ways to place experts.
 
-Every layer of a shape has the same parameters and tokens, and is given its choices of experts:
-K distinct ones a token, drawn with probabilities 1 / (1 + popularity rank) ** exponent; exponent 0
-is uniform routing. The experts' popularity ranks are shuffled. A placement is found by
+Every layer of a shape has the same parameters and tokens, and is given its choices of experts: K
+distinct experts per token, drawn with probabilities 1 / (1 + popularity rank) ** exponent. Exponent
+0 is uniform routing. The experts' popularity ranks are shuffled. A placement is found by
 `jax_ep.placement.balance` from the loads of as many tokens of another draw.
 
 The receive buffer has as many rows as a routing and its placement need, or a given number for all.
 "Redistribute" is the wall time of one `jax_ep.placement.redistribute` of the experts' weights, from
-the order of the ids to the placement or back, spread over the steps between two of them.
+the order of the ids to the placement or back; "a step" spreads it over the steps between two.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run() -> int:
 def draw_choices(
     num_tokens: int, num_experts: int, top_k: int, exponent: float, ranks: Any, seed: int
 ) -> Any:
-    """Draws K distinct experts for each token; the expert of popularity rank i is e: ranks[e] = i.
+    """Draws K distinct experts for each token; expert e has the popularity rank ranks[e].
 
     Returns:
         [num_tokens, K] int32, the most likely choice of a token first.
@@ -99,7 +99,7 @@ def draw_choices(
 
 
 def measure_shape(work: dict[str, Any], shape: bench_layer.Shape) -> list[report.Row]:
-    """Measures a layer under every routing, placement, overflow and capacity: a row for each."""
+    """Measures a layer for every routing, placement, overflow and capacity: a row for each."""
     mesh = Mesh(np.asarray(jax.devices()[: work["ranks"]]), (AXIS,))
     sizes = work["ranks"] * work["tokens"], shape.num_experts, shape.top_k
     popularity = np.random.default_rng(_SEED.value).permutation(shape.num_experts)
@@ -134,7 +134,7 @@ def measure_shape(work: dict[str, Any], shape: bench_layer.Shape) -> list[report
 
 
 def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, dict[str, Any]]:
-    """Returns (params, x, placement) with the experts placed, and how long moving them took.
+    """Places the experts; returns (params, x, placement), and the times of moving the weights.
 
     The placement is None, and experts stay in the order of their ids, if `copies` is None.
     """
@@ -205,7 +205,7 @@ def _measure(
 
 
 def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
-    """Returns the rows that the busiest rank receives."""
+    """Returns the number of rows that the rank with most rows receives."""
 
     def on_rank(state: Any) -> Any:
         params, x, chosen, placement = jax.tree.map(lambda leaf: leaf[0], state)
@@ -230,9 +230,9 @@ def _stacked(placement: Placement, mesh: Mesh) -> Placement:
 
 
 def compare(rows: list[report.Row], steps: int) -> None:
-    """Adds to each row its wall time over that of uniform routing.
+    """Adds to each row its wall time divided by that of uniform routing.
 
-    It has its share of a redistribution, of which there is one every `steps` steps.
+    The wall time includes a share of one redistribution of the experts in every `steps` steps.
     """
     for row in (row for row in rows if "wall" in row):
         alike = ("shape", "ranks", "tokens", "overflow", "capacity_factor")

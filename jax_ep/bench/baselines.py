@@ -123,7 +123,7 @@ def all_gather_reduce_scatter(case: Case, direction: str) -> Baseline:
 def ragged_all_to_all(case: Case, direction: str) -> Baseline:
     """Makes the baseline of `lax.ragged_all_to_all` with one row per (token, choice).
 
-    MoE code commonly sends rows so.
+    MoE code in JAX commonly sends rows in this way.
     """
     return _ragged(case, case.pairs(), direction)
 

@@ -190,7 +190,8 @@ class Case:
 class _InPlaceLoop(Loop):
     """A loop of `lax.psum` in place: each call sums the result of the call before.
 
-    If all calls had the same operand, XLA would copy it for each, which programs seldom need.
+    If all calls had the same operand, XLA would copy the operand for each call, which programs
+    seldom need.
     """
 
     def _loop(
@@ -216,7 +217,7 @@ class _InPlaceLoop(Loop):
 
 @dataclasses.dataclass
 class Column:
-    """A column of the table: an algorithm, and the plan to run it with; None: its own plan."""
+    """A column of the table: an algorithm, with the plan to run it with; None: its default plan."""
 
     algorithm: str
     plan: Plan | None = None
@@ -274,7 +275,7 @@ def run() -> int:
 
 
 def table(records: Sequence[dict[str, Any]], clock: str) -> str:
-    """Renders results as fixed-width text, by one clock, "wall" or "device"; may be empty."""
+    """Renders results by one clock, "wall" or "device", as fixed-width text; "" without results."""
     timed = [record for record in records if record.get(clock)]
     if not timed:
         return ""
@@ -303,7 +304,7 @@ def _name(record: dict[str, Any]) -> str:
 
 
 def read_table(path: str) -> dict[str, Any]:
-    """Reads the table of a file that will be written; returns {} if there is no such file yet."""
+    """Reads the table of the file that will be written; returns {} if there is no file yet."""
     if not os.path.exists(path):
         return {}
     try:
@@ -321,8 +322,8 @@ def write_table(
 ) -> None:
     """Merges the choices that follow from measured times into a file's table, or makes the file.
 
-    Device times are used if every algorithm has them at every size, and else wall times. Times in
-    the file of other sizes are used too, if they are of the same machine, jax, clock and day.
+    Device times are used if every algorithm has them at every size, and else wall times. The times
+    of other sizes that the file has are kept, if they are of the same machine, jax, clock and day.
     """
     merged = read_table(path)
     capability = getattr(devices[0], "compute_capability", None) or devices[0].platform

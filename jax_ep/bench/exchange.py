@@ -28,7 +28,7 @@ from jax_ep.bench.baselines import AXIS, BASELINES, Case, unavailable_reason
 from jax_ep.bench.flags import DTYPES, BenchFlags
 from jax_ep.bench.operations import (
     DIRECTIONS,
-    OF_RANK_LAYOUT,
+    OF_RANK_MAJOR,
     OPERATIONS,
     QUANTIZED,
     Work,
@@ -72,21 +72,21 @@ _WIRE_DTYPES = FLAGS.choices(
     ["none", *WIRE_DTYPES],
     "Of what crosses in the operation itself; none: as it is. Rows of a dispatch, sums of a "
     "combine, cotangents of a gradient (its grad_wire_dtype); a round_trip quantizes its dispatch "
-    "alone. group, which sends nothing, takes the rows of --output=quantized by it.",
+    "alone. group_by_expert, which sends nothing, takes the rows of --output=quantized by it.",
 )
 _OUTPUT = FLAGS.choice(
     "output",
     "dequantized",
     ["dequantized", "quantized"],
-    "What a dispatch with a wire dtype hands out.",
+    "What a dispatch with a wire dtype returns: rows of --dtypes, or float8 rows and scales.",
 )
 _CHECK = FLAGS.boolean("check", "Compare every element with jax_ep.reference before timing.")
 _TIMING = FLAGS.timing(20, 5, least_iterations=10)
 _UNROLL = FLAGS.integer(
     "unroll",
     5,
-    "Calls in the body of the loop that is timed by the wall, as in a model of so many layers. The "
-    "host launches what the loop itself runs once for all of them.",
+    "Calls in the body of the loop whose wall time is measured, as in a model of that many layers. "
+    "The host launches the loop's own kernels once for all of them.",
 )
 _SEED = FLAGS.integer("seed", 0, "Of routing and rows.", least=0)
 _JSON = FLAGS.json()
@@ -161,7 +161,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _program(case: dict[str, Any]) -> str:
-    """Returns a text that is equal for cases with the same program.
+    """Returns a text that identifies the program of a case; cases with equal texts share it.
 
     A baseline has one program for all operations of a direction.
     """
@@ -186,7 +186,7 @@ def _measure(case: dict[str, Any]) -> dict[str, Any]:
     else:
         operation = make_operation(case["op"], work, case["implementation"], case["seed"])
         arrays, prepare, step = operation.arrays, operation.prepare, operation.step
-        wire_rows = 0.0 if case["op"] in OF_RANK_LAYOUT else plain.wire_rows()
+        wire_rows = 0.0 if case["op"] in OF_RANK_MAJOR else plain.wire_rows()
     mesh = Mesh(np.asarray(devices), (AXIS,))
     loop = Loop(prepare, step, arrays, mesh, case["iterations"], case["unroll"])
 
@@ -197,7 +197,7 @@ def _measure(case: dict[str, Any]) -> dict[str, Any]:
         else:
             operation.check(state, outputs)
 
-    by_rank = case["layout"] == "rank" and case["op"] not in OF_RANK_LAYOUT
+    by_rank = case["layout"] == "rank" and case["op"] not in OF_RANK_MAJOR
     filled = plain.tokens() if by_rank else plain.pairs()
     result: dict[str, Any] = {
         "capacity": work.capacity,
@@ -296,14 +296,16 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
     The baselines are among them.
     """
     for layout in _LAYOUTS.value:
-        if layout != "rank" and op in OF_RANK_LAYOUT:
+        if layout != "rank" and op in OF_RANK_MAJOR:
             continue
         for wire_dtype in _WIRE_DTYPES.value:
             available = implementations
             if wire_dtype != "none":
-                if op not in QUANTIZED or (op == "group" and _OUTPUT.value != "quantized"):
+                if op not in QUANTIZED:
                     continue
-                if op == "group":  # float8 rows are permuted by "xla" in any case
+                if op == "group_by_expert":  # which permutes float8 rows, always by "xla"
+                    if _OUTPUT.value != "quantized":
+                        continue
                     available = ["xla"]
             for implementation in available:
                 yield {
@@ -339,7 +341,7 @@ def _check_baseline(baseline, state, outputs, plain: Case) -> None:
 
 
 def _compare_with_ragged(rows: list[report.Row]) -> None:
-    """Adds to each row its speed-up over the baseline `lax.ragged_all_to_all`, in wall time."""
+    """Adds to each row its speed-up, in wall time, over the baseline `lax.ragged_all_to_all`."""
 
     def work(row):
         return row["op"], row["tokens"], row["ranks"], row["dtype"]

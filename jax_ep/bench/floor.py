@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep.bench.operations import OF_RANK_LAYOUT, Work
+from jax_ep.bench.operations import OF_RANK_MAJOR, Work
 
 _COPY_BYTES = 2**30
 
@@ -96,11 +96,11 @@ def traffic(op: str, work: Work) -> Traffic:
         "dispatch_grad": rows + here,
         # The gradient of the weights reads y; rank-major combines have no weights.
         "combine_grad": here + rows + (0 if work.layout == "rank" else rows),
-        "group": received * dispatched + pairs * own,
-        "ungroup": pairs * own + received * own,
+        "group_by_expert": received * dispatched + pairs * own,
+        "sum_by_token": pairs * own + received * own,
     }[op]
     crossing = case.wire_rows()
-    if op in OF_RANK_LAYOUT:
+    if op in OF_RANK_MAJOR:
         remote = 0.0
     elif op == "round_trip":  # its combine is not quantized
         remote = crossing * (wire + own)

@@ -257,13 +257,13 @@ def memory_of(loop: Loop) -> dict[str, Any]:
 
 
 def communication_share(by_kernel: dict[str, float]) -> float:
-    """Computes the share of kernels that communicate, by their names, in the time of all."""
+    """Computes the share of the device time that kernels of communication take, by their names."""
     in_exchange = sum(us for name, us in by_kernel.items() if COMMUNICATION.search(name))
     return in_exchange / sum(by_kernel.values())
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
-    """Makes random (`MoEParams`, x [T, H], cotangent of the output [T, H]), the ranks stacked."""
+    """Makes random parameters, x [T, H] and a cotangent of the output [T, H], the ranks stacked."""
     num_local = shape.num_experts // mesh.size
     hidden, mlp_dim = shape.hidden, shape.mlp_dim
 
@@ -292,7 +292,7 @@ def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
 def make_config(
     shape: Shape, state: Any, mesh: Mesh, capacity_factor: float
 ) -> tuple[MoEConfig, dict[str, Any]]:
-    """Makes the layers' config, and a record of the load that the state's routing makes.
+    """Makes the layers' configuration, and a record of the load that the state's routing makes.
 
     The receive buffer holds all rows of that routing. The record has "rows", mean over ranks,
     "rows_needed" and "capacity".

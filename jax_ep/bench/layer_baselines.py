@@ -43,7 +43,7 @@ class Exchange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A way to compute the MoE layer.
+    """A way to compute the MoE layer, for `bench layer`.
 
     Attributes:
       exchange: (topk_idx [T, K], config, R) -> `Exchange`; None: the layer is `moe.moe_layer`.
@@ -106,7 +106,7 @@ def _ragged_dot_mlp(tokens, wi_0, wi_1, wo, group_sizes):
 def gather_and_scatter(topk_idx: jax.Array, config: MoEConfig, capacity: int) -> Exchange:
     """Makes an exchange by `lax.all_gather` and `lax.psum_scatter`.
 
-    Every token goes to every rank, which takes the rows of its own experts; the combine sums over
+    Every rank gathers all tokens and takes the rows of its own experts; the combine sums over
     ranks.
     """
     top_k = topk_idx.shape[1]

@@ -1,10 +1,10 @@
 """`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul.
 
-Times the product, what a gated expert makes of two products (gated), the product's gradients for
-the rows (dlhs) and for the matrices (drhs), and the sum of two dlhs, which the gradient of a gated
-expert needs. Candidates are the backends that compute an
-operation here. They and the dense matmul take turns, one loop each, since a GPU's clock drifts; "of
-dense" is the median over turns of the ratio of their rates. TFLOP/s count rows in groups.
+Times the product, the gate of two products (gated), the product's gradients for the rows (dlhs) and
+for the matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs.
+Candidates are the backends that compute an operation here. They and the dense matmul run in turn,
+one loop each, since a GPU's clock drifts; "of dense" is the median over turns of the ratio of their
+rates. TFLOP/s count only rows that are in a group.
 
 `--check` first compares every candidate: on small random operands (empty and large groups, NaN past
 the last group) with float64, and at the sizes that are timed, in some groups, with float32.
@@ -134,7 +134,7 @@ def measure_case(case: Case, dtype: Any, mesh: Mesh, deadline: float) -> Iterato
 def measure_operation(
     case: Case, op: str, state: Operands, mesh: Mesh, deadline: float
 ) -> list[report.Row]:
-    """Measures one operation: returns rows for the dense matmul, then for the fastest first."""
+    """Measures one operation: returns a row for the dense matmul, then others, fastest first."""
     found = [("dense", dense_operation(op))]
     for backend in candidates(case, op, state.lhs.dtype):
         found.append((backend.name, operation(backend, op)))

@@ -81,7 +81,7 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 def operation(backend: Backend, op: str) -> Function:
     """Returns the function by which a backend computes one of OPERATIONS.
 
-    "gated" is what an expert makes of two products, without the products.
+    "gated" computes the gated product, and returns it without the two products it is made of.
     """
     functions: dict[str, Function] = {
         "product": lambda o: backend.product(o.lhs, o.rhs, o.group_sizes, transpose_rhs=False),

@@ -114,7 +114,7 @@ _versions = functools.cache(versions)
 def save_json(path: str, record: dict[str, Any]) -> None:
     """Writes a record as JSON, replacing the file in one step where the file system allows it.
 
-    So the file is whole even if the program is ended meanwhile.
+    The file then stays whole even if the program is ended while it writes.
     """
     text = json.dumps(record, indent=1)
     try:

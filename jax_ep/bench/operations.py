@@ -241,7 +241,7 @@ def _round_trip(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> O
     return Operation(arrays, prepare, step, check)
 
 
-def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+def _group_by_expert(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
     """Makes `group_by_expert`, the local permutation of a rank-major dispatch to expert-major rows.
 
     Quantized rows and their scales are permuted by "xla".
@@ -277,9 +277,9 @@ def _group(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operat
     return Operation(arrays, prepare, step, check)
 
 
-def _ungroup(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
+def _sum_by_token(work: Work, implementation: Any, arrays: tuple[Array, ...]) -> Operation:
     """Makes `sum_by_token`, the local sum of expert-major rows for a rank-major combine."""
-    group = _group(_unquantized(work), implementation, arrays)
+    group = _group_by_expert(_unquantized(work), implementation, arrays)
 
     def prepare(seed, topk_idx):
         received = group.prepare(seed, topk_idx)
@@ -371,8 +371,8 @@ OPERATIONS: dict[str, Callable[[Work, Any, tuple[Array, ...]], Operation]] = {
     "round_trip": _round_trip,
     "dispatch_grad": _dispatch_grad,
     "combine_grad": _combine_grad,
-    "group": _group,
-    "ungroup": _ungroup,
+    "group_by_expert": _group_by_expert,
+    "sum_by_token": _sum_by_token,
 }
 # The direction in which an operation moves rows: that of the baselines it is compared with.
 DIRECTIONS = {
@@ -381,12 +381,10 @@ DIRECTIONS = {
     "dispatch_grad": "back",
     "combine_grad": "out",
 }
-
-
 # Operations that a wire_dtype changes.
-QUANTIZED = ("dispatch", "combine", "round_trip", "dispatch_grad", "combine_grad", "group")
+QUANTIZED = tuple(name for name in OPERATIONS if name != "sum_by_token")
 # Operations that exist in the rank-major layout only.
-OF_RANK_LAYOUT = ("group", "ungroup")
+OF_RANK_MAJOR = ("group_by_expert", "sum_by_token")
 
 
 def _unquantized(work: Work) -> Work:

@@ -227,6 +227,6 @@ def name(row: Row) -> str:
 
 
 def _way(row: Row) -> list[str]:
-    """Returns a result's layout and wire dtype, unless they are defaults, and implementation."""
+    """Names a result's layout and wire dtype, unless they are defaults, and its implementation."""
     unusual = [row[key] for key, usual in _DEFAULTS.items() if row.get(key, usual) != usual]
     return [*unusual, row["implementation"]]

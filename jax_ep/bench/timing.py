@@ -4,9 +4,10 @@ Both times are those of a compiled loop whose iterations depend on each other, s
 neither hoist a call out of the loop, nor drop it, nor run it during the next one.
 
 The host bounds a loop of short calls: it launches them on one device after the other, and the
-kernels of the first devices wait for those of the last. That is part of the wall time, but not of
-the device time. For that, a kernel that only waits runs after each call, so that the host gets
-ahead, and what the loop itself runs on the device (a counter and its copy) is subtracted.
+kernels of the first devices wait for those of the last. The wall time includes this wait, and the
+device time does not: for the device time, a kernel that only waits runs after each call, so that
+the host gets ahead, and what the loop itself runs on the device (a counter and its copy) is
+subtracted.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class Loop:
       arrays: [N * B, ...] each; rank r gets rows r * B ... (r + 1) * B - 1.
       mesh: a mesh with one axis of N ranks.
       iterations: how many times the loop calls `step`.
-      unroll: calls in the body of the loop that is timed by the wall. What the loop itself
-        launches, it launches once for all of them.
+      unroll: calls in the body of the loop whose wall time is measured. The loop's own kernels
+        are launched once for all of them.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Loop:
 
 @functools.cache
 def _of_a_loop(mesh: Mesh, timer: str) -> float:
-    """Measures what a loop itself adds to the device time of a call, in microseconds.
+    """Measures the device time that a loop itself adds to a call, in microseconds.
 
     The spacer, the kernel that waits after each call, is not included.
     """
@@ -310,7 +311,7 @@ def summarize_by_rank(ranks: Iterable[Sequence[Kernel]], calls: int) -> DeviceTi
 def summarize_mixed(launches: Iterable[Kernel], calls: int, num_ranks: int) -> DeviceTime:
     """Computes the device time of one call from launches whose rank is not known.
 
-    It is the sum, over kernels, of the kernel's median time, by its launches in each call.
+    The result is the sum over kernels of a kernel's median time, times its launches per call.
     """
     durations: dict[str, list[float]] = defaultdict(list)
     for name, duration in launches:

@@ -52,9 +52,9 @@ def load_moe_params(
         mesh: the mesh to spread the experts over, along `expert_axis`, and their F along
             `tensor_axis`; also the `mesh` of the configuration. None: the ambient mesh, or one
             device where there is none.
-        dtype: of the parameters; the selection bias stays float32. None: as stored, bfloat16 where
-            the stored numbers are float8 or MXFP4.
-        progress: called with the bytes that are loaded and those that will be, of this process.
+        dtype: the dtype of the parameters; the selection bias stays float32. None: as stored, and
+            bfloat16 where the stored numbers are float8 or MXFP4.
+        progress: called with the bytes that this process has loaded, and those that it will load.
             None: a line on standard error, where that is a terminal.
         fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`.
 
@@ -63,9 +63,9 @@ def load_moe_params(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: an unknown architecture or quantization, a layer without an MoE block, or a
-            tensor of the block that is missing, misshapen or unknown; the message names it. Experts
-            or F that do not divide over the mesh.
+        ValueError: the architecture or quantization is unknown, the layer has no MoE block, a
+            tensor of the block is missing, misshapen or unknown, or experts or F do not divide
+            over the mesh; the message names it.
         TypeError: `dtype` is not floating, or a keyword is no field of `jax_ep.MoEConfig`.
     """
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
@@ -110,18 +110,19 @@ def load_moe(
 def save_moe(layer_or_params: MoE | MoEParams, directory: PathLike, layer: int) -> None:
     """Writes one layer's MoE block into a directory, as published.
 
-    Where the directory has the block, its tensors change, in the names, shapes, dtypes and
-    encodings that they have there; all others stay. Numbers that are what was loaded keep their
-    bytes, so that loading and saving changes no byte of a file; others are rounded to what is
-    stored, with new scales in the blocks of float8 and MXFP4 that changed. Each file of the block
-    is copied, changed and put in the place of the old one, which takes its size of free space.
+    Where the directory has the block, its tensors are overwritten with the names, shapes, dtypes
+    and encodings that they have there, and all other tensors stay. Unchanged numbers keep their
+    bytes, so that loading and saving changes no byte of a file. Changed numbers are rounded to the
+    stored dtype, with new scales for the changed blocks of float8 and MXFP4. Each file of the block
+    is copied, changed and put in the place of the old one, which needs free space of its size.
 
-    Where it has config.json and no such block, the block is written to a file of its own, in the
-    dtypes of the parameters, and entered into the index.
+    Where the directory has config.json and no such block, the block is written to a file of its
+    own, in the dtypes of the parameters, and added to the index.
 
     Args:
         layer_or_params: the layer, or its parameters; on devices of this process.
-        directory: that which was loaded or a copy, or a new one with the model's config.json.
+        directory: the directory that was loaded or a copy, or a new one with the model's
+            config.json.
         layer: the number of the decoder's layer.
 
     Raises:
@@ -149,7 +150,7 @@ def save_moe(layer_or_params: MoE | MoEParams, directory: PathLike, layer: int) 
 def _load(
     block: Block, name: str, sharding: Sharding, dtype: np.dtype, counter: _Counter
 ) -> jax.Array:
-    """Loads one parameter, part by part; devices that hold the same part share one reading."""
+    """Loads one parameter part by part; devices that hold the same part share one reading."""
     shape = block.shape(name)
     shards = []
     for index, devices in _devices_of_parts(sharding, shape).items():
@@ -162,7 +163,7 @@ def _load(
 def _devices_of_parts(
     sharding: Sharding, shape: tuple[int, ...]
 ) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
-    """Returns the devices of this process by the part they hold: bounds along each axis."""
+    """Returns the devices of this process by the part that each holds: bounds along each axis."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -178,7 +179,7 @@ def _ambient_mesh() -> Mesh | None:
 
 
 def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> Sharding:
-    """Returns how the layer wants a parameter: split over the axes of experts and of columns.
+    """Returns the sharding of a parameter: split over the axes of experts and of columns.
 
     Raises:
         ValueError: a dimension does not divide over its axes.
@@ -206,7 +207,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
 
 
 class _Counter:
-    """Adds up the bytes that are loaded, in whichever thread, and reports them."""
+    """Adds up the loaded bytes, from any thread, and reports them."""
 
     def __init__(self, total: int, report: Progress):
         self._total, self._report = total, report
@@ -230,7 +231,7 @@ def _print_progress(loaded: int, total: int) -> None:
 
 
 def _module(config: MoEConfig, params: MoEParams) -> MoE:
-    """Returns a layer with these parameters, without ever making others."""
+    """Makes a layer with these parameters, without initializing others first."""
     _, hidden, mlp_dim = params.wi_0.shape
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts: dict[str, Any] = dict(
@@ -259,7 +260,7 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
 
 
 def _variables(layer: MoE) -> dict[str, nnx.Variable]:
-    """Returns a layer's parameters by their names in `MoEParams`, those that it has."""
+    """Returns the parameters that a layer has, by their names in `MoEParams`."""
     found = {name: getattr(layer, name, None) for name in MoEParams._fields}
     if layer.gate is not None:
         found |= {"gate": layer.gate.kernel, "bias": layer.gate.bias}
@@ -267,7 +268,7 @@ def _variables(layer: MoE) -> dict[str, nnx.Variable]:
 
 
 def _check_saved(block: Block, given: dict[str, Any]) -> None:
-    """Raises ValueError unless the parameters are those of the block, and all here."""
+    """Raises ValueError unless the parameters are those of the block, and all on this process."""
     wanted = {name: block.shape(name) for name in block.params()}
     shapes = {name: value.shape for name, value in given.items()}
     if shapes != wanted:

@@ -1,10 +1,10 @@
-"""What the published models are, as one table: their routers, and where each weight is stored.
+"""The table of published models: their routers, and where each weight is stored.
 
-The axes of a stored tensor are written in letters: E experts, R those that the router chooses
-among, H hidden, F hidden of one expert, S of the shared experts together, 1 an axis of one element.
-G is wi_0 and wi_1 along one axis with F: "GF H" is [2 * F, H], the rows of wi_0 before those of
-wi_1, and "H FG" is [H, 2 * F], the columns of both in turn. `{e}` in a name is the number of an
-expert: there is a tensor for each.
+The axes of a stored tensor are written in letters: E experts, R experts that the router chooses
+among, H hidden, F hidden of one expert, S hidden of the shared experts together, 1 an axis of one
+element. G is wi_0 and wi_1 along one axis with F: "GF H" is [2 * F, H], the rows of wi_0 before
+those of wi_1, and "H FG" is [H, 2 * F], the columns of both in turn. `{e}` in a name is the number
+of an expert: there is a tensor for each.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ PARAMETER_AXES = {
 
 
 class Tensor(NamedTuple):
-    """Which parameters a stored tensor holds, and how.
+    """A stored tensor, and the parameters that it holds.
 
     Attributes:
-        params: their names in `jax_ep.MoEParams`; two are in one tensor, along an axis with G.
-        name: of the tensor, behind "model.layers.<layer>.".
-        axes: of the tensor, in the letters of this module.
+        params: the names of the parameters in `jax_ep.MoEParams`; a tensor with two of them has an
+            axis with G.
+        name: the name of the tensor after "model.layers.<layer>.".
+        axes: the axes of the tensor, in the letters of this module.
         where: a key of config.json that must be true for the tensor to exist; "" is none.
     """
 
@@ -43,28 +44,29 @@ Tensors = tuple[Tensor, ...]
 
 
 class OneOf(NamedTuple):
-    """Layouts that are all published; a directory has one of them."""
+    """Alternative layouts of the same weights, all published; a directory has one of them."""
 
     layouts: tuple[Tensors, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How models of one kind are published.
+    """How models of one architecture are published: a row of the table.
 
-    A key of config.json is written as it is; "a|b" is the first that is there, "a*b" a product.
+    A key of config.json is written as it is. "a|b" stands for the first key that is there, and
+    "a*b" for the product of two values.
 
     Attributes:
-        models: what they are called.
+        models: the names of the models.
         model_types: their `model_type` in config.json.
-        sizes: the size of each axis that is a letter, by a key of config.json; one without a key is
-            0, but R, which follows from E. Tensors with an axis of size 0 are absent.
+        sizes: the key of config.json with the size of each lettered axis. An axis without a key has
+            size 0, except R, which follows from E. Tensors with an axis of size 0 are absent.
         fields: fields of `jax_ep.MoEConfig`, by a key of config.json.
         fixed: fields that have one value in all these models.
-        defaults: what a key means that config.json leaves out or has as null.
+        defaults: the value of a key that config.json leaves out or has as null.
         only: keys whose value must be one of these, where config.json has them: others mean
             another computation.
-        tensors: where the weights are.
+        tensors: the tensors that hold the weights.
         unused: tensors that some files have for experts that cost nothing, and no model reads.
     """
 
@@ -88,7 +90,7 @@ def _bias(name: str, where: str = "") -> Tensor:
 
 
 def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Three matrices of each expert."""
+    """Lists the tensors of three matrices for each expert."""
     return (
         Tensor(("wi_0",), f"{block}.{{e}}.{gate}.weight", "F H"),
         Tensor(("wi_1",), f"{block}.{{e}}.{up}.weight", "F H"),
@@ -97,12 +99,12 @@ def _each(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 
 
 def _stacked(gate_up: str, down: str, axes: str = "E GF H", down_axes: str = "E H F"):
-    """Two tensors of all experts."""
+    """Lists two tensors that hold all experts."""
     return Tensor(("wi_0", "wi_1"), gate_up, axes), Tensor(("wo",), down, down_axes)
 
 
 def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"):
-    """Three matrices of the shared experts."""
+    """Lists the tensors of the shared experts' three matrices."""
     return (
         Tensor(("shared_wi_0",), f"{block}.{gate}.weight", "S H"),
         Tensor(("shared_wi_1",), f"{block}.{up}.weight", "S H"),
@@ -536,7 +538,7 @@ TABLE = (
 
 
 def architectures() -> dict[str, Architecture]:
-    """Returns what is known, by `model_type`; a type with several rows has the first here."""
+    """Returns the row of the table for each `model_type`; of several rows, the first."""
     known: dict[str, Architecture] = {}
     for row in TABLE:
         for model_type in row.model_types:

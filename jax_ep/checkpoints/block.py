@@ -1,4 +1,4 @@
-"""One layer's MoE block in a directory: what config.json and the table say of it, and its bytes."""
+"""One layer's MoE block in a directory: its configuration and the tensors of its parameters."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Block:
     """One layer's MoE block, open for reading slices of its parameters.
 
     Attributes:
-        directory: its files.
+        directory: the directory of its files.
         architecture: its row of the table.
-        fields: of `jax_ep.MoEConfig`, as config.json says.
-        sizes: of each letter of `PARAMETER_AXES`.
-        prefix: how its tensors' names begin.
-        tensors: where its parameters are.
+        fields: fields of `jax_ep.MoEConfig`, from config.json.
+        sizes: the size of each letter of `PARAMETER_AXES`.
+        prefix: the prefix of its tensors' names.
+        tensors: the tensors that hold its parameters.
         float8_block: rows and columns that share a scale, where tensors are float8.
     """
 
@@ -70,7 +70,7 @@ class Block:
     float8_block: tuple[int, int]
 
     def params(self) -> tuple[str, ...]:
-        """Returns the names in `jax_ep.MoEParams` of the parameters that it has."""
+        """Returns the names in `jax_ep.MoEParams` of the parameters that the block has."""
         return tuple(param for tensor in self.tensors for param in tensor.params)
 
     def shape(self, param: str) -> tuple[int, ...]:
@@ -78,11 +78,11 @@ class Block:
         return tuple(self.sizes[letter] for letter in PARAMETER_AXES[param])
 
     def dtype(self, param: str) -> np.dtype:
-        """Returns the dtype that a parameter is stored in, bfloat16 where it is quantized."""
+        """Returns the dtype that a parameter is stored in; bfloat16 if it is quantized."""
         return self.open(self._tensor(param), 0).dtype
 
     def open(self, tensor: Tensor, expert: int) -> Encoding:
-        """Returns the stored tensor, or that of one expert where each has its own."""
+        """Returns the stored tensor of a parameter, or of one expert where each has its own."""
         name = self.prefix + tensor.name.format(e=expert)
         return open_tensor(self.directory, name, self.float8_block)
 
@@ -128,12 +128,12 @@ class Block:
 
         Args:
             param: its name in `jax_ep.MoEParams`.
-            index: the slice, of its axes there.
-            dtype: of the result.
-            done: called with a number of bytes of the result whenever they are there.
+            index: a slice for each axis of the parameter.
+            dtype: the dtype of the result.
+            done: called with the number of bytes of each piece of the result after it is read.
 
         Returns:
-            The slice, in memory of its own that a CPU device can use as it is.
+            The slice, in memory of its own that a CPU device can use without a copy.
         """
         tensor, axes = self._tensor(param), PARAMETER_AXES[param]
         shape = self.shape(param)
@@ -171,7 +171,7 @@ class Block:
         whole: Mapping[str, slice],
         expert: int | None,
     ) -> None:
-        """Writes what a tensor holds of one expert, or all of it where `expert` is None."""
+        """Writes the part of a tensor that holds one expert; all of it if `expert` is None."""
         encoding = self.open(tensor, expert or 0)
         region = tuple(
             slice(expert, expert + 1) if token == "E" and expert is not None else slice(0, n)
@@ -237,7 +237,7 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
 
 
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
-    """Returns the block that a directory with config.json lacks, to be added, or None."""
+    """Plans the block that is to be added to a directory; None if the directory has it."""
     directory = Directory(path, may_be_empty=True)
     row, keys = _look_up(directory.path, layer)
     if _find_prefix(directory, row, layer) is not None:
@@ -246,7 +246,7 @@ def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
 
 
 def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
-    """Returns the row of the table for a model, and what looks up its keys."""
+    """Returns the row of the table for a model, and an object that looks up the row's keys."""
     config = read_config(path)
     row = find_architecture(config, path)
     return row, _Keys(config, row, layer, path / CONFIG)
@@ -276,7 +276,7 @@ def _block(directory: Directory, row: Architecture, prefix: str, keys: _Keys) ->
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns what config.json says of the language model."""
+    """Reads the part of config.json about the language model."""
     file = path / CONFIG
     if not file.exists():
         raise FileNotFoundError(f"{path} must hold {CONFIG} as published, but does not.")
@@ -291,7 +291,7 @@ def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
     """Returns the row of the table for a model.
 
     Raises:
-        ValueError: there is none, or config.json has a value that means another computation.
+        ValueError: there is no such row, or config.json has a value that means another computation.
     """
     model_type = config.get("model_type")
     rows = [row for row in TABLE if model_type in row.model_types]
@@ -319,7 +319,7 @@ def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class _Keys:
-    """Looks up what a row of the table calls a key."""
+    """Looks up keys of config.json, as a row of the table writes them."""
 
     config: Mapping[str, Any]
     row: Architecture
@@ -327,7 +327,7 @@ class _Keys:
     file: Path
 
     def value(self, key: str) -> Any:
-        """Returns the value of "a" or "a|b", the layer's own where there is a list of them."""
+        """Returns the value of "a" or "a|b"; of a list with an entry per layer, this layer's."""
         names = key.split("|")
         found = [self.config[name] for name in names if self.config.get(name) is not None]
         found += [self.row.defaults[name] for name in names if name in self.row.defaults]
@@ -336,7 +336,7 @@ class _Keys:
         return found[0][self.layer] if isinstance(found[0], list) else found[0]
 
     def integer(self, key: str) -> int:
-        """Returns the product of "a*b"."""
+        """Returns the value of "a", "a|b" or the product "a*b", which must be of integers."""
         factors = [self.value(factor) for factor in key.split("*")]
         for value in factors:
             if not isinstance(value, int) or value < 0:
@@ -344,7 +344,7 @@ class _Keys:
         return math.prod(factors)
 
     def field(self, field: str, key: str) -> Any:
-        """Returns a field of `jax_ep.MoEConfig`."""
+        """Returns the value of a field of `jax_ep.MoEConfig`, made from a key."""
         value = self.value(key)
         try:
             return MAKE.get(field, lambda value: value)(value)
@@ -358,7 +358,7 @@ def _gate(row: Architecture) -> str:
 
 
 def _find_prefix(directory: Directory, row: Architecture, layer: int) -> str | None:
-    """Returns how the names of the block's tensors begin, or None where there is no such block."""
+    """Returns the prefix of the names of the block's tensors; None if there is no such block."""
     prefixes = (f"{root}layers.{layer}." for root in _ROOTS)
     return next((p for p in prefixes if p + _gate(row) in directory.files), None)
 
@@ -370,7 +370,7 @@ def _stored(
     sizes: Mapping[str, int],
     look_up: _Keys,
 ) -> Tensors:
-    """Returns the tensors that this block must have, of the layout that is there."""
+    """Returns the tensors that this block must have, of the layout that the directory has."""
 
     def is_there(tensors: Tensors) -> bool:
         return prefix + tensors[0].name.format(e=0) in directory.files
@@ -395,14 +395,17 @@ def _names(row: Architecture) -> list[str]:
 
 
 def _size(token: str, sizes: Mapping[str, int]) -> int:
-    """Returns the size of a stored axis."""
+    """Returns the size of one axis of a stored tensor, from its letters."""
     return math.prod(2 if letter == "G" else sizes[letter] for letter in token)
 
 
 def _place(
     tensor: Tensor, param: str, taken: Mapping[str, slice], sizes: Mapping[str, int]
 ) -> tuple[Index, str]:
-    """Returns the slice of a stored tensor that holds a slice of a parameter, and its letters."""
+    """Returns the slice of a stored tensor that holds a slice of a parameter.
+
+    Returns also the letters of the sliced axes, in the order of the tensor.
+    """
     g, letters, index = tensor.params.index(param), "", []
     for token in tensor.axes.split():
         letter = token.replace("G", "")
@@ -417,7 +420,7 @@ def _place(
 
 
 def _experts(axes: str, taken: Mapping[str, slice]) -> list[int | None]:
-    """Returns the experts that are read one by one, or None once where there are no such."""
+    """Returns the experts to read one by one, or [None] where one reading takes all."""
     if axes[0] != "E" or len(axes) == 1:
         return [None]
     return list(range(taken["E"].start, taken["E"].stop))

@@ -1,8 +1,8 @@
 """How a published tensor's numbers are stored: plainly, as float8 with scales, or as MXFP4.
 
-Each encoding reads slices of a tensor as numbers and writes numbers back to slices. What was read
-and did not change is written back as the same bytes: a block of numbers that still is what the
-stored block decodes to keeps it.
+Each encoding reads slices of a tensor as numbers and writes numbers back to slices. Numbers that
+are read and written back without change keep their bytes: a block whose numbers are still what the
+stored block decodes to is not written.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FLOAT4_EXPONENT, _MX_BIAS = 2, 127
 
 @dataclasses.dataclass(frozen=True)
 class Plain:
-    """A tensor of floating numbers.
+    """A tensor of floating numbers, stored as they are.
 
     Attributes:
-        directory: where it is.
-        name: of the tensor.
+        directory: the directory with the tensor.
+        name: the name of the tensor.
     """
 
     directory: Directory
@@ -41,7 +41,7 @@ class Plain:
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """The stored tensors that it takes."""
+        """The names of the stored tensors that this one is made of."""
         return (self.name,)
 
     @property
@@ -50,15 +50,15 @@ class Plain:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that it is read as unless another is asked for."""
+        """The dtype that the tensor is read in by default."""
         return self.directory.entry(self.name).dtype
 
     def read(self, index: Index) -> np.ndarray:
-        """Returns a slice."""
+        """Reads a slice, in `dtype`."""
         return self.directory.read(self.name, index)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes a slice."""
+        """Writes values to a slice, rounded to `dtype`; unchanged values keep their bytes."""
         if values.dtype == self.dtype:
             self.directory.write(self.name, index, values)
             return
@@ -71,8 +71,8 @@ class Plain:
 class Float8:
     """float8_e4m3fn numbers with a float32 scale for each block of rows and columns (DeepSeek-V3).
 
-    A number is the stored one times its block's entry of `<name>_scale_inv`, [.., rows / block,
-    columns / block] rounded up.
+    A number is the stored number times its block's entry of `<name>_scale_inv`, whose shape is
+    [.., rows / block, columns / block], rounded up.
 
     Attributes:
         directory, name: as in `Plain`.
@@ -89,10 +89,10 @@ class Float8:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape.
+        """The shape of the tensor.
 
         Raises:
-            ValueError: the scales have another shape than its blocks.
+            ValueError: the shape of the scales does not fit the blocks.
         """
         shape = self.directory.entry(self.name).shape
         scales = self.directory.entry(self.name + SCALE_SUFFIX).shape
@@ -112,7 +112,7 @@ class Float8:
         return _float8_numbers(*self._read(index))
 
     def _read(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a slice as stored, and the scale of each of its numbers."""
+        """Reads a slice as stored, and the scale of each of its numbers."""
         values = self.directory.read(self.name, index)
         rows, columns = (
             np.arange(*taken.indices(n)) // block
@@ -125,7 +125,7 @@ class Float8:
         return values, scales.astype(np.float32)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes whole blocks."""
+        """Writes values to a slice of whole blocks; unchanged blocks keep their bytes."""
         old, old_scales = self._read(index)
         blocks = functools.partial(_blocks, block=self.block)
         changed = _float8_numbers(old, old_scales).astype(values.dtype) != values
@@ -155,7 +155,7 @@ def _float8_numbers(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _float8_scales(largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the scales, as float32 that `dtype` holds, of blocks with these largest numbers."""
+    """Returns the scales of blocks with these largest numbers, rounded to `dtype`, as float32."""
     scales = np.where(largest > 0, largest / _FLOAT8_MAX, 1).astype(np.float32)
     if dtype == np.dtype(jnp.float8_e8m0fnu):  # powers of two: the next larger one
         scales = np.exp2(np.ceil(np.log2(scales)))
@@ -167,7 +167,7 @@ def _padded(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
 
 
 def _blocks(values: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Returns [.., rows, columns], padded, as [.., row blocks, rows, column blocks, columns]."""
+    """Pads [.., rows, columns] to [.., row blocks, rows, column blocks, columns]."""
     rows, columns = _padded(values.shape, block)
     padding = [(0, 0)] * (values.ndim - 2)
     padding += [(0, rows - values.shape[-2]), (0, columns - values.shape[-1])]
@@ -201,10 +201,10 @@ class MXFP4:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape.
+        """The shape of the decoded tensor.
 
         Raises:
-            ValueError: the scales have another shape than its blocks.
+            ValueError: the shape of the scales does not fit the blocks.
         """
         *shape, blocks, pairs = self.directory.entry(self.name).shape
         scales = self.directory.entry(self._scales).shape
@@ -224,7 +224,7 @@ class MXFP4:
         return _float4_numbers(*self._read(whole))[..., within]
 
     def _whole_blocks(self, index: Index) -> tuple[Index, slice]:
-        """Returns the slice of blocks that numbers are in, and where they are among its numbers."""
+        """Returns the blocks that hold a slice of numbers, and the slice's place within them."""
         start, stop, step = index[-1].indices(self.shape[-1])
         first = start // _MX_BLOCK
         blocks = slice(first, -(-stop // _MX_BLOCK))
@@ -236,7 +236,7 @@ class MXFP4:
         return self.directory.read(self.name, whole), self.directory.read(self._scales, whole)
 
     def write(self, index: Index, values: np.ndarray) -> None:
-        """Writes whole blocks."""
+        """Writes values to a slice of whole blocks; unchanged blocks keep their bytes."""
         whole, _ = self._whole_blocks(index)
         old, old_scales = self._read(whole)
         grouped = (*values.shape[:-1], -1, _MX_BLOCK)
@@ -264,7 +264,7 @@ def _float4_numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _float4_codes(numbers: np.ndarray) -> np.ndarray:
-    """Returns the uint8 code of the nearest float4, of the even code where two are as near."""
+    """Returns the uint8 code of the nearest float4; halfway between two, the even code."""
     middles = (_FLOAT4[:7] + _FLOAT4[1:8]) / 2
     size = np.abs(numbers)
     below = np.searchsorted(middles, size, side="left")
@@ -277,10 +277,10 @@ Encoding = Plain | Float8 | MXFP4
 
 
 def open_tensor(directory: Directory, name: str, block: tuple[int, int]) -> Encoding:
-    """Returns a tensor as it is stored; `block` is that of float8 scales.
+    """Returns a stored tensor with its encoding; `block` is the size of a float8 scale's block.
 
     Raises:
-        ValueError: it is not floating, and no scales are stored with it.
+        ValueError: the tensor is not floating, and no scales are stored with it.
     """
     dtype = directory.entry(name).dtype
     if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in directory.files:

@@ -1,6 +1,6 @@
 """The functions that config.json names or implies: activations, gating, and one router.
 
-Each is one object for equal numbers, so that the configurations of layers alike are equal.
+Equal numbers give the same object, so that the configurations of equal layers are equal.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """Returns the activation that a config.json names.
+    """Returns the activation that config.json names.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no activation of this name is known.
     """
     if name not in ACTIVATIONS:
         raise ValueError(f"must be one of {', '.join(ACTIVATIONS)}, but is {name!r}.")
@@ -54,9 +54,9 @@ def _gpt_oss_gating(gate: jax.Array, up: jax.Array, *, alpha: float) -> jax.Arra
 def sparse_mixer(jitter: float) -> Callable[[jax.Array, Any], Routing]:
     """Returns Phi-3.5-MoE's router of two experts at inference (Liu et al., arXiv:2409.12136).
 
-    The first expert is that of the largest logit, the second that of the largest one left. Each
-    weighs its share of the softmax over those of the logits left that are at most 2 * jitter below
-    it, relative to the larger of the two sizes.
+    The first expert has the largest logit, the second the largest of the remaining logits. The
+    weight of each is its share of a softmax over those of the logits still to choose from that are
+    at most 2 * jitter below its own, relative to the larger of the two magnitudes.
     """
     return functools.partial(_sparse_mixer, jitter=jitter)
 

@@ -54,11 +54,11 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where one tensor is.
+    """The place of one tensor in its file.
 
     Attributes:
-        dtype: what its elements are.
-        shape: of the tensor.
+        dtype: the dtype of its elements.
+        shape: its shape.
         start: the byte of the file at which it begins.
     """
 
@@ -89,7 +89,7 @@ class Directory:
         writable: bool = False,
         may_be_empty: bool = False,
     ):
-        """Finds what there is.
+        """Finds the files of a directory.
 
         Raises:
             FileNotFoundError: there is neither an index nor a single file, and one is needed.
@@ -114,10 +114,10 @@ class Directory:
             )
 
     def entry(self, name: str) -> Entry:
-        """Returns where a tensor is.
+        """Returns the place of a tensor in its file.
 
         Raises:
-            ValueError: the index names a file for it that does not hold it.
+            ValueError: the index names a file for the tensor that does not hold it.
         """
         file = self.files[name]
         if file not in self._entries:
@@ -142,7 +142,7 @@ class Directory:
 
     @contextlib.contextmanager
     def _slice(self, name: str, index: Index) -> Iterator[np.ndarray]:
-        """Maps a slice of a tensor; after use its pages no longer count as the process's memory."""
+        """Maps a slice of a tensor; after use the process no longer holds its pages."""
         entry = self.entry(name)
         mapped = self._mapped(self.files[name])
         count = math.prod(entry.shape)
@@ -165,11 +165,11 @@ class Directory:
 
 
 def read_header(file: Path) -> dict[str, Entry]:
-    """Returns the tensors of one file.
+    """Returns the tensors of one file, by name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not of the format, or holds a tensor of an unknown dtype.
+        ValueError: the file is not of the format, or holds a tensor of an unknown dtype.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -200,11 +200,11 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def create(file: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
-    """Writes a file of tensors that are zero, to be filled by `Directory.write`.
+    """Writes a file of zero tensors, to be filled by `Directory.write`.
 
     Args:
-        file: its path.
-        tensors: the dtype and shape of each, by name.
+        file: the path of the file.
+        tensors: the dtype and shape of each tensor, by name.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -244,7 +244,7 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
 def adding(
     directory: Directory, file: str, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 ) -> Iterator[Directory]:
-    """Yields a new file of zero tensors to be written; it and its index entries then join others.
+    """Yields a new file of zero tensors to be written, then adds it and its index entries.
 
     Raises:
         ValueError: the directory has a single file, which programs read without an index.
@@ -276,7 +276,7 @@ def _write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[
 
 @contextlib.contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """Makes a folder of this process in the directory, on the same disk, and removes it."""
+    """Makes a temporary folder of this process in the directory, and removes it afterwards."""
     scratch = path / f".rewriting-{os.getpid()}"
     scratch.mkdir()
     try:

@@ -39,7 +39,7 @@ def run() -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Collects everything that `memory` prints, as JSON-serializable values; bytes per rank."""
+    """Collects everything that `memory` prints, as JSON-serializable values in bytes per rank."""
     model: dict[str, Any] = {
         "num_tokens": _TOKENS.value,
         "hidden": _HIDDEN.value,
@@ -84,7 +84,7 @@ def collect() -> dict[str, Any]:
 def _ways() -> Iterator[dict[str, Any]]:
     """Yields the arguments of every operation in every implementation, layout and wire dtype.
 
-    Some may not support the sizes that the flags give.
+    Not every one of them supports the sizes that the flags give.
     """
     wire_dtypes: list[str | None] = [None]
     if _HIDDEN.value % quantization.BLOCK == 0:

@@ -1,7 +1,7 @@
 """`python -m jax_ep placement`: compares ways to place experts, on a trace of real routing.
 
 A trace is an .npz file with `topk_idx` [steps, layers, tokens, K]: the experts that each token
-chose, -1 for none. Its first part finds a placement, and the rest shows what that is worth.
+chose, -1 for none. The first part of the steps gives the placement, and the rest measures it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _read() -> np.ndarray:
 
 
 def _placements(trace: np.ndarray) -> dict[str, Placement]:
-    """Finds a placement by every method, on the steps that are given."""
+    """Finds a placement by every method, from the given steps of the trace."""
     _, layers, tokens, top_k = trace.shape
     num_ranks, hosts = _RANKS.value, _HOSTS.value
     if num_ranks % hosts:
@@ -115,7 +115,7 @@ def _placements(trace: np.ndarray) -> dict[str, Placement]:
 
 
 def _figures(step: np.ndarray, placement: Placement) -> dict[str, Any]:
-    """Computes the figures of a step [layers, tokens, K], by layer where they have a layer."""
+    """Computes the figures of a step [layers, tokens, K], by layer where there is one per layer."""
     counted = traffic(step, placement)
     tokens = step.shape[1] // placement.num_ranks * placement.num_ranks
     mean = np.maximum(counted.rows.mean(axis=1), 1e-30)
@@ -162,7 +162,7 @@ def _by_layer(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _by_age(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[float]]:
-    """Averages the balance over successive parts of the steps after those it was found on."""
+    """Averages the balance over successive parts of the steps after the placement was found."""
     return {
         name: [
             float(np.mean([f["balance"] for f in part]))
@@ -180,7 +180,7 @@ def _age_table(ages: dict[str, list[float]], steps: int) -> str:
 
 
 def _plot(found: dict[str, list[dict[str, Any]]], fit: int, path: str) -> None:
-    """Draws the busiest rank's load over the mean, by step, to a file."""
+    """Draws the load of the busiest rank over the mean, by step, to a file."""
     import matplotlib
 
     matplotlib.use("Agg")

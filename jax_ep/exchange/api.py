@@ -8,7 +8,8 @@ Everything is called inside `jax.shard_map` over `axis_name`. What follows a cal
   expert_major or rank_major   checks the arguments of a layout, and makes its pytrees
   gradients                    the custom gradients, one set for both layouts
   primitives                   the JAX primitives: shapes, and which exchange runs where
-  xla or pallas                the two exchanges, typed in `interface`
+  xla, pallas or two_level     the three exchanges, typed in `interface`; two_level is made of one
+                               of the others inside each host, and of rail between hosts
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ def dispatch(
 ) -> Dispatched | RankDispatched:
     """Sends each token to the ranks that own its experts. Call it inside `jax.shard_map`.
 
+    (The function is long because it documents and checks every argument.)
+
     Args:
       x: [T, H] floating: this rank's tokens.
       topk_idx: [T, K] integer: global expert ids. A value outside [0, E), such as -1, is a choice
@@ -97,21 +100,21 @@ def dispatch(
         min(c, q), in row order, with the largest q, one for the rank, at which all blocks and their
         padding fit in R; no expert loses rows while another has more than it keeps.
       host_capacity: the most rows that this rank sends to each other host, where ranks are on
-        several; None: all T, which any routing fits in. Past it, in the order of the tokens, a
-        token's choices on that host are dropped as if they were -1, and counted by the ranks they
-        are of. Where a router keeps each token to k of M hosts, T·k / M of a rank's tokens choose a
-        host, on average: take some more, such as 0.6·T for DeepSeek-V3, 4 of 8.
+        several hosts; None: all T, which any routing fits in. The choices on a host of all later
+        tokens are dropped as if they were -1, and counted by the ranks of these experts. With a
+        router that keeps each token to k of M hosts, T·k / M of a rank's tokens choose a host on
+        average; give more than that, such as 0.6·T for DeepSeek-V3's 4 of 8 hosts.
       wire_dtype: None, or `jnp.float8_e4m3fn`: each row crosses the wire as float8 values with one
-        float32 scale per 128 of them; H must be a multiple of 128. What that costs, and what
-        becomes of NaN and of the largest and smallest values: see `jax_ep.exchange.quantization`.
-      grad_wire_dtype: None; or `jnp.float8_e4m3fn`, in which the cotangents' sums go back, as in
-        `combine(wire_dtype=...)`. Most training wants None: they travel in their own dtype.
-      output: with a wire_dtype, "dequantized" hands out rows of x's dtype, and "quantized" the
-        float8 rows as they came with their `Dispatched.scales`, for a float8 matmul.
+        float32 scale per 128 of them; H must be a multiple of 128. `jax_ep.exchange.quantization`
+        gives the errors, and what becomes of NaN and of the largest and smallest values.
+      grad_wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which the sums of cotangents are
+        returned, as in `combine(wire_dtype=...)`. None, which most training wants: their own.
+      output: with a wire_dtype, "dequantized" returns rows of x's dtype, and "quantized" the float8
+        rows as they are received, with their `Dispatched.scales`, for a float8 matmul.
       layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
         each (source rank, token), which has no capacity and no alignment.
-      topk_weights: [T, K] floating, in the rank-major layout only: sent along, for the experts'
-        rank to weigh with. Differentiable.
+      topk_weights: [T, K] floating, in the rank-major layout only: sent with the rows, for the
+        experts' rank to weight its outputs. Differentiable.
       implementation: "pallas" (GPU kernels), "xla" (any backend), "two_level" (ranks on several
         hosts: a token crosses to each host once, see `jax_ep.exchange.two_level`), or None for the
         best that runs. Which ranks share a host is read from the devices of the mesh.
@@ -178,7 +181,7 @@ def combine(
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Brings the experts' outputs back to the tokens' owners and sums them.
+    """Returns the experts' outputs to the tokens' owners and sums them.
 
     `out[t] = sum_k topk_weights[t, k] * y[row of (t, k)]`. The sum over one rank's rows is taken
     in float32 next to the experts and rounded once, to y's dtype or the wire_dtype, to cross the

@@ -41,8 +41,8 @@ class Handle:
       capacity: R.
       num_experts: E.
       expert_alignment: the alignment of each expert's block, in rows.
-      overflow: which rows were kept, if not all fit.
-      host_capacity: the most rows of a rank that another host received; None: any number.
+      overflow: which rows were kept where not all fit; see `jax_ep.exchange.routes.Overflow`.
+      host_capacity: the most rows that a rank sent to each other host; None: all that it has.
     """
 
     routes: Routes
@@ -55,9 +55,9 @@ class Handle:
 
     @property
     def rows(self) -> jax.Array:
-        """[N, T, K] int32: the row here of each (source rank, token, choice).
+        """The row here of each (source rank, token, choice), [N, T, K] int32.
 
-        -1 where the choice is of another rank or of no expert, R or more if it did not fit.
+        It is -1 where the choice is of another rank or of no expert, R or more if it did not fit.
         """
         return self.routes.rows
 
@@ -72,7 +72,7 @@ class Handle:
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
-    """What a rank received in the expert-major layout; a pytree.
+    """The rows that a rank received in the expert-major layout, and where they are; a pytree.
 
     Attributes:
       tokens: [R, H], x's dtype: received rows, grouped by local expert; every other row is zero.
@@ -82,8 +82,8 @@ class Dispatched:
       rows_needed: [] int32: the R that would have dropped nothing on this rank.
       dropped_counts: [L] int32: `num_dropped`, by local expert.
       handle: the routes, for `combine` and `dispatch_like`.
-      scales: [R, H / 128] float32 where `output="quantized"` was asked for, else None: each row's
-        values are tokens · scale, block by block; zero where the row is.
+      scales: [R, H / 128] float32 if the dispatch had `output="quantized"`, else None. A row's
+        values are tokens · scale in each block of 128 columns; a zero row has zero scales.
     """
 
     tokens: jax.Array
@@ -112,9 +112,10 @@ def dispatch(
     host_capacity: int | None,
     **options: Any,
 ) -> Dispatched:
-    """`api.dispatch(layout="expert")`, which has checked what both layouts share.
+    """Dispatches x [T, H] to the expert-major layout, for `api.dispatch(layout="expert")`.
 
-    `options`: those of `gradients.configure` besides these.
+    `api` has checked the arguments that both layouts share. `options` are further arguments of
+    `gradients.configure`.
     """
     expert_alignment = checks.check_integer(
         "expert_alignment", expert_alignment, most=checks.MAX_INT32
@@ -160,7 +161,10 @@ def dispatch(
 def combine(
     y: jax.Array, handle: Handle, topk_weights: jax.Array | None, **options: Any
 ) -> jax.Array:
-    """`api.combine` of rows [R, H]."""
+    """Combines expert-major rows y [R, H], for `api.combine`.
+
+    `options` are further arguments of `gradients.configure`.
+    """
     check_handle(handle)
     checks.check_array("y", y, 2, jnp.floating, "[R, H]")
     if y.shape[0] != handle.capacity:
@@ -178,7 +182,10 @@ def combine(
 
 
 def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
-    """`api.dispatch_like`: [T, H'] -> [R, H']."""
+    """Sends x [T, H'] along the routes of an expert-major dispatch, for `api.dispatch_like`.
+
+    Returns [R, H']. `options` are further arguments of `gradients.configure`.
+    """
     check_handle(handle)
     checks.check_rows_of_tokens(x, handle.rows.shape[1])
     config = gradients.configure("x", x, **_static(handle), **options)
@@ -187,7 +194,7 @@ def dispatch_like(x: jax.Array, handle: Handle, **options: Any) -> jax.Array:
 
 
 def check_handle(handle: Handle) -> None:
-    """Raises ValueError unless the routes are those of a dispatch between the ranks here."""
+    """Raises ValueError unless the handle's routes fit the number of ranks along its axes here."""
     num_ranks = checks.num_ranks(handle.axis_name)
     if handle.rows.ndim != 3 or handle.rows.shape[0] != num_ranks:
         raise ValueError(
@@ -207,7 +214,7 @@ def check_weights(topk_weights: jax.Array, handle: Handle) -> None:
 
 
 def _static(handle: Handle) -> dict[str, Any]:
-    """What a handle knows of a `Config`."""
+    """Returns the fields of a `Config` that follow from the handle of a dispatch."""
     return dict(
         axis_name=handle.axis_name,
         num_experts=handle.num_experts,
@@ -222,7 +229,7 @@ def _static(handle: Handle) -> dict[str, Any]:
 def _capacity(
     capacity: int | None, expert_alignment: int, *, num_choices: int, num_local_experts: int
 ) -> int:
-    """R, checked; None is enough rows for any routing.
+    """Returns R after checking it; for None, enough rows for any routing.
 
     Raises ValueError where rows, which are counted in int32, may be too many to count.
     """

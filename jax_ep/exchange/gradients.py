@@ -124,7 +124,7 @@ def combine(
 ) -> jax.Array:
     """Sums the rows y of each token, and returns the sums, [T, H], to the tokens' owners.
 
-    y is [R, H], or [N, T, H] in the rank-major layout, of partial sums. Rows are weighted by
+    y is [R, H], or partial sums [N, T, H] in the rank-major layout. Rows are weighted by
     topk_weights [T, K] float32, unless that is None.
     """
     if isinstance(routes, RankRoutes):

@@ -1,8 +1,8 @@
 """What an exchange is: six functions of arrays and a `Config`, called inside `jax.shard_map`.
 
-The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are exchanges among ranks that all
-reach each other alike, and `jax_ep.exchange.two_level` is made of one of them for ranks on several
-hosts. All follow the contract in `jax_ep.reference`, so the routes of one serve the others.
+The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are exchanges among ranks that reach
+each other in the same way, and `jax_ep.exchange.two_level` is made of one of them for ranks on
+several hosts. All follow the contract in `jax_ep.reference`, so each takes the routes of any other.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Ranks(NamedTuple):
         return [list(range(start, start + self.group_size)) for start in starts]
 
     def here(self) -> jax.Array:
-        """[] int32: this rank's number in its exchange."""
+        """Returns this rank's number in its exchange, [] int32."""
         index = lax.axis_index(self.axis_name)
         return index if self.group_size is None else index % self.group_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The static arguments of an exchange, and of the one that its gradient makes.
+    """The static arguments of an exchange and of its gradient, which is an exchange too.
 
     Attributes:
       axis_name: the mesh axes of the ranks.
@@ -61,12 +61,13 @@ class Config:
       overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
       host_capacity: the most rows that a rank sends to another host; None: all that it has.
       list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
-      implementation: which exchange; None for the best that runs here.
-      kernels: False where it is known already that the program can hold no kernels.
-      kernels_fit: False where it is known that they cannot exchange such rows among all ranks.
-      wire_dtype: what rows, or sums of rows, are sent in; None for their own dtype.
-      sum_dtype: what a combine sends its sums in, where there is no wire_dtype, and returns; None
-        for the rows' own dtype.
+      implementation: the exchange to run; None for the best that runs here.
+      kernels: False where tracing has found that the program cannot contain kernels.
+      kernels_fit: False where tracing has found that kernels cannot move these rows among all
+        ranks.
+      wire_dtype: the dtype that rows, or sums of rows, are sent in; None for their own dtype.
+      sum_dtype: the dtype that a combine returns, and sends its sums in where there is no
+        wire_dtype; None for the rows' own dtype.
       grad_wire_dtype: the wire_dtype of the exchange that the gradient makes.
       quantized: whether a dispatch returns rows and scales as they arrive.
     """
@@ -94,20 +95,26 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """The capacity, in the expert-major layout."""
+        """R, the rows of a receive buffer in the expert-major layout."""
         assert self.capacity is not None
         return self.capacity
 
     @property
     def of_cotangents(self) -> Self:
-        """The exchange that the gradient makes; the gradient of that one has no wire_dtype."""
+        """The configuration of the exchange that the gradient makes.
+
+        The gradient of that exchange has no wire_dtype.
+        """
         return dataclasses.replace(
             self, wire_dtype=self.grad_wire_dtype, grad_wire_dtype=None, quantized=False
         )
 
 
 class Exchange(Protocol):
-    """What moves rows between ranks. N ranks, T tokens a rank, K choices, H columns, R rows."""
+    """Moves rows between ranks: the functions that each exchange implements.
+
+    N ranks, T tokens per rank, K choices per token, H columns, R rows of a receive buffer.
+    """
 
     def dispatch(
         self, x: jax.Array, topk_idx: jax.Array, config: Config
@@ -122,20 +129,22 @@ class Exchange(Protocol):
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        """Weighs y [R, H] by [T, K] float32, sums it and returns it to the owners: [T, H]."""
+        """Sums y [R, H], weighted by [T, K] float32, by token and returns the sums: [T, H]."""
         ...
 
     def combine_grad(
         self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
     ) -> tuple[jax.Array, jax.Array]:
-        """The cotangents of y [R, H] and of the weights [T, K] float32, for g [T, H]."""
+        """Computes the cotangents of y [R, H] and of the weights [T, K] float32, for g [T, H]."""
         ...
 
     def rank_dispatch(
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
-        """Sends x [T, H] to each rank of its choices: received [N, T, H], routes, and, if given,
-        the weights [N, T, K] float32."""
+        """Sends x [T, H] to each rank of its choices: received [N, T, H], routes and weights.
+
+        The weights are [N, T, K] float32, or None if topk_weights is None.
+        """
         ...
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:

@@ -1,8 +1,8 @@
-"""What communication holds in memory: bytes per rank beside the caller's inputs and outputs.
+"""Counts what communication holds in memory, in bytes per rank.
 
-Counted from shapes, so it answers for machines that are not here. What XLA's own memory analysis
-says of the portable exchange is compared with it in the tests, and so are the buffers that the
-kernels' calls are lowered with.
+The caller's inputs and outputs are not counted. The counts follow from shapes, so they need no
+machine with that many ranks. The tests compare the counts of "xla" with XLA's own memory analysis,
+and those of "pallas" with the buffers that the kernels' calls are lowered with.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Operation = Literal[
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
-# Within one rank, between the rank layout and blocks of rows: nothing crosses the wire.
+# Within one rank, between the rank-major and the expert-major layout: nothing crosses the wire.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
 
 _WORD = 4  # bytes of an int32 or a float32
@@ -57,23 +57,23 @@ def workspace_bytes(
     wire_dtype: jax.typing.DTypeLike | None = None,
     output: Literal["dequantized", "quantized"] = "dequantized",
 ) -> dict[str, int]:
-    """The buffers that one call of an operation holds: name -> bytes per rank.
+    """Returns the buffers that one call of an operation holds: name -> bytes per rank.
 
-    x and topk_idx, y and the weights, `Dispatched.tokens`, the result of `combine`, cotangents and
-    gradients are the caller's and not counted. The routes are, by the dispatch that makes them,
-    though they live as long as the handle does; everything else is freed when the call returns,
-    and two calls never hold theirs at once unless XLA runs them at once. Not counted is the heap of
-    symmetric memory that "pallas" keeps on every GPU for as long as the process lives.
+    Not counted are the caller's arrays: x and topk_idx, y and the weights, `Dispatched.tokens`,
+    the result of `combine`, cotangents and gradients. The routes are counted for the dispatch that
+    makes them, and live as long as its handle; all other buffers are freed when the call returns.
+    Also not counted is the heap of symmetric memory that "pallas" keeps on every GPU while the
+    process lives.
 
-    For "xla" these are the arrays the program names. XLA may fuse some of them away, let those
-    that are not needed at once share memory or lie where the results will be; or hold more where
-    it does not fuse: up to K arrays [N, T, H] of the terms of a sum over a token's choices.
+    For "xla" the counts are of the arrays that the program names. XLA may need less, since it fuses
+    operations and lets arrays share memory; or more where it does not fuse: up to K arrays
+    [N, T, H] of the terms of a sum over a token's choices.
 
     (The function is long because it names and checks every argument.)
 
     Args:
-      operation: a function of this library; or "dispatch_grad", the gradient of a dispatch, or
-        "combine_grad", that of a weighted combine, or in the rank layout of one without weights.
+      operation: a function of this library; or "dispatch_grad", the gradient of a dispatch; or
+        "combine_grad", the gradient of a combine, which is weighted in the expert-major layout.
       implementation: "pallas" or "xla".
       num_tokens: T, per rank.
       hidden: H.
@@ -83,13 +83,14 @@ def workspace_bytes(
       num_hosts: M, which divides N. Above 1, these are the buffers of the exchange of two levels,
         and `implementation` is what runs inside each host.
       host_capacity: as given to `dispatch`.
-      dtype: of the rows.
-      capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Of
-        no matter to what keeps to the rank layout, which has N·T rows.
-      expert_alignment: as given there; R is larger by the padding that it may need.
-      layout: of `dispatch`. group_by_expert and sum_by_token are of "rank".
-      wire_dtype: of the operation; for a gradient, the grad_wire_dtype.
-      output: of a dispatch with a wire_dtype; "pallas" writes a quantized one where it belongs.
+      dtype: the dtype of the rows.
+      capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Not
+        used in the rank-major layout, which has N·T rows.
+      expert_alignment: as given there; without a capacity, R includes the padding it may need.
+      layout: the layout of `dispatch`; "rank" for group_by_expert and sum_by_token.
+      wire_dtype: the wire_dtype of the operation; for a gradient, its grad_wire_dtype.
+      output: the output of a dispatch with a wire_dtype; "pallas" writes quantized rows without a
+        buffer of their own.
 
     Raises:
       ValueError, TypeError: an argument does not fit, or "pallas" cannot run at these sizes; the
@@ -179,7 +180,10 @@ class OtherLibrary(NamedTuple):
 
 
 def message_bytes(hidden: int) -> int:
-    """P of `OTHER_LIBRARIES`: a combine message, a bfloat16 row and two bfloat16 per 128 values."""
+    """Returns P of `OTHER_LIBRARIES`, the bytes of a combine message.
+
+    A message is a bfloat16 row and two bfloat16 numbers per 128 of its values.
+    """
     return 2 * hidden + hidden // 128 * 4
 
 
@@ -227,9 +231,9 @@ OTHER_LIBRARIES = (
 def other_libraries(
     *, num_tokens: int, hidden: int, num_experts: int, top_k: int, num_ranks: int
 ) -> dict[str, int]:
-    """What the low-latency buffers of DeepEP and NCCL EP hold, by library, in bytes per rank.
+    """Returns the bytes per rank of the low-latency buffers of DeepEP and NCCL EP, by library.
 
-    `OTHER_LIBRARIES` has their formulas, and where these come from.
+    `OTHER_LIBRARIES` has the formulas and their sources.
     """
     rows = num_tokens * message_bytes(hidden)
     return {
@@ -239,7 +243,7 @@ def other_libraries(
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """The sizes of one call."""
+    """The sizes of one call of an exchange."""
 
     num_tokens: int
     hidden: int
@@ -250,41 +254,45 @@ class _Shape:
     capacity: int
     by_rank: bool
     wire_dtype: jnp.dtype | None
-    quantized: bool  # what a dispatch hands out
+    quantized: bool  # whether a dispatch returns float8 rows
 
     @property
     def pairs(self) -> int:
-        """(source rank, token) pairs."""
+        """The number of (source rank, token) pairs."""
         return self.num_ranks * self.num_tokens
 
     def rows(self, count: int) -> int:
         return count * self.hidden * self.dtype.itemsize
 
     def sent_rows(self, count: int) -> int:
-        """Rows as they are on their way."""
+        """Returns the bytes of `count` rows as they are sent."""
         return count * quantization.row_bytes(self.hidden, self.dtype, self.wire_dtype)
 
     def quantized_rows(self, count: int) -> int:
-        """Rows before or after their way, if that takes others than the caller's."""
+        """Returns the bytes of `count` quantized rows; 0 without a wire_dtype."""
         return 0 if self.wire_dtype is None else self.sent_rows(count)
 
     def gathered(self, size: int) -> int:
-        """So many bytes of all ranks; one rank alone reads its own."""
+        """Returns `size`, the bytes gathered from all ranks; 0 for one rank."""
         return size if self.num_ranks > 1 else 0
 
     def routes(self) -> int:
-        """Rows or local experts of every choice; and counts, unless ranks own rows."""
+        """Returns the bytes of the routes.
+
+        They are a row, or in the rank-major layout a local expert, for each choice; and in the
+        expert-major layout the counts.
+        """
         counts = 0 if self.by_rank else self.num_ranks * self.num_experts
         return _WORD * (self.pairs * self.top_k + counts)
 
     @property
     def padded_hidden(self) -> int:
-        """H as the kernels see it."""
+        """H and the padding that the kernels need."""
         return plans.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
 
     @property
     def row(self) -> plans.Row:
-        """A row as the kernels see it."""
+        """A padded row, for the kernels' plans."""
         return plans.Row(self.padded_hidden, self.dtype, self.wire_dtype)
 
     @property
@@ -300,7 +308,7 @@ class _Shape:
         )
 
     def padded_rows(self, count: int) -> int:
-        """Copies of the caller's rows that the kernels need where they want longer ones."""
+        """Returns the bytes of padded copies of `count` rows; 0 where rows need no padding."""
         padded = self.padded_hidden
         return 0 if padded == self.hidden else count * padded * self.dtype.itemsize
 
@@ -321,7 +329,7 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
         held = plans.dispatch_workspace(plan, **sizes)
     received = shape.capacity * shape.row.sent_bytes
     if shape.padded_hidden == shape.hidden and (shape.wire_dtype is None or shape.quantized):
-        received = 0  # they are the caller's
+        received = 0  # the kernel writes them to the result
     return held | {
         "padded rows": shape.padded_rows(shape.num_tokens),
         "received rows": received,
@@ -329,7 +337,7 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
 
 
 def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
-    if shape.by_rank:  # the lists are made anew
+    if shape.by_rank:  # the kernel makes the lists again
         return _pallas_dispatch(shape)
     held = _pallas_dispatch(shape)
     return {name: held[name] for name in ("padded rows", "received rows")}
@@ -337,7 +345,7 @@ def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
 
 def _pallas_combine(shape: _Shape) -> dict[str, int]:
     padded = {"padded rows": shape.padded_rows(shape.num_tokens + shape.capacity)}
-    if shape.low_latency:  # sums arrive in symmetric memory
+    if shape.low_latency:  # sums are received in symmetric memory
         return padded
     sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
     plan = plans.combine(shape.row, top_k=shape.top_k, num_blocks=settings.num_blocks(), **sizes)
@@ -347,7 +355,7 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
 def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
     if shape.by_rank:
         return _pallas_dispatch_like(shape)
-    if shape.wire_dtype is not None:  # rows that came as it are weighed by XLA
+    if shape.wire_dtype is not None:  # XLA weights rows received in a wire_dtype
         return _pallas_dispatch_like(shape) | _xla_grad_of_rows(shape)
     return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}  # g, y and dy
 
@@ -405,7 +413,7 @@ def _xla_combine_grad(shape: _Shape) -> dict[str, int]:
 
 
 def _xla_grad_of_rows(shape: _Shape) -> dict[str, int]:
-    """From g in the rows to the gradients of y and the weights."""
+    """Returns what is held while the gradients of y and the weights are made from g in the rows."""
     numbers = _WORD * shape.pairs * shape.top_k
     return {
         "g in the rows": shape.rows(shape.capacity),
@@ -449,9 +457,9 @@ def _between_hosts(
     num_hosts: int,
     slots: int,
 ) -> dict[str, int]:
-    """What `jax_ep.exchange.two_level` holds, and the exchange inside a host with it.
+    """Returns what `jax_ep.exchange.two_level` holds, the exchange inside a host included.
 
-    `slots`: the rows that a rank sends to each host.
+    `slots` is the number of rows that a rank sends to each host.
     """
     num_tokens, group_size = shape.num_tokens, shape.num_ranks // num_hosts
     at_once = num_tokens

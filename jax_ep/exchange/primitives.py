@@ -56,7 +56,7 @@ def check_implementation(config: Config, rows: jax.Array) -> None:
 
 
 def _tracing_unavailable_reason(config: Config, rows: Any) -> str | None:
-    """Why the kernels cannot move such rows in the program being traced; None if they may."""
+    """Returns why the kernels cannot move such rows in the program being traced, or None."""
     return availability.tracing_unavailable_reason() or availability.exchange_unavailable_reason(
         rows.shape[-1],
         rows.dtype,
@@ -68,7 +68,10 @@ def _tracing_unavailable_reason(config: Config, rows: Any) -> str | None:
 
 
 def _with_what_tracing_knows(config: Config, rows: Any) -> Config:
-    """`config` with what is known of kernels now, where it did not name them or XLA."""
+    """Sets `kernels` and `kernels_fit` of a config that may choose kernels, as tracing knows them.
+
+    A config that names "pallas" or "xla" is returned as it is.
+    """
     if config.implementation not in (None, "two_level"):
         return config
     return dataclasses.replace(
@@ -79,7 +82,7 @@ def _with_what_tracing_knows(config: Config, rows: Any) -> Config:
 
 
 def _select(config: Config, program: Program) -> Exchange:
-    """The exchange to lower to."""
+    """Selects the exchange to lower to."""
     name, axis_name = config.implementation, config.axis_name
     if name in (None, "two_level"):
         num_hosts = hosts.num_hosts(program, axis_name)
@@ -98,7 +101,10 @@ def _select(config: Config, program: Program) -> Exchange:
 
 
 def _one_level(config: Config, reason: str | None) -> Exchange:
-    """The exchange among ranks alike. `reason`: why kernels cannot run, or None if they can."""
+    """Selects the exchange among ranks of one host.
+
+    `reason` says why kernels cannot run, or is None if they can.
+    """
     if config.implementation == "pallas" and reason is not None:
         raise _refusal(config.implementation, reason)
     if config.implementation == "xla" or reason is not None:
@@ -118,12 +124,13 @@ def _refusal(name: str, reason: str) -> ValueError:
 def _primitive(
     name: str, method: Callable[[Exchange], Callable[..., Any]], results: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A function (*operands, config) that binds a primitive.
+    """Defines a primitive; returns the function (*operands, config) that binds it.
 
     Args:
-      name: of the primitive.
-      method: of an exchange: what the primitive computes.
-      results: (*operands, config) -> what `method` returns, with a shape and dtype for each array.
+      name: the name of the primitive.
+      method: takes an exchange and returns its function that the primitive computes.
+      results: (*operands, config) -> what that function returns, with a shape and dtype for each
+        array.
     """
 
     def abstract_eval(*types, tree, config):
@@ -259,6 +266,6 @@ def rows_to_choices(values: jax.Array, routes: Routes, *, axis_name: tuple[str, 
 
 
 def return_weights(g: jax.Array, routes: RankRoutes, *, axis_name: tuple[str, ...]) -> jax.Array:
-    """The cotangent [T, K] of the weights of a `rank_dispatch`, from that of what arrived."""
+    """Sends the cotangent g [N, T, K] of received weights to the tokens' owners: [T, K]."""
     g, *arrays = match_varying((g, *routes), axis_name)
     return xla_exchange.return_weights(g, RankRoutes(*arrays), ranks=Ranks(axis_name))

@@ -1,25 +1,25 @@
-"""Rows as float8 on the wire: 1 byte for each value, and one float32 scale for every 128 values.
+"""Sends rows as float8 on the wire: 1 byte for each value, and a float32 scale for 128 values.
 
 The blocks and the scales are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2). For a block
 of 128 neighbouring values of one row,
 
     scale = max(largest |finite value| / 448, 2^-117),    sent = float8_e4m3fn(value · (1 / scale)),
 
-so what arrives, sent · scale, is within the type's own rounding of the value: e4m3 has 3 bits of
-fraction, normal numbers from 2^-6 and subnormal ones every 2^-9, so
+What arrives is sent · scale. e4m3 has 3 bits of fraction, normal numbers from 2^-6 on, and
+subnormal numbers every 2^-9, so
 
     |arrived - value| <= max(2^-4 |value|, 2^-10 scale),
 
-and the rounding of the receiver's dtype. A block of zeros arrives as zeros, and the largest values
-of a dtype do not overflow. In a block whose largest value is below 448 · 2^-117, or 2.7e-33, the
-scale is 2^-117 and the error is at most 2^-127. The type has no infinity: NaN and infinities arrive
-as NaN, without effect on the rest of their block.
+before it is rounded to the receiver's dtype. A block of zeros arrives as zeros, and the largest
+values of a dtype do not overflow. In a block whose largest value is below 448 · 2^-117, or 2.7e-33,
+the scale is 2^-117 and the error is at most 2^-127. The type has no infinity: NaN and infinities
+arrive as NaN, without effect on the rest of their block.
 
 XLA on CPUs, the kernels and `jax_ep.reference` give the same bits, with these exceptions. XLA on
 CPUs treats subnormal float32 values, below 2^-126, as zero: such a value arrives as zero, so it is
 off by up to 2^-126 where the bound above may say less. XLA on GPUs divides approximately: 1 / scale
-may be off by 2^-22 of itself, so a value halfway between two numbers of e4m3 may be rounded to the
-other one, and rows that "xla" sends from GPUs as float8 differ from the kernels' in such ties.
+may have a relative error of 2^-22, so a value halfway between two numbers of e4m3 may be rounded to
+the other one. Rows that "xla" sends from GPUs as float8 differ from the kernels' in such ties.
 Where sums are sent, XLA may multiply by a scale and add to the sum over ranks in one rounding; the
 kernels round twice, as does `jax_ep.reference`.
 """

@@ -1,4 +1,4 @@
-"""What ranks on several hosts send each other: see `jax_ep.exchange.two_level` for when.
+"""Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
 A rank exchanges with the ranks of its own number on the other hosts, its *rail*. With a
 `host_capacity` of C it sends C rows to each of them instead of all T: the tokens that chose experts
@@ -22,12 +22,10 @@ from jax_ep.exchange.interface import Config
 
 
 class Source(NamedTuple):
-    """Whose tokens a call of the exchange inside a host is for: those of its rails on one host.
-
-    Where there may be None, that is all hosts.
+    """A host whose tokens an exchange inside this host moves; None in its place is all hosts.
 
     Attributes:
-      host: [] int32.
+      host: [] int32: the number of that host.
       own: whether it is this host.
     """
 
@@ -37,17 +35,17 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rail:
-    """The ranks of this rank's number on all hosts.
+    """The ranks with this rank's number, one on each host, and what is sent between them.
 
     Attributes:
-      config: of the exchange among all ranks.
+      config: the configuration of the exchange among all ranks.
       num_hosts: M.
       group_size: G, the ranks of a host.
-      host: [] int32: the number of this one.
-      slots: [M, C] int32: which token each host gets in each slot, T where none; None where each
-        gets all T.
-      slots_here: [G, M, C] int32: likewise, which tokens the ranks of this host get from the
-        others of their rails.
+      host: [] int32: the number of this host.
+      slots: [M, C] int32: the token that each host gets in each slot, T for none; None where each
+        host gets all T tokens.
+      slots_here: [G, M, C] int32: the tokens that each rank of this host gets from each host of its
+        rail, T for none; None where `slots` is None.
     """
 
     config: Config
@@ -59,12 +57,12 @@ class Rail:
 
     @classmethod
     def of(cls, num_hosts: int, config: Config) -> Rail:
-        """A rail on which each host gets all T rows."""
+        """Makes a rail on which each host gets all T rows."""
         group_size = lax.axis_size(config.axis_name) // num_hosts
         return cls(config, num_hosts, group_size, lax.axis_index(config.axis_name) // group_size)
 
     def with_slots(self, topk_idx: jax.Array) -> Rail:
-        """The rail of rows with such choices [T, K], none of which is past the host_capacity."""
+        """Returns this rail with slots for the choices [T, K], none past the host_capacity."""
         num_tokens = topk_idx.shape[0]
         if not self.drops(num_tokens):
             return self
@@ -82,7 +80,7 @@ class Rail:
 
     @property
     def inside(self) -> Config:
-        """The exchange among the ranks of a host, of rows as they are."""
+        """The configuration of the exchange inside a host, which has no wire_dtype."""
         return dataclasses.replace(
             self.config,
             group_size=self.group_size,
@@ -92,7 +90,7 @@ class Rail:
 
     @property
     def inside_float32(self) -> Config:
-        """`inside`, with sums that are float32."""
+        """`inside`, with sums sent and returned as float32."""
         return dataclasses.replace(self.inside, sum_dtype=jnp.dtype(jnp.float32))
 
     @property
@@ -101,11 +99,11 @@ class Rail:
         return self.config.host_capacity
 
     def drops(self, num_tokens: int) -> bool:
-        """Whether a host may get fewer than all tokens."""
+        """Returns whether a host may get fewer than all `num_tokens` tokens of a rank."""
         return self.config.host_capacity is not None and self.config.host_capacity < num_tokens
 
     def kept(self, topk_idx: jax.Array) -> jax.Array:
-        """Choices [T, K] with -1 for those that are past the host_capacity."""
+        """Replaces those of the choices [T, K] that are past the host_capacity by -1."""
         if not self.drops(topk_idx.shape[0]):
             return topk_idx
         _, place = self._places(topk_idx)
@@ -115,14 +113,14 @@ class Rail:
         return jnp.where(past, -1, topk_idx)
 
     def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which other hosts each token chose, and how many tokens before it did: [T, M] each."""
+        """Returns which other hosts each token chose, and how many earlier tokens did: [T, M]."""
         hosts = jnp.arange(self.num_hosts)
         chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts, axis=1)
         chosen &= hosts != self.host
         return chosen, jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - chosen
 
     def _host_of(self, topk_idx: jax.Array) -> jax.Array:
-        """[T, K]: the host of each choice, -1 where it is of no expert."""
+        """Returns the host of each choice, [T, K]; -1 for a choice of no expert."""
         valid = (topk_idx >= 0) & (topk_idx < self.config.num_experts)
         return jnp.where(valid, topk_idx // self.inside.num_experts, -1)
 
@@ -137,7 +135,7 @@ class Rail:
         ]
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """[...] -> [M, ...] of all hosts, in their order."""
+        """Gathers x [...] of every host of the rail: [M, ...], in their order."""
         bits = quantization.bits(x, None)
         bits = lax.all_gather(
             bits[None], self.config.axis_name, axis=0, tiled=True, axis_index_groups=self._groups
@@ -145,9 +143,9 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """[T, ...] -> what comes from each host, [M, T, ...]; or [M, C, ...], in slots.
+        """Sends x [T, ...] along the rail; returns what each host sent: [M, T, ...].
 
-        Slots of no token hold `fill`.
+        With slots that is [M, C, ...], and slots of no token hold `fill`.
         """
         if self.slots is None:
             return self.gather(x)
@@ -157,13 +155,13 @@ class Rail:
         return lax.bitcast_convert_type(self._swap(sent), x.dtype)
 
     def _swap(self, x: jax.Array) -> jax.Array:
-        """[M, ...] by the host that it is for -> [M, ...] by the host that it comes from."""
+        """Sends x [M, ...] by destination host; returns [M, ...] by source host."""
         return lax.all_to_all(
             x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
         )
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
-        """Returns what `send` brought, to its tokens: [T, ...] of each host, in their order.
+        """Sends results for rows of `send` back to their owners: [T, ...] of each host, in order.
 
         Args:
           others: [M, T, ...], or [M, C, ...] in slots.
@@ -172,7 +170,7 @@ class Rail:
         return self._returned(list(self._swap(others)), own)
 
     def _returned(self, others: Sequence[jax.Array], own: jax.Array) -> Iterator[jax.Array]:
-        """What each host has sent back, at its tokens: [T, ...]; `own` of this one."""
+        """Yields what each host sent back, by token: [T, ...]; `own` is that of this host."""
         for host, part in enumerate(others):
             if self.slots is not None:
                 whole = jnp.zeros_like(own)
@@ -182,7 +180,11 @@ class Rail:
     # --------------------------------------------------------------------------- host by host
 
     def each_host(self, add: Callable[[Source | None, Any], Any], at_once: bool) -> Any:
-        """Gives `add` every source, and what it returned for the one before: None at first."""
+        """Calls `add(source, state)` for each host; returns the last state.
+
+        The state is what `add` returned for the host before, None at first. `at_once` calls
+        `add(None, None)` once, for all hosts.
+        """
         if at_once:
             return add(None, None)
         state = add(Source(self.host, own=True), None)
@@ -193,7 +195,8 @@ class Rail:
     ) -> Iterator[jax.Array]:
         """Sends the sums of each source back to it: [T, ...] of every host, in their order.
 
-        Those of this host's own tokens are made while the others are on their way.
+        The sums of this host's own tokens are computed while the others are sent. `at_once`
+        computes all in one call, except between two hosts.
         """
         if self.num_hosts == 2:
             # Both get what the two send; for a swap, sums would be copied to their host's place.
@@ -217,13 +220,13 @@ class Rail:
         return self.send_back(others, sums(Source(host, own=True)))
 
     def _after(self, i: Any) -> Source:
-        """The host that is so many after this one."""
+        """Returns the host that is i after this one."""
         return Source((self.host + i) % self.num_hosts)
 
     def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
-        """What is of a source: `own`, [T, ...], or of what was sent, [M, T, ...], its [T, ...].
+        """Returns the rows of a source: `own` [T, ...], or its [T, ...] of `sent` [M, T, ...].
 
-        Of all hosts [M·T, ...]; with slots [T + M·C, ...], own ones first.
+        For all hosts that is [M·T, ...]; with slots [T + M·C, ...], this host's own rows first.
         """
         if source is None:
             others = sent.reshape(-1, *sent.shape[2:])
@@ -233,9 +236,9 @@ class Rail:
         return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
 
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
-        """[N, T, K] of all ranks -> [G, T, K], what the ranks of this host hold: see `rows`.
+        """Selects the part of a source's tokens from [N, T, K] by source rank: [G, T, K].
 
-        Slots of no token hold -1.
+        The tokens are those of `rows`, in its order; slots of no token hold -1.
         """
         by_host = by_rank.reshape(self.num_hosts, self.group_size, *by_rank.shape[1:])
         if source is None and self.slots is None:
@@ -251,7 +254,7 @@ class Rail:
         return jnp.take_along_axis(picked, slots[:, :, None], axis=1, mode="fill", fill_value=-1)
 
     def split(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What is of all hosts, as `rows` orders it -> this host's own, and [M, ...] of each."""
+        """Splits rows of all hosts, in the order of `rows`: this host's, and [M, ...] by host."""
         if self.slots is None:
             by_host = part.reshape(self.num_hosts, -1, *part.shape[1:])
             return lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False), by_host
@@ -260,7 +263,7 @@ class Rail:
         return own, others.reshape(*self.slots.shape, *part.shape[1:])
 
     def place(self, whole: jax.Array | None, part: jax.Array, source: Source) -> jax.Array:
-        """Writes what is of a source, [...], to its place in [M, ...]; None is zeros."""
+        """Writes `part` [...] of a source to its place in `whole` [M, ...]; None means zeros."""
         if whole is None:
             whole = jnp.full_like(part, 0, shape=(self.num_hosts, *part.shape))
         return lax.dynamic_update_index_in_dim(whole, part, source.host, axis=0)

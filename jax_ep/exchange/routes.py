@@ -1,4 +1,4 @@
-"""From `topk_idx` to routes: counts, offsets and rows, without moving any payload.
+"""Computes routes from `topk_idx`: counts, offsets and rows, without moving any payload.
 
 A route says which row of which rank's receive buffer holds one (token, choice). The row order is
 local expert, then source rank, then source token, then choice; everything here follows from it.
@@ -28,7 +28,7 @@ _OVERFLOWS = ("tail", "fair")
 
 
 class Routes(NamedTuple):
-    """The routes of one dispatch, as every exchange needs them.
+    """The routes of one expert-major dispatch, as every exchange needs them.
 
     `rows[s, t, k]` is the row here of choice k of token t of rank s: -1 if that choice is not of
     this rank, and the capacity or more if it did not fit.
@@ -61,13 +61,13 @@ class Layout(NamedTuple):
 
 
 def check_overflow(overflow: Overflow) -> None:
-    """Raises ValueError unless it is one."""
+    """Raises ValueError unless `overflow` is "tail" or "fair"."""
     if overflow not in _OVERFLOWS:
         raise ValueError(f"overflow must be one of {_OVERFLOWS}, but is {overflow!r}.")
 
 
 def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:
-    """Rows that any routing fits in: all choices of all ranks land here, and pad their blocks.
+    """Returns the rows that any routing fits in: all ranks' choices, and the padding of blocks.
 
     Args:
       num_choices: N·T·K; may be a symbolic dimension of `jax.export`.
@@ -80,7 +80,10 @@ def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment
 
 
 def expert_ids(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """[T, K] integers -> int32, with no expert where a wider integer names none."""
+    """Converts choices [T, K] to int32.
+
+    A wider integer outside [0, num_experts) becomes -1, so that it does not wrap to an expert.
+    """
     if topk_idx.dtype.itemsize > 4:
         topk_idx = jnp.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, -1)
     return topk_idx.astype(jnp.int32)
@@ -117,30 +120,36 @@ def count_choices(topk_idx: jax.Array, num_experts: int) -> tuple[jax.Array, jax
 
 
 def count_experts(topk_idx: jax.Array, num_experts: int) -> jax.Array:
-    """[T, K] int32 -> [E] int32: how often each expert is chosen; other values choose nothing."""
+    """Counts how often each expert is chosen: [E] int32.
+
+    topk_idx is [T, K] int32; values outside [0, num_experts) choose nothing.
+    """
     # By experts, not by choices: XLA makes one kernel of that.
     chosen = jnp.arange(num_experts, dtype=jnp.int32)[:, None] == topk_idx.reshape(1, -1)
     return jnp.sum(chosen, axis=1, dtype=jnp.int32)
 
 
 def counts_here(counts: jax.Array, rank: jax.Array) -> jax.Array:
-    """[N, E] choices by (rank, expert) -> [N, L]: rows that each rank sends to `rank`."""
+    """Returns the rows that each rank sends to each expert of `rank`, [N, L], of counts [N, E]."""
     num_local_experts = counts.shape[1] // counts.shape[0]
     return lax.dynamic_slice_in_dim(counts, rank * num_local_experts, num_local_experts, axis=1)
 
 
 def block_starts(recv_counts: jax.Array, expert_alignment: int) -> tuple[jax.Array, jax.Array]:
-    """[N, L] rows per (source, local expert) -> (starts [L], padded sizes [L]) of the blocks."""
+    """Returns the first row of each expert's block and its padded size, [L] each.
+
+    recv_counts is [N, L]: rows per (source, local expert).
+    """
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     sizes = -(-counts // expert_alignment) * expert_alignment
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes, sizes
 
 
 def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.Array:
-    """The most rows that an expert keeps under "fair": [L] rows of each expert -> [] int32.
+    """Returns the most rows that an expert keeps under "fair", [] int32.
 
-    The largest q at which blocks of min(counts, q) rows, each padded to the alignment, fit in
-    `capacity` rows; where all rows fit, the largest of `counts`.
+    That is the largest q at which blocks of min(counts, q) rows, each padded to the alignment, fit
+    in `capacity` rows. Where all rows fit, it is the largest of `counts`, the [L] rows of experts.
     """
     # In units of the alignment: min(blocks, m) must add up to at most `room`.
     blocks, room = -(-counts // expert_alignment), capacity // expert_alignment
@@ -156,7 +165,10 @@ def fair_quota(counts: jax.Array, capacity: int, expert_alignment: int) -> jax.A
 def kept_counts(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow
 ) -> jax.Array:
-    """[N, L] rows per (source, local expert) -> [L] int32: the rows of each that are kept."""
+    """Returns the rows of each local expert that are kept, [L] int32.
+
+    recv_counts is [N, L]: rows per (source, local expert).
+    """
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     if overflow == "fair":
         return jnp.minimum(counts, fair_quota(counts, capacity, expert_alignment))
@@ -173,7 +185,7 @@ def receive_rows(
     *,
     fair_capacity: int | None = None,
 ) -> jax.Array:
-    """The row of this rank's receive buffer that each (source, token, choice) is sent to.
+    """Returns the row of this rank's receive buffer that each (source, token, choice) is sent to.
 
     Args:
       topk_idx: [N, T, K] int32, of all ranks.
@@ -206,7 +218,10 @@ def receive_rows(
 def layout(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
 ) -> Layout:
-    """[N, L] rows per (source, local expert) -> the blocks as they lie in `capacity` rows."""
+    """Returns the layout of the experts' blocks in a receive buffer of `capacity` rows.
+
+    recv_counts is [N, L]: rows per (source, local expert).
+    """
     counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32)
     expert_counts = kept_counts(recv_counts, capacity, expert_alignment, overflow)
     starts, sizes = block_starts(recv_counts, expert_alignment)

@@ -1,27 +1,28 @@
 """The exchange of ranks on several hosts: over the network once, then inside each host.
 
-The N ranks are M hosts of G neighbours. Ranks of one number in their hosts are a *rail*. Dispatch
-sends each rank's T rows along its rail, so every token crosses to a host once, whatever number of
-its experts are there; an exchange among the ranks of that host, which is one of the other modules,
-sends it on. Combine goes the other way: the exchange inside sums the rows of a (token, host), and
-one row of each returns along the rail. (DeepEP, github.com/deepseek-ai/DeepEP, forwards so.)
+The N ranks are on M hosts, G neighbours on each. The ranks with the same number in their hosts are
+a *rail*. Dispatch sends each rank's T rows along its rail, so every token crosses to a host once,
+however many of its experts are there; then an exchange among the ranks of that host, by XLA or by
+the kernels, sends it on. Combine goes the other way: the exchange inside a host sums the rows of
+each (token, host), and one row for each returns along the rail. DeepEP
+(github.com/deepseek-ai/DeepEP) forwards rows in this way.
 
-Per rank, (M - 1)·T rows come from other hosts in either direction, besides the routes of the rail;
-or with a host_capacity (M - 1)·C, in slots of the tokens that chose experts of the host.
-Rows, drops and counts are those of one level, bit for bit, since the exchange inside follows the
-routes that it is given.
+Each rank receives (M - 1)·T rows from other hosts in either direction, and the routes of its rail.
+With a host_capacity of C it receives (M - 1)·C, in slots of the tokens that chose experts of its
+host. Rows, drops and counts are those of one level, bit for bit, since the exchange inside a host
+follows the routes that it is given.
 
 **Rounding of a combine.** The sum over the rows that a token has on one host is taken in float32,
 over those of a rank in the order of the choices, then over ranks in rank order. It is rounded once,
 to y's dtype or to the wire_dtype, and returned. The sum over hosts is taken in float32, in the
-order of the hosts, and rounded to y's dtype. So inside a host sums travel as float32, unless there
-is only one rank.
+order of the hosts, and rounded to y's dtype. So sums are sent as float32 inside a host, unless the
+host has only one rank.
 
-**Order.** With XLA's collectives inside, hosts take turns: what is done for this one's own tokens
-does not wait for the network, and no rows of all N ranks lie in memory together. The kernels take
-the rows of all hosts in one call, once these have come; but of two hosts they first sum for the
-other one's tokens, and while these sums are on their way for this one's. A rank that is alone on
-its host sums by XLA.
+**Order.** With XLA's collectives inside a host, hosts take turns: what is done for this host's own
+tokens does not wait for the network, and no rows of all N ranks are in memory together. The kernels
+take the rows of all hosts in one call, after they have arrived. With two hosts the kernels first
+sum for the other host's tokens, and sum for this host's own while those sums are sent. A rank that
+is alone on its host sums by XLA.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class TwoLevel:
     ) -> tuple[jax.Array, jax.Array]:
         """Computes the gradients of a weighted combine, as `Exchange.combine_grad` says.
 
-        Rows of a wire_dtype are widened when they come to a host.
+        Rows received in a wire_dtype are converted to g's dtype before they are sent on inside a
+        host.
         """
         rail = Rail.of(self.num_hosts, config).with_slots(routes.topk_idx)
         words, _ = _words(g, config.wire_dtype)
@@ -211,10 +213,10 @@ class TwoLevel:
         *,
         sums: bool = False,
     ) -> tuple[Exchange, bool]:
-        """The exchange inside a host that carries such rows, and whether it is the kernels'.
+        """Returns the exchange inside a host for these rows, and whether it is the kernels'.
 
-        `dtype`: that it carries them in; None is their own. `sums`: whether it only sums them on
-        one rank where that is alone on its host, which XLA does in one kernel and faster.
+        `dtype` is the dtype in which it carries the rows; None is their own. `sums` says that it
+        only sums rows, which XLA does faster, in one kernel, for a rank alone on its host.
         """
         reason = availability.exchange_unavailable_reason(
             rows.shape[-1],
@@ -230,7 +232,7 @@ class TwoLevel:
         return pallas_exchange, True
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Own choices [T, K] and those sent along this rank's rail, as experts of this host."""
+        """Returns own choices [T, K] and those sent along the rail, as experts of this host."""
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first = rail.host * rail.inside.num_experts
         sent = rail.send(narrow, fill=-1).astype(jnp.int32) - first
@@ -243,11 +245,14 @@ class TwoLevel:
         source: Source | None,
         choices: tuple[jax.Array, jax.Array] | None,
     ) -> Routes:
-        """The routes inside this host of the tokens of a source; for kernels with `_choices`."""
+        """Returns the routes inside this host of the tokens of a source.
+
+        `choices` are those of `_choices`, which kernels need; None for XLA's exchange.
+        """
         rows = rail.by_rank(routes.rows, source)
         if choices is None:  # XLA's exchange follows the rows alone
             return Routes(routes.topk_idx, rows, routes.counts)
-        # The kernels fill what no row is sent to, which the sums of counts tell them.
+        # The kernels write zeros where no row is sent, which they know from the sums of counts.
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
@@ -256,7 +261,7 @@ class TwoLevel:
 
 
 def _add(returned: Iterable[jax.Array], y: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
-    """The sum over hosts of what they returned, [T, ...] bits of each, in y's dtype."""
+    """Adds what each host returned, bits of [T, ...], in float32; returns the sum in y's dtype."""
     total: Any = None
     for bits in returned:
         rows, *scales = quantization.parts(bits, y, wire_dtype)
@@ -268,15 +273,16 @@ def _add(returned: Iterable[jax.Array], y: jax.Array, wire_dtype: jnp.dtype | No
 
 
 def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
-    """Sums [T, H] rounded to y's dtype or the wire_dtype, as bits."""
+    """Rounds sums [T, H] to y's dtype or the wire_dtype; returns their bits."""
     sums = sums.astype(y.dtype) if config.wire_dtype is None else sums
     return quantization.bits(sums, config.wire_dtype)
 
 
 def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.dtype]:
-    """Rows as they travel, in unsigned words, and the dtype in which kernels carry these.
+    """Returns rows as they are sent, as unsigned words, and the dtype in which kernels carry these.
 
-    As floats they would not keep the payload of a NaN: XLA may widen bfloat16, in loops too.
+    XLA may convert floats to another dtype, in loops too, and so change the payload of a NaN. It
+    does not convert words.
     """
     bits = quantization.bits(x, wire_dtype)
     if wire_dtype is None:
@@ -286,23 +292,23 @@ def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.d
 
 
 def _from_words(words: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> Received:
-    """What is received of x, of the words that `_words` has made."""
+    """Unpacks the words that `_words` made of x: `Received`."""
     if wire_dtype is not None:
         words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
     return quantization.parts(words, x, wire_dtype)
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Choices with -1 wherever they are of no expert."""
+    """Replaces choices of no expert by -1."""
     return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
 
 
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
-    """Integers from -1 to `most`, in 16 bits if they fit: -1 is then above all others."""
+    """Converts integers from -1 to `most` to 16 bits if they fit; -1 is then above all others."""
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
 
 
 def _union(words: jax.Array | None, rows: jax.Array) -> jax.Array:
-    """The words of rows, and those that are there, where at most one of them is not zero."""
+    """Adds rows to the words received so far; at most one of the two is not zero."""
     bits = quantization.bits(rows, None)
     return bits if words is None else words | bits

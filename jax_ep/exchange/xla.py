@@ -4,7 +4,7 @@ Dispatch is an all-gather of the tokens followed by a local gather into the expe
 is a local partial sum per (token, rank) followed by an all-to-all and a sum in rank order. So one
 row per (token, rank) crosses the wire, and every sum has one fixed order.
 
-The functions of `jax_ep.exchange.interface.Exchange` come first; their shapes are told there.
+The functions of `jax_ep.exchange.interface.Exchange` come first; shapes are documented there.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jax_ep.exchange.routes import Layout, RankRoutes, Routes
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
-    """`Exchange.dispatch`."""
-    # The only exchange besides the payload.
+    """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
+    # The payload and these messages are all that ranks exchange.
     messages = stack_ranks(message_of_choices(topk_idx, config), config.ranks)
     routes, layout = read_messages(messages, topk_idx, config)
     return dispatch_like(x, routes, config), routes, layout
 
 
 def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """What every rank must know of this rank's choices [T, K]: [2 T·K + E] int32."""
+    """Packs what every rank must know of this rank's choices [T, K]: [2 T·K + E] int32."""
     counts, places = routing.count_choices(topk_idx, config.num_experts)
     return jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
 
@@ -39,7 +39,7 @@ def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
 def read_messages(
     messages: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Routes, Layout]:
-    """The routes and the layout here, from the messages [N, 2 T·K + E] of all ranks."""
+    """Computes this rank's routes and layout from the messages [N, 2 T·K + E] of all ranks."""
     rank = config.ranks.here()
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
@@ -59,7 +59,7 @@ def read_messages(
 
 
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
-    """`Exchange.dispatch_like`."""
+    """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
     all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config.ranks)
     choices = _choice_of_row(routes.rows, config.rows)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
@@ -69,7 +69,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """`Exchange.combine`."""
+    """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
     rows = routes.rows
     weights = None if topk_weights is None else stack_ranks(topk_weights, config.ranks)
     if weights is not None:  # no weight of another rank's choice may meet the zero it has here
@@ -81,7 +81,7 @@ def combine(
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
     if config.wire_dtype is None:
         partial_sum = partial_sum.astype(config.sum_dtype or y.dtype)
-    if config.sum_dtype is not None:  # else XLA keeps all terms, and adds them for each rank anew
+    if config.sum_dtype is not None:  # else XLA keeps all terms and adds them again for each rank
         partial_sum = lax.optimization_barrier(partial_sum)
     return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
 
@@ -94,7 +94,10 @@ def combine_grad(
     config: Config,
     send: Callable[[jax.Array, Routes, Config], Received] = dispatch_like,
 ) -> tuple[jax.Array, jax.Array]:
-    """`Exchange.combine_grad`; `send` is the `dispatch_like` of either exchange."""
+    """Computes the cotangents of a weighted combine, as `Exchange.combine_grad` says.
+
+    `send` is the `dispatch_like` of the exchange that sends g.
+    """
     g_rows, _ = quantization.handed_out(send(g, routes, config), g.dtype, False)
     row_weights = choices_to_rows(topk_weights, routes, ranks=config.ranks, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
@@ -104,15 +107,15 @@ def combine_grad(
 
 
 def choices_to_rows(values: jax.Array, routes: Routes, *, ranks: Ranks, capacity: int) -> jax.Array:
-    """A number for each choice, [T, K], sent to the choice's row: [R], zero in every other row."""
+    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows."""
     all_values = stack_ranks(values, ranks)
     return _fill(all_values.reshape(-1), _choice_of_row(routes.rows, capacity))
 
 
 def rows_to_choices(values: jax.Array, routes: Routes, *, ranks: Ranks) -> jax.Array:
-    """A number for each row, [R], sent to its choice: [T, K], zero where there is no row.
+    """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row.
 
-    The transpose of `choices_to_rows`.
+    It is the transpose of `choices_to_rows`.
     """
     by_rank = _swap_ranks(_fill(values, routes.rows), ranks)
     return jnp.sum(by_rank, axis=0)  # at most one rank's term is not zero: the sum is exact
@@ -121,7 +124,7 @@ def rows_to_choices(values: jax.Array, routes: Routes, *, ranks: Ranks) -> jax.A
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """`Exchange.rank_dispatch`."""
+    """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
     ranks, num_experts = config.ranks, config.num_experts
     all_topk_idx = stack_ranks(topk_idx, ranks)
     num_local_experts = num_experts // all_topk_idx.shape[0]
@@ -138,19 +141,19 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """`Exchange.rank_combine`."""
+    """Returns sums y [N, T, H] to their owners and adds them, as `Exchange.rank_combine` says."""
     sent = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
     return _add_ranks(jnp.where(sent, y, 0), config).astype(config.sum_dtype or y.dtype)
 
 
 def return_weights(g: jax.Array, routes: RankRoutes, *, ranks: Ranks) -> jax.Array:
-    """The cotangent of weights that a rank dispatch sent, of [N, T, K]: [T, K]."""
+    """Sends the cotangent g [N, T, K] of received weights to the tokens' owners: [T, K]."""
     returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), ranks)
     return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
-    """Sends [N, T, H] by owner, as they are or quantized; adds what comes in: [T, H] float32."""
+    """Sends sums [N, T, H] to their owners and adds those received: [T, H] float32."""
     if config.wire_dtype is None:
         sums = _swap_ranks(sums, config.ranks)
     else:
@@ -162,32 +165,32 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
 
 
 def _gather_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
-    """[T, ...] -> [N * T, ...]. No axes at all are one rank, here and below."""
+    """Gathers x [T, ...] of all ranks: [N * T, ...]. No mesh axes at all are one rank."""
     if ranks.group_size == 1:  # XLA would run a collective of each rank with itself
         return x
     return lax.all_gather(x, ranks.axis_name, axis=0, tiled=True, axis_index_groups=ranks.groups)
 
 
 def stack_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
-    """[...] -> [N, ...]."""
+    """Gathers x [...] of all ranks: [N, ...]."""
     return _gather_ranks(x[None], ranks)
 
 
 def _swap_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
-    """[N, ...] by destination -> [N, ...] by source."""
+    """Sends x [N, ...] by destination rank; returns [N, ...] by source rank."""
     if not ranks.axis_name or ranks.group_size == 1:
         return x
     return lax.all_to_all(x, ranks.axis_name, 0, 0, tiled=True, axis_index_groups=ranks.groups)
 
 
 def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of `array`, and zeros where `index` is outside it (a negative one too)."""
+    """Takes rows of `array`, and zeros where `index` is outside it or negative."""
     index = jnp.where(index < 0, array.shape[0], index)
     return jnp.take(array, index, axis=0, mode="fill", fill_value=0)
 
 
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
-    """[N, T, K] rows -> [R]: the flat (source, token, choice) that fills each row, or -1."""
+    """Returns the flat (source, token, choice) that fills each row: [R], -1 for none."""
     flat = rows.reshape(-1)
     slots = jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
     nothing = jnp.full_like(flat, -1, shape=(capacity,))

@@ -1,9 +1,9 @@
 """Grouped matmul: multiplies each row by its group's matrix. Start at `grouped_matmul`.
 
-It is made of JAX primitives, so that one jaxpr lowers to the right backend on each platform:
-`grouped_matmul` (a product, or the sum of several), `grouped_matmul_gated` (what an expert makes of
-two products) and `grouped_matmul_drhs` (the gradient of the matrices). The gradient of each is made
-of the first and the last, so gradients of any order work.
+It consists of JAX primitives, so that one jaxpr lowers to the right backend on each platform:
+`grouped_matmul` (a product, or the sum of several), `grouped_matmul_gated` (the gate of two
+products) and `grouped_matmul_drhs` (the gradient of the matrices). The gradients of all three are
+made of `grouped_matmul` and `grouped_matmul_drhs`, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def grouped_matmul(
     *,
     implementation: Implementation = None,
 ) -> jax.Array:
-    """Multiplies consecutive groups of rows by one matrix each: an MoE layer's experts.
+    """Multiplies consecutive groups of rows by one matrix each, as the experts of an MoE layer do.
 
     Rows [0, group_sizes[0]) of `lhs` are multiplied by `rhs[0]`, the next `group_sizes[1]` rows
     by `rhs[1]`, and so on. Sums are float32. Works anywhere in a JAX program: `jit`, `grad` (of
@@ -55,7 +55,7 @@ def grouped_matmul(
 
     Rows past the last group may hold anything, NaN included: the result is zero there, so is the
     gradient of `lhs`, and they never reach the gradient of `rhs`, which is zero for an empty
-    group. "pallas" and "loop" do nothing for them but write the zeros.
+    group. For these rows "pallas" and "loop" only write zeros.
 
     Args:
       lhs: [R, H] floating: rows in group order.
@@ -76,7 +76,7 @@ def grouped_matmul(
 
     Raises:
       TypeError, ValueError: an argument does not fit, or the named implementation cannot run
-        it here; the message says why.
+        here; the message says why.
     """
     checks.check_array("lhs", lhs, 2, jnp.floating, "[R, H]", may_be_empty=False)
     checks.check_array("rhs", rhs, 3, jnp.floating, "[L, H, F]", may_be_empty=False)
@@ -102,9 +102,9 @@ def grouped_matmul(
 
 
 def check_implementation(implementation: Implementation, rhs: jax.Array) -> None:
-    """Raises ValueError, with the reason, if a named implementation cannot multiply by rhs.
+    """Raises ValueError, with the reason, if the named implementation cannot multiply by rhs.
 
-    rhs is [L, H, F]; nothing is checked if `implementation` is None.
+    rhs is [L, H, F]. An `implementation` of None passes.
     """
     if implementation is None:
         return
@@ -134,7 +134,7 @@ def unavailable_reason(
 
 
 def default_platform() -> str:
-    """Returns the platform that JAX uses by default here, as lowering names it: not "gpu"."""
+    """Returns the platform that JAX uses by default here, as lowering names it, such as "cuda"."""
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
@@ -187,12 +187,12 @@ def gated_product(
     """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, lhs [R, K] and rhs [L, K, N] each.
 
     The products are rounded to the operands' dtype; `gating`, elementwise and hashable, gets them
-    as float32 or wider. "pallas" computes all in one kernel, where that is faster and it knows the
-    operations that `gating` is made of, with the bits of a kernel for each. Operands must have been
+    as float32 or wider. "pallas" computes everything in one kernel, with the same bits, where
+    that is faster and the kernel supports the operations of `gating`. Operands must have been
     checked and have one varying-axes type; group_sizes must be int32.
 
     Returns (hidden,), [R, N] of the operands' dtype, or with `keep` (hidden, product, product).
-    Rows past the last group of the products are zero; those of hidden, gating of zeros or zero.
+    Rows past the last group are zero in the products; in hidden they are zero or gating of zeros.
     """
     return tuple(
         grouped_matmul_gated_p.bind(
@@ -313,7 +313,7 @@ def _drhs_shape(lhs, grad, group_sizes, **_):
 
 
 def _primitive(name: str, shape: Any, compute: Any, **options: Any) -> Primitive:
-    """Makes the primitive of a function; `shape` returns its result's shape, or a list of them."""
+    """Makes the primitive of a function; `shape` returns the shape, or shapes, of its results."""
     several = bool(options)
 
     def abstract_eval(lhs, *others, **params):
@@ -365,7 +365,10 @@ def _primitive(name: str, shape: Any, compute: Any, **options: Any) -> Primitive
 
 
 def _without_unused_products(used, params):
-    """Returns the parameters, and which results they leave, where only some results are used."""
+    """Returns the parameters without `keep` where the two products are not used.
+
+    Returns also the indices of the results that are left.
+    """
     if params["keep"] and not any(used[1:]):
         return params | {"keep": False}, [0]
     return params, range(len(used))

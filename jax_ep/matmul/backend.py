@@ -75,7 +75,7 @@ class Backend:
       drhs: computes the gradient of the matrices.
       fused_sum: sums products in one accumulator; None: products are computed apart and added.
       fused_gate: computes a gated product in one kernel, or returns None for a gating that it
-        cannot; None: products are computed apart, and XLA gates them.
+        cannot compute; None: products are computed apart, and XLA gates them.
       operands_reason: returns why the backend cannot multiply by matrices of a shape and dtype, or
         None if it can.
       platform_reason: returns why the backend cannot run on a platform ("cpu", "cuda", ...), or

@@ -70,10 +70,10 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 
 def _tile_rows(lhs, ends, group_sizes, group, i, tile):
-    """Returns the first row of tile i of a group, and which of the tile's rows to compute.
+    """Returns the first row of tile i of a group, and a mask [tile] of the rows to compute.
 
-    The tile is moved up where it would extend past R. The mask [tile] is true for the rows from the
-    tile's place before that, as far as they belong to the group.
+    A tile that would extend past R is moved up. The mask leaves out the rows that this adds in
+    front, and the rows past the group's end.
     """
     start = ends[group] - group_sizes[group] + i * tile
     first = jnp.minimum(start, lhs.shape[0] - tile)

@@ -100,9 +100,8 @@ def gated_product(
 ) -> tuple[jax.Array, ...] | None:
     """Gates the products of lhs and both rhs in one kernel; with `keep` returns them too.
 
-    Returns None for a gating that is made of operations that the kernel does not know. If `tiles`
-    is None, `gated_tiles` chooses them, and the result is None too where two products and a gate of
-    XLA's are faster.
+    Returns None for a gating with operations that the kernel does not support. If `tiles` is None,
+    `gated_tiles` chooses them, and the result is None too where that returns None.
     """
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
     from pallas_kernels.matmul import gated_matmul as kernels
@@ -168,9 +167,9 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 def gated_tiles(num_rows: int, num_groups: int, num_cols: int, keep: bool) -> Tiles | None:
     """Chooses tiles for a gated product of [num_rows, K] and two of [num_groups, K, num_cols].
 
-    Those of the two products lie side by side in the accumulators of a tile twice as wide. Returns
-    None where two products and a gate of XLA's were faster: with many rows, if the matrices are
-    wide or the products are kept (pallas_kernels/TUNING.md, section "Grouped matmul").
+    A tile of the accumulators holds a tile of each product, side by side. Returns None where two
+    products and a gate by XLA are faster: with many rows, if the matrices are wide or the products
+    are kept (pallas_kernels/TUNING.md, section "Grouped matmul").
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
@@ -200,7 +199,7 @@ def _widest(num_cols: int) -> int:
 
 
 def _band(columns: int) -> int:
-    """Chooses the `Tiles.band` for so many columns of tiles: their largest divisor up to 16.
+    """Chooses `Tiles.band`, the largest divisor up to 16 of the number of tile columns.
 
     The tiles that all blocks compute at a time then form about a square, which reads the least.
     """
@@ -208,7 +207,7 @@ def _band(columns: int) -> int:
 
 
 def _core_count() -> int:
-    """Returns how many multiprocessors the first GPU has, or a Hopper GPU if there is no GPU."""
+    """Returns the number of multiprocessors of the first GPU, or of a Hopper GPU without one."""
     device = jax.devices()[0]
     return device.core_count if device.platform == "gpu" else HOPPER_CORES
 

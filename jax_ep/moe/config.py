@@ -1,4 +1,4 @@
-"""What configures an MoE layer besides its parameters; both Flax layers take these fields."""
+"""The configuration of an MoE layer, whose fields both Flax layers take."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ class MoEConfig:
             with which it is not called. It is given no selection bias.
         router_dtype: the dtype that logits are computed in and rounded to, of 16 bits or more;
             None: `dtype`. Scores are float32 always.
-        balance_convention: of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
+        balance_convention: that of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
             "deepseek_v3"; see `jax_ep.load_balance_loss`. For "transformers" probabilities and
             choices are those of the softmax of the logits, whatever the router makes of them. For
             "deepseek_v3" x is [..., sequence, H], and each sequence is balanced on its own.
-        capacity_factor: None for a receive buffer that any routing fits in: nothing is dropped. A
-            number c above 0 for one of c times the rows that a rank receives on average, T * K,
-            plus room for `expert_alignment`; rows that do not fit are dropped, and counted.
-        overflow: which rows are dropped. "fair" takes from the experts of a rank that have most;
-            "tail" from its last experts first. See `jax_ep.dispatch`.
+        capacity_factor: None: a receive buffer that any routing fits in, so nothing is dropped.
+            Or a number c above 0: a buffer of c times the rows that a rank receives on average,
+            T * K, plus room for `expert_alignment`; rows that do not fit are dropped and counted.
+        overflow: which rows are dropped. "fair" drops rows of the experts of a rank that have most;
+            "tail" drops rows of its last experts first. See `jax_ep.dispatch`.
         host_capacity_factor: None; or a number c above 0, for an expert axis that spans hosts: of
             its T tokens a rank sends at most c * T, rounded up, to each other host. Choices past
             it are dropped, and counted; see `host_capacity` of `jax_ep.dispatch`. On one host it
             changes nothing. For routers that keep a token to few hosts, such as 0.6 for 4 of 8.
         num_slots: None; or P, a multiple of the ranks, at least E: the ranks hold P copies of
             experts, and each call is given a `placement` that says which. E may then be any number.
-        zero_experts, identity_experts, constant_experts: experts that cost nothing, of which the
-            router chooses like of others: they give 0, the token, and a mix of the token and a
-            vector that is trained (MoE++, LongCat-Flash). In this order their ids follow those of
+        zero_experts, identity_experts, constant_experts: numbers of experts that cost nothing. The
+            router chooses them like others; they return 0, the token, and a mix of the token and
+            a trained vector (MoE++, LongCat-Flash). In this order their ids follow those of
             the E experts, and the gate, its biases and `expert_counts` have entries for them too.
             Nothing is sent for such a choice.
         free_expert_factor: of these experts' terms in the load-balance loss, above 0: MoE++'s tau.
@@ -68,16 +68,16 @@ class MoEConfig:
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
             gradient, stays in `dtype`.
-        activation: a function of one array, that of every MLP, shared experts' too:
+        activation: a function of one array, used in every MLP, shared experts' too:
             (activation(x wi_0) * (x wi_1)) wo, or activation(x wi_0) wo where there is no wi_1.
         gating: None, or a function of two arrays in place of activation(gate) * up: of
             gate = x wi_0 and up = x wi_1, biases included.
         clamp: None, or a number above 0: before activation or gating, gate is at most this, and up
             between minus this and this (GPT-OSS, DeepSeek-V4).
-        weights_on: "output": an expert's output is multiplied by the choice's weight; "input":
-            what it sees is (Llama 4).
-        dtype: of tokens, expert matmuls and output: a floating dtype of 16 bits or more. None: the
-            dtype that x and wi_0 promote to.
+        weights_on: what the weight of a choice multiplies: the "output" of its expert, or the
+            "input" (Llama 4).
+        dtype: the dtype of tokens, expert matmuls and output: floating, of 16 bits or more. None:
+            the dtype that x and wi_0 promote to.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over.
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
@@ -86,9 +86,9 @@ class MoEConfig:
             and of the shared experts. Ranks along it hold the same tokens, or each its own where
             it is among `batch_axes`; see `jax_ep.moe_layer`. A mesh without it splits nothing.
         mesh: the mesh to run on where no ambient mesh is set.
-        implementation: of dispatch and combine; see `jax_ep.dispatch`. "pallas" needs a mesh with
-            `expert_axis`.
-        matmul_implementation: of the expert matmuls; see `jax_ep.expert_mlp`.
+        implementation: the implementation of dispatch and combine; see `jax_ep.dispatch`. "pallas"
+            needs a mesh with `expert_axis`.
+        matmul_implementation: the backend of the expert matmuls; see `jax_ep.expert_mlp`.
     """
 
     num_experts: int
@@ -128,26 +128,26 @@ class MoEConfig:
 
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:
-        """Reads the attributes of these names off a layer."""
+        """Makes the configuration from the attributes of these names of a layer."""
         return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
 
     @property
     def num_free(self) -> int:
-        """The experts that cost nothing."""
+        """The number of experts that cost nothing: zero, identity and constant ones."""
         return self.zero_experts + self.identity_experts + self.constant_experts
 
     @property
     def num_routed(self) -> int:
-        """The experts that the router chooses among: E and those that cost nothing."""
+        """The number of experts that the router chooses among: E, and those that cost nothing."""
         return self.num_experts + self.num_free
 
     def unit(self) -> HiddenUnit:
-        """Returns what an MLP makes of its pre-activations."""
+        """Returns the function between the matmuls of an MLP."""
         return HiddenUnit(self.activation, self.gating, self.clamp)
 
     @property
     def num_held(self) -> int:
-        """The experts that the ranks hold, copies counted: P, or E without slots."""
+        """The number of experts that all ranks hold, copies counted: P, or E without slots."""
         return self.num_experts if self.num_slots is None else self.num_slots
 
     def functions(self) -> dict[str, Callable[..., Any]]:
@@ -168,7 +168,7 @@ class MoEConfig:
 
 
 def check_config(config: MoEConfig) -> None:
-    """Raises TypeError or ValueError for a field that no layer can have, naming it."""
+    """Raises TypeError or ValueError, naming the field, for a value that no layer can have."""
     if config.capacity_factor is not None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
@@ -214,7 +214,7 @@ def check_config(config: MoEConfig) -> None:
 
 
 def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
-    """Raises TypeError unless matmuls can compute in `dtype`; `hint` says what else may help."""
+    """Raises TypeError unless matmuls can compute in `dtype`; `hint` goes into the message."""
     try:
         known = jnp.dtype(dtype)
     except TypeError:
@@ -248,7 +248,7 @@ class SameCode:
 
 
 def _code_key(value: Any) -> Any:
-    """Returns a hashable key; values of equal keys do the same."""
+    """Returns a hashable key of a function; functions with equal keys compute the same."""
     if isinstance(value, types.FunctionType):
         cells = tuple(_cell_key(cell) for cell in value.__closure__ or ())
         defaults = tuple(map(_code_key, value.__defaults__ or ()))
@@ -274,7 +274,7 @@ def _cell_key(cell: types.CellType) -> Any:
 
 
 class _Identity:
-    """Compares as the object that it keeps alive."""
+    """A key that equals another only if both hold the same object, which it keeps alive."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -288,7 +288,7 @@ class _Identity:
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """Where a function is found by name: what pickle keeps of it."""
+    """The module and name of a function, which pickle stores in its place."""
 
     module: str
     name: str

@@ -28,12 +28,12 @@ FUNCTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class HiddenUnit:
-    """What an expert makes of its pre-activations: of gate and up, or of one where it has no gate.
+    """The function between the matmuls of an expert: of gate and up, or of h without a gate.
 
     Attributes:
         activation: a function of one array: activation(gate) * up, or activation(h).
-        gating: a function of (gate, up) in its place, or None.
-        clamp: before that, gate is at most this, and up between minus this and this; or None.
+        gating: a function of (gate, up) in place of activation(gate) * up, or None.
+        clamp: the limit that gate, and up from both sides, are clipped to before; or None.
     """
 
     activation: Activation = jax.nn.silu
@@ -79,11 +79,11 @@ def expert_mlp(
     """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
 
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
-    Without wi_1 an expert has no gate: activation(x @ wi_0) @ wo. What is between the matmuls is
-    computed in float32. "pallas" computes both pre-activations and their gate in one kernel where
-    that is faster, if there are no biases of them and the gate is made of sums, products, minima,
-    maxima, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps); else the gate is one pass over
-    them. The bits are the same.
+    Without wi_1 an expert has no gate: activation(x @ wi_0) @ wo. Everything between
+    the matmuls is computed in float32. "pallas" computes both pre-activations and their gate in one
+    kernel where that is faster, if the pre-activations have no biases and the gate is made of sums,
+    products, minima, maxima, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps). Otherwise
+    XLA computes the gate from both. The bits are the same.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values
@@ -98,7 +98,7 @@ def expert_mlp(
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
       wi_0: [L, H, F], the dtype of tokens: the projection that the activation is applied to.
-      wi_1: [L, H, F]: the one that is multiplied with it; or None.
+      wi_1: [L, H, F]: the projection that the activation is multiplied by; or None.
       wo: [L, F, H]: the projection back.
       group_sizes: [L] integer: rows of each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
@@ -114,8 +114,8 @@ def expert_mlp(
       [R, H], the dtype of tokens.
 
     Raises:
-      TypeError, ValueError: an argument does not fit, or the named implementation cannot serve
-        it here; the message says why.
+      TypeError, ValueError: an argument does not fit, or the named implementation cannot run
+        here; the message says why.
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
     unit = HiddenUnit(activation, gating, clamp)
@@ -177,8 +177,8 @@ def backward(
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of tokens and experts, and of the weights if there are any.
 
-    With weights [R] float32 the gradients are those of weights[:, None] * output: each weight
-    multiplies its row of the hidden values, which the output is linear in but for its bias.
+    With weights [R] float32 the gradients are those of weights[:, None] * output. The weights
+    multiply the hidden values instead: without its bias the output is linear in these.
     """
     tokens, pre, experts, group_sizes = saved
     biases = _bias_rows(experts, group_sizes, tokens)
@@ -234,7 +234,7 @@ def _hidden(
 
 
 def _hashable(unit: HiddenUnit) -> bool:
-    """Returns whether a unit can be a parameter of a primitive."""
+    """Returns whether a unit is hashable, as parameters of primitives must be."""
     try:
         hash(unit)
     except TypeError:
@@ -273,7 +273,8 @@ def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
     """Returns the sums of each group's rows [R, F], the gradient of the bias [L, F].
 
-    A matmul, for which rows past the last group must be finite: a scatter would add in any order.
+    It is a matmul, since a scatter would add in any order. So rows past the last group must be
+    finite.
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
@@ -289,7 +290,7 @@ def check_operands(
     unit: HiddenUnit,
     implementation: gmm.Implementation,
 ) -> None:
-    """Raises what `expert_mlp` says it raises."""
+    """Raises TypeError or ValueError for operands that `expert_mlp` does not support."""
     shapes = dict(
         wi_0="[L, H, F]",
         wi_1="[L, H, F]",
@@ -339,7 +340,7 @@ def check_operands(
 
 
 def check_unit(unit: HiddenUnit) -> None:
-    """Raises TypeError or ValueError for functions and numbers that cannot be, naming them."""
+    """Raises TypeError or ValueError, naming the argument, for an unusable function or number."""
     for name, arguments in FUNCTIONS.items():
         value = getattr(unit, name)
         if not (callable(value) or (value is None and name == "gating")):

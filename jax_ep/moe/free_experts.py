@@ -1,9 +1,9 @@
 """Experts that cost nothing: they give back zero, the token, or a constant.
 
-MoE++ (arXiv:2410.07348) puts them next to the E experts of a layer, for tokens that need fewer of
-those; LongCat-Flash has identity experts. The router chooses among all: ids from E on are the zero
-experts, then the identity experts, then the constant ones. Every rank computes its own tokens'
-choices of them, so they cross no wire and take no row.
+MoE++ (arXiv:2410.07348) adds them to the E experts of a layer, for tokens that need fewer experts;
+LongCat-Flash has identity experts. The router chooses among all: ids from E on are the zero
+experts, then the identity experts, then the constant ones. Every rank computes these experts for
+its own tokens, so such a choice crosses no wire and takes no row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def without_free(topk_idx: jax.Array, config: MoEConfig) -> jax.Array:
-    """Returns the choices that are sent to ranks: -1 in place of a free expert."""
+    """Replaces choices of free experts, which are not sent to ranks, by -1."""
     return jnp.where(topk_idx < config.num_experts, topk_idx, -1)
 
 
@@ -37,11 +37,11 @@ def output(
     `weights_on` says, the weight multiplies this.
 
     Args:
-        x: [T, H] floating, of this rank.
-        topk_idx: [T, K] int32 among all experts.
+        x: [T, H] floating: this rank's tokens.
+        topk_idx: [T, K] int32: ids among all experts, free ones included.
         topk_weights: [T, K] float32.
-        params: of the layer.
-        config: of the layer.
+        params: the parameters of the layer.
+        config: the configuration of the layer.
     """
     x = x.astype(jnp.float32)
     first_identity = config.num_experts + config.zero_experts

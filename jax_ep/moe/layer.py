@@ -107,7 +107,10 @@ def moe_layer(
 
 
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
-    """Returns the configuration with what None stands for, and functions that compare by code."""
+    """Returns the configuration with dtypes and implementation filled in where they are None.
+
+    Its functions are wrapped in `SameCode`, so that equal code is compiled once.
+    """
     dtype = config.dtype
     if dtype is None:
         with jax.numpy_dtype_promotion("standard"):
@@ -132,9 +135,9 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
 
 
 class _Call(NamedTuple):
-    """The arrays of one call; all but None have the tokens' leading dimensions.
+    """The arrays of one call; those that are not None have the tokens' leading dimensions.
 
-    `sequence_ids` [...] int32 is there where sequences may be on several ranks.
+    `sequence_ids` [...] int32 is given where the tokens of a sequence may be on several ranks.
     """
 
     x: jax.Array
@@ -143,7 +146,7 @@ class _Call(NamedTuple):
     sequence_ids: jax.Array | None = None
 
 
-# Static arguments are hashable, so layers alike are traced once, and eager calls are compiled.
+# Static arguments are hashable, so equal layers are traced once, and eager calls are compiled.
 @functools.partial(jax.jit, static_argnames=("config", "where"))
 def _moe_layer(
     params: MoEParams,
@@ -169,7 +172,7 @@ def _moe_layer(
 def _on_mesh(
     on_rank, params, call: _Call, placement: Placement | None, where: LayerMesh
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs the layer in a `jax.shard_map` of its own."""
+    """Runs the layer in a `jax.shard_map` that it opens over the mesh."""
     mesh = where.mesh
     assert mesh is not None
     shape, spec = call.x.shape, jax.typeof(call.x).sharding.spec
@@ -263,10 +266,10 @@ def _on_rank(
 
 
 def _for_all_tensor_ranks(arrays: tuple[jax.Array, ...], where: LayerMesh) -> tuple[jax.Array, ...]:
-    """Returns [T, ...] of the tokens that all ranks along the tensor axes compute together.
+    """Gathers arrays [T, ...] for the tokens that the ranks along the tensor axes compute together.
 
-    The gradient of what they hold alike is a sum over them; it is made here, of a row for each
-    token, and not later, of a row for each choice.
+    All these ranks then compute for equal tokens, and the gradient is a sum over the ranks. The sum
+    is taken here, of a row for each token, and not later, of a row for each choice.
     """
     if where.splits_tokens_over_tensor_axes():
         gather = functools.partial(lax.all_gather, axis_name=where.tensor_axes, tiled=True)
@@ -277,9 +280,9 @@ def _for_all_tensor_ranks(arrays: tuple[jax.Array, ...], where: LayerMesh) -> tu
 
 
 def _sum_over_tensor_ranks(out: jax.Array, where: LayerMesh) -> jax.Array:
-    """Returns this rank's tokens of the sum of the tensor ranks' partial outputs [T, H].
+    """Sums partial outputs [T, H] over the tensor ranks; returns the rows of this rank's tokens.
 
-    After combine, which has summed a token's choices: before it there is a row for each choice.
+    Call it after combine, which has summed a token's choices. Before, there is a row for each.
     """
     if where.splits_tokens_over_tensor_axes():
         return lax.psum_scatter(out, where.tensor_axes, scatter_dimension=0, tiled=True)
@@ -346,9 +349,10 @@ def _routed_experts(
 def receive_capacity(
     config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool = True
 ) -> int:
-    """Returns the rows of a receive buffer.
+    """Returns R, the rows of a receive buffer.
 
-    Where a token's choices are distinct, at most E / N of them are of one rank.
+    Where the choices of a token are `distinct`, a rank receives at most one row for each of its
+    experts from a token.
     """
     num_local_experts = config.num_held // num_ranks
     choices = config.num_experts_per_token
@@ -362,7 +366,7 @@ def receive_capacity(
 
 
 def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int | None:
-    """Returns the most rows that a rank sends to each other host; None: as many as there are."""
+    """Returns the most rows that a rank sends to each other host; None: no limit."""
     if config.host_capacity_factor is None or not where.expert_axes:
         return None
     return math.ceil(config.host_capacity_factor * num_tokens)
@@ -371,7 +375,10 @@ def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int 
 def _own_experts(
     weights: jax.Array, placement: Placement | None, config: MoEConfig, where: LayerMesh
 ) -> jax.Array:
-    """Returns this rank's experts, of which `weights` hold all or these, matrices in the dtype."""
+    """Returns this rank's experts, matrices in the compute dtype.
+
+    `weights` has all experts or only this rank's.
+    """
     num_local_experts = config.num_held // where.num_ranks()
     if weights.shape[0] != num_local_experts:
         first = lax.axis_index(where.expert_axes) * num_local_experts
@@ -382,14 +389,14 @@ def _own_experts(
 
 
 def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
-    """Returns [E] int32: the counts [L] of this rank's experts, and zeros for other ranks'."""
+    """Places the counts [L] of this rank's experts among zeros for the others: [E] int32."""
     rank_of_expert = jnp.arange(counts.shape[0] * where.num_ranks()) // counts.shape[0]
     here = rank_of_expert == lax.axis_index(where.expert_axes)
     return jnp.where(here, jnp.tile(counts, where.num_ranks()), 0)
 
 
 def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.Array:
-    """Runs the experts that every token goes to, as one MLP."""
+    """Runs the shared experts, which every token goes to, as one MLP."""
     wi = [w.astype(config.dtype) for w in (params.shared_wi_0, params.shared_wi_1) if w is not None]
     assert params.shared_wo is not None
     tokens = x.astype(config.dtype)

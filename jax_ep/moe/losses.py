@@ -1,7 +1,7 @@
 """Losses that keep routers balanced and small, by the conventions of published models.
 
-Each is made of sums over tokens: pool these first, over ranks, layers or microbatches, and take the
-loss of the sums. `BalanceSums` are such sums.
+Each loss is computed from sums over tokens. To pool a loss over ranks, layers or microbatches, add
+the sums first and compute the loss from the total. `BalanceSums` holds the sums of one call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Convention = Literal["switch", "transformers", "deepseek_v3"]
 
 
 class BalanceSums(NamedTuple):
-    """What a load-balance loss is made of: sums over tokens, which may be added. A pytree.
+    """The sums over tokens that a load-balance loss is made of; sums may be added. A pytree.
 
     Attributes:
         choices: [..., E] int32: (token, choice) pairs that chose each expert.
@@ -66,10 +66,11 @@ def load_balance_loss(
       complementary sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), as DeepSeek-V2 computes it
       too: of the choices that were made.
 
-    A token's probabilities are its row of `probs` over the row's sum: softmax rows are themselves,
-    sigmoid scores become DeepSeek-V3's (eq. 19). c and P are of all tokens of all ranks, or of a
-    sequence, before the product: the mean of the ranks' own losses would punish a rank for its own
-    tokens' skew. A token that chooses no expert counts nowhere, NaN included.
+    A token's probabilities are its row of `probs` divided by the row's sum. Softmax rows stay as
+    they are, and sigmoid scores become those of DeepSeek-V3 (eq. 19). c and P are summed over the
+    tokens of all ranks, or of a sequence, before they are multiplied: the mean of the ranks' own
+    losses would penalize a rank for the skew of its own tokens. A token that chooses no expert is
+    left out, even if it holds NaN.
 
     Args:
         probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows through it alone.
@@ -123,8 +124,8 @@ def pooled_load_balance_loss(
 ) -> jax.Array:
     """Returns the loss of all tokens of several layers, or of several microbatches, together.
 
-    `sum(m.load_balance_loss for m in metrics)` weighs every layer's balance; the package
-    transformers instead counts the choices of all layers before it multiplies.
+    `sum(m.load_balance_loss for m in metrics)` is the sum of each layer's own loss. The package
+    transformers instead adds the choices and probabilities of all layers, then multiplies them.
 
     Args:
         sums: `MoEMetrics.balance` of a layer; a sequence of them; or one with leading axes, as
@@ -210,7 +211,7 @@ def _sum_dtype(array: jax.Array) -> Any:
 
 
 def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) -> jax.Array:
-    """Returns the loss of sums [..., E]: [...] float32; 0 of no tokens."""
+    """Returns the loss of sums [..., E], [...] float32; it is 0 where there are no tokens."""
     tokens = _at_least_one(sums.num_tokens)[..., None]
     pairs = _at_least_one(jnp.sum(sums.choices, axis=-1))[..., None]
     share = sums.choices.astype(jnp.float32) / {"switch": pairs, "transformers": tokens}[convention]
@@ -231,8 +232,8 @@ def router_z_loss(
 ) -> jax.Array:
     """Returns the mean over tokens of logsumexp(logits)^2, a loss that keeps logits small.
 
-    From ST-MoE (arXiv:2202.08906, eq. 5). A token that the mask leaves out counts nowhere, NaN
-    included.
+    It is the loss of ST-MoE (arXiv:2202.08906, eq. 5). A token that the mask leaves out does not
+    count, even if it holds NaN.
 
     Args:
         logits: [T, E] floating.
@@ -273,7 +274,7 @@ def check_mask(mask: jax.Array, shape: str) -> None:
 
 
 def sum_over_ranks(sums: Any, axis_name: AxisName | None) -> Any:
-    """Returns the sums of arrays over the ranks of `axis_name`; None: of this rank alone."""
+    """Sums arrays over the ranks of `axis_name`; None: returns this rank's own."""
     if axis_name is None:
         return sums
     axes = checks.as_axes(axis_name)

@@ -16,7 +16,7 @@ from jax_ep.runtime import jax_compat
 
 
 class LayerMesh(NamedTuple):
-    """Where a call runs. Every axis named here is bound where the math runs.
+    """The mesh and the axes that one call runs over; every axis is bound inside the `shard_map`.
 
     Attributes:
         expert_axes: the axes that experts are spread over; none: every rank holds every expert.
@@ -31,15 +31,15 @@ class LayerMesh(NamedTuple):
     tensor_axes: tuple[str, ...] = ()
 
     def num_ranks(self) -> int:
-        """Returns N, the ranks that the experts are spread over."""
+        """Returns N, the number of ranks that the experts are spread over."""
         return self._size(self.expert_axes)
 
     def num_tensor_ranks(self) -> int:
-        """Returns the ranks that F is split over."""
+        """Returns the number of ranks that F is split over."""
         return self._size(self.tensor_axes)
 
     def splits_tokens_over_tensor_axes(self) -> bool:
-        """Whether ranks along `tensor_axes` have tokens of their own."""
+        """Returns whether ranks along `tensor_axes` have tokens of their own."""
         return bool(self.tensor_axes) and set(self.tensor_axes) <= set(self.batch_axes)
 
     def _size(self, axes: tuple[str, ...]) -> int:
@@ -49,11 +49,11 @@ class LayerMesh(NamedTuple):
 
 
 def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
-    """Finds the mesh that a call on x runs on.
+    """Finds the mesh that a call on x runs on, and its axes.
 
     Raises:
-        ValueError: `config.expert_axis`, `tensor_axis` or `batch_axes` names no axis of it that
-            could hold experts, columns or tokens.
+        ValueError: `config.expert_axis`, `tensor_axis` or `batch_axes` names an axis that the mesh
+            lacks or that cannot hold experts, columns or tokens.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
@@ -79,7 +79,7 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
 
 
 def _split_axes(config: MoEConfig) -> dict[str, tuple[str, ...]]:
-    """Returns the axes that parameters are split over, by the name of the field."""
+    """Returns the axes that experts, and their columns, are split over, by the field's name."""
     expert_axes = as_axes(config.expert_axis, "expert_axis")
     tensor_axis = config.tensor_axis
     tensor_axes = () if tensor_axis is None else as_axes(tensor_axis, "tensor_axis")
@@ -92,7 +92,10 @@ def _split_axes(config: MoEConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:
-    """Returns the axes that the caller's shard_map binds: all of them, or none of its mesh's."""
+    """Returns `axes` where the caller's shard_map binds them, or none where its mesh has none.
+
+    Raises ValueError if it binds only some of them.
+    """
     if not set(axes) & set(ambient.axis_names):
         return ()
     if not set(axes) <= set(ambient.manual_axes):
@@ -106,7 +109,10 @@ def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str
 def _on_mesh(
     name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh, config: MoEConfig
 ) -> tuple[str, ...]:
-    """Returns the axes, all of the mesh, or none where an ambient mesh has none of them."""
+    """Returns `axes` where the mesh has them all, or none where an ambient mesh has none of them.
+
+    Raises ValueError in all other cases.
+    """
     missing = [axis for axis in axes if axis not in mesh.axis_names]
     if missing and (config.mesh is not None or len(missing) < len(axes)):
         raise ValueError(f"{name} {axes} must name axes of the mesh, but it has {mesh.shape}.")
@@ -114,13 +120,14 @@ def _on_mesh(
 
 
 def check_mesh_of_experts(experts: jax.Array, config: MoEConfig, where: LayerMesh) -> None:
-    """Speaks where experts [E, ...] are spread over a mesh that the call knows nothing of.
+    """Raises or warns if experts [E, ...] are sharded over a mesh that the call does not know.
 
-    What XLA does with them is right, but every rank gathers every expert on each call. How a traced
-    array is sharded over Auto axes is not known; which mesh it is on is.
+    The results would be right, but XLA would gather every expert on every rank on each call. For a
+    traced array on Auto axes only the mesh is known, not whether the array is sharded over it.
 
     Raises:
-        ValueError: they are sharded over `config.expert_axis`. Where they may be, it is a warning.
+        ValueError: the experts are sharded over `config.expert_axis`. Where that is not known, the
+            function warns instead.
     """
     if where.mesh is not None or jax.sharding.get_abstract_mesh().manual_axes:
         return
@@ -151,7 +158,7 @@ def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
 
 
 def reshard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """Shards as `spec` says over the Explicit axes of the mesh; over others XLA decides."""
+    """Reshards an array as `spec` says over the mesh's Explicit axes; XLA decides on others."""
     explicit = explicit_axes(mesh)
     if not explicit:
         return array
@@ -160,7 +167,7 @@ def reshard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) ->
 
 
 def shard(array: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    """Shards as `spec` says over every axis of a mesh, of whatever axis types."""
+    """Shards an array as `spec` says over every axis of the mesh, whatever the axis types are."""
     array = reshard(array, mesh, spec)
     auto = frozenset(mesh.axis_names) - explicit_axes(mesh)
     if not auto:
@@ -218,7 +225,7 @@ def _batch_axes(
     tensor_axes: tuple[str, ...],
     axes: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Returns the axes that tokens are spread over, of those that are or will be bound."""
+    """Returns the axes that tokens are spread over, of the axes that the mesh has."""
     if config.batch_axes is None:
         return tuple(axis for axis in axes if axis not in tensor_axes)
     batch_axes = as_axes(config.batch_axes, "batch_axes")

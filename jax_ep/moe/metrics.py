@@ -42,7 +42,7 @@ register_for_export(MoEMetrics)
 
 
 class Sequences(NamedTuple):
-    """How many sequences there are: of this rank, or of all, and then which each token is of."""
+    """The number of sequences of this rank; or of all ranks, with the sequence of each token."""
 
     number: int
     ids: jax.Array | None
@@ -57,9 +57,9 @@ def metrics_of(
     config: MoEConfig,
     where: LayerMesh,
 ) -> MoEMetrics:
-    """Returns the metrics of all ranks' tokens, from the routing of this rank's own [T, ...].
+    """Returns the metrics over all ranks' tokens, from the routing of this rank's tokens [T, ...].
 
-    `dropped` are this rank's drops by expert, [E] int32.
+    `dropped` [E] int32 are this rank's drops by expert.
     """
     batch_axes = where.batch_axes
     z_loss = jnp.zeros((), jnp.float32)

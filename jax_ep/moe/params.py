@@ -17,9 +17,9 @@ default_kernel_init = jax.nn.initializers.lecun_normal()
 
 
 class Parameter(NamedTuple):
-    """A parameter of the layer: its shape, one letter a dimension, and what is made of it.
+    """A parameter of the layer: its shape, one letter per dimension, and its initializer.
 
-    E experts, H hidden, F hidden of one expert, S of the shared experts together.
+    E experts, H hidden, F hidden of one expert, S hidden of the shared experts together.
     """
 
     dims: str
@@ -67,7 +67,7 @@ class MoEParams(NamedTuple):
     """The parameters of a layer: E experts, H hidden, F expert hidden, S shared hidden. A pytree.
 
     Attributes:
-        gate: [H, E] router kernel; None where every call is given its routing.
+        gate: [H, E] router kernel; None where the caller gives the routing of every call.
         wi_0: [E, H, F], the projection that the activation is applied to.
         wi_1: [E, H, F], the projection that is multiplied with it; None: experts without a gate.
         wo: [E, F, H], the projection back.
@@ -87,7 +87,8 @@ class MoEParams(NamedTuple):
             sigmoid(x shared_gate) (Qwen2-MoE, Qwen3-Next).
         constant_value: [C, H] the vector of each constant expert, or None; see
             `MoEConfig.constant_experts`.
-        constant_gate: [C, H, 2] what its mix of token and vector is the softmax of, or None.
+        constant_gate: [C, H, 2] for each constant expert: the mix of token and vector is the
+            softmax of x constant_gate. Or None.
     """
 
     gate: jax.Array | None
@@ -109,7 +110,7 @@ class MoEParams(NamedTuple):
 
     @classmethod
     def of(cls, **given: Any) -> MoEParams:
-        """Makes the parameters from those that there are; the others are None."""
+        """Makes the parameters from the given arrays; the others are None."""
         absent: dict[str, Any] = dict.fromkeys(cls._fields)
         return cls(**(absent | given))
 

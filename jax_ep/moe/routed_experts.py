@@ -70,12 +70,13 @@ def routed_experts(
     bit. With weights_on="input" each received row is multiplied by its weight before its expert
     sees it (Llama 4), and the outputs are summed as they are.
 
-    The gradients differ from those of that composition by roundings: the products w · g and y are
-    not rounded to the tokens' dtype, as they are not made, and h is rounded after w multiplies it.
+    The gradients differ from those of that composition in their roundings, in the terms of this
+    module: the experts' output y and w · g are not computed, so they are not rounded to the tokens'
+    dtype, and the gated product h is rounded after w multiplies it.
 
-    **What is kept for the backward pass**: what `expert_mlp` keeps, by the same names, and the
-    weights. Under a `jax.checkpoint` that keeps none of it, the last product is not computed
-    again, since no gradient needs y.
+    **Kept for the backward pass** are the weights and what `expert_mlp` keeps, by the same names.
+    Under a `jax.checkpoint` that keeps none of it, the product by wo is not computed again, since
+    no gradient needs y.
 
     Args:
       received: what this rank's `dispatch` returned, its scales None.

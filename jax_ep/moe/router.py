@@ -20,12 +20,12 @@ _CHOOSING = ("choose_by", "num_groups", "groups_kept", "group_score")
 
 
 class RouterInputs(NamedTuple):
-    """What a call of the layer gives its router; a pytree of arrays [..., d] and None.
+    """The arrays that a call of the layer gives its router, [..., d] or None; a pytree.
 
     Attributes:
         x: [..., H'] what the gate multiplies; None: the layer's tokens.
-        topk_idx: [..., K] integer expert ids, -1 for none: the choice, made by the caller.
-        topk_weights: [..., K] floating: their weights; None: those that the gate gives them.
+        topk_idx: [..., K] integer expert ids, -1 for none: choices made by the caller.
+        topk_weights: [..., K] floating: their weights; None: weights computed from the gate.
     """
 
     x: jax.Array | None = None
@@ -36,9 +36,9 @@ class RouterInputs(NamedTuple):
 def route(
     params: MoEParams, x: jax.Array, inputs: RouterInputs, mask: jax.Array | None, config: MoEConfig
 ) -> tuple[Routing, jax.Array | None]:
-    """Returns the routing of tokens x [T, H], and their logits [T, E] where a gate made them.
+    """Returns the routing of tokens x [T, H], and their logits [T, E]; None where no gate ran.
 
-    All arrays have one leading dimension, T. Tokens that the mask [T] bool leaves out choose no
+    All arrays have the leading dimension T. Tokens that the mask [T] bool leaves out choose no
     expert.
     """
     logits = None
@@ -75,12 +75,12 @@ def route(
 
 
 def makes_distinct_choices(inputs: RouterInputs, config: MoEConfig) -> bool:
-    """Whether all choices of a token are known to be of different experts."""
+    """Returns whether all choices of a token are known to be of different experts."""
     return inputs.topk_idx is None and config.router is None
 
 
 def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: MoEConfig) -> None:
-    """Raises ValueError or TypeError for what the router is given and cannot use, naming it."""
+    """Raises ValueError or TypeError, naming the argument, for unusable inputs of the router."""
     lead, k = x.shape[:-1], config.num_experts_per_token
     for name, kind, last in (
         ("router_x", jnp.floating, "H'"),
@@ -143,7 +143,7 @@ def _check_without_gate(params: MoEParams, inputs: RouterInputs, config: MoEConf
 
 
 def _checked(routed: Any, num_tokens: int, config: MoEConfig) -> Routing:
-    """Returns what the router of `config` returned, in the dtypes of a `Routing`."""
+    """Checks what a caller's own router returned; returns it in the dtypes of a `Routing`."""
     if not isinstance(routed, Routing):
         raise TypeError(
             f"router must return a jax_ep.Routing, but returned {checks.described(routed)}."

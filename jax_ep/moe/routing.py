@@ -26,14 +26,14 @@ TINY = 1e-15
 
 
 class Routing(NamedTuple):
-    """Where each token goes, and with which weight. T tokens, K choices, E experts.
+    """The experts that each token goes to, and their weights. T tokens, K choices, E experts.
 
     Attributes:
         topk_idx: [T, K] int32, expert ids, best first; all K of a token are distinct.
         topk_weights: [T, K] float32, what `combine` multiplies each expert's output by.
-        probs: [T, E] float32, every expert's score before bias, groups, normalization and scale.
-            What `load_balance_loss` takes. A router of your own may leave it None: then there is
-            no such loss.
+        probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
+            for `load_balance_loss`. None, from a router of your own, means that there is no such
+            loss.
     """
 
     topk_idx: jax.Array
@@ -119,7 +119,10 @@ _bfloat16_logits.defvjp(
 
 
 def _split(x: jax.Array, count: int) -> list[jax.Array]:
-    """Splits float32 into bfloat16 arrays that add up to it, largest first; bfloat16 is one."""
+    """Splits a float32 array into bfloat16 arrays that add up to it, largest first.
+
+    A bfloat16 array is returned alone.
+    """
     if x.dtype == jnp.bfloat16:
         return [x]
     parts = []
@@ -159,9 +162,9 @@ def top_k_routing(
 
     A token's score for an expert is the softmax of its logits over the experts, or the sigmoid or
     the square root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest
-    `score + bias` are chosen (the lower id where two are equal), and weigh what their score says.
-    Without a bias they are compared by their logits, whose order is that of the scores before these
-    are rounded. Gradients flow through the weights and `probs`, not through the choice.
+    `score + bias` are chosen (the lower id where two are equal); their weights are their scores.
+    Without a bias experts are compared by their logits, which have the order of the unrounded
+    scores. Gradients flow through the weights and `probs`, not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
     may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
@@ -171,17 +174,17 @@ def top_k_routing(
     with `normalize=True`.
 
     Args:
-        logits: [T, E] floating; computed with in float32.
+        logits: [T, E] floating; converted to float32.
         k: choices per token, at most the experts that a token may choose from.
         score: "softmax", "sigmoid" or "sqrt_softplus".
-        bias: [E] or None, a selection bias (`e_score_correction_bias`). Steers the choice only: it
-            enters neither weights nor gradients (arXiv:2408.15664). See `update_expert_bias`. A
-            bias of the logits, which does enter both, is added to the logits.
-        choose_by: what the bias is added to and groups are compared by: "score", or "logit".
+        bias: [E] or None, a selection bias (`e_score_correction_bias`). It changes only the choice,
+            not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. A bias that
+            changes all of these is part of the logits.
+        choose_by: what the bias is added to, and groups are compared by: "score" or "logit".
         num_groups: number of groups, a divisor of E.
         groups_kept: groups that a token may choose from.
-        group_score: what a group is worth: the sum of its two largest `score + bias`, "top2"
-            (DeepSeek-V3), or its largest, "max" (DeepSeek-V2).
+        group_score: the score of a group: "top2", the sum of its two largest `score + bias`
+            (DeepSeek-V3), or "max", its largest (DeepSeek-V2).
         normalize: divide a token's k weights by their sum plus `normalize_epsilon`.
         normalize_epsilon: the constant of the normalization, 0 or more (LFM2 has 1e-6). The default
             only keeps a sum of zero finite.
@@ -224,8 +227,8 @@ def routing_of_choices(
 ) -> Routing:
     """Returns the `Routing` of choices that were made elsewhere, such as by a hash of the tokens.
 
-    Their weights are those of `top_k_routing`. logits is [T, E], topk_idx [T, K] integer; an id
-    outside [0, E) is a choice of no expert, of weight 0.
+    The weights are computed as in `top_k_routing`. logits is [T, E], topk_idx [T, K] integer; an id
+    outside [0, E) is a choice of no expert and has weight 0.
     """
     check_weighing(score, normalize, normalize_epsilon, scale)
     num_experts = logits.shape[1]
@@ -268,7 +271,7 @@ def _check_router(
     num_groups: int,
     groups_kept: int,
 ) -> tuple[int, int, int]:
-    """Returns k, num_groups and groups_kept; raises what `top_k_routing` says it raises."""
+    """Checks the arguments of `top_k_routing`; returns k, num_groups and groups_kept as ints."""
     checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
     num_experts = logits.shape[1]
     k = checks.check_integer("k", k, least=0)

@@ -1,9 +1,9 @@
 """A layer whose ranks hold slots: P of them for E experts, some of which have copies.
 
-The layer is given which slot holds which expert as arrays, so another placement needs no other
-program. Every choice of an expert becomes one of a slot, and dispatch and matmuls know slots alone.
+The layer takes as arrays which slot holds which expert, so that a new placement needs no new
+program. Every choice of an expert becomes a choice of a slot, and dispatch and matmuls use slots.
 In the backward pass the gradients of an expert's copies are added, and each copy gets the sum: an
-optimizer that treats elements alike keeps copies equal, bit for bit.
+optimizer that treats all elements in the same way keeps copies equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from jax_ep.placement.table import Placement
 
 
 def check_placement(placement: Placement | None, num_experts: int, num_slots: int | None) -> None:
-    """Raises ValueError or TypeError unless a call has a placement of its slots, or neither."""
+    """Raises ValueError or TypeError unless a call with slots has a fitting placement.
+
+    A call without slots must have none.
+    """
     if num_slots is None:
         if placement is not None:
             raise ValueError(
@@ -43,13 +46,13 @@ def check_placement(placement: Placement | None, num_experts: int, num_slots: in
 
 
 def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the slot [T, K] of each choice of an expert."""
+    """Returns the slot of each choice of an expert: [T, K]."""
     arrays = placement.expert_of_slot, placement.slots_of_expert, placement.num_copies
     return choose_slots(topk_idx, *map(jnp.asarray, arrays), axis_name=axes)
 
 
 def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Adds up counts [slots of this rank] by expert: [E] int32, of this rank."""
+    """Adds up counts [slots of this rank] by expert; returns this rank's counts, [E] int32."""
     experts = _held_here(counts.shape[0], placement, axes)
     all_experts = jnp.arange(placement.num_copies.shape[0])
     return jnp.sum(jnp.where(experts == all_experts[:, None], counts[None], 0), axis=1)
@@ -57,9 +60,10 @@ def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) ->
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def equal_copies(weights: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the weights [slots of this rank, ...]; the gradient of each slot is its expert's.
+    """Returns weights [slots of this rank, ...] unchanged, and sums their gradients by expert.
 
-    Only experts that have copies are sent: an all-reduce of at most P - E of them, in float32.
+    So the gradient of each slot is its expert's. Only experts that have copies are sent: an
+    all-reduce of at most P - E of them, in float32.
     """
     return weights
 

@@ -1,8 +1,8 @@
-"""The k best experts of each token, and what they weigh, by a kernel where it runs.
+"""Chooses the k best experts of each token and computes their weights, by a kernel where it runs.
 
-The kernel is `pallas_kernels.routing.top_k`; elsewhere XLA sorts. Both choose the same, in the
-order of `lax.top_k`: of equal values the first. Weights may differ in their last bits, by the order
-in which scores are summed.
+The kernel is `pallas_kernels.routing.top_k`; elsewhere XLA sorts. Both choose the same experts in
+the order of `lax.top_k`, the first of equal values. Weights may differ in their last bits, since
+scores are summed in another order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def choose(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns each token's k best experts [T, k] int32, their weights [T, k], and probs [T, E].
 
-    Gradients flow through probs, to the weights, and where probs is None through the values.
+    Gradients flow through probs to the weights, or through the values where probs is None.
 
     Args:
         values: [T, E] float32, what experts are compared by.
-        probs: [T, E] float32, what weights are made of; None: the softmax of the values.
+        probs: [T, E] float32, what weights are computed from; None: the softmax of the values.
         k: choices per token.
-        weighing: how weights are made.
+        weighing: how weights are computed.
         groups: the groups to choose within, or None.
         scores: [T, E] float32, what groups are compared by; None: the values.
     """
@@ -97,7 +97,7 @@ def normalized(scores: jax.Array, epsilon: float) -> jax.Array:
 
 
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
-    """Returns the weights [T, k] of choices of these scores, float32."""
+    """Computes the weights [T, k] float32 from the scores of the chosen experts."""
     if weighing.normalize:
         chosen = normalized(chosen, weighing.epsilon)
     return chosen * jnp.asarray(weighing.scale, jnp.float32)
@@ -121,7 +121,10 @@ def _by_xla(values, *others, given, k, weighing, groups):
 
 
 def _within_best_groups(values: jax.Array, scores: jax.Array | None, groups: Groups) -> jax.Array:
-    """Returns [T, E] values, -inf outside the groups of the largest sums of their best scores."""
+    """Returns values [T, E], with -inf outside each token's best groups.
+
+    A group is compared by the sum of its `groups.best` largest scores.
+    """
     tokens, num_experts = values.shape
     grouped = (values if scores is None else scores).reshape(
         tokens, groups.number, num_experts // groups.number
@@ -175,7 +178,7 @@ def _types(values: Any, *_: Any, given: tuple[str, ...], k: int, **__: Any) -> A
 
 
 def _batch(operands: Any, axes: Any, **params: Any) -> Any:
-    """Chooses for all tokens of a batch at once."""
+    """Folds the batch axis into the tokens, for jax.vmap."""
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     stacked = [
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)

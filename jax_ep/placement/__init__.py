@@ -4,7 +4,7 @@ A rank has P / N slots, each with the weights of one expert. `balance` copies an
 their loads; `place_by_affinity` places experts of successive layers that tokens visit one after the
 other on one rank. Both run on the host, in NumPy, and return a `Placement` of small arrays, whose
 shapes depend on the numbers of layers, experts and slots alone: a layer that takes them as
-arguments is not compiled anew for another placement. `choose_slots` is the traced part.
+arguments is not compiled again for another placement. `choose_slots` is the traced part.
 
 `to_slots` and `to_experts` turn weights by expert into weights by slot and back, `redistribute`
 moves weights from one placement to another, and `LoadTracker` averages loads over steps.

@@ -37,9 +37,10 @@ def place_by_affinity(
     Args:
         trace: [layers, tokens, K] integers: the experts that each token chose; -1 for none.
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
-        num_hosts: hosts.
-        max_imbalance: the most that a rank's load in a layer may be of the mean, at least 1. Where
-            no placement keeps it, as with one expert above it, loads come as near as exchanges do.
+        num_hosts: the number of hosts.
+        max_imbalance: the largest load of a rank in a layer, over the mean load; at least 1. Where
+            no placement stays below it, as where one expert exceeds it, loads come as near as
+            exchanges of experts bring them.
         num_experts: E; None: the largest id in the trace + 1.
 
     Returns:
@@ -94,10 +95,10 @@ def _split(
 
     Args:
         experts: the ids of each layer's experts.
-        visits: of each layer, sparse [tokens, P].
-        together: of each layer but the last, [P, P]: how often a token chose e, then f.
-        load: [layers, P].
-        parts: how many.
+        visits: for each layer, sparse [tokens, P]: how often each token chose each expert.
+        together: for each layer but the last, [P, P]: how often a token chose e, then f.
+        load: [layers, P], the load of each expert.
+        parts: the number of parts.
         limit: [layers]: the most load of a part.
     """
     if parts == 1:
@@ -125,7 +126,10 @@ def _split(
 
 
 def _profile(visits: list[Any], experts: Array) -> Array:
-    """Returns [n, ...]: the experts of the next layers that tokens of a first expert choose."""
+    """Returns the experts of later layers that tokens of each first-layer expert choose: [n, ...].
+
+    For each of these layers a row is scaled to length 1.
+    """
     first = visits[0][:, experts[0]].T
     later = [(first @ visits[i][:, experts[i]]).toarray() for i in range(min(5, len(experts)))]
     later[0] = later[0] * (1 - np.eye(len(experts[0])))
@@ -134,7 +138,7 @@ def _profile(visits: list[Any], experts: Array) -> Array:
 
 
 def _clusters(profile: Array, parts: int, rng: np.random.Generator) -> Array:
-    """Returns [n, parts]: how alike each row is to each of `parts` clusters of equal size."""
+    """Clusters the rows of `profile` into `parts`; returns [n, parts]: the similarity to each."""
     centers = profile[[rng.integers(len(profile))]]
     while len(centers) < parts:  # each the least like any before it
         alike = (profile @ centers.T).max(axis=1)
@@ -156,9 +160,10 @@ def _of_parts(matrix: Array, part: Array, parts: int) -> Array:
 def _sweep(
     part: Array, near: list[Array], load: Array, limit: Array, parts: int, assign: Any, most: int
 ) -> float:
-    """Assigns each layer anew, given its neighbours, until a sweep keeps no more tokens in place.
+    """Reassigns each layer, given its neighbours, until a sweep keeps no more tokens in place.
 
-    Changes `part` [layers, n]; returns how many pairs of choices stay. `most` counts sweeps.
+    Changes `part` [layers, n]; returns how many pairs of choices stay in one part. `most` is the
+    most sweeps.
     """
 
     def kept(part: Array) -> float:
@@ -182,7 +187,10 @@ def _sweep(
 
 
 def _assign(gain: Array, load: Array, limit: float) -> Array:
-    """Returns the part of each item: most gain [n, parts], equal sizes, loads up to a limit."""
+    """Assigns items to parts of equal size for the most gain [n, parts]; returns each item's part.
+
+    An assignment in which a part's load exceeds `limit` is repaired.
+    """
     from scipy.optimize import linear_sum_assignment
 
     size = len(gain) // gain.shape[1]
@@ -193,7 +201,7 @@ def _assign(gain: Array, load: Array, limit: float) -> Array:
 
 
 def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> Array:
-    """Returns what `_assign` does, by an integer program if that ends in time."""
+    """Assigns as `_assign` does, by an integer program if that ends within `seconds`."""
     from scipy import optimize, sparse
 
     part = _assign(gain, load, limit)
@@ -216,7 +224,10 @@ def _assign_exactly(gain: Array, load: Array, limit: float, seconds: float) -> A
 
 
 def _repair(part: Array, gain: Array, load: Array, limit: float) -> Array:
-    """Exchanges items of the heaviest part, at the least gain lost for the load, to the limit."""
+    """Exchanges items of the heaviest part with others until no part's load exceeds `limit`.
+
+    Each exchange is the one that loses the least gain for the load that it takes off.
+    """
     parts = gain.shape[1]
     for _ in range(100 * len(load)):  # each exchange makes the sorted loads smaller: it ends
         totals = np.bincount(part, load, parts)

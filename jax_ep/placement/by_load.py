@@ -1,4 +1,4 @@
-"""Copies and places experts so that no rank has much more to do than another."""
+"""Copies and places experts by their loads, so that ranks have nearly equal loads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ LESS = 1 - 1e-9
 def balance(
     load: Any, *, num_slots: int, num_ranks: int, num_hosts: int = 1, num_groups: int = 1
 ) -> Placement:
-    """Copies hot experts and places all copies, so that the busiest rank has little to do.
+    """Copies hot experts and places all copies, so that the busiest rank's load is small.
 
-    Starts from what EPLB finds (DeepSeek-V3, github.com/deepseek-ai/EPLB): a copy goes to whatever
-    expert has the most load for each copy, and copies go, in falling order of load, to the least
+    Starts from what EPLB finds (DeepSeek-V3, github.com/deepseek-ai/EPLB): a copy goes to the
+    expert with the most load per copy, and copies go, in falling order of load, to the least
     loaded rank with a free slot. Then, as long as the busiest rank's load falls, it exchanges two
-    copies, or gives a slot of one expert to an expert of the busiest rank. So no rank has more to
-    do than EPLB's busiest one.
+    copies, or gives a slot of one expert to an expert of the busiest rank. So the busiest rank's
+    load is at most that of EPLB.
 
     Args:
         load: [layers, E] numbers, none negative: the load of each expert, in any unit.
         num_slots: P, a multiple of num_ranks, at least E.
         num_ranks: N, a multiple of num_hosts. Rank r is on host r // (N / num_hosts).
-        num_hosts: hosts. They count only if num_groups is a multiple of them.
+        num_hosts: the number of hosts. It has an effect only if num_groups is a multiple of it.
         num_groups: groups of experts of consecutive ids, among which a token chooses first (see
             `jax_ep.top_k_routing`). All experts of a group are then placed on one host, and
             each host has equally many groups.
@@ -59,7 +59,7 @@ def balance(
 def _balance_layer(
     load: Array, num_slots: int, num_ranks: int, num_hosts: int, num_groups: int
 ) -> Array:
-    """Returns the expert of each slot, [P], of one layer."""
+    """Places one layer; returns the expert of each slot, [P]."""
     group_of_expert = np.arange(len(load)) // (len(load) // num_groups)
     group_load = np.bincount(group_of_expert, load, num_groups)
     packed = _pack(group_load, num_hosts)
@@ -82,7 +82,7 @@ def _balance_layer(
 
 
 def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, float]:
-    """Returns the expert of each slot, [P], and the load of the busiest rank."""
+    """Places one host's experts; returns the expert of each slot, and the busiest rank's load."""
     copies = np.ones(len(load), int)
     expert = np.arange(num_slots)
     for slot in range(len(load), num_slots):
@@ -98,7 +98,7 @@ def _balance_host(load: Array, num_slots: int, num_ranks: int) -> tuple[Array, f
 
 
 def _pack(load: Array, num_packs: int) -> Array:
-    """Returns the pack of each item: the heaviest first, to the lightest pack with room."""
+    """Packs items, heaviest first, into the lightest pack with room; returns each item's pack."""
     pack, room = np.empty(len(load), int), np.full(num_packs, len(load) // num_packs)
     totals = np.zeros(num_packs)
     for item in np.argsort(-load, kind="stable"):
@@ -110,7 +110,7 @@ def _pack(load: Array, num_packs: int) -> Array:
 
 
 def _exchange(load: Array, pack: Array, num_packs: int) -> Array:
-    """Exchanges items between the heaviest pack and another as long as the heavier gets lighter."""
+    """Exchanges items between the heaviest pack and others while that makes it lighter."""
     totals = np.bincount(pack, load, num_packs)
     for _ in range(100 * len(load)):  # each exchange makes the sorted totals smaller: it ends
         heaviest = np.argmax(totals)

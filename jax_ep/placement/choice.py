@@ -1,4 +1,4 @@
-"""From choices of experts to choices of slots: the traced part of a placement."""
+"""Turns choices of experts into choices of slots: the traced part of a placement."""
 
 from __future__ import annotations
 

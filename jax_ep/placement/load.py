@@ -26,7 +26,7 @@ class LoadTracker:
     Attributes:
         total: the decayed sum of counts, float32.
         weight: [] float32, the decayed number of updates.
-        decay: what an update leaves of the sum; 1 - 1 / n averages over about n steps.
+        decay: the factor of the old sum in an update; 1 - 1 / n averages over about n steps.
     """
 
     total: Any
@@ -35,7 +35,7 @@ class LoadTracker:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], *, decay: float = 0.99) -> LoadTracker:
-        """Makes a tracker of counts of `shape`, [layers, E] or [E], that has seen none.
+        """Makes a tracker of counts of `shape`, [layers, E] or [E], before the first update.
 
         Raises:
             ValueError: `decay` is not above 0 and below 1.

@@ -30,7 +30,7 @@ class Placement:
     that one expert can have. Make one with `Placement.of` or `Placement.in_order`.
 
     `placement[layer]` is the placement of one layer, whose arrays have no axis of layers; it is
-    what a layer's call takes. `jax.lax.scan` over layers makes the same of it.
+    what a layer's call takes. `jax.lax.scan` over layers gives the body the same.
 
     Attributes:
         expert_of_slot: [layers, P] int32, -1 where a slot is empty.
@@ -80,7 +80,7 @@ class Placement:
     def in_order(
         cls, *, num_experts: int, num_slots: int, num_ranks: int, layers: int = 1
     ) -> Placement:
-        """Puts expert s into slot s, and from the first on again into the slots that remain.
+        """Makes the placement with expert s in slot s; the other slots repeat the experts in order.
 
         It is the placement of a layer's first parameters.
         """

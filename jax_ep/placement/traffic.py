@@ -1,4 +1,4 @@
-"""What a placement makes of a routing trace: rows of each rank, rows on the wire, rank changes."""
+"""Counts a routing trace under a placement: rows per rank, rows on the wire, rank changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         rows: [layers, N]: rows that each rank's experts compute.
-        wire_rows: [layers, N]: rows that each rank receives from others: of a token, one.
+        wire_rows: [layers, N]: rows that each rank receives from others, one for each token.
         rank_changes: [layers - 1]: the share of pairs of a token's choices, in successive layers,
             that are on different ranks.
     """
@@ -25,12 +25,12 @@ class Traffic(NamedTuple):
 
 
 def traffic(topk_idx: Array, placement: Placement) -> Traffic:
-    """Counts what a step sends and computes; slots are those that `choose_slots` chooses.
+    """Counts what one step sends and computes, with the slots that `choose_slots` chooses.
 
     Args:
         topk_idx: [layers, tokens, K] integers, -1 for no expert. The tokens are spread over the
-            ranks in order and evenly; what remains at the end counts nowhere.
-        placement: of as many layers.
+            ranks in order and evenly; tokens that remain at the end are not counted.
+        placement: the placement, of as many layers.
     """
     num_ranks = placement.num_ranks
     layers, tokens, top_k = topk_idx.shape
@@ -53,7 +53,7 @@ def traffic(topk_idx: Array, placement: Placement) -> Traffic:
 
 
 def _slots(topk_idx: Array, placement: Placement) -> Array:
-    """`choose_slots` of all ranks, in NumPy: [N, t, K] experts of one layer -> slots."""
+    """Chooses the slots of all ranks' experts [N, t, K] of one layer, as `choose_slots` does."""
     num_ranks, num_experts = len(topk_idx), len(placement.num_copies)
     rank = np.arange(num_ranks)[:, None]
     choices = topk_idx.reshape(num_ranks, -1)

@@ -1,12 +1,12 @@
-"""The experts' weights and their optimizer state, by expert and by slot, and from slot to slot.
+"""Converts experts' weights and their optimizer state between experts and slots, and moves them.
 
-A layer with slots holds an array of P slots for each array of E experts that a layer without has.
-`to_slots` and `to_experts` turn one into the other, for checkpoints. `redistribute` moves what the
-slots hold where another placement wants it.
+A layer with slots has arrays of P slots where a layer without slots has arrays of E experts.
+`to_slots` and `to_experts` convert one to the other, for checkpoints. `redistribute` moves the
+weights to the slots of another placement.
 
-All three take any pytree, such as a train state, and change those leaves alone that a key of their
-path names as an expert's: "wi_0", "wi_1", "wo" and whatever else leads with experts, in the
-parameters as in what an optimizer keeps of them.
+All three take any pytree, such as a train state. They change only the leaves whose path has a key
+that names an expert's parameter, such as "wi_0", "wi_1" or "wo": the parameters themselves, and
+what an optimizer keeps for them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.interface import Implementation
 from jax_ep.placement.table import Array, Placement
 
-# What a rank sends at once, so that the memory beside the weights stays small.
+# The bytes that a rank sends at once, so that it needs little memory besides the weights.
 _PIECE_BYTES = 64 * 2**20
 
-# About how long the rows are that weights are cut into: an exchange of short rows is slower.
+# The bytes, about, of the rows that weights are cut into: an exchange of short rows is slower.
 _ROW_BYTES = 16 * 2**10
 
-# What a dispatch carries values of so many bytes as. Elsewhere they are integers: XLA may compute
-# with floats of 16 bits in float32, and so change the bits of a NaN, even where it only moves them.
+# The dtype in which a dispatch carries values of 1, 2, 4 or 8 bytes. Elsewhere they are integers:
+# XLA may convert floats of 16 bits to float32, which changes the bits of a NaN, even to move them.
 _CARRIERS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 # The weights of a layer that lead with experts, by their names in its parameters.
@@ -48,7 +48,7 @@ def to_slots(tree: Any, placement: Placement) -> Any:
     Args:
         tree: a pytree; its leaves of experts are [E, ...], or [layers, E, ...] if the placement
             is of several layers. NumPy arrays stay NumPy arrays.
-        placement: of one layer, `placement[layer]`, or of several.
+        placement: the placement of one layer, `placement[layer]`, or of several.
 
     Returns:
         The tree with [P, ...] or [layers, P, ...] in these leaves.
@@ -62,7 +62,15 @@ def to_slots(tree: Any, placement: Placement) -> Any:
 
 
 def to_experts(tree: Any, placement: Placement) -> Any:
-    """Reads the weights of E experts from the first slot of each: `to_slots`, undone.
+    """Reads the weights of E experts from the first slot of each, the inverse of `to_slots`.
+
+    Args:
+        tree: a pytree; its leaves of experts are [P, ...], or [layers, P, ...] if the placement
+            is of several layers. NumPy arrays stay NumPy arrays.
+        placement: the placement of one layer, `placement[layer]`, or of several.
+
+    Returns:
+        The tree with [E, ...] or [layers, E, ...] in these leaves.
 
     Raises:
         ValueError: a leaf of experts does not lead with P slots.
@@ -75,7 +83,7 @@ def to_experts(tree: Any, placement: Placement) -> Any:
 
 
 def _take(leaf: Any, index: Array) -> Any:
-    """Entries of the axis that `index` ends at; zeros for -1."""
+    """Takes entries of a leaf along the last axis of `index`; zeros for -1."""
     xp: Any = np if isinstance(leaf, np.ndarray) else jnp
     axis = index.ndim - 1
     if xp is jnp:
@@ -104,22 +112,22 @@ def redistribute(
 
     Every slot is filled from one that holds its expert: on the same rank if there is one, else the
     copies of an expert send to equally many slots. Each leaf is donated and replaced, piece by
-    piece, so the memory that it needs besides is that of a piece. The bits do not change, so copies
-    that are equal stay equal.
+    piece, so it needs memory for one piece besides the tree. The bits do not change, so copies that
+    are equal stay equal.
 
-    Call it between steps, outside of `jax.jit`. It compiles one program for each shape of a leaf,
-    and another where one slot sends to more than twice as many.
+    Call it between steps, outside of `jax.jit`. It compiles a program for each shape of a leaf,
+    and another one whenever the most slots that one slot sends to exceeds the next power of two.
 
     Args:
         tree: a pytree, such as a train state; its leaves of experts are [P, ...], or
             [layers, P, ...] if the placements are of several layers. They are split over
             `axis_name` first where they are not, and may be split over other axes too.
-        before: where the experts are: of one layer or of several.
-        after: where they shall be, with as many layers, experts, slots and ranks.
+        before: the placement that the tree has, of one layer or of several.
+        after: the placement to move to, with as many layers, experts, slots and ranks.
         mesh: the mesh of the weights.
         axis_name: the mesh axis, or tuple of axes, that the slots are spread over.
-        progress: called with the bytes that are moved and those of all leaves, after each leaf.
-        implementation: of the exchange; see `jax_ep.dispatch`.
+        progress: called after each leaf with the bytes moved so far and those of all leaves.
+        implementation: the implementation of the exchange; see `jax_ep.dispatch`.
 
     Returns:
         The tree; leaves of experts are new arrays, and the old ones are deleted.
@@ -169,7 +177,7 @@ def redistribute(
 
 
 def _destinations(before: Placement, after: Placement) -> Array:
-    """[..., P, K] int32: the slots of `after` that each slot of `before` sends to, then -1."""
+    """Returns the slots that each slot of `before` sends to: [..., P, K] int32, then -1."""
     shape = np.shape(before.expert_of_slot)
     num_slots, per_rank = shape[-1], shape[-1] // before.num_ranks
     old = np.asarray(before.expert_of_slot).reshape(-1, num_slots)
@@ -201,7 +209,10 @@ def _mover(
     layers: int,
     implementation: Implementation,
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The program (leaf, plan [..., P, K]) -> leaf; with 0 or 1 axes of layers before the slots."""
+    """Makes the program (leaf, plan [..., P, K]) -> leaf that moves one leaf of experts.
+
+    `layers` is the number of axes before the slots, 0 or 1.
+    """
     of_plan = PartitionSpec(*(None,) * layers, axes)
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
@@ -219,7 +230,7 @@ def _mover(
 
 
 def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
-    """Returns the values of a row, of whole rows of a slot's weights of `shape`."""
+    """Returns how many values a row has, where weights of `shape` are cut into rows."""
     length, rows = shape[-1] if shape else 1, math.prod(shape[:-1])
     while rows % 2 == 0 and 2 * length * itemsize <= _ROW_BYTES:
         length, rows = 2 * length, rows // 2
@@ -229,9 +240,9 @@ def _row_length(shape: tuple[int, ...], itemsize: int) -> int:
 def _move_rows(
     rows: jax.Array, plan: jax.Array, axes: tuple[str, ...], implementation: Implementation
 ) -> jax.Array:
-    """Rows [layers, slots of this rank, M, columns], sent as `plan` [layers, slots, K] says.
+    """Sends rows [layers, slots of this rank, M, columns] as `plan` [layers, slots, K] says.
 
-    A dispatch whose experts are slots: each receives the rows of one slot, in order.
+    Each piece is a dispatch whose experts are slots: each receives the rows of one slot, in order.
     """
     layers, num_slots, num_rows, columns = rows.shape
     bytes_of_row = num_slots * columns * rows.dtype.itemsize
@@ -260,7 +271,11 @@ def _move_rows(
 
 
 def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[str, int]) -> Any:
-    """Maps the leaves of experts, which must lead with `lead`: (layers and) E or P."""
+    """Applies a function to the leaves of experts.
+
+    Raises ValueError for one whose shape does not begin with `lead`, [E], [P] or these after the
+    layers; `size` is ("E", E) or ("P", P), for the message.
+    """
     name, number = size
 
     def visit(path: Any, leaf: Any) -> Any:
@@ -277,6 +292,6 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
 
 
 def _of_experts(path: Any) -> bool:
-    """Whether a key of a leaf's path names it as an expert's."""
+    """Returns whether a key of a leaf's path names a parameter of experts."""
     keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
     return any(key in ROUTED_WEIGHTS for key in keys)

@@ -256,7 +256,7 @@ def test_bench_measures_every_case_and_writes_them(ops, tmp_path, capsys):
     assert [(row["op"], row["implementation"]) for row in rows] == [
         (op, implementation)
         for op in ops
-        if op not in operations.OF_RANK_LAYOUT
+        if op not in operations.OF_RANK_MAJOR
         for implementation in ("xla", "all_to_all")
         if implementation == "xla" or op in operations.DIRECTIONS
     ]
@@ -270,7 +270,8 @@ def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
     file = tmp_path / "out.json"
     status = jax_ep.cli.main([
         "jax_ep", "bench", *ARGS, "--hidden=128", "--implementations=xla", "--baselines=",
-        "--ranks=1", "--iterations=10", "--ops=dispatch,dispatch_grad,combine_grad,group,ungroup",
+        "--ranks=1", "--iterations=10",
+        "--ops=dispatch,dispatch_grad,combine_grad,group_by_expert,sum_by_token",
         "--layouts=expert,rank", "--wire_dtypes=none,float8_e4m3fn", "--output=quantized",
         "--check", f"--json={file}",
     ])  # fmt: skip
@@ -285,16 +286,16 @@ def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
     ]
     assert [(row["op"], row["layout"], row["wire_dtype"]) for row in rows] == [
         *ways,
-        ("group", "rank", "none"),
-        ("group", "rank", "float8_e4m3fn"),
-        ("ungroup", "rank", "none"),
+        ("group_by_expert", "rank", "none"),
+        ("group_by_expert", "rank", "float8_e4m3fn"),
+        ("sum_by_token", "rank", "none"),
     ]
     assert "layout" in out and "wire" in out and "checked" in out
     # 4 tokens of 2 choices on one rank: a row for each, or one for both.
     assert {(row["op"], row["layout"]): row["rows"] for row in rows} == {
         ("dispatch", "expert"): 8, ("dispatch", "rank"): 4, ("dispatch_grad", "expert"): 8,
         ("dispatch_grad", "rank"): 4, ("combine_grad", "expert"): 8, ("combine_grad", "rank"): 4,
-        ("group", "rank"): 8, ("ungroup", "rank"): 8,
+        ("group_by_expert", "rank"): 8, ("sum_by_token", "rank"): 8,
     }  # fmt: skip
 
 
@@ -316,7 +317,7 @@ def test_a_row_is_named_by_what_gathers_it():
     args = ["--layouts=rank", "--wire_dtypes=float8_e4m3fn", "--output=quantized"]
     bench.FLAGS.parse("bench", args)
     try:
-        for op, expected in (("group", ["xla"]), ("dispatch", ["pallas", "xla"])):
+        for op, expected in (("group_by_expert", ["xla"]), ("dispatch", ["pallas", "xla"])):
             ways = bench._ways(op, ["pallas", "xla"], [])
             assert [way["implementation"] for way in ways] == expected
     finally:

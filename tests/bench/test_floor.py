@@ -30,8 +30,8 @@ CROSSING = 2 / 2
         ("round_trip", 2 * CROSSING * ROW, 2 * (FILLED + 2) * ROW),
         ("dispatch_grad", CROSSING * ROW, (FILLED + 2) * ROW),
         ("combine_grad", CROSSING * ROW, (2 + 2 * FILLED) * ROW),
-        ("group", 0, (RECEIVED + FILLED) * ROW),
-        ("ungroup", 0, (FILLED + RECEIVED) * ROW),
+        ("group_by_expert", 0, (RECEIVED + FILLED) * ROW),
+        ("sum_by_token", 0, (FILLED + RECEIVED) * ROW),
     ],
 )
 def test_bytes_of_an_operation(op, remote, local):

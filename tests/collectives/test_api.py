@@ -27,14 +27,14 @@ LINEAR = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 EVERYWHERE = ("xla", "unfused")
 
 
-def serving(op: str) -> list[str | None]:
-    """The algorithms that can be run here; never "multimem"."""
+def supported(op: str) -> list[str | None]:
+    """Returns None and the algorithms that run here, but for "multimem"."""
     if availability.unavailable_reason():
         return [None, *(name for name in ALGORITHMS[op] if name in EVERYWHERE)]
     return [None, *(name for name in ALGORITHMS[op] if name != "multimem")]
 
 
-CASES = [(op, algorithm) for op in LINEAR for algorithm in serving(op)]
+CASES = [(op, algorithm) for op in LINEAR for algorithm in supported(op)]
 
 
 def lax_function(op: str, axis_name: Any = AXIS):
@@ -252,7 +252,7 @@ def norm_of_lax(x, residual, scale, eps=1e-6):
     [((6, 32), "float32", "float32"), ((2, 3, 200), "bfloat16", "float32")],
     ids=str,
 )
-@pytest.mark.parametrize("algorithm", serving("all_reduce_rms_norm"))
+@pytest.mark.parametrize("algorithm", supported("all_reduce_rms_norm"))
 def test_all_reduce_rms_norm(algorithm, shape, dtype, residual_dtype, num_ranks):
     x = normal((num_ranks, *shape), dtype)
     residual, scale = normal(shape, residual_dtype, 1), normal(shape[-1:], seed=2)
@@ -273,7 +273,7 @@ def test_all_reduce_rms_norm(algorithm, shape, dtype, residual_dtype, num_ranks)
 
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize("varying_residual", [False, True])
-@pytest.mark.parametrize("algorithm", serving("all_reduce_rms_norm"))
+@pytest.mark.parametrize("algorithm", supported("all_reduce_rms_norm"))
 def test_gradients_of_all_reduce_rms_norm(algorithm, varying_residual, check_vma):
     num_ranks = min(4, len(jax.devices()))
     x, scale = normal((num_ranks * 6, 32)), normal((32,), seed=2)
@@ -324,7 +324,7 @@ def test_all_reduce_rms_norm_forwards_and_again():
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", serving("all_reduce_rms_norm"))
+@pytest.mark.parametrize("algorithm", supported("all_reduce_rms_norm"))
 def test_all_reduce_rms_norm_without_implicit_promotion(algorithm):
     """Results and gradients of operands of three dtypes are those of jnp's defaults."""
     num_ranks = min(2, len(jax.devices()))
@@ -455,12 +455,12 @@ def test_any_floating_dtype_has_a_collective():
             call(function(op), (8, 2), dtype=dtype)
 
 
-@pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels serve here")
+@pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels run here")
 @pytest.mark.parametrize(
     ("op", "algorithm"),
     [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in EVERYWHERE],
 )
-def test_an_algorithm_that_cannot_serve_says_why(op, algorithm):
+def test_an_algorithm_that_cannot_run_says_why(op, algorithm):
     apply = function(op, algorithm)
     if op == "all_reduce_rms_norm":
         apply = lambda x: all_reduce_rms_norm(x, x, x[0], AXIS, algorithm=algorithm)[0]  # noqa: E731

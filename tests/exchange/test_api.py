@@ -354,7 +354,7 @@ def test_no_implementation_named_serves_everywhere():
 
 
 def test_no_axes_are_one_rank():
-    """Outside any shard_map, `axis_name=()` serves a program that is not spread over ranks."""
+    """Outside any shard_map, `axis_name=()` is for a program that is not spread over ranks."""
     case = Case(1, 5, 8, 2, 4, "bfloat16", 8)
     rng = np.random.default_rng(16)
     x = random_bits(rng, (5, 8), case.dtype)
@@ -995,7 +995,7 @@ def test_dispatch_like_errors(shape: tuple[int, ...], dtype: str, patterns: list
     _assert_message(error, *patterns)
 
 
-@pytest.mark.skipif(jax.devices()[0].platform == "gpu", reason="the kernels may serve here")
+@pytest.mark.skipif(jax.devices()[0].platform == "gpu", reason="the kernels may run here")
 @pytest.mark.parametrize("function", ["dispatch", "combine", "dispatch_like"])
 def test_a_named_implementation_never_falls_back(function: str):
     def call(_: Any) -> Any:

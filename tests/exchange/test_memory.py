@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,102 +35,123 @@ def model_of(shape: tuple[int, ...]) -> dict[str, int]:
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """The operations of one rank as functions of arrays: routes are arguments, not a handle."""
+
+    implementation: str
+    model: dict[str, int]
+    layout: str
+    wire_dtype: str | None
+    output: str
+
+    def run_by(self) -> dict[str, Any]:
+        return dict(implementation=self.implementation)
+
+    def on_wire(self) -> dict[str, Any]:
+        return dict(wire_dtype=self.wire_dtype, **self.run_by())
+
+    def gradient_on_wire(self) -> dict[str, Any]:
+        return dict(grad_wire_dtype=self.wire_dtype, **self.run_by())
+
+    def handle(self, topk_idx, *routes):
+        num_experts, capacity = self.model["num_experts"], self.model["capacity"]
+        if self.layout == "rank":
+            return jax_ep.RankHandle(RankRoutes(topk_idx, *routes), (AXIS,), num_experts)
+        return jax_ep.Handle(Routes(topk_idx, *routes), (AXIS,), capacity, num_experts, 1)
+
+    def routes_and_weights(self, arrays):
+        """Splits the last operands of a combine; a rank-major one takes no weights."""
+        return (arrays, None) if self.layout == "rank" else (arrays[:-1], arrays[-1])
+
+    def dispatch(self, x, topk_idx):
+        rank_major = self.layout == "rank"
+        layout = dict(layout="rank") if rank_major else dict(capacity=self.model["capacity"])
+        sent = jax_ep.dispatch(
+            x,
+            topk_idx,
+            num_experts=self.model["num_experts"],
+            axis_name=AXIS,
+            output=self.output,
+            **layout,
+            **self.on_wire(),
+        )
+        return sent.tokens, sent.scales
+
+    def dispatch_like(self, x, *routes):
+        return jax_ep.dispatch_like(x, self.handle(*routes), **self.on_wire())
+
+    def dispatch_grad(self, x, g, *routes):
+        def like(x):
+            return jax_ep.dispatch_like(x, self.handle(*routes), **self.gradient_on_wire())
+
+        return jax.vjp(like, x)[1](g)
+
+    def combine(self, y, *arrays):
+        routes, weights = self.routes_and_weights(arrays)
+        return jax_ep.combine(y, self.handle(*routes), weights, **self.on_wire())
+
+    def combine_grad(self, y, g, *arrays):
+        routes, weights = self.routes_and_weights(arrays)
+
+        def combined(y, weights):
+            return jax_ep.combine(y, self.handle(*routes), weights, **self.gradient_on_wire())
+
+        return jax.vjp(combined, y, weights)[1](g)
+
+    def received(self, tokens, topk_idx, local_topk_idx):
+        handle = self.handle(topk_idx, local_topk_idx)
+        return jax_ep.RankDispatched(tokens, local_topk_idx, None, handle)
+
+    def group_by_expert(self, *arrays):
+        options = dict(capacity=self.model["capacity"], **self.run_by())
+        return jax_ep.group_by_expert(self.received(*arrays), **options).tokens
+
+    def sum_by_token(self, y, grouped_rows, counts, tokens, topk_idx, local_topk_idx):
+        num_local = self.model["num_experts"] // self.model["num_ranks"]
+        flat = local_topk_idx.reshape(-1, self.model["top_k"])
+        routes = Routes(flat, grouped_rows, counts)
+        local = jax_ep.Handle(routes, (), self.model["capacity"], num_local, 1)
+        grouped = jax_ep.Dispatched(y, *(None,) * 5, local, None)
+        received = dataclasses.replace(
+            self.received(tokens, topk_idx, local_topk_idx),
+            topk_weights=local_topk_idx * jnp.float32(0.5),
+        )
+        return jax_ep.sum_by_token(y, grouped, received, **self.run_by())
+
+
 def operation(
     name: str, implementation: str, model: dict[str, int], dtype: str, mesh, *, layout, wire_dtype,
     output="dequantized",
 ):  # fmt: skip
-    """A jitted operation alone, and its arguments' shapes."""
+    """Returns a jitted operation alone, and its arguments' shapes."""
     ranks, tokens, rows = model["num_ranks"], model["num_tokens"], model["capacity"]
-    top_k, num_experts = model["top_k"], model["num_experts"]
-    serving = dict(implementation=implementation)
-    on_wire = dict(wire_dtype=wire_dtype, **serving)
-    gradient_on_wire = dict(grad_wire_dtype=wire_dtype, **serving)
-
-    def dispatch(x, topk_idx):
-        options = dict(layout="rank") if layout == "rank" else dict(capacity=rows)
-        sent = jax_ep.dispatch(
-            x,
-            topk_idx,
-            num_experts=num_experts,
-            axis_name=AXIS,
-            output=output,
-            **options,
-            **on_wire,
-        )
-        return sent.tokens, sent.scales
-
-    def handle(topk_idx, *routes):
-        if layout == "rank":
-            return jax_ep.RankHandle(RankRoutes(topk_idx, *routes), (AXIS,), num_experts)
-        return jax_ep.Handle(Routes(topk_idx, *routes), (AXIS,), rows, num_experts, 1)
-
-    def dispatch_like(x, *routes):
-        return jax_ep.dispatch_like(x, handle(*routes), **on_wire)
-
-    def dispatch_grad(x, g, *routes):
-        def like(x):
-            return jax_ep.dispatch_like(x, handle(*routes), **gradient_on_wire)
-
-        return jax.vjp(like, x)[1](g)
-
-    def split(routes):  # the rank layout's combine takes no weights
-        return (routes, None) if layout == "rank" else (routes[:-1], routes[-1])
-
-    def combine(y, *arrays):
-        routes, weights = split(arrays)
-        return jax_ep.combine(y, handle(*routes), weights, **on_wire)
-
-    def combine_grad(y, g, *arrays):
-        routes, weights = split(arrays)
-
-        def combined(y, weights):
-            return jax_ep.combine(y, handle(*routes), weights, **gradient_on_wire)
-
-        return jax.vjp(combined, y, weights)[1](g)
-
-    def received(tokens, topk_idx, local_topk_idx):
-        return jax_ep.RankDispatched(tokens, local_topk_idx, None, handle(topk_idx, local_topk_idx))
-
-    def group_by_expert(*arrays):
-        return jax_ep.group_by_expert(received(*arrays), capacity=rows, **serving).tokens
-
-    def sum_by_token(y, grouped_rows, counts, tokens, topk_idx, local_topk_idx):
-        flat = local_topk_idx.reshape(-1, top_k)
-        local = jax_ep.Handle(Routes(flat, grouped_rows, counts), (), rows, num_experts // ranks, 1)
-        grouped = jax_ep.Dispatched(y, *(None,) * 5, local, None)
-        rank_received = received(tokens, topk_idx, local_topk_idx)
-        rank_received = dataclasses.replace(
-            rank_received, topk_weights=flat.reshape(-1, tokens.shape[1], top_k) * jnp.float32(0.5)
-        )
-        return jax_ep.sum_by_token(y, grouped, rank_received, **serving)
-
+    hidden, top_k, num_experts = model["hidden"], model["top_k"], model["num_experts"]
     choices = ((ranks * tokens, top_k), "int32")
-    sent = ((ranks * tokens, model["hidden"]), dtype)
-    weights = ((ranks * tokens, top_k), "float32")
+    of_ranks = ((ranks * ranks, tokens, top_k), "int32")
+    sent = ((ranks * tokens, hidden), dtype)
     if layout == "rank":
-        arrived = ((ranks * ranks, tokens, model["hidden"]), dtype)
-        routes = [choices, ((ranks * ranks, tokens, top_k), "int32")]
-        last = []
+        received = ((ranks * ranks, tokens, hidden), dtype)
+        routes, weights = [choices, of_ranks], []
     else:
-        arrived = ((ranks * rows, model["hidden"]), dtype)
-        of_ranks = ((ranks * ranks, tokens, top_k), "int32")
+        received = ((ranks * rows, hidden), dtype)
         routes = [choices, of_ranks, ((ranks * ranks, num_experts), "int32")]
-        last = [weights]
+        weights = [((ranks * tokens, top_k), "float32")]
     grouped = [
-        ((ranks * rows, model["hidden"]), dtype),
+        ((ranks * rows, hidden), dtype),
         ((ranks, ranks * tokens, top_k), "int32"),
         ((ranks, num_experts // ranks), "int32"),
     ]
-    bodies = {
-        "dispatch": (dispatch, [sent, choices]),
-        "dispatch_like": (dispatch_like, [sent, *routes]),
-        "dispatch_grad": (dispatch_grad, [sent, arrived, *routes]),
-        "combine": (combine, [arrived, *routes, *last]),
-        "combine_grad": (combine_grad, [arrived, sent, *routes, *last]),
-        "group_by_expert": (group_by_expert, [arrived, *routes]),
-        "sum_by_token": (sum_by_token, [*grouped, arrived, *routes]),
-    }
-    body, arguments = bodies[name]
+    of = Operations(implementation, model, layout, wire_dtype, output)
+    body, arguments = {
+        "dispatch": (of.dispatch, [sent, choices]),
+        "dispatch_like": (of.dispatch_like, [sent, *routes]),
+        "dispatch_grad": (of.dispatch_grad, [sent, received, *routes]),
+        "combine": (of.combine, [received, *routes, *weights]),
+        "combine_grad": (of.combine_grad, [received, sent, *routes, *weights]),
+        "group_by_expert": (of.group_by_expert, [received, *routes]),
+        "sum_by_token": (of.sum_by_token, [*grouped, received, *routes]),
+    }[name]
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
     return run, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in arguments]
 
@@ -195,8 +217,9 @@ def test_a_sum_by_token_is_fused_into_its_result(shape):
 def peak_with_float8(name: str, layout: str, model: dict[str, int], counted: dict[str, int]) -> int:
     """What XLA for CPUs holds at once of the buffers that are counted, of bfloat16 rows.
 
-    The gathered rows of the expert layout lie where the results will be. Around a quantization
-    nothing is fused, so the K terms of a sum are there beside it; those are not counted.
+    The gathered rows of the expert-major layout lie where the results will be. Around a
+    quantization nothing is fused, so the K terms of a sum are held next to it; those are not
+    counted.
     """
     num_ranks, num_tokens, hidden = model["num_ranks"], model["num_tokens"], model["hidden"]
     sums = num_ranks * num_tokens * hidden

@@ -275,7 +275,7 @@ def test_a_group_of_ranks_counts_what_it_drops_itself(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "served"),
+    ("shapes", "supported"),
     quick(
         [
             (Shapes(4096, 7360, 16, 512), True),
@@ -288,11 +288,11 @@ def test_a_group_of_ranks_counts_what_it_drops_itself(monkeypatch):
     ),
     ids=str,
 )
-def test_none_always_lowers(shapes, served):
+def test_none_always_lowers(shapes, supported):
     """Many experts or choices fill the shared memory that rows leave."""
     by_default = lowered(shapes, None, backward)
-    assert bool(kernels(by_default)) == served
-    if served:
+    assert bool(kernels(by_default)) == supported
+    if supported:
         assert kernels(lowered(shapes, "pallas", backward)) == kernels(by_default)
     else:
         with pytest.raises(ValueError, match="cannot run here: a row of 7168.*4096 experts"):
@@ -317,17 +317,17 @@ def test_none_always_lowers(shapes, served):
     ),
     ids=str,
 )
-def test_quantized_sums_lower_where_they_are_served(shapes):
+def test_quantized_sums_lower_where_they_are_supported(shapes):
     def there_and_back(shapes, implementation, x, topk_idx, weights):
         sent = send(shapes, implementation, x, topk_idx)
         options = dict(wire_dtype=jnp.float8_e4m3fn, implementation=implementation)
         return jax_ep.combine(sent.tokens, sent.handle, weights, **options)
 
-    served = kernels(lowered(shapes, None, there_and_back))
+    supported = kernels(lowered(shapes, None, there_and_back))
     if shapes.hidden * jnp.dtype(shapes.dtype).itemsize <= 2**15:
-        assert served == [COMBINE, DISPATCH]
-    if COMBINE in served:
-        assert kernels(lowered(shapes, "pallas", there_and_back)) == served
+        assert supported == [COMBINE, DISPATCH]
+    if COMBINE in supported:
+        assert kernels(lowered(shapes, "pallas", there_and_back)) == supported
     else:
         with pytest.raises(ValueError, match="too long for shared memory"):
             lowered(shapes, "pallas", there_and_back)
@@ -425,14 +425,14 @@ SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
-@pytest.mark.parametrize(("num_gpus", "served"), [(0, True), (1, True), (2, False), (8, False)])
-def test_an_abstract_mesh_hides_which_devices_it_is_of(num_gpus, served, gpus):
+@pytest.mark.parametrize(("num_gpus", "supported"), [(0, True), (1, True), (2, False), (8, False)])
+def test_an_abstract_mesh_hides_which_devices_it_is_of(num_gpus, supported, gpus):
     """A mesh that is larger than the machine is for another one."""
     if num_gpus:
         gpus(num_gpus)
     mesh = AbstractMesh((2,), ("expert",), axis_types=(AxisType.Auto,))
-    assert bool(kernels(lowered(SHAPES_OF_TWO, None, forward, mesh))) == served
-    if not served:
+    assert bool(kernels(lowered(SHAPES_OF_TWO, None, forward, mesh))) == supported
+    if not supported:
         with pytest.raises(ValueError, match="was given an abstract mesh; use jax.set_mesh"):
             lowered(SHAPES_OF_TWO, "pallas", forward, mesh)
 

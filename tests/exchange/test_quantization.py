@@ -429,7 +429,7 @@ def test_the_kernels_quantize_sums(layout):
 @needs_kernels
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the mesh is abstract")
 def test_rows_too_long_to_quantize_their_sums_are_refused():
-    """Where the kernels cannot serve, None is XLA's, and their name is an error."""
+    """Where the kernels cannot run, None takes "xla", and "pallas" is an error."""
     case = Case(8, 16, 16384, 4, 32, "float32", capacity=64)
     arrays = ((8 * 16, 16384), "float32"), CHOICES
 

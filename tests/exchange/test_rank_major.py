@@ -1,4 +1,4 @@
-"""The rank layout: against the reference, against the expert layout, and its errors."""
+"""The rank-major layout: against the reference and the expert-major layout, and its errors."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def collective(op: str, algorithm: str | None) -> Any:
 # ------------------------------------------------------------------------------------------ policy
 
 
-@pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels serve here")
+@pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels run here")
 @pytest.mark.parametrize(("op", "algorithm"), BY_LL)
 def test_a_mesh_of_cpus_is_refused(op, algorithm):
     message = rf'{op}: algorithm="{algorithm}" cannot run here: it needs NVIDIA GPUs'

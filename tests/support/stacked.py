@@ -171,7 +171,7 @@ class Problem:
 
     @functools.cached_property
     def dispatched_by_rank(self) -> list[reference.RankDispatched]:
-        """What a dispatch of `x` gives in the rank layout."""
+        """Returns what a dispatch of `x` gives in the rank-major layout."""
         weights = None if self.weights is None else list(self.weights)
         return reference.rank_dispatch(
             list(self.x), list(self.topk_idx), weights, num_experts=self.num_experts
@@ -179,7 +179,7 @@ class Problem:
 
     @functools.cached_property
     def sums(self) -> np.ndarray:
-        """[N, N, T, H]: as `y`, in the rank layout."""
+        """[N, N, T, H]: as `y`, in the rank-major layout."""
         shape = (self.num_ranks, self.num_ranks, self.num_tokens, self.hidden)
         sums = small_integers(self._generator(), shape, jnp.dtype(self.dtype))
         local = np.stack([r.local_topk_idx for r in self.dispatched_by_rank])
@@ -320,7 +320,7 @@ def check_combine_grad(problem: Problem, results: Any) -> None:
 
 
 def rank_dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the dispatch kernel of the rank layout: -> tokens, local_topk_idx, weights."""
+    """Makes a call of the rank-major dispatch kernel: -> tokens, local_topk_idx, weights."""
     return functools.partial(
         rank_dispatch_kernel.rank_dispatch,
         jnp.asarray(problem.x),
