@@ -29,12 +29,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.combine_grad_base import CombineGrad
-from pallas_kernels.exchange.plan import Row, padded_columns
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, vector_length
+from pallas_kernels.fabric.plan import LANES, Plan, padded_columns, vector_length
 
 # Bits of the kind of a slot of the ring of rows: the first and the last row of a cotangent (both
 # may be set), and the end of a window.
@@ -93,7 +92,7 @@ class _LongRows(CombineGrad):
 
     def scratch_types(self) -> dict[str, Any]:
         slots, g_slots = self.plan.num_slots, self.plan.num_g_slots
-        columns = padded_columns(Row(self.hidden, self.dtype))
+        columns = padded_columns(self.hidden, self.dtype)
         return dict(
             **super().scratch_types(),
             slots=plgpu.SMEM((slots, columns), self.dtype),

@@ -25,12 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.combine_grad_base import CombineGrad
-from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT, Row, listed_rows, padded_columns
+from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT, listed_rows
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, vector_length
+from pallas_kernels.fabric.plan import LANES, Plan, padded_columns, vector_length
 
 _END = -1  # instead of a number of rows: the worker has taken its last cotangent
 _VECTORS_AT_ONCE = 2  # of 16 bytes of a row, for each thread
@@ -76,7 +76,7 @@ class _ShortRows(CombineGrad):
         return listed_rows(self.top_k, ROWS_OF_COTANGENT)
 
     def scratch_types(self) -> dict[str, Any]:
-        columns = padded_columns(Row(self.hidden, self.dtype))
+        columns = padded_columns(self.hidden, self.dtype)
         slots, workers, listed = self.plan.num_slots, self.plan.num_workers, self.listed_rows
         return dict(
             **super().scratch_types(),

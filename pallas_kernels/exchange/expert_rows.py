@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import count_width
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan, Tiling
+from pallas_kernels.fabric.plan import Plan, padded_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ExpertRows:
             all_counts=plgpu.SMEM((ranks, width), self.count_dtype),
             scan=plgpu.SMEM((2 * width,), jnp.int32),
             block_ends=plgpu.SMEM((2, width), jnp.int32),  # ends without and with padding
-            zeros=[plgpu.SMEM((Tiling.of(columns, t).padded,), t) for columns, t in self.parts],
+            zeros=[plgpu.SMEM((padded_columns(columns, t),), t) for columns, t in self.parts],
             counts_full=plgpu.Barrier(num_arrivals=ranks if self.fetched else 1),
         )
 

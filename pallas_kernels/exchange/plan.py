@@ -22,9 +22,9 @@ from pallas_kernels.fabric.plan import (
     SHARED_MEMORY_BYTES,
     WORD_BYTES,
     Plan,
-    Tiling,
     Window,
     align_up,
+    padded_columns,
     vector_length,
 )
 
@@ -106,7 +106,7 @@ class Row:
     def room(self, words: int) -> int:
         """Returns the bytes of shared memory next to `words` 32-bit words and a row of zeros."""
         zeros = sum(
-            Tiling.of(columns, dtype).padded * jnp.dtype(dtype).itemsize
+            padded_columns(columns, dtype) * jnp.dtype(dtype).itemsize
             for columns, dtype in self.parts
         )
         return SHARED_MEMORY_BYTES - WORD_BYTES * words - _PADDING_BYTES - zeros
@@ -442,14 +442,6 @@ def combine_workspace(plan: Plan, row: Row, *, num_tokens: int, num_ranks: int) 
 # ------------------------------------------------------------------------- gradient of a combine
 
 
-def padded_columns(row: Row) -> int:
-    """Returns the columns of a row in the shared memory of `combine_grad`.
-
-    They are H, rounded up to whole vectors of 16 bytes for every thread.
-    """
-    return align_up(row.hidden, LANES * vector_length(row.dtype))
-
-
 def _combine_grad_slots(
     row: Row, num_ranks: int, top_k: int, num_experts: int, list_words: int = 0
 ) -> int:
@@ -460,7 +452,7 @@ def _combine_grad_slots(
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = (4 + num_ranks) * count_width(num_experts)
     sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
-    row_bytes = padded_columns(row) * jnp.dtype(row.dtype).itemsize
+    row_bytes = padded_columns(row.hidden, row.dtype) * jnp.dtype(row.dtype).itemsize
     return sent.room(window_words + count_words) // (row_bytes + WORD_BYTES * list_words)
 
 

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan, Tiling
+from pallas_kernels.fabric.plan import Plan, padded_columns
 
 
 def rank_dispatch(
@@ -112,7 +112,7 @@ class _RankDispatch:
         return dict(
             **sender.scratch_types(),
             step_rows=plgpu.SMEM((self.fabric.num_ranks, sender.step_window.width), jnp.int32),
-            zeros=[plgpu.SMEM((Tiling.of(width, t).padded,), t) for width, t in sender.parts],
+            zeros=[plgpu.SMEM((padded_columns(width, t),), t) for width, t in sender.parts],
         )
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:

@@ -1,4 +1,4 @@
-"""How a kernel's work is cut: blocks, tokens per block, windows of routes, tiles of a row.
+"""How a kernel's work is cut: blocks, tokens per block, windows of routes, vectors of a row.
 
 Imports neither Pallas nor Mosaic.
 """
@@ -14,7 +14,6 @@ LANES = 128  # threads of a warpgroup; vectors in registers are multiples of thi
 SHARED_MEMORY_BYTES = 227 * 1024
 WORD_BYTES = 4  # of an int32 or a float32
 VECTOR_BYTES = 16  # the most that one instruction of a thread loads or stores
-_MAX_TILE = 8192  # 64 float32 registers of a thread
 
 
 def vector_length(dtype: jax.typing.DTypeLike) -> int:
@@ -24,6 +23,11 @@ def vector_length(dtype: jax.typing.DTypeLike) -> int:
 
 def align_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def padded_columns(columns: int, dtype: jax.typing.DTypeLike) -> int:
+    """Returns the columns of a row, rounded up to whole vectors of every thread of a warpgroup."""
+    return align_up(columns, LANES * vector_length(dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,24 +102,3 @@ def pad_last(array: jax.Array, amount: int, value: int = 0) -> jax.Array:
     """Appends `amount` entries of `value` to the last axis of an array."""
     widths = [(0, 0)] * (array.ndim - 1) + [(0, amount)]
     return jnp.pad(array, widths, constant_values=value)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """The tiles in which a row is held in registers: whole vectors, the last tile padded."""
-
-    vector: int  # neighbouring columns that a thread holds: 16 bytes
-    tile: int  # columns that a warpgroup holds at a time
-    num_tiles: int
-
-    @classmethod
-    def of(cls, hidden: int, dtype: jax.typing.DTypeLike) -> Tiling:
-        vector = vector_length(dtype)
-        vectors = -(-hidden // (LANES * vector))
-        num_tiles = -(-vectors * LANES * vector // _MAX_TILE)
-        tile = -(-vectors // num_tiles) * LANES * vector
-        return cls(vector, tile, num_tiles)
-
-    @property
-    def padded(self) -> int:
-        return self.tile * self.num_tiles

@@ -17,7 +17,7 @@ from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange.plan import Row
 from pallas_kernels.exchange.sender import Sender
 from pallas_kernels.fabric import layout
-from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Window
+from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Window, padded_columns
 from pallas_kernels.fabric.symmetric import Gpus
 
 WIRE = jnp.float8_e4m3fn
@@ -74,8 +74,8 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
         of_ranks: of_ranks.num_slots * row.slot_bytes,
         of_combine: 8 * of_combine.step_tokens * num_ranks * (2 * top_k + 1),
         of_grad: (of_grad.num_slots + of_grad.num_g_slots)
-        * nbytes(plans.padded_columns(row), row.dtype),
-        of_short: of_short.num_slots * nbytes(plans.padded_columns(row), row.dtype),
+        * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
+        of_short: of_short.num_slots * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
     }
     for plan, size in held.items():
         assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2

@@ -1,4 +1,4 @@
-"""How a kernel spreads its work: blocks, windows, tiles."""
+"""How a kernel spreads its work: blocks, windows, vectors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.fabric.plan import LANES, Plan, Tiling, Window, align_up, pad_last
+from pallas_kernels.fabric.plan import LANES, Plan, Window, align_up, pad_last, padded_columns
 
 
 def test_a_plan_that_cannot_be_is_refused():
@@ -55,18 +55,9 @@ def test_a_window_holds_its_tokens_and_stays_in_bounds(
                 assert padded[start : start + window.width][entry - start] == entry
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_tiles_are_whole_vectors_and_cover_a_row(dtype):
-    for hidden in (1, 64, 1000, 1024, 2880, 7168, 8192, 8200, 16384, 28672):
-        tiling = Tiling.of(hidden, dtype)
-        assert tiling.vector * jnp.dtype(dtype).itemsize == 16
-        assert tiling.tile % (LANES * tiling.vector) == 0 and tiling.tile <= 8192
-        assert tiling.padded >= hidden
-        # Padding is less than one vector to a thread in each tile.
-        assert tiling.padded - hidden < tiling.num_tiles * LANES * tiling.vector
-
-
 def test_padding():
     assert [align_up(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    assert [padded_columns(n, jnp.bfloat16) for n in (1, 1024, 1025)] == [1024, 1024, 2048]
+    assert padded_columns(7168, jnp.float8_e4m3fn) == 8192
     padded = pad_last(jnp.ones((2, 3), jnp.int32), 2, 7)
     np.testing.assert_array_equal(padded, [[1, 1, 1, 7, 7]] * 2)
