@@ -34,8 +34,6 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import short_copies
 from pallas_kernels.fabric.plan import LANES, Plan, pad_last
 
-_COUNTED = 1024  # choices that a block counts at a time
-
 
 def dispatch(
     x: jax.Array,
@@ -346,7 +344,7 @@ class _Dispatch:
     def _count(self, choices, end, bins):
         """Adds the first `end` of this rank's choices to `bins`, which counts them by expert."""
         fabric, num_choices = self.fabric, self.sender.window.total
-        width = min(_COUNTED, num_choices // LANES * LANES)
+        width = min(fb.COUNTED_AT_ONCE, num_choices // LANES * LANES)
 
         def count(i, _):
             start = jnp.minimum(i * width, num_choices - width)

@@ -21,14 +21,12 @@ from pallas_kernels.exchange.quantize import (
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic, vectors
 from pallas_kernels.fabric.mosaic import Value, arith, llvm
-from pallas_kernels.fabric.plan import LANES
+from pallas_kernels.fabric.plan import LANES, WARP
 
-_WARP = 32
-_VALUES = BLOCK // _WARP  # values of a block that a thread holds
+_VALUES = BLOCK // WARP  # values of a block that a thread holds
 _INFINITY = 0x7F800000  # the bits of a float32 infinity; those of NaNs are larger
 _NAN = 0x7FC00000
 _AT_ONCE = 7  # blocks of values that a warp quantizes at a time, so that their steps overlap
-_GLOBAL_MEMORY = 1  # address space
 
 
 def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> None:
@@ -50,9 +48,9 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
         source_type = mosaic.element_of(source_ref)
         pointers = [mosaic.pointer(ref) for ref in (source_ref, values_ref, scales_ref)]
         thread = mosaic.lane()
-        warp, lane = (op(thread, mosaic.i32(_WARP)) for op in (arith.divui, arith.remui))
+        warp, lane = (op(thread, mosaic.i32(WARP)) for op in (arith.divui, arith.remui))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, mosaic.i32(0))
-        warps = LANES // _WARP
+        warps = LANES // WARP
         num_blocks = source.shape[0] // BLOCK // warps
 
         def load(i: int) -> tuple[Value, Value, Value]:
@@ -282,7 +280,7 @@ def _load_quantized(
     """Loads a thread's vector of float8, as words of 4, and its scale; zeros unless `taken`."""
     i8, i32, f32 = (*(mosaic.integer_type(bits) for bits in (8, 32)), mosaic.float_type())
     block = arith.divui(column, mosaic.i32(BLOCK))
-    pointer = llvm.PointerType.get(_GLOBAL_MEMORY)
+    pointer = llvm.PointerType.get(vectors.GLOBAL_MEMORY)
     values_at, scale_at = (
         mosaic.element_pointer(llvm.addrspacecast(pointer, mosaic.pointer(ref)), index, element)
         for ref, index, element in ((values, column, i8), (scales, block, f32))

@@ -32,6 +32,7 @@ from pallas_kernels.fabric.plan import LANES
 
 NOWHERE = -1  # stands for "no row" and for "no expert"
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+COUNTED_AT_ONCE = 1024  # values that a warpgroup gives `count` in one call
 
 
 class Ranks(Protocol):

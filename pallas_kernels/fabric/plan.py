@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+WARP = 32  # threads of a warp
 LANES = 128  # threads of a warpgroup; vectors in registers are multiples of this
 SHARED_MEMORY_BYTES = 227 * 1024
 WORD_BYTES = 4  # of an int32 or a float32

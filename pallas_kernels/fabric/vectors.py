@@ -21,11 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES
+from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES, WARP
 
-_WARP = 32
-_WARPS = LANES // _WARP
-_GLOBAL_MEMORY = 1  # address space
+GLOBAL_MEMORY = 1  # address space
+_WARPS = LANES // WARP
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
@@ -281,11 +280,11 @@ def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) ->
         while len(parts) > 1:
             odd = parts[len(parts) // 2 * 2 :]
             parts = [arith.addf(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-        total = mosaic.warp_sum(parts[0], _WARP)
+        total = mosaic.warp_sum(parts[0], WARP)
         thread = mosaic.lane()
-        lane_of_warp = arith.remui(thread, mosaic.i32(_WARP))
+        lane_of_warp = arith.remui(thread, mosaic.i32(WARP))
         with mosaic.when(mosaic.equal(lane_of_warp, mosaic.i32(0))):
-            warp = arith.divui(thread, mosaic.i32(_WARP))
+            warp = arith.divui(thread, mosaic.i32(WARP))
             base = mosaic.pointer(memref)
             llvm.store(total, mosaic.element_pointer(base, warp, mosaic.float_type()))
 
@@ -353,7 +352,7 @@ def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
     thread = mosaic.lane()
     offset = arith.extui(mosaic.integer_type(64), arith.muli(thread, mosaic.i32(num_bytes)))
     base = arith.addi(mosaic.address(memref), offset)
-    pointer = llvm.PointerType.get(_GLOBAL_MEMORY)
+    pointer = llvm.PointerType.get(GLOBAL_MEMORY)
     return [
         llvm.inttoptr(pointer, arith.addi(base, mosaic.i64(i * LANES * num_bytes)))
         for i in range(count)

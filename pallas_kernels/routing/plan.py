@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-WARP = 32
+from pallas_kernels.fabric.plan import WARP
+
 MOST_COLUMNS = 1024  # so that a row fits into the registers of a warp
 MOST_CHOICES = WARP  # each is stored by a lane of its own
 

@@ -32,8 +32,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.fabric.plan import LANES
-from pallas_kernels.routing.plan import WARP, Groups, Weighing, unavailable_reason
+from pallas_kernels.fabric.plan import LANES, WARP
+from pallas_kernels.routing.plan import Groups, Weighing, unavailable_reason
 
 _ROWS = LANES // WARP  # rows of a block
 _SIGN = 0x80000000
