@@ -478,7 +478,7 @@ class _Sharing:
 
     def _write_words(self, g: int, index: int, words: Sequence[int]) -> None:
         data = struct.pack(f"<{len(words)}Q", *words)
-        cuda_driver.write(self.local[g], self._heap(g) + index * layout.WORD_BYTES, data)
+        cuda_driver.write(self.local[g], self._heap(g) + index * layout.WORD64_BYTES, data)
 
 
 def _array_address(device: jax.Device) -> int:

@@ -18,7 +18,7 @@ BASE = 0x2A00_0000_0000
 STRIDE = 1 << 30  # more than any heap
 
 HEADER_BYTES = 64 * 1024
-WORD_BYTES = 8
+WORD64_BYTES = 8
 
 # The header's words, by index.
 MAGIC = 0
@@ -40,11 +40,11 @@ MAX_WORDS = 4096  # words that a rank sends to a peer in a call, and as many in 
 NUM_CHANNELS = 2
 COUNT_BITS = 20  # the low bits of a signal, a count; the number of the call is in the 44 above
 CALLS = HEADER_BYTES  # [MAX_GPUS, MAX_BLOCKS]: calls with each peer so far; this GPU's own
-SIGNALS = CALLS + WORD_BYTES * MAX_GPUS * MAX_BLOCKS  # [NUM_CHANNELS, MAX_BLOCKS, MAX_GPUS]
-ADDRESSES = SIGNALS + WORD_BYTES * NUM_CHANNELS * MAX_BLOCKS * MAX_GPUS  # [MAX_GPUS, MAX_BUFFERS]
-WORDS = ADDRESSES + WORD_BYTES * MAX_GPUS * MAX_BUFFERS  # [MAX_GPUS, MAX_WORDS]
-VALUES = WORDS + WORD_BYTES * MAX_GPUS * MAX_WORDS  # [2 sets, MAX_GPUS, MAX_WORDS]
-TILES = VALUES + WORD_BYTES * 2 * MAX_GPUS * MAX_WORDS  # memory of the low-latency protocol
+SIGNALS = CALLS + WORD64_BYTES * MAX_GPUS * MAX_BLOCKS  # [NUM_CHANNELS, MAX_BLOCKS, MAX_GPUS]
+ADDRESSES = SIGNALS + WORD64_BYTES * NUM_CHANNELS * MAX_BLOCKS * MAX_GPUS  # [MAX_GPUS, MAX_BUFFERS]
+WORDS = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS  # [MAX_GPUS, MAX_WORDS]
+VALUES = WORDS + WORD64_BYTES * MAX_GPUS * MAX_WORDS  # [2 sets, MAX_GPUS, MAX_WORDS]
+TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_WORDS  # memory of the low-latency protocol
 
 # Memory of the low-latency protocol (`low_latency`): counters of calls, then slots that tiles
 # arrive in.

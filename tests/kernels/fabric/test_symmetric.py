@@ -140,7 +140,7 @@ def test_the_parts_of_a_heap_follow_each_other():
     for name, size in words.items():
         start = getattr(layout, name)
         assert start >= end and start % 8 == 0, name
-        end = start + layout.WORD_BYTES * size
+        end = start + layout.WORD64_BYTES * size
     assert layout.TILES >= end and layout.TILES % 128 == 0
     for num_gpus in (1, 2, 8, layout.MAX_GPUS):
         assert layout.TILES < layout.heap_bytes(num_gpus) <= layout.STRIDE
