@@ -33,7 +33,7 @@ Parts = list[tuple[int, jax.typing.DTypeLike]]
 _ROW_BYTES = 128  # a row must be whole 128-byte lines
 _PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
-_MAX_SLOTS = 16
+_RING_SLOTS = 16  # the most rows that a ring in shared memory holds
 
 # Up to this many tokens per rank, latency decides the time of a call; beyond, the link's bandwidth.
 FEW_TOKENS = 256
@@ -165,7 +165,7 @@ class LowLatencyPlan:
     top_k: int
     num_experts: int
     max_blocks: int = layout.MAX_WORKERS // 4
-    max_slots: int = 2 * _MAX_SLOTS
+    max_slots: int = 2 * _RING_SLOTS
 
     warpgroups = 4  # of a block, that send and receive
 
@@ -273,7 +273,7 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     """Returns the int32 words of routes, lists and counts that a dispatch has in shared memory."""
     windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
     choices = num_ranks * windows
-    lists = (_MAX_SLOTS + step_tokens) * num_ranks * top_k
+    lists = (_RING_SLOTS + step_tokens) * num_ranks * top_k
     counts = (5 + num_ranks) * count_width(num_experts) + LANES
     return counts + choices + lists
 
@@ -307,7 +307,7 @@ def dispatch(
     in_ring = rows_beside(step_tokens)
     num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(_COPY_SLOTS, in_ring // 3))
     room = row.room(words) - num_copy_slots * row.sent_bytes
-    num_slots = min(_MAX_SLOTS, room // row.slot_bytes)
+    num_slots = min(_RING_SLOTS, room // row.slot_bytes)
     blocks = min(num_blocks or _NUM_BLOCKS, num_tokens)
     plan = Plan(
         num_blocks=blocks,
@@ -350,8 +350,8 @@ def rank_dispatch(
     """
     choices = align_up(_WINDOW_TOKENS * list_words, LANES)
     choices += num_ranks * align_up(2 * list_words, LANES)
-    lists = _MAX_SLOTS * num_ranks * list_words
-    num_slots = min(_MAX_SLOTS, row.room(choices + lists) // row.slot_bytes)
+    lists = _RING_SLOTS * num_ranks * list_words
+    num_slots = min(_RING_SLOTS, row.room(choices + lists) // row.slot_bytes)
     plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
         num_slots=num_slots,
@@ -471,7 +471,7 @@ def combine_grad(
     """
     slots = _combine_grad_slots(row, num_ranks, top_k, num_experts)
     num_g_slots = max(1, min(6, slots // 3))
-    num_slots = min(_MAX_SLOTS, slots - num_g_slots)
+    num_slots = min(_RING_SLOTS, slots - num_g_slots)
     return Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
         num_slots=num_slots,
