@@ -153,7 +153,7 @@ def dispatch(
     layout: routes.Layout
     tokens, scales, route, layout = gradients.dispatch(config, x, topk_idx, None)
     handle = Handle(
-        route, axis_name, config.rows, num_experts, expert_alignment, overflow, host_capacity
+        route, axis_name, config.num_rows, num_experts, expert_alignment, overflow, host_capacity
     )
     return Dispatched(tokens, *layout, handle, scales)
 

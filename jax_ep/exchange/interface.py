@@ -94,7 +94,7 @@ class Config:
         return Ranks(self.axis_name, self.group_size)
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """R, the rows of a receive buffer in the expert-major layout."""
         assert self.capacity is not None
         return self.capacity

@@ -41,7 +41,7 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
     fabric = of_axis(config.axis_name, padded, config.group_size)
     sizes = (fabric.num_ranks, *topk_idx.shape)
     layout_options: Any = dict(
-        capacity=config.rows,
+        capacity=config.num_rows,
         expert_alignment=config.expert_alignment,
         fair=config.overflow == "fair",
     )
@@ -82,7 +82,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
     fabric = of_axis(config.axis_name, padded, config.group_size)
     options: Any = dict(
         fabric=fabric,
-        capacity=config.rows,
+        capacity=config.num_rows,
         expert_alignment=config.expert_alignment,
         fair=config.overflow == "fair",
     )

@@ -198,7 +198,7 @@ def _dispatch_results(x, topk_idx, config):
         topk_idx, _int32(num_ranks, *topk_idx.shape), _int32(num_ranks, config.num_experts)
     )
     layout = Layout(blocks, blocks, total, total, blocks)
-    return _received((config.rows,), x, config), routes, layout
+    return _received((config.num_rows,), x, config), routes, layout
 
 
 def _rank_dispatch_results(x, topk_idx, topk_weights, config):
@@ -226,7 +226,7 @@ dispatch: Callable[..., tuple[Received, Routes, Layout]] = _primitive(
 dispatch_like: Callable[..., Received] = _primitive(
     "ep_dispatch_like",
     lambda exchange: exchange.dispatch_like,
-    lambda x, routes, config: _received((config.rows,), x, config),
+    lambda x, routes, config: _received((config.num_rows,), x, config),
 )
 combine: Callable[..., jax.Array] = _primitive(
     "ep_combine",

@@ -51,17 +51,17 @@ def read_messages(
         recv_counts,
         rank,
         config.expert_alignment,
-        fair_capacity=config.rows if config.overflow == "fair" else None,
+        fair_capacity=config.num_rows if config.overflow == "fair" else None,
     )
     routes = Routes(topk_idx, rows, all_counts)
-    layout = routing.layout(recv_counts, config.rows, config.expert_alignment, config.overflow)
+    layout = routing.layout(recv_counts, config.num_rows, config.expert_alignment, config.overflow)
     return routes, layout
 
 
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
     all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config.ranks)
-    choices = _choice_of_row(routes.rows, config.rows)
+    choices = _choice_of_row(routes.rows, config.num_rows)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
     return quantization.parts(sent, x, config.wire_dtype)
 
