@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import Plan, Tiles
+from pallas_kernels.fabric.tiles import FlatTiles, Plan
 
 
 def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
@@ -21,7 +21,7 @@ def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
             tile = tiles.load(fabric, fabric.mine(x_ref).at[where])
             tiles.put(fabric, out_ref, (fabric.rank(), where), tile)
 
-        Tiles(size, x.dtype, plan).each(put_tile)
+        FlatTiles(size, x.dtype, plan).each(put_tile)
 
     out_type = jax.ShapeDtypeStruct((fabric.num_ranks, size), x.dtype)
     return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_gather", puts=True)

@@ -14,7 +14,7 @@ import jax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import Plan, Tiles
+from pallas_kernels.fabric.tiles import FlatTiles, Plan
 
 
 def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
@@ -30,7 +30,7 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
             total = tiles.sum_of_ranks(fabric, x_ref, where)
             tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
-        Tiles(size, x.dtype, plan).each(reduce_tile)
+        FlatTiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((size,), x.dtype)
     return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot", reads=True)
@@ -51,7 +51,7 @@ def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
             total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
             tiles.put(fabric, out_ref, (rank, where), total.astype(x.dtype))
 
-        Tiles(size, x.dtype, plan).each(reduce_tile)
+        FlatTiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((num_shards, size), x.dtype)
     name = "ep_all_reduce_two_shot"

@@ -8,7 +8,7 @@ from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import Plan, Tiles
+from pallas_kernels.fabric.tiles import FlatTiles, Plan
 
 
 def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
@@ -26,7 +26,7 @@ def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
             tile = tiles.load(fabric, fabric.mine(x_ref).at[peer, where])
             tiles.store(fabric, fabric.peer(out_ref, peer).at[rank, where], tile)
 
-        Tiles(size, x.dtype, plan, num_ranks).each(put_tile)
+        FlatTiles(size, x.dtype, plan, num_ranks).each(put_tile)
 
     out_type = jax.ShapeDtypeStruct((num_ranks, size), x.dtype)
     return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_to_all", puts=True)

@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import Plan, Tiles
+from pallas_kernels.fabric.tiles import FlatTiles, Plan
 
 
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
@@ -24,7 +24,7 @@ def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
             total = tiles.sum_of_ranks(fabric, x_ref, rank, where)
             tiles.store(fabric, fabric.mine(out_ref).at[where], total.astype(x.dtype))
 
-        Tiles(size, x.dtype, plan).each(reduce_tile)
+        FlatTiles(size, x.dtype, plan).each(reduce_tile)
 
     out_type = jax.ShapeDtypeStruct((size,), x.dtype)
     return tiles.call(fabric, body, plan, [x], out_type, name="ep_reduce_scatter", reads=True)

@@ -59,7 +59,7 @@ def tile_length(dtype: jax.typing.DTypeLike, num_vectors: int = 1) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class FlatTiles:
     """A flat array, or `num_shards` equal shards of one, cut into tiles for a kernel's warpgroups.
 
     The last tile of a shard is moved back so that it ends with the shard. It overlaps the tile

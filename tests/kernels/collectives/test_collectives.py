@@ -36,7 +36,7 @@ from jax_ep.collectives import pallas as pallas_collectives
 from jax_ep.collectives.algorithms import FUSED
 from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.tiles import Plan, Tiles, tile_length
+from pallas_kernels.fabric.tiles import FlatTiles, Plan, tile_length
 
 # ------------------------------------------------------------------------------------ simulated
 
@@ -75,7 +75,7 @@ def test_the_last_tile_of_an_uneven_size_is_moved_back(name):
 def test_sizes_that_cannot_be_are_refused():
     for size in (8, 1028):  # less than a tile; not whole vectors
         with pytest.raises(ValueError, match=f"whole vectors of 8 elements.*has {size}"):
-            Tiles(size, jnp.bfloat16, Plan(1))
+            FlatTiles(size, jnp.bfloat16, Plan(1))
 
 
 @simulated
