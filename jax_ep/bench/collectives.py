@@ -40,7 +40,7 @@ from jax_ep.collectives.selection import Refusals
 from jax_ep.flags import Error
 
 if TYPE_CHECKING:
-    from pallas_kernels.fabric.tiles import Plan
+    from pallas_kernels.fabric.tiles import TilePlan
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce": collectives.all_reduce,
@@ -220,7 +220,7 @@ class Column:
     """A column of the table: an algorithm, with the plan to run it with; None: its default plan."""
 
     algorithm: str
-    plan: Plan | None = None
+    plan: TilePlan | None = None
 
     @property
     def name(self) -> str:
@@ -449,11 +449,11 @@ def _no_kernels(on_gpu: bool) -> Refusals:
     return Refusals(None if on_gpu else "the devices here are no GPUs")
 
 
-def _plan(text: str) -> Plan:
-    from pallas_kernels.fabric.tiles import Plan  # not on a machine without GPUs
+def _plan(text: str) -> TilePlan:
+    from pallas_kernels.fabric.tiles import TilePlan  # not on a machine without GPUs
 
     num_blocks, num_warpgroups, num_vectors = map(int, text.split("x"))
-    return Plan(num_blocks, num_warpgroups, num_vectors)
+    return TilePlan(num_blocks, num_warpgroups, num_vectors)
 
 
 def _check_flags(ranks: Sequence[int], rows: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ from pallas_kernels.collectives import low_latency as low_latency_kernels
 from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
 from pallas_kernels.fabric import low_latency
 from pallas_kernels.fabric.plan import align_up, vector_length
-from pallas_kernels.fabric.tiles import Plan, tile_length
+from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
 AxisName = tuple[str, ...]
 Kernel = Callable[..., jax.Array]
@@ -43,14 +43,14 @@ _FEW_TILES = 64  # blocks get one warpgroup for each so many tiles: small payloa
 _MANY_ROUNDS = 2  # warpgroups with more tiles than this take two at a time
 _MAX_HIDDEN = 16384  # of all_reduce_rms_norm: 32 elements of a row to a thread
 
-_forced_plan: contextvars.ContextVar[Plan | None] = contextvars.ContextVar("plan", default=None)
+_forced_plan: contextvars.ContextVar[TilePlan | None] = contextvars.ContextVar("plan", default=None)
 
 # A second trip over the link takes as long as sending this many bytes: 1.5 us of NVLink.
 _BYTES_OF_A_TRIP = 2**19
 
 
 @contextlib.contextmanager
-def forced_plan(plan: Plan | None) -> Iterator[None]:
+def forced_plan(plan: TilePlan | None) -> Iterator[None]:
     """Makes programs that are lowered within it use a given plan; for benchmarks and tests."""
     token = _forced_plan.set(plan)
     try:
@@ -173,7 +173,7 @@ class PallasCollectives:
         rows, old, weights = (_pad(a.reshape(-1, hidden), x.dtype) for a in (x, residual, scale))
         num_rows, padded = rows.shape
         grid = _RowGrid.of(algorithm, num_rows, padded, x.dtype, num_ranks)
-        plan = _forced_plan.get() or Plan(grid.num_blocks, grid.num_warpgroups)
+        plan = _forced_plan.get() or TilePlan(grid.num_blocks, grid.num_warpgroups)
         two_shot = algorithm.startswith("fused_two_shot")
         sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
         if is_low_latency(algorithm):
@@ -259,7 +259,7 @@ def _fused_algorithm(num_ranks: int, num_bytes: int) -> str:
     return "fused_two_shot" if saved > _BYTES_OF_A_TRIP else "fused_one_shot"
 
 
-def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> Plan:
+def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> TilePlan:
     """Returns the plan by which a rank's elements are spread evenly over blocks and warpgroups.
 
     With the low-latency protocol a warpgroup takes one tile at a time, and there are at most as
@@ -273,7 +273,7 @@ def _plan(num_elements: int, dtype: Any, *, for_low_latency: bool = False) -> Pl
         num_tiles, num_vectors = -(-num_tiles // 2), 2
     num_warpgroups = min(max(num_tiles // _FEW_TILES, 1), _MAX_WARPGROUPS)
     rounds = -(-num_tiles // (max_blocks * num_warpgroups))
-    return Plan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups, num_vectors)
+    return TilePlan(-(-num_tiles // (rounds * num_warpgroups)), num_warpgroups, num_vectors)
 
 
 def _num_tiles(num_elements: int, dtype: Any) -> int:

@@ -6,10 +6,10 @@ import jax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import FlatTiles, Plan
+from pallas_kernels.fabric.tiles import FlatTiles, TilePlan
 
 
-def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+def all_gather(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Gathers x [S] of every rank into [N, S], that of rank r at index r.
 
     With stacked ranks, [N, S] becomes [N, N, S].

@@ -14,10 +14,10 @@ import jax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import FlatTiles, Plan
+from pallas_kernels.fabric.tiles import FlatTiles, TilePlan
 
 
-def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sums x [S] floating over ranks in one shot, in float32 and rounded once.
 
     S is a whole number of vectors of 16 bytes and at least one tile. With stacked ranks, [N, S]
@@ -36,7 +36,7 @@ def one_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
     return tiles.call(fabric, body, plan, [x], out_type, name="ep_all_reduce_one_shot", reads=True)
 
 
-def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+def two_shot(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sums x [N, S] floating over ranks in two shots, in float32 and rounded once.
 
     Rank r sums shard r. S is a whole number of vectors of 16 bytes and at least one tile. With

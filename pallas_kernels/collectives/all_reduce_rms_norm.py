@@ -28,7 +28,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric import tiles, vectors
 from pallas_kernels.fabric.plan import vector_length
-from pallas_kernels.fabric.tiles import Plan
+from pallas_kernels.fabric.tiles import TilePlan
 
 # Channel: this block has put the sums of its share (two_shot), or read all it needs (one_shot).
 _SUMMED = 0
@@ -43,7 +43,7 @@ def all_reduce_rms_norm(
     hidden: int,
     two_shot: bool,
     fabric: fb.Fabric,
-    plan: Plan,
+    plan: TilePlan,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual, and normalizes each row by its root mean square.
 
@@ -89,7 +89,7 @@ def all_reduce_rms_norm_ll(
     hidden: int,
     two_shot: bool,
     channels: ll.Channels,
-    plan: Plan,
+    plan: TilePlan,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual and normalizes, over the low-latency protocol.
 
@@ -135,7 +135,7 @@ class _Body:
     eps: float
     two_shot: bool
     fabric: Any  # a fabric, or channels of the low-latency protocol
-    plan: Plan
+    plan: TilePlan
 
     def __post_init__(self) -> None:
         if self.padded % self.vector or self.padded < self.tile:

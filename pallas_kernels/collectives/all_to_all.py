@@ -8,10 +8,10 @@ from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import FlatTiles, Plan
+from pallas_kernels.fabric.tiles import FlatTiles, TilePlan
 
 
-def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank.
 
     With stacked ranks, [N, N, S] becomes [N, N, S].

@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric import tiles
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
-from pallas_kernels.fabric.tiles import Plan, tile_length
+from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
 
-def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
+def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """All-reduces x [S]: every rank sends its whole input to all ranks, and sums all inputs."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -38,7 +38,7 @@ def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
     return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_all_reduce_one_shot_ll")
 
 
-def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
+def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """All-reduces x [N, S]: rank r receives and sums shard r, and sends the sum to all ranks."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -53,7 +53,7 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) 
     return _call(body, place, x, x.shape[-2:], channels, plan, 2, "ep_all_reduce_two_shot_ll")
 
 
-def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
+def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """Gathers x [S] of every rank into [N, S]: every rank sends its x to the slots of all ranks."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -68,7 +68,9 @@ def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan
     return _call(body, place, x, shape, channels, plan, 1, "ep_all_gather_ll")
 
 
-def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
+def reduce_scatter(
+    place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan
+) -> jax.Array:
     """Reduce-scatters x [N, S]: rank r receives shard r of all ranks and returns its sum, [S]."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -78,7 +80,7 @@ def reduce_scatter(place: jax.Array, x: jax.Array, *, channels: Channels, plan: 
     return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_reduce_scatter_ll")
 
 
-def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Plan) -> jax.Array:
+def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
@@ -122,7 +124,7 @@ def _call(
     x: jax.Array,
     shape: tuple[int, ...],
     channels: Channels,
-    plan: Plan,
+    plan: TilePlan,
     slots_per_tile: int,
     name: str,
 ) -> jax.Array:

@@ -6,10 +6,10 @@ import jax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import FlatTiles, Plan
+from pallas_kernels.fabric.tiles import FlatTiles, TilePlan
 
 
-def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: Plan) -> jax.Array:
+def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:
     """Sums x [N, S] floating over ranks, and returns at rank r the shard r of the sum, [S].
 
     The sum is taken in float32 and rank order, and rounded once. With stacked ranks, [N, N, S]

@@ -37,7 +37,7 @@ from pallas_kernels.fabric.layout import (
 )
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import SlotMemory
-from pallas_kernels.fabric.tiles import Plan
+from pallas_kernels.fabric.tiles import TilePlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ def call(
     out_type: Sequence[jax.ShapeDtypeStruct],
     *,
     channels: Channels,
-    plan: Plan,
+    plan: TilePlan,
     num_slots: int,
     name: str,
     scratch_types: dict[str, Any] | None = None,

@@ -30,7 +30,7 @@ _DONE = 0  # channel: this block has made its last access to another rank's memo
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """Static choices of one call of a collective's kernel.
 
     Attributes:
@@ -69,7 +69,7 @@ class FlatTiles:
 
     size: int  # elements of a shard
     dtype: Any
-    plan: Plan
+    plan: TilePlan
     num_shards: int = 1
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ def put(fabric: fb.Fabric, ref: Any, indices: Any, tile: jax.Array) -> None:
 def call(
     fabric: fb.Fabric,
     body: Callable[..., None],
-    plan: Plan,
+    plan: TilePlan,
     operands: Sequence[jax.Array],
     out_type: jax.ShapeDtypeStruct,
     *,

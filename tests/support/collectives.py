@@ -22,7 +22,7 @@ from pallas_kernels.collectives.reduce_scatter import reduce_scatter
 from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.symmetric import Gpus
-from pallas_kernels.fabric.tiles import Plan
+from pallas_kernels.fabric.tiles import TilePlan
 from support.meshes import cuda_mesh
 
 AXIS = "expert"
@@ -81,11 +81,11 @@ def assert_same_bits(got: Any, want: np.ndarray) -> None:
 
 NORM_CASES = {
     # num_ranks, rows, hidden, padded, dtype, residual dtype, plan
-    "one_rank": (1, 3, 1024, 1024, "float32", "float32", Plan(2, 2)),
-    "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", Plan(3, 2)),
-    "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", Plan(2, 1)),
-    "padded": (3, 2, 1000, 1024, "float32", "bfloat16", Plan(3, 2)),
-    "tiles_of_warpgroups": (2, 2, 4096, 4096, "bfloat16", "bfloat16", Plan(1, 2)),
+    "one_rank": (1, 3, 1024, 1024, "float32", "float32", TilePlan(2, 2)),
+    "a_row_to_a_block": (2, 3, 2000, 2048, "bfloat16", "bfloat16", TilePlan(3, 2)),
+    "rows_of_blocks": (2, 5, 1024, 1024, "bfloat16", "float32", TilePlan(2, 1)),
+    "padded": (3, 2, 1000, 1024, "float32", "bfloat16", TilePlan(3, 2)),
+    "tiles_of_warpgroups": (2, 2, 4096, 4096, "bfloat16", "bfloat16", TilePlan(1, 2)),
 }
 
 

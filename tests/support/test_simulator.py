@@ -123,7 +123,7 @@ def test_a_signal_that_may_overtake_writes_is_found(kernel):
 def test_writes_need_no_reader_to_be_released():
     """A peer's output is whole when it leaves; of what was only read, nothing is to be seen."""
     x = jnp.ones((2, 2, tile_length("float32")))
-    collective = dict(fabric=faulty(Overtaking), plan=tiles.Plan(1, 1))
+    collective = dict(fabric=faulty(Overtaking), plan=tiles.TilePlan(1, 1))
     with pytest.raises(KernelError, match="no signal has released .* the end of rank"):
         simulate(lambda: two_shot(x, **collective))
     assert (simulate(lambda: one_shot(x[0], **collective)) == 2).all()

@@ -36,7 +36,7 @@ from jax_ep.collectives import pallas as pallas_collectives
 from jax_ep.collectives.algorithms import FUSED
 from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.tiles import FlatTiles, Plan, tile_length
+from pallas_kernels.fabric.tiles import FlatTiles, TilePlan, tile_length
 
 # ------------------------------------------------------------------------------------ simulated
 
@@ -46,11 +46,11 @@ from pallas_kernels.fabric.tiles import FlatTiles, Plan, tile_length
     ("num_ranks", "dtype", "tiles", "plan"),
     quick(
         [
-            (1, "float32", 2, Plan(1, 2)),
-            (2, "bfloat16", 5, Plan(2, 2)),  # some warpgroups have no second tile
-            (3, "float16", 4, Plan(3, 1, 2)),  # a block has nothing to do
+            (1, "float32", 2, TilePlan(1, 2)),
+            (2, "bfloat16", 5, TilePlan(2, 2)),  # some warpgroups have no second tile
+            (3, "float16", 4, TilePlan(3, 1, 2)),  # a block has nothing to do
         ],
-        (3, "float16", 4, Plan(3, 1, 2)),
+        (3, "float16", 4, TilePlan(3, 1, 2)),
     ),
 )
 @pytest.mark.parametrize("name", KERNELS)
@@ -68,14 +68,14 @@ def test_the_last_tile_of_an_uneven_size_is_moved_back(name):
     kernel, shape, expected = KERNELS[name]
     x = operand(shape(2, tile_length("bfloat16") + 8), "bfloat16")
     fabric = simulated_ranks(2, detect_races=False)
-    out = simulate(lambda: kernel(jnp.asarray(x), fabric=fabric, plan=Plan(1, 2)))
+    out = simulate(lambda: kernel(jnp.asarray(x), fabric=fabric, plan=TilePlan(1, 2)))
     assert_same_bits(out, expected(x))
 
 
 def test_sizes_that_cannot_be_are_refused():
     for size in (8, 1028):  # less than a tile; not whole vectors
         with pytest.raises(ValueError, match=f"whole vectors of 8 elements.*has {size}"):
-            FlatTiles(size, jnp.bfloat16, Plan(1))
+            FlatTiles(size, jnp.bfloat16, TilePlan(1))
 
 
 @simulated
@@ -163,7 +163,7 @@ def test_a_plan_can_be_forced(monkeypatch):
         return kernel(*args, num_blocks=num_blocks, num_warpgroups=num_warpgroups, **options)
 
     monkeypatch.setattr(fb, "kernel", note)
-    for plan in (Plan(5, 2), None):
+    for plan in (TilePlan(5, 2), None):
         with pallas_collectives.forced_plan(plan):
             lower_for_cuda(
                 lambda x: collectives.all_gather(x, AXIS, algorithm="direct"),
@@ -214,7 +214,7 @@ def test_nobody_leaves_early(name, num_ranks):
             fabric = ranks_here((AXIS,), x, delay)
 
             def call(_, x):
-                out = kernel(x, fabric=fabric, plan=Plan(8, 4))
+                out = kernel(x, fabric=fabric, plan=TilePlan(8, 4))
                 return next_operand(name, out, jax.lax.axis_index(AXIS), num_ranks)
 
             return jax.lax.fori_loop(0, calls, call, x[0])[None]
@@ -235,7 +235,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_blocks, num_ranks):
     for delay in delays(num_ranks):
 
         def loop(x, residual, scale, delay=delay):
-            fabric, plan = ranks_here((AXIS,), x, delay), Plan(num_blocks, 2)
+            fabric, plan = ranks_here((AXIS,), x, delay), TilePlan(num_blocks, 2)
             options = dict(eps=1e-3, hidden=2048, two_shot=two_shot, fabric=fabric, plan=plan)
 
             def call(_, results):

@@ -55,7 +55,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import layout, tiles
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.low_latency import Endpoint
-from pallas_kernels.fabric.tiles import Plan, tile_length
+from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
 simulated = simulator.simulated
 LL_LOWERED = [case for case in LOWERED if case[1].endswith("ll")]
@@ -65,7 +65,7 @@ def one_axis(num_ranks: int, **options: Any) -> SimulatedChannels:
     return simulated_channels([(1, num_ranks)], range(num_ranks), **options)
 
 
-def run(name: str, x: np.ndarray, channels: SimulatedChannels, plan: Plan) -> np.ndarray:
+def run(name: str, x: np.ndarray, channels: SimulatedChannels, plan: TilePlan) -> np.ndarray:
     """x and the result are stacked by place in the mesh."""
     kernel = getattr(ll_collectives, name)
     return simulate(lambda: kernel(places(len(x)), jnp.asarray(x), channels=channels, plan=plan))
@@ -83,12 +83,12 @@ def places(count: int) -> jax.Array:
     ("num_ranks", "dtype", "size", "plan"),
     quick(
         [
-            (2, "bfloat16", 4 * 1024, Plan(2, 1)),  # two tiles to a worker
-            (3, "float16", 2 * 1024, Plan(1, 2)),
-            (2, "float32", 512 + 4, Plan(1, 1)),  # the last tile is moved back
-            (4, "float32", 512, Plan(1, 1)),  # where the order of a sum is to be seen
+            (2, "bfloat16", 4 * 1024, TilePlan(2, 1)),  # two tiles to a worker
+            (3, "float16", 2 * 1024, TilePlan(1, 2)),
+            (2, "float32", 512 + 4, TilePlan(1, 1)),  # the last tile is moved back
+            (4, "float32", 512, TilePlan(1, 1)),  # where the order of a sum is to be seen
         ],
-        (4, "float32", 512, Plan(1, 1)),
+        (4, "float32", 512, TilePlan(1, 1)),
     ),
 )
 @pytest.mark.parametrize("name", KERNELS)
@@ -101,7 +101,7 @@ def test_kernel(name, num_ranks, dtype, size, plan):
 @simulated
 @pytest.mark.parametrize(
     ("size", "plan"),
-    [(1024 + 8, Plan(2, 2)), (1024 * 3 - 16, Plan(1, 2))],
+    [(1024 + 8, TilePlan(2, 2)), (1024 * 3 - 16, TilePlan(1, 2))],
 )
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
         _, shape, expected = KERNELS[name]
         x = operand((count, *shape(num_ranks, 1024)[1:]), "bfloat16")
         channels = simulated_channels(groups.channels, map(int, devices))
-        out = run(name, x, channels, Plan(1, 1))
+        out = run(name, x, channels, TilePlan(1, 1))
         assert_same_bits(out, groups.each(expected, x))
 
 
@@ -171,7 +171,7 @@ def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
 def test_calls_of_all_kernels_one_after_another():
     """In one memory, by different groups of the same GPUs, with different numbers of workers."""
     memory, mesh = SlotContents(), (2, 2)
-    plans = (Plan(2, 1), Plan(1, 1), Plan(1, 2))
+    plans = (TilePlan(2, 1), TilePlan(1, 1), TilePlan(1, 2))
     for call, name in enumerate([*KERNELS, *KERNELS]):
         _, shape, expected = KERNELS[name]
         groups = Groups(mesh, ((0,), (1,), (1, 0))[call % 3])
@@ -183,7 +183,7 @@ def test_calls_of_all_kernels_one_after_another():
 
 NORMS_BY_LL = {
     **{name: case for name, case in NORM_CASES.items() if name != "one_rank"},
-    "a_last_tile_moved_back": (3, 4, 1032, 1032, "bfloat16", "bfloat16", Plan(2, 1)),
+    "a_last_tile_moved_back": (3, 4, 1032, 1032, "bfloat16", "bfloat16", TilePlan(2, 1)),
 }
 
 
@@ -195,7 +195,7 @@ def test_all_reduce_rms_norm(case, two_shot):
     num_ranks, rows, hidden, padded, dtype, residual_dtype, plan = case
     arrays = norm_operands(num_ranks, rows, hidden, padded, dtype, residual_dtype)
     if two_shot:
-        plan = Plan(-(-rows // num_ranks), plan.num_warpgroups)
+        plan = TilePlan(-(-rows // num_ranks), plan.num_warpgroups)
     # A block without a row of its own writes the last one too: to the interpreter, a race.
     channels = one_axis(num_ranks, detect_races=plan.num_blocks <= rows)
     options = dict(eps=1e-3, hidden=hidden, two_shot=two_shot, channels=channels, plan=plan)
@@ -210,19 +210,19 @@ def test_all_reduce_rms_norm(case, two_shot):
 def test_what_needs_more_than_there_is_is_refused():
     channels = ll.Channels(((1, 2),), (0, 1), slot_memory_of(2))
     for name, size, plan in (
-        ("all_gather", 5 * 512, Plan(1, 1)),  # five slots
-        ("two_shot", 3 * 512, Plan(1, 1)),  # six
-        ("one_shot", 513 * 512, Plan(513, 1)),  # workers
+        ("all_gather", 5 * 512, TilePlan(1, 1)),  # five slots
+        ("two_shot", 3 * 512, TilePlan(1, 1)),  # six
+        ("one_shot", 513 * 512, TilePlan(513, 1)),  # workers
     ):
         x = jnp.zeros(KERNELS[name][1](2, size)[1:], jnp.float32)
         with pytest.raises(
-            ValueError, match=r"protocol has 512 workers of 4 slots, but .*Plan.* needs"
+            ValueError, match=r"protocol has 512 workers of 4 slots, but .*TilePlan.* needs"
         ):
             getattr(ll_collectives, name)(places(2)[0], x, channels=channels, plan=plan)
     for two_shot, rows, hidden in ((False, 5, 512), (False, 3, 1024), (True, 2, 1536)):
         x = jnp.zeros((rows, hidden))
         options = dict(
-            eps=0.1, hidden=hidden, two_shot=two_shot, channels=channels, plan=Plan(1, 1)
+            eps=0.1, hidden=hidden, two_shot=two_shot, channels=channels, plan=TilePlan(1, 1)
         )
         with pytest.raises(
             ValueError,
@@ -415,7 +415,7 @@ def test_a_worker_that_sends_nothing_is_waited_for(monkeypatch):
     monkeypatch.setattr(Endpoint, "send", send)
     message = r"ep_all_gather_ll: rank . waits for a tile of \[., .\]"
     with pytest.raises(KernelError, match=message):
-        run("all_gather", operand((3, 2048), "bfloat16"), one_axis(3), Plan(1, 2))
+        run("all_gather", operand((3, 2048), "bfloat16"), one_axis(3), TilePlan(1, 2))
 
 
 @simulated
@@ -465,14 +465,14 @@ def test_swapped_slots_are_found(monkeypatch):
         _, shape, expected = KERNELS[name]
         x = operand(shape(2, 2048), "bfloat16")
         with pytest.raises(AssertionError, match="not equal"):
-            assert_same_bits(run(name, x, one_axis(2), Plan(1, 1)), expected(x))
+            assert_same_bits(run(name, x, one_axis(2), TilePlan(1, 1)), expected(x))
 
 
 @simulated
 def test_two_ranks_on_one_gpu_are_found():
     channels = simulated_channels([(1, 2)], (0, 0))
     with pytest.raises(KernelError, match="takes the memory of GPU 0 for its own"):
-        run("all_gather", operand((2, 1024), "bfloat16"), channels, Plan(1, 1))
+        run("all_gather", operand((2, 1024), "bfloat16"), channels, TilePlan(1, 1))
 
 
 @simulated
@@ -480,7 +480,7 @@ def test_slots_that_are_not_there_are_found(monkeypatch):
     original = Endpoint._slot
     monkeypatch.setattr(Endpoint, "_slot", lambda *args: original(*args) + 2 * 2 * 512 * 4)
     with pytest.raises(KernelError, match="GPU . has no slot"):
-        run("all_gather", operand((2, 1024), "bfloat16"), one_axis(2), Plan(1, 1))
+        run("all_gather", operand((2, 1024), "bfloat16"), one_axis(2), TilePlan(1, 1))
 
 
 def test_every_slot_has_a_place_of_its_own():
@@ -681,8 +681,8 @@ def test_a_plan_can_be_forced(noted_calls):
             )
         return noted_calls[-1][1]
 
-    assert plan_of_32_tiles(Plan(5, 2)) == Plan(5, 2)
-    assert plan_of_32_tiles(None) == Plan(32, 1)
+    assert plan_of_32_tiles(TilePlan(5, 2)) == TilePlan(5, 2)
+    assert plan_of_32_tiles(None) == TilePlan(32, 1)
 
 
 def test_plans_give_workers_as_many_tiles_as_ll_holds():
@@ -715,13 +715,13 @@ def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: A
 
 # Kernels, tiles and plans of the calls that follow each other in a loop.
 STEPS = [
-    ("one_shot", 40, Plan(8, 4)),
-    ("two_shot", 3, Plan(3, 1)),
-    ("all_gather", 64, Plan(8, 4)),
-    ("reduce_scatter", 1, Plan(1, 1)),
-    ("all_to_all", 9, Plan(4, 2)),
-    ("two_shot", 40, Plan(5, 4)),
-    ("all_gather", 1, Plan(2, 2)),
+    ("one_shot", 40, TilePlan(8, 4)),
+    ("two_shot", 3, TilePlan(3, 1)),
+    ("all_gather", 64, TilePlan(8, 4)),
+    ("reduce_scatter", 1, TilePlan(1, 1)),
+    ("all_to_all", 9, TilePlan(4, 2)),
+    ("two_shot", 40, TilePlan(5, 4)),
+    ("all_gather", 1, TilePlan(2, 2)),
 ]
 STATE = 64 * tile_length("float32")
 
@@ -933,7 +933,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
     """In a loop with calls of other kernels, by some of the workers."""
     mesh, calls, rows = expert_mesh(num_ranks), 5, 3 * num_ranks - 1
     arrays = norm_operands(num_ranks, rows, 2048, 2048, "bfloat16", "float32")
-    plan = Plan(3, 2) if two_shot else Plan(rows, 2)
+    plan = TilePlan(3, 2) if two_shot else TilePlan(rows, 2)
     for delay in [(), *delays(num_ranks)]:
 
         def loop(x, residual, scale, delay=delay):
@@ -944,7 +944,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
                 # Depends on the calls before.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
                 gathered = ll_collectives.all_gather(
-                    jax_compat.place(), again[0], channels=channels, plan=Plan(1, 1)
+                    jax_compat.place(), again[0], channels=channels, plan=TilePlan(1, 1)
                 )
                 again = again + jnp.isnan(gathered[0, 0]).astype(x.dtype)
                 return tuple(run(again))
@@ -1015,7 +1015,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from support.kernels import needs_kernels
 from support.meshes import expert_mesh
-from test_low_latency import AXIS, Plan, channels_here, jax_compat, ll_collectives
+from test_low_latency import AXIS, TilePlan, channels_here, jax_compat, ll_collectives
 
 LATE_RANK, DELAY_NS = 1, 2_000_000_000
 mesh = expert_mesh(2)
@@ -1024,7 +1024,7 @@ mesh = expert_mesh(2)
 def run(x):
     delays = tuple(DELAY_NS * (rank == LATE_RANK) for rank in range(2))
     channels = channels_here(mesh, timeout_s=0.25, delays_ns=(delays,))
-    return ll_collectives.all_gather(jax_compat.place(), x, channels=channels, plan=Plan(2, 1))
+    return ll_collectives.all_gather(jax_compat.place(), x, channels=channels, plan=TilePlan(2, 1))
 
 
 spec = P(AXIS)
@@ -1044,6 +1044,6 @@ def test_a_rank_that_never_comes_ends_the_program():
 
 @needs_kernels
 def test_a_plan_that_leaves_rows_out_is_refused():
-    with pallas_collectives.forced_plan(Plan(4, 1)):
+    with pallas_collectives.forced_plan(TilePlan(4, 1)):
         with pytest.raises(ValueError, match="too few for 9 rows of 2 ranks"):
             lower_norm(2, 9, 1024, "fused_two_shot_ll")

@@ -130,11 +130,11 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels.collectives.all_gather import all_gather
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.symmetric import Gpus
-from pallas_kernels.fabric.tiles import Plan
+from pallas_kernels.fabric.tiles import TilePlan
 fabric = Gpus((), (0,), jnp.zeros((1,), jnp.int32))
 x = jax.ShapeDtypeStruct((1024,), jnp.float32)
 try:
-    traced = jax.jit(lambda x: all_gather(x, fabric=fabric, plan=Plan(1, 1))).trace(x)
+    traced = jax.jit(lambda x: all_gather(x, fabric=fabric, plan=TilePlan(1, 1))).trace(x)
 except NotImplementedError as error:
     assert str(error).endswith("lacks {missing}."), error
 else:
