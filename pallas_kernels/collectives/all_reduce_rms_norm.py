@@ -30,7 +30,7 @@ from pallas_kernels.fabric import tiles, vectors
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.tiles import TilePlan
 
-# Channel: this block has put the sums of its share (two_shot), or read all it needs (one_shot).
+# Kind of signal: this block has put the sums of its share (two_shot) or read all inputs (one_shot).
 _SUMMED = 0
 
 

@@ -43,7 +43,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.plan import LANES, Plan, Window, align_up, vector_length
 
-_PUT, _READ = 0, 1  # channels: a step's sums are in the receive buffer; a step's sums are read
+_PUT, _READ = 0, 1  # kinds of signal: a step's sums are in the receive buffer; they are read
 
 
 def combine(

@@ -21,7 +21,7 @@ from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Window, pad_last
 
-_DONE = 0  # channel, signalled once
+_DONE = 0  # kind of signal, sent once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
-_HELLO = 0  # channel: block 0 of a peer has begun this call
+_HELLO = 0  # kind of signal: block 0 of a peer has begun this call
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, Window
 
-PUT = 0  # channel: signalled after each step, and once by a block that has no step
+PUT = 0  # kind of signal: sent after each step, and once by a block that has no step
 
 Payload = jax.Array | tuple[jax.Array, ...]
 List = Sequence[jax.Array]  # the words of a token that a peer receives

@@ -83,11 +83,11 @@ class Fabric(Ranks, Protocol):
     def peer(self, ref: Any, rank: Any) -> Any:
         """Returns a reference to rank `rank`'s buffer that corresponds to `ref` on this rank."""
 
-    def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
-        """Signals `count` on a channel to the block of this index on every rank."""
+    def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
+        """Signals `count` of a kind to the block of this index on every rank."""
 
-    def wait(self, channel: int, count: Any, what: str) -> None:
-        """Waits until the block of this index on every rank has signalled `count` on a channel.
+    def wait(self, kind: int, count: Any, what: str) -> None:
+        """Waits for the block of this index on every rank to signal `count` or more of a kind.
 
         `what` names the wait in the message of a timeout.
         """
@@ -212,10 +212,10 @@ class Stacked:
     def peer(self, ref: Any, rank: Any) -> Any:
         return ref.at[rank]
 
-    def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
+    def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
         raise NotImplementedError("ranks on one device signal each other only in the simulator.")
 
-    def wait(self, channel: int, count: Any, what: str) -> None:
+    def wait(self, kind: int, count: Any, what: str) -> None:
         raise NotImplementedError("ranks on one device wait for each other only in the simulator.")
 
     def send_words(self, words: Any) -> None:

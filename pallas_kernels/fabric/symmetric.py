@@ -242,8 +242,8 @@ class Gpus(RanksOfMesh):
         entry = jnp.asarray(rank, jnp.int32) + buffer * self.num_ranks
         return mosaic.remote_ref(ref, entry)
 
-    def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
-        """Signals `count` on a channel to the block of this index on every rank.
+    def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
+        """Signals `count` of a kind to the block of this index on every rank.
 
         `count` is from 1 to 2**layout.COUNT_BITS - 1.
 
@@ -260,14 +260,14 @@ class Gpus(RanksOfMesh):
             mosaic.barrier()
             with mosaic.when(_below(lane, self.num_ranks)):
                 word = call.signal(table, lane, scalar(count))
-                _store(self._signal(peer, scalar(here), channel), word, release=release)
+                _store(self._signal(peer, scalar(here), kind), word, release=release)
 
         layouts = [REFERENCE, *[SCALAR] * (2 + self.num_ranks)]
         operands = [call.table, call.here, jnp.asarray(count, jnp.int32), *call.peers]
         mosaic.inline(emit, operands, layouts)
 
-    def wait(self, channel: int, count: Any, what: str) -> None:
-        """Waits until the block of this index on every rank has signalled `count` on a channel.
+    def wait(self, kind: int, count: Any, what: str) -> None:
+        """Waits for the block of this index on every rank to signal `count` or more of a kind.
 
         `what` names the wait in the message that ends the program after `timeout_s`.
         """
@@ -280,7 +280,7 @@ class Gpus(RanksOfMesh):
             some = arith.cmpi(arith.CmpIPredicate.ne, scalar(count), i32(0))
             with mosaic.when(arith.andi(some, _below(lane, self.num_ranks))):
                 target = call.signal(table, lane, scalar(count))
-                place = self._signal(scalar(here), peer, channel)
+                place = self._signal(scalar(here), peer, kind)
 
                 def ask() -> tuple[Value, list[Value]]:
                     return arith.cmpi(arith.CmpIPredicate.ult, _load(place), target), []
@@ -461,9 +461,9 @@ class Gpus(RanksOfMesh):
     def _heap(self, number: Value) -> Value:
         return _at(i64(self.base), 0, (number, layout.STRIDE))
 
-    def _signal(self, owner: Value, sender: Value, channel: int) -> Value:
+    def _signal(self, owner: Value, sender: Value, kind: int) -> Value:
         """Returns the address, in `owner`'s heap, of the signal from GPU `sender` to this block."""
-        start = layout.SIGNALS + 8 * layout.MAX_GPUS * layout.MAX_BLOCKS * channel
+        start = layout.SIGNALS + 8 * layout.MAX_GPUS * layout.MAX_BLOCKS * kind
         return _at(self._heap(owner), start, (_block(), 8 * layout.MAX_GPUS), (sender, 8))
 
     def _word(self, owner: Value, sender: Value, index: Value) -> Value:

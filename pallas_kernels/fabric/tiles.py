@@ -26,7 +26,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.plan import LANES, vector_length
 
-_DONE = 0  # channel: this block has made its last access to another rank's memory
+_DONE = 0  # kind of signal: this block has made its last access to another rank's memory
 
 
 @dataclasses.dataclass(frozen=True)

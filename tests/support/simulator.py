@@ -107,11 +107,11 @@ class Simulated(fb.Stacked):
     def connect(self) -> None:
         _on_host(_Connect(self.num_ranks))
 
-    def signal(self, channel: int, count: Any, *, release: bool = True) -> None:
-        _on_host(_Signal(channel, self.num_ranks, release), count)
+    def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
+        _on_host(_Signal(kind, self.num_ranks, release), count)
 
-    def wait(self, channel: int, count: Any, what: str) -> None:
-        _on_host(_Wait(channel, self.num_ranks, what), count)
+    def wait(self, kind: int, count: Any, what: str) -> None:
+        _on_host(_Wait(kind, self.num_ranks, what), count)
 
     def send_words(self, words: Any) -> None:
         _on_host(_SendWords(), words[...])
@@ -318,7 +318,7 @@ class _Connect:
 
 @dataclasses.dataclass(frozen=True)
 class _Signal:
-    channel: int
+    kind: int
     num_ranks: int
     release: bool
 
@@ -328,11 +328,11 @@ class _Signal:
         with simulation.changed:
             visible = simulation.visible.after_signal(thread.block_id) if self.release else {}
             for rank in range(self.num_ranks):
-                signals = simulation.signals[self.channel, rank, thread.block_id]
+                signals = simulation.signals[self.kind, rank, thread.block_id]
                 last = signals[-1].count if signals else 0
                 if int(count) <= last:
                     raise KernelError(
-                        f"rank {thread.block_id} signals {int(count)} on channel {self.channel}, "
+                        f"rank {thread.block_id} signals {int(count)} of kind {self.kind}, "
                         f"after {last}: counts must grow"
                     )
                 signals.append(_Sent(int(count), clock, visible))
@@ -349,19 +349,19 @@ class _Sent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Wait:
-    channel: int
+    kind: int
     num_ranks: int
     what: str
 
     def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
         memory, count = simulation.memory, int(count)
         for rank in range(self.num_ranks) if count > 0 else ():
-            signals = simulation.signals[self.channel, thread.block_id, rank]
+            signals = simulation.signals[self.kind, thread.block_id, rank]
             simulation.wait_until(
                 lambda signals=signals: signals and signals[-1].count >= count,
                 lambda signals=signals, rank=rank: (
-                    f"{self.what}: rank {thread.block_id} waits for signal {count} of rank {rank} "
-                    f"on channel {self.channel}, which has sent {[s.count for s in signals]}"
+                    f"{self.what}: rank {thread.block_id} waits for signal {count} of kind "
+                    f"{self.kind} of rank {rank}, which has sent {[s.count for s in signals]}"
                 ),
             )
             # Nothing tells whether a later one has been seen.
@@ -674,7 +674,7 @@ class _Simulation:
         self._begin_block()
 
     def _begin_block(self) -> None:
-        # (channel, to rank, from rank) -> the signals sent
+        # (kind, to rank, from rank) -> the signals sent
         self.signals: dict[Any, list[_Sent]] = collections.defaultdict(list)
         self.connected: dict[int, list[Any]] = collections.defaultdict(list)  # by rank: clocks
         self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
@@ -768,8 +768,8 @@ class _Simulation:
         if left:
             raise KernelError(f"nobody has taken the tiles of these slots of GPUs: {left}")
         accesses = list(self.remote_accesses)
-        for (channel, owner, source), signals in self.signals.items():
-            what = f"signal on channel {channel} of rank {source}"
+        for (kind, owner, source), signals in self.signals.items():
+            what = f"signal of kind {kind} of rank {source}"
             accesses += [(owner, signal.clock.generic_clock, what) for signal in signals]
         for owner, clock, what in accesses if self.memory.detect_races else ():
             if np.any(clock.clock > self.exit_clocks[owner].generic_clock.clock):

@@ -27,30 +27,30 @@ def faulty(kind: type[Simulated]) -> Simulated:
 
 
 class Impatient(Simulated):
-    def wait(self, channel, count, what):
-        super().wait(channel, 0, what)
+    def wait(self, kind, count, what):
+        super().wait(kind, 0, what)
 
 
 class Silent(Simulated):
-    def signal(self, channel, count, *, release=True):
+    def signal(self, kind, count, *, release=True):
         pass
 
 
 class Repeating(Simulated):
-    def signal(self, channel, count, *, release=True):
-        super().signal(channel, count)
-        super().signal(channel, count)
+    def signal(self, kind, count, *, release=True):
+        super().signal(kind, count)
+        super().signal(kind, count)
 
 
 class Chatty(Simulated):
-    def signal(self, channel, count, *, release=True):
-        super().signal(channel, 2 * count - 1)
-        super().signal(channel, 2 * count)
+    def signal(self, kind, count, *, release=True):
+        super().signal(kind, 2 * count - 1)
+        super().signal(kind, 2 * count)
 
 
 class Overtaking(Simulated):
-    def signal(self, channel, count, *, release=True):
-        super().signal(channel, count, release=False)
+    def signal(self, kind, count, *, release=True):
+        super().signal(kind, count, release=False)
 
 
 class Unconnected(Simulated):
@@ -78,7 +78,7 @@ def test_a_wait_that_does_not_wait_is_found(kernel):
 
 def test_a_signal_that_is_never_sent_is_found(monkeypatch):
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
-    with pytest.raises(KernelError, match=r"rank . waits for signal 1 of rank .* has sent \[\]"):
+    with pytest.raises(KernelError, match=r"rank . waits for signal 1 of kind . of rank .* has sent \[\]"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Silent)))
 
 
@@ -90,7 +90,7 @@ def test_a_signal_too_many_is_found():
 
 @pytest.mark.slow
 def test_a_count_that_does_not_grow_is_found():
-    with pytest.raises(KernelError, match=r"signals 1 on channel 0, after 1: counts must grow"):
+    with pytest.raises(KernelError, match=r"signals 1 of kind 0, after 1: counts must grow"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Repeating)))
 
 

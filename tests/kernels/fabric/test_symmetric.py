@@ -130,7 +130,7 @@ def test_few_tokens_are_counted_by_the_kernel():
 def test_the_parts_of_a_heap_follow_each_other():
     words = {
         "CALLS": layout.MAX_GPUS * layout.MAX_BLOCKS,
-        "SIGNALS": layout.NUM_CHANNELS * layout.MAX_BLOCKS * layout.MAX_GPUS,
+        "SIGNALS": layout.SIGNAL_KINDS * layout.MAX_BLOCKS * layout.MAX_GPUS,
         "ADDRESSES": layout.MAX_GPUS * layout.MAX_BUFFERS,
         "WORDS": layout.MAX_GPUS * layout.MAX_WORDS,
     }
