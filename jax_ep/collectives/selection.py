@@ -71,8 +71,9 @@ def unavailable_reason(
         found = symmetric_memory.domain()
         if isinstance(found, str):
             return found
-        if found.num_gpus > layout.MAX_DEVICES:
-            return f"it is for up to {layout.MAX_DEVICES} GPUs of a host, and has {found.num_gpus}"
+        most = layout.MAX_LOW_LATENCY_GPUS
+        if found.num_gpus > most:
+            return f"it is for up to {most} GPUs of a host, and has {found.num_gpus}"
     return None
 
 

@@ -215,7 +215,7 @@ def _low_latency_plan(
 
     `sizes` are N, T and K.
     """
-    if num_gpus(fabric) > memory_layout.MAX_DEVICES:
+    if num_gpus(fabric) > memory_layout.MAX_LOW_LATENCY_GPUS:
         return None
     return plans.low_latency(_row(x, config), num_experts=config.num_experts, **_sizes(sizes))
 

@@ -58,13 +58,13 @@ def num_gpus(fabric: Gpus) -> int:
 
 def channels_of(fabric: Gpus) -> Channels:
     """Returns the channels of the low-latency protocol between a fabric's ranks."""
-    devices = num_gpus(fabric)
+    gpus = num_gpus(fabric)
     memory = SlotMemory(
         fabric.base + layout.TILES,
         layout.STRIDE,
-        devices,
+        gpus,
         layout.NUM_COUNTERS,
-        layout.num_slots(devices),
+        layout.num_slots(gpus),
     )
     return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 

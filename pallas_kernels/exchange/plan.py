@@ -211,7 +211,7 @@ class LowLatencyPlan:
     def fits(self) -> bool:
         """Returns whether the protocol and shared memory have room for these sizes."""
         return (
-            1 < self.num_ranks <= layout.MAX_DEVICES
+            1 < self.num_ranks <= layout.MAX_LOW_LATENCY_GPUS
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker <= layout.MAX_SLOTS
             and self.num_tokens * self.top_k <= layout.MAX_WORDS // 2

@@ -51,15 +51,15 @@ TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_WORDS  # memory of the low-la
 EMPTY = 0xFFFFFFFF  # the sentinel: a 32-bit word that has not arrived; arithmetic makes no such NaN
 MAX_WORKERS = 512  # warpgroups of a kernel that send tiles
 MAX_SLOTS = 4  # tiles that a worker may send to a peer in one call
-MAX_DEVICES = 8  # GPUs that send tiles to each other
-NUM_COUNTERS = MAX_WORKERS * MAX_DEVICES
+MAX_LOW_LATENCY_GPUS = 8  # GPUs that send tiles to each other
+NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
 SLOT_BYTES = TILE_BYTES + 512  # a tile, and a note of each of its 128 threads
 
 
 def num_slots(num_gpus: int) -> int:
     """Returns how many slots a heap has: two sets for each worker of each GPU."""
-    return 2 * min(num_gpus, MAX_DEVICES) * MAX_WORKERS * MAX_SLOTS
+    return 2 * min(num_gpus, MAX_LOW_LATENCY_GPUS) * MAX_WORKERS * MAX_SLOTS
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:

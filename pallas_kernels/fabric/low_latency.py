@@ -30,11 +30,7 @@ from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.layout import (
-    MAX_DEVICES,
-    MAX_SLOTS,
-    MAX_WORKERS,
-)
+from pallas_kernels.fabric.layout import MAX_LOW_LATENCY_GPUS, MAX_SLOTS, MAX_WORKERS
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.tiles import TilePlan
@@ -84,7 +80,7 @@ class Endpoint:
         self.peers = [lax.rem(self.rank + j, jnp.int32(num_ranks)) for j in range(1, num_ranks)]
         self._here = channels.gpu(place)
         self._there = [channels.gpu(corner + self._offset(peer)) for peer in self.peers]
-        self._counters = [worker * MAX_DEVICES + gpu for gpu in self._there]
+        self._counters = [worker * MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
         self._calls = channels.memory.read(self._here, self._counters)
 
     def send(self, slot: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
@@ -115,8 +111,8 @@ class Endpoint:
         says which peers send one; what is returned for the others is undefined.
         """
         slots = [
-            self._slot(device, calls, slot)
-            for device, calls in zip(self._there, self._calls, strict=True)
+            self._slot(gpu, calls, slot)
+            for gpu, calls in zip(self._there, self._calls, strict=True)
         ]
         return self.channels.memory.receive(
             self._here,
@@ -163,7 +159,7 @@ class Endpoint:
 
         `calls` is how many calls the two GPUs have made; it selects one of the two sets.
         """
-        set_of_sender = (calls & 1) * self.channels.memory.num_devices + sender
+        set_of_sender = (calls & 1) * self.channels.memory.num_gpus + sender
         return (set_of_sender * MAX_WORKERS + self._worker) * MAX_SLOTS + slot
 
 

@@ -35,29 +35,29 @@ class SlotMemory:
     Attributes:
       base: the address of that memory in GPU 0's heap.
       stride: bytes from one GPU's heap to the next one's.
-      num_devices: how many GPUs have a heap.
+      num_gpus: how many GPUs have a heap.
       num_counters: counters of each GPU, 32 bits each.
       num_slots: slots of each GPU, one tile each.
     """
 
     base: int
     stride: int
-    num_devices: int
+    num_gpus: int
     num_counters: int
     num_slots: int
 
-    def send(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+    def send(self, gpu: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
         """Sends a tile of `layout.TILE_BYTES` to a slot of a GPU; the slot must be empty.
 
         Without `exact`, a NaN may arrive as another NaN. The receiver must pass the same `exact`.
         """
 
-        def emit(context: Any, device: Array, slot: Array, tile: Array) -> None:
+        def emit(context: Any, gpu: Array, slot: Array, tile: Array) -> None:
             del context
             (of_thread,) = mosaic.registers(tile)
             packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
             words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
-            where = mosaic.scalar(device), mosaic.scalar(slot)
+            where = mosaic.scalar(gpu), mosaic.scalar(slot)
             empty = [_is(EMPTY, word) for word in words]
             if exact:
                 bits = [
@@ -78,11 +78,11 @@ class SlotMemory:
             _store(self._slot(*where), words)
 
         layout = mosaic.strided(tile.shape, vector_length(tile.dtype))
-        mosaic.inline(emit, [device, slot, tile], [mosaic.SCALAR, mosaic.SCALAR, layout])
+        mosaic.inline(emit, [gpu, slot, tile], [mosaic.SCALAR, mosaic.SCALAR, layout])
 
     def receive(
         self,
-        device: jax.Array,
+        gpu: jax.Array,
         slots: Sequence[jax.Array],
         shape: tuple[int, ...],
         dtype: Any,
@@ -97,7 +97,7 @@ class SlotMemory:
         """Receives the tiles in slots of this GPU, and leaves the slots empty.
 
         Args:
-          device: this GPU's number.
+          gpu: this GPU's number.
           slots: the slots' numbers.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
@@ -112,9 +112,9 @@ class SlotMemory:
         """
         count = len(slots)
 
-        def emit(context: Any, device: Array, rank: Array, *scalars: Array) -> list[Array]:
+        def emit(context: Any, gpu: Array, rank: Array, *scalars: Array) -> list[Array]:
             del context
-            here, receiver = mosaic.scalar(device), mosaic.scalar(rank)
+            here, receiver = mosaic.scalar(gpu), mosaic.scalar(rank)
             values = [mosaic.scalar(scalar) for scalar in scalars]
             places, senders, comes = values[:count], values[count : 2 * count], values[2 * count :]
             pointers = [self._slot(here, place) for place in places]
@@ -150,45 +150,45 @@ class SlotMemory:
             return tiles
 
         tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
-        scalars = [device, rank, *slots, *peers, *(wanted or ())]
+        scalars = [gpu, rank, *slots, *peers, *(wanted or ())]
         return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
 
-    def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
-        """Reads counters of this GPU, whose number is `device`; returns each [] int32."""
+    def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
+        """Reads counters of this GPU, whose number is `gpu`; returns each [] int32."""
 
-        def emit(context: Any, device: Array, *counters: Array) -> list[Array]:
+        def emit(context: Any, gpu: Array, *counters: Array) -> list[Array]:
             del context
             values = []
             for counter in counters:
-                address = self._counter(mosaic.scalar(device), mosaic.scalar(counter))
+                address = self._counter(mosaic.scalar(gpu), mosaic.scalar(counter))
                 values.append(mosaic.splat(ptx.load_word(address), is_signed=True))
             return values
 
         value = plgpu.ShapeDtypeStruct((), jnp.int32, layout=mosaic.SCALAR)
-        scalars = [device, *counters]
+        scalars = [gpu, *counters]
         layouts = [mosaic.SCALAR] * len(scalars)
         return mosaic.inline(emit, scalars, layouts, [value] * len(counters))
 
     def write(
-        self, device: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
+        self, gpu: jax.Array, counters: Sequence[jax.Array], values: Sequence[jax.Array]
     ) -> None:
         """Sets counters of this GPU, after a barrier of all threads of the warpgroup."""
         count = len(counters)
 
-        def emit(context: Any, device: Array, *scalars: Array) -> None:
+        def emit(context: Any, gpu: Array, *scalars: Array) -> None:
             del context
             numbers = [mosaic.scalar(scalar) for scalar in scalars]
             mosaic.barrier()
             with mosaic.when(mosaic.equal(mosaic.lane(), mosaic.i32(0))):
                 for counter, value in zip(numbers[:count], numbers[count:], strict=True):
-                    _store_word(self._counter(mosaic.scalar(device), counter), value)
+                    _store_word(self._counter(mosaic.scalar(gpu), counter), value)
 
-        scalars = [device, *counters, *values]
+        scalars = [gpu, *counters, *values]
         mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars))
 
     def _as_sent(
         self,
-        device: Value,
+        gpu: Value,
         slot: Value,
         words: Sequence[Value],
         timeout_s: float,
@@ -203,7 +203,7 @@ class SlotMemory:
         noted = _any([_is(_INSTEAD, word) for word in words])
         found = scf.IfOp(noted, [i32] * _WORDS, has_else=True)
         with ir.InsertionPoint(found.then_block):
-            pointer = self._note(device, slot)
+            pointer = self._note(gpu, slot)
 
             def ask() -> tuple[Value, list[Value]]:
                 note = ptx.load_word(pointer)
@@ -222,24 +222,24 @@ class SlotMemory:
             scf.yield_(list(words))
         return list(found.results)
 
-    def _start(self, device: Value) -> Value:
+    def _start(self, gpu: Value) -> Value:
         """Emits the address of this memory in a GPU's heap."""
-        return arith.addi(_times(device, self.stride), mosaic.i64(self.base))
+        return arith.addi(_times(gpu, self.stride), mosaic.i64(self.base))
 
-    def _counter(self, device: Value, counter: Value) -> Value:
+    def _counter(self, gpu: Value, counter: Value) -> Value:
         """Emits the address of a counter."""
-        return arith.addi(self._start(device), _times(counter, 4))
+        return arith.addi(self._start(gpu), _times(counter, 4))
 
-    def _slot(self, device: Value, slot: Value) -> Value:
+    def _slot(self, gpu: Value, slot: Value) -> Value:
         """Emits the address of this thread's 16 bytes of a slot."""
-        start = arith.addi(self._start(device), mosaic.i64(4 * self.num_counters))
+        start = arith.addi(self._start(gpu), mosaic.i64(4 * self.num_counters))
         part = _times(mosaic.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
 
-    def _note(self, device: Value, slot: Value) -> Value:
+    def _note(self, gpu: Value, slot: Value) -> Value:
         """Emits the address of this thread's note for a slot, a 32-bit word."""
         start = arith.addi(
-            self._start(device), mosaic.i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
+            self._start(gpu), mosaic.i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
         )
         return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(mosaic.lane(), 4)))
 

@@ -240,9 +240,9 @@ def test_programs_without_kernels_have_xla(chosen):
 
 
 def test_more_gpus_than_ll_is_for_are_refused(chosen):
-    chosen.domain(domain_of(layout.MAX_DEVICES))
+    chosen.domain(domain_of(layout.MAX_LOW_LATENCY_GPUS))
     assert chosen() == chosen("ll") == "ll"
-    chosen.domain(domain_of(layout.MAX_DEVICES + 1))
+    chosen.domain(domain_of(layout.MAX_LOW_LATENCY_GPUS + 1))
     assert chosen() == chosen("direct") == "direct"
     with pytest.raises(ValueError, match="it is for up to 8 GPUs of a host, and has 9"):
         chosen("ll")
@@ -364,7 +364,7 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
         assert made.num_ranks == len(order)
         memory = made.memory
         assert memory.base == layout.BASE + layout.TILES and memory.stride == layout.STRIDE
-        assert (memory.num_devices, memory.num_counters) == (3, layout.NUM_COUNTERS)
+        assert (memory.num_gpus, memory.num_counters) == (3, layout.NUM_COUNTERS)
         assert memory.num_slots == layout.num_slots(3)
 
 
@@ -377,10 +377,10 @@ def test_heaps_have_room():
             assert offset == end and offset % 16 == 0 and num_bytes % 4 == 0
             end = offset + num_bytes
         assert end == layout.heap_bytes(num_gpus)
-        senders = min(num_gpus, layout.MAX_DEVICES)
+        senders = min(num_gpus, layout.MAX_LOW_LATENCY_GPUS)
         last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * layout.MAX_SLOTS
         assert last + layout.MAX_SLOTS == layout.num_slots(num_gpus)
-        slots = layout.TILES + 4 * layout.MAX_WORKERS * layout.MAX_DEVICES
+        slots = layout.TILES + 4 * layout.MAX_WORKERS * layout.MAX_LOW_LATENCY_GPUS
         assert end == slots + layout.SLOT_BYTES * layout.num_slots(num_gpus)
     assert layout.TILES % 128 == 0
 

@@ -171,7 +171,7 @@ class SlotContents:
     """What the slots and counters of some GPUs hold, from one `simulate` to the next."""
 
     def __init__(self) -> None:
-        self.tiles: dict[tuple[int, int], np.ndarray] = {}  # by device and slot; no tile: empty
+        self.tiles: dict[tuple[int, int], np.ndarray] = {}  # by GPU and slot; no tile: empty
         self.counters: dict[tuple[int, int], int] = collections.defaultdict(int)
 
 
@@ -179,40 +179,40 @@ class SlotContents:
 class SimulatedSlotMemory(SlotMemory):
     contents: SlotContents
 
-    def send(self, device: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        _on_host(_Send(self), device, slot, tile)
+    def send(self, gpu: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        _on_host(_Send(self), gpu, slot, tile)
 
     def receive(
-        self, device, slots, shape, dtype, *, rank, peers, timeout_s, what, exact, wanted=None
+        self, gpu, slots, shape, dtype, *, rank, peers, timeout_s, what, exact, wanted=None
     ) -> list[jax.Array]:
         tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(slots)
         operation = _Receive(self, what, len(slots), dtype, shape)
         wanted = [jnp.int32(w) for w in wanted or (1,) * len(slots)]
-        return _on_host(operation, device, rank, *slots, *peers, *wanted, returns=tiles)
+        return _on_host(operation, gpu, rank, *slots, *peers, *wanted, returns=tiles)
 
-    def read(self, device: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
+    def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
         values = [jax.ShapeDtypeStruct((), jnp.int32)] * len(counters)
-        return _on_host(_ReadCounters(self), device, *counters, returns=values)
+        return _on_host(_ReadCounters(self), gpu, *counters, returns=values)
 
-    def write(self, device, counters, values) -> None:
-        _on_host(_WriteCounters(self, len(counters)), device, *counters, *values)
+    def write(self, gpu, counters, values) -> None:
+        _on_host(_WriteCounters(self, len(counters)), gpu, *counters, *values)
 
 
 def simulated_channels(
     axes: Sequence[tuple[int, int]],
-    devices: Sequence[int],
+    gpus: Sequence[int],
     contents: SlotContents | None = None,
     *,
     kind: type[SimulatedChannels] = SimulatedChannels,
     detect_races: bool = True,
 ) -> SimulatedChannels:
     """See `ll.Channels`; in a new memory by default."""
-    devices = tuple(devices)
-    num_devices = max(devices) + 1
-    sizes = num_devices, NUM_COUNTERS, num_slots(num_devices)
+    gpus = tuple(gpus)
+    num_gpus = max(gpus) + 1
+    sizes = num_gpus, NUM_COUNTERS, num_slots(num_gpus)
     memory = SimulatedSlotMemory(0, 0, *sizes, contents or SlotContents())
     options = InterpretGPUParams(detect_races=detect_races)
-    return kind(tuple(axes), devices, memory, interpret=options)
+    return kind(tuple(axes), gpus, memory, interpret=options)
 
 
 def interpret(function: Callable[[], Any]) -> Any:
@@ -449,17 +449,17 @@ class _Pause:
 class _Send:
     memory: SimulatedSlotMemory
 
-    def run(self, simulation: _Simulation, thread: Any, device: Any, slot: Any, tile: Any) -> None:
-        tile, key = np.array(tile), (int(device), int(slot))
-        num_devices, tiles = self.memory.num_devices, self.memory.contents.tiles
+    def run(self, simulation: _Simulation, thread: Any, gpu: Any, slot: Any, tile: Any) -> None:
+        tile, key = np.array(tile), (int(gpu), int(slot))
+        num_gpus, tiles = self.memory.num_gpus, self.memory.contents.tiles
         num_slots = self.memory.num_slots
-        if tile.nbytes != TILE_BYTES or key[0] not in range(num_devices) or key[1] >= num_slots:
-            raise KernelError(f"GPU {device} has no slot {slot} of {tile.nbytes} bytes")
+        if tile.nbytes != TILE_BYTES or key[0] not in range(num_gpus) or key[1] >= num_slots:
+            raise KernelError(f"GPU {gpu} has no slot {slot} of {tile.nbytes} bytes")
         with simulation.changed:
             if key in tiles:
                 raise KernelError(
                     f"a tile of rank {thread.block_id} overtakes one that nobody has taken: in "
-                    f"slot {slot} of GPU {device}"
+                    f"slot {slot} of GPU {gpu}"
                 )
             simulation.sent[key] = tiles
             tiles[key] = tile
@@ -474,13 +474,13 @@ class _Receive:
     dtype: Any
     shape: Any
 
-    def run(self, simulation: _Simulation, thread: Any, device: Any, rank: Any, *rest: Any) -> Any:
-        simulation.owns_memory(thread, device)
+    def run(self, simulation: _Simulation, thread: Any, gpu: Any, rank: Any, *rest: Any) -> Any:
+        simulation.owns_memory(thread, gpu)
         tiles = self.memory.contents.tiles
         keys, peers, wanted = (
             rest[i : i + self.count] for i in range(0, 3 * self.count, self.count)
         )
-        keys = [(int(device), int(slot)) for slot in keys]
+        keys = [(int(gpu), int(slot)) for slot in keys]
         peers = [int(peer) for peer in peers]
         comes = {key for key, w in zip(keys, wanted, strict=True) if w}
         if len(set(keys)) < len(keys):
@@ -505,10 +505,10 @@ class _Receive:
 class _ReadCounters:
     memory: SimulatedSlotMemory
 
-    def run(self, simulation: _Simulation, thread: Any, device: Any, *counters: Any) -> Any:
-        simulation.owns_memory(thread, device)
+    def run(self, simulation: _Simulation, thread: Any, gpu: Any, *counters: Any) -> Any:
+        simulation.owns_memory(thread, gpu)
         values = self.memory.contents.counters
-        return [np.int32(values[int(device), int(counter)]) for counter in counters]
+        return [np.int32(values[int(gpu), int(counter)]) for counter in counters]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -516,12 +516,12 @@ class _WriteCounters:
     memory: SimulatedSlotMemory
     count: int
 
-    def run(self, simulation: _Simulation, thread: Any, device: Any, *scalars: Any) -> None:
-        simulation.owns_memory(thread, device)
+    def run(self, simulation: _Simulation, thread: Any, gpu: Any, *scalars: Any) -> None:
+        simulation.owns_memory(thread, gpu)
         simulation.lanes.barrier(thread)
         assert all(0 <= counter < self.memory.num_counters for counter in scalars[: self.count])
         for counter, value in zip(scalars[: self.count], scalars[self.count :], strict=True):
-            self.memory.contents.counters[int(device), int(counter)] = int(value)
+            self.memory.contents.counters[int(gpu), int(counter)] = int(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -682,8 +682,8 @@ class _Simulation:
         self.visible = _Visible()
         self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
         self.exit_clocks: dict[int, Any] = {}
-        self.owners: dict[int, int] = {}  # by device: the rank that it is
-        self.sent: dict[Any, Any] = {}  # by device and slot: the slots, by the same
+        self.owners: dict[int, int] = {}  # by GPU: the rank that it is
+        self.sent: dict[Any, Any] = {}  # by GPU and slot: the slots, by the same
 
     @property
     def memory(self) -> Any:
@@ -757,10 +757,10 @@ class _Simulation:
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
         return not write and is_integer and access.shape != ()
 
-    def owns_memory(self, thread: Any, device: Any) -> None:
+    def owns_memory(self, thread: Any, gpu: Any) -> None:
         with self.changed:
-            if self.owners.setdefault(int(device), thread.block_id) != thread.block_id:
-                raise KernelError(f"{thread} takes the memory of GPU {device} for its own")
+            if self.owners.setdefault(int(gpu), thread.block_id) != thread.block_id:
+                raise KernelError(f"{thread} takes the memory of GPU {gpu} for its own")
 
     def finish_block(self) -> None:
         """Nobody may use a rank's memory, or signal it, once all of its threads left."""

@@ -485,17 +485,17 @@ def test_slots_that_are_not_there_are_found(monkeypatch):
 
 def test_every_slot_has_a_place_of_its_own():
     """Of both sets, all senders, workers and slots: a dense numbering of what a GPU has."""
-    num_devices = 3
+    num_gpus = 3
     endpoint = Endpoint.__new__(Endpoint)
-    endpoint.channels = ll.Channels(((1, 3),), (0, 1, 2), slot_memory_of(num_devices))
+    endpoint.channels = ll.Channels(((1, 3),), (0, 1, 2), slot_memory_of(num_gpus))
     endpoint._worker = jnp.arange(ll.MAX_WORKERS)
     found = [
         np.asarray(endpoint._slot(jnp.int32(sender), jnp.int32(calls), slot))
-        for sender in range(num_devices)
+        for sender in range(num_gpus)
         for calls in (6, 7)
         for slot in range(ll.MAX_SLOTS)
     ]
-    count = layout.num_slots(num_devices)
+    count = layout.num_slots(num_gpus)
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
 
 

@@ -154,7 +154,7 @@ def test_a_heap_is_of_zeros_up_to_the_tiles():
 
 def test_tiles_are_polled_where_a_heap_is_empty():
     """The memory of counters, slots and notes is a heap's zeros and empty words, to its end."""
-    for num_gpus in range(1, layout.MAX_DEVICES + 1):
+    for num_gpus in range(1, layout.MAX_LOW_LATENCY_GPUS + 1):
         memory, (_, (empty, word, size)) = slot_memory_of(num_gpus), layout.contents(num_gpus)
         slots = memory.base - layout.BASE + 4 * memory.num_counters
         assert (empty, word) == (slots, layout.EMPTY) and slots % 128 == 0
