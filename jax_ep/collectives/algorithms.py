@@ -1,4 +1,7 @@
-"""The names of the collectives and of their algorithms; `jax_ep.collectives.api` describes them."""
+"""The names of the collectives and of their algorithms; `jax_ep.collectives.api` describes them.
+
+Names that end in "ll" are of algorithms over the low-latency protocol.
+"""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Args:
       x: floating, any shape.
       axis_name: the mesh axis, or tuple of axes, to sum over.
-      algorithm: "one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "xla", "multimem", or None
-        for the fastest that can run.
+      algorithm: "one_shot_ll" or "two_shot_ll" (over the low-latency protocol), "one_shot",
+        "two_shot", "xla", "multimem", or None for the fastest that can run.
 
     Returns:
       x's shape and dtype. Under `check_vma=True` it no longer varies over `axis_name`.
@@ -78,7 +78,8 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Args:
       x: [n, ...] floating.
       axis_name: the mesh axis, or tuple of axes, to gather over.
-      algorithm: "ll", "direct", "xla", or None for the fastest that can run.
+      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest that can
+        run.
 
     Returns:
       [N * n, ...]: rank r's x at [r * n : (r + 1) * n]. Its transpose is `reduce_scatter`.
@@ -96,7 +97,8 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
     Args:
       x: [N * n, ...] floating.
       axis_name: the mesh axis, or tuple of axes, to sum over.
-      algorithm: "ll", "direct", "xla", or None for the fastest that can run.
+      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest that can
+        run.
 
     Returns:
       [n, ...]: on rank r the sum of all ranks' x[r * n : (r + 1) * n]. Its transpose is
@@ -117,7 +119,8 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
     Args:
       x: [N * n, ...] floating: x[r * n : (r + 1) * n] is for rank r.
       axis_name: the mesh axis, or tuple of axes, to exchange over.
-      algorithm: "ll", "direct", "xla", or None for the fastest that can run.
+      algorithm: "ll" (the low-latency protocol), "direct", "xla", or None for the fastest that can
+        run.
 
     Returns:
       [N * n, ...]: [r * n : (r + 1) * n] is from rank r. It is its own transpose.

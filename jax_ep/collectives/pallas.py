@@ -178,7 +178,7 @@ class PallasCollectives:
         sizes: dict[str, Any] = dict(eps=eps, hidden=hidden, two_shot=two_shot, plan=plan)
         if is_low_latency(algorithm):
             operands = match_varying((place(), rows, old, weights[0]), self.axis_name)
-            results = all_reduce_rms_norm_kernel.all_reduce_rms_norm_ll(
+            results = all_reduce_rms_norm_kernel.low_latency_all_reduce_rms_norm(
                 *operands, channels=self._channels(x), **sizes
             )
         else:

@@ -25,8 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric import tiles, vectors
+from pallas_kernels.fabric import low_latency, tiles, vectors
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.tiles import TilePlan
 
@@ -79,7 +78,7 @@ def all_reduce_rms_norm(
     return normalized, new_residual
 
 
-def all_reduce_rms_norm_ll(
+def low_latency_all_reduce_rms_norm(
     place: jax.Array,
     x: jax.Array,
     residual: jax.Array,
@@ -88,7 +87,7 @@ def all_reduce_rms_norm_ll(
     eps: float,
     hidden: int,
     two_shot: bool,
-    channels: ll.Channels,
+    channels: low_latency.Channels,
     plan: TilePlan,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums x over ranks, adds the residual and normalizes, over the low-latency protocol.
@@ -104,12 +103,11 @@ def all_reduce_rms_norm_ll(
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
     if two_shot and plan.num_blocks * channels.num_ranks < num_rows:
         raise ValueError(
-            f"in two shots over the low-latency protocol a block has a row for each rank, but "
-            f"{plan} has too few for "
-            f"{num_rows} rows of {channels.num_ranks} ranks."
+            "in two shots over the low-latency protocol a block has a row for each rank, but "
+            f"{plan} has too few for {num_rows} rows of {channels.num_ranks} ranks."
         )
     slots_per_tile = 2 if two_shot else body.rows_per_block
-    normalized, new_residual = ll.call(
+    normalized, new_residual = low_latency.call(
         body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
         place,
         [x, residual, scale],

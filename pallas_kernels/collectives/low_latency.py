@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric import tiles
+from pallas_kernels.fabric import low_latency, tiles
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
 from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
@@ -144,7 +143,7 @@ def _call(
         where = [pl.ds(jnp.minimum(start, size - tile), tile) for start in starts]
         body(endpoint, where, x_ref, out_ref)
 
-    (out,) = ll.call(
+    (out,) = low_latency.call(
         run,
         place,
         [x],

@@ -50,7 +50,7 @@ from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
 from jax_ep.runtime import availability, jax_compat, symmetric_memory
 from pallas_kernels.collectives import low_latency as ll_collectives
-from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm_ll
+from pallas_kernels.collectives.all_reduce_rms_norm import low_latency_all_reduce_rms_norm
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import layout, tiles
 from pallas_kernels.fabric import low_latency as ll
@@ -202,7 +202,10 @@ def test_all_reduce_rms_norm(case, two_shot):
     operands = [places(num_ranks), *map(jnp.asarray, arrays)]
     for _ in range(2):  # the second time with the other set
         check_norm(
-            simulate(lambda: all_reduce_rms_norm_ll(*operands, **options)), arrays, hidden, 1e-3
+            simulate(lambda: low_latency_all_reduce_rms_norm(*operands, **options)),
+            arrays,
+            hidden,
+            1e-3,
         )
 
 
@@ -228,7 +231,7 @@ def test_what_needs_more_than_there_is_is_refused():
             ValueError,
             match="low-latency protocol has 512 workers of 4 slots, but .* needs 1 of [56]",
         ):
-            all_reduce_rms_norm_ll(places(2)[0], x, x, x[0], **options)
+            low_latency_all_reduce_rms_norm(places(2)[0], x, x, x[0], **options)
 
 
 # ----------------------------------------------------------------------- the protocol, out of step
@@ -950,7 +953,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
                 return tuple(run(again))
 
             def run(x):
-                return all_reduce_rms_norm_ll(
+                return low_latency_all_reduce_rms_norm(
                     jax_compat.place(), x, residual[0], scale[0], **options
                 )
 
