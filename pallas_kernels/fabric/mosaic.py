@@ -218,6 +218,11 @@ def thread() -> Value:
     return mgpu.utils.thread_idx()
 
 
+def block() -> Value:
+    """Emits the number of the thread's block."""
+    return arith.index_cast(integer_type(32), gpu.block_id(gpu.Dimension.x))
+
+
 def barrier() -> None:
     """Emits a barrier of all threads of the warpgroup."""
     mgpu.utils.warpgroup_barrier()

@@ -93,8 +93,7 @@ def refuse(what: str, rank: Value, peer: Value) -> None:
 
 
 def _trap(text: str, rank: Value, peer: Value) -> None:
-    block = arith.index_cast(mosaic.integer_type(32), gpu.block_id(gpu.Dimension.x))
-    gpu.printf(f"jax_ep: {text}.\n", rank, peer, block)
+    gpu.printf(f"jax_ep: {text}.\n", rank, peer, mosaic.block())
     mosaic.asm("trap;")
 
 

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import layout, mosaic, ptx
 from pallas_kernels.fabric.fabric import RanksOfMesh
-from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, gpu, i32, i64, scalar
+from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i64, scalar
 from pallas_kernels.fabric.plan import LANES
 
 # A word that gives a buffer's address holds, from the highest bit: the address without its last
@@ -119,7 +119,7 @@ class Gpus(RanksOfMesh):
 
         def emit(context: Any, table: Any, here: Any, *args: Any) -> None:
             here, peers, refs = scalar(here), list(map(scalar, args[:num_ranks])), args[num_ranks:]
-            lane, block = mosaic.lane(), _block()
+            lane, block = mosaic.lane(), mosaic.block()
             heap = self._heap(here)
             numbers, deltas = call.numbers(table), call.deltas(table)
             # Write to shared memory the number of this call with each peer. Numbers count from 1,
@@ -132,7 +132,7 @@ class Gpus(RanksOfMesh):
                 _store_shared(_plus(numbers, (lane, 8)), number)
             mosaic.reach_peers(context, lambda entry: _load_shared(_plus(deltas, (entry, 8))))
             mosaic.barrier()
-            first = arith.cmpi(arith.CmpIPredicate.eq, block, i32(0))
+            first = mosaic.equal(block, i32(0))
             thread = mosaic.thread()
             # Every call writes all address words, so that no word keeps an old call's tag.
             sends = _below(thread, layout.MAX_BUFFERS * num_ranks)
@@ -283,7 +283,7 @@ class Gpus(RanksOfMesh):
                 place = self._signal(scalar(here), peer, kind)
 
                 def ask() -> tuple[Value, list[Value]]:
-                    return arith.cmpi(arith.CmpIPredicate.ult, _load(place), target), []
+                    return mosaic.below(_load(place), target), []
 
                 ptx.poll(
                     ask,
@@ -464,7 +464,7 @@ class Gpus(RanksOfMesh):
     def _signal(self, owner: Value, sender: Value, kind: int) -> Value:
         """Returns the address, in `owner`'s heap, of the signal from GPU `sender` to this block."""
         start = layout.SIGNALS + 8 * layout.MAX_GPUS * layout.MAX_BLOCKS * kind
-        return _at(self._heap(owner), start, (_block(), 8 * layout.MAX_GPUS), (sender, 8))
+        return _at(self._heap(owner), start, (mosaic.block(), 8 * layout.MAX_GPUS), (sender, 8))
 
     def _word(self, owner: Value, sender: Value, index: Value) -> Value:
         return _at(self._heap(owner), layout.WORDS, (sender, 8 * layout.MAX_WORDS), (index, 8))
@@ -511,10 +511,6 @@ class _Call:
         """Returns the word that signals `count` in this call with `rank`."""
         number = _load_shared(_plus(self.numbers(table), (rank, 8)))
         return arith.ori(arith.shli(number, i64(layout.COUNT_BITS)), _widen(count))
-
-
-def _block() -> Value:
-    return arith.index_cast(mosaic.integer_type(32), gpu.block_id(gpu.Dimension.x))
 
 
 def _below(value: Value, count: int) -> Value:

@@ -24,7 +24,7 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES, WARP
 
 GLOBAL_MEMORY = 1  # address space
-_WARPS = LANES // WARP
+SUMS_OF_WARPGROUP = LANES // WARP  # that `partial_sums` makes: one for each warp
 
 
 def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
@@ -261,13 +261,10 @@ def _select(
     return mosaic.inline(emit, [predicate, *yes, *no], layouts, arrays)
 
 
-SUMS_OF_WARPGROUP = _WARPS
-
-
 def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) -> None:
     """Sums a float32 vector by warps: writes SUMS_OF_WARPGROUP partial sums to shared memory."""
     if fabric.interpret:
-        ref[...] = jnp.sum(value.reshape(_WARPS, -1), axis=1)
+        ref[...] = jnp.sum(value.reshape(SUMS_OF_WARPGROUP, -1), axis=1)
         return
 
     def emit(context: Any, memref: Value, array: Any) -> None:
@@ -299,7 +296,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
     functions. `ref` may be any rank's global memory.
     """
     if fabric.interpret:
-        ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(_WARPS)])
+        ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(SUMS_OF_WARPGROUP)])
         return
 
     def emit(context: Any, sums_ref: Value, to: Value) -> None:
@@ -309,7 +306,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
             base = mosaic.pointer(sums_ref)
             parts = [
                 llvm.load(f32, mosaic.element_pointer(base, mosaic.i32(i), f32))
-                for i in range(_WARPS)
+                for i in range(SUMS_OF_WARPGROUP)
             ]
             llvm.store(functools.reduce(arith.addf, parts), mosaic.pointer(to))
 
