@@ -66,6 +66,8 @@ def gated_product(
 
 @dataclasses.dataclass(frozen=True)
 class _GatedProduct(Product):
+    """The kernel of `gated_product`."""
+
     gating: Elementwise
     keep: bool
 

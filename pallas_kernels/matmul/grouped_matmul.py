@@ -360,6 +360,8 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Product(Kernel):
+    """The kernel of `product`: sums over pairs of the given depths, K."""
+
     depths: tuple[int, ...]
     num_rows: int
     transpose_rhs: bool
@@ -514,8 +516,10 @@ class Product(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(Kernel):
+    """The kernel of `drhs`."""
+
     num_groups: int
-    height: int
+    height: int  # rows of the output of a group, K
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles

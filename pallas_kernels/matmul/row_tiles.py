@@ -85,17 +85,20 @@ def by_kernel(
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 
+        def tiles_of(start, size):
+            """Returns how many tiles cut a group's rows: none if it is empty."""
+            return jnp.where(
+                size > 0, lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (height - 1), height), 0
+            )
+
         def count(group, totals):
             rows, tiles = totals
             size = size_of(group, rows)
-            return rows + size, tiles + jnp.where(size > 0, _tiles_of(rows, size), 0)
+            return rows + size, tiles + tiles_of(rows, size)
 
         def write(entry, *values):
             for column, value in enumerate(values):
                 table[entry, column] = value
-
-        def _tiles_of(start, size):
-            return lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (height - 1), height)
 
         whole = own - lax.rem(own, _UNROLL)
 
@@ -118,7 +121,7 @@ def by_kernel(
                 end = jnp.minimum(row + height, start + size)
                 write(before + i, own, row, jnp.maximum(row, start), end)
 
-            lax.fori_loop(0, jnp.where(size > 0, _tiles_of(start, size), 0), write_tile, None)
+            lax.fori_loop(0, tiles_of(start, size), write_tile, None)
 
         @pl.when(own == num_groups)
         def _totals():
