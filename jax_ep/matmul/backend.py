@@ -28,6 +28,10 @@ import jax.numpy as jnp
 Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs), all of the same shapes and dtype
 # An elementwise function of two arrays, float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
+# From lhs, both rhs, group_sizes, gating and `keep` to what `gated_product` returns, or None.
+FusedGate = Callable[
+    [jax.Array, tuple[jax.Array, jax.Array], jax.Array, Gating, bool], tuple[jax.Array, ...] | None
+]
 
 
 class Product(Protocol):
@@ -36,33 +40,10 @@ class Product(Protocol):
     ) -> jax.Array: ...
 
 
-class Drhs(Protocol):
-    def __call__(self, lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array: ...
-
-
 class SumOfProducts(Protocol):
     def __call__(
         self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool
     ) -> jax.Array: ...
-
-
-class GatedProduct(Protocol):
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: tuple[jax.Array, jax.Array],
-        group_sizes: jax.Array,
-        gating: Gating,
-        keep: bool,
-    ) -> tuple[jax.Array, ...] | None: ...
-
-
-class OperandsReason(Protocol):
-    def __call__(self, matrix_shape: Sequence[int], dtype: Any) -> str | None: ...
-
-
-class PlatformReason(Protocol):
-    def __call__(self, platform: str) -> str | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +65,11 @@ class Backend:
 
     name: str
     product: Product
-    drhs: Drhs
+    drhs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     fused_sum: SumOfProducts | None = None
-    fused_gate: GatedProduct | None = None
-    operands_reason: OperandsReason = lambda matrix_shape, dtype: None
-    platform_reason: PlatformReason = lambda platform: None
+    fused_gate: FusedGate | None = None
+    operands_reason: Callable[[Sequence[int], Any], str | None] = lambda matrix_shape, dtype: None
+    platform_reason: Callable[[str], str | None] = lambda platform: None
 
     def sum_of_products(
         self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -165,8 +165,9 @@ _weight_of_row.defvjp(
 
 
 def _choices_to_rows(weights: jax.Array, handle: Handle) -> jax.Array:
-    axis: dict[str, Any] = dict(axis_name=handle.axis_name)
-    return primitives.choices_to_rows(weights, handle.routes, capacity=handle.capacity, **axis)
+    return primitives.choices_to_rows(
+        weights, handle.routes, axis_name=handle.axis_name, capacity=handle.capacity
+    )
 
 
 def _rows_to_choices(rows: jax.Array, handle: Handle) -> jax.Array:
