@@ -33,7 +33,7 @@ class HiddenUnit:
     Attributes:
         activation: a function of one array: activation(gate) * up, or activation(h).
         gating: a function of (gate, up) in place of activation(gate) * up, or None.
-        clamp: the limit that gate, and up from both sides, are clipped to before; or None.
+        clamp: the most that the function gets as gate, and as the magnitude of up; or None.
     """
 
     activation: Activation = jax.nn.silu
@@ -221,6 +221,7 @@ def _hidden(
     pre: tuple[jax.Array, ...],
     weights: jax.Array | None = None,
 ) -> jax.Array:
+    """Returns the unit's function of the pre-activations with biases, times the rows' weights."""
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
     wide = [rows.astype(dtype) for rows in pre]

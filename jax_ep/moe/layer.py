@@ -190,7 +190,7 @@ def _on_mesh(
         padding = -num_tokens % parts
 
         def flattened(array: jax.Array) -> jax.Array:
-            # On Explicit axes no sharding survives these shapes.
+            # The new shape need not divide over Explicit axes, so nothing may be sharded over them.
             array = reshard(array, mesh, PartitionSpec())
             array = array.reshape(num_tokens, *array.shape[len(shape) - 1 :])
             return jnp.pad(array, ((0, padding), *[(0, 0)] * (array.ndim - 1)))

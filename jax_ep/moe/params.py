@@ -27,7 +27,7 @@ class Parameter(NamedTuple):
     init: Literal["gate", "kernel", "zeros", "ones"] = "kernel"
 
 
-# By its name in `MoEParams`; all but the gate are parameters of the same name of the Flax layers.
+# The parameters, by their names in `MoEParams`; all but the gate have them in the Flax layers too.
 PARAMETERS = {
     "gate": Parameter("HE", ("embed", None), "gate"),
     "gate_bias": Parameter("E", (None,), "zeros"),
@@ -59,7 +59,7 @@ PARTS = (
     "use_mlp_bias",
     "use_shared_gate",
 )
-# Parameters that are of use with another one alone.
+# Parameters that must be None where another one is None.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 
@@ -74,10 +74,10 @@ class MoEParams(NamedTuple):
         bias: [E] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which steers the
             choice of experts and nothing else. The bias of a router that is a linear layer with
             one, as GPT-OSS's, is `gate_bias`.
-        shared_wi_0: [H, S], or None without shared experts, like the next two. S is the width of
-            all of them together, and need not be a multiple of F.
-        shared_wi_1: [H, S]; None where wi_1 is.
-        shared_wo: [S, H].
+        shared_wi_0: [H, S], or None without shared experts. S is the width of all of these
+            together, and need not be a multiple of F.
+        shared_wi_1: [H, S]; None without shared experts, and where wi_1 is.
+        shared_wo: [S, H], or None without shared experts.
         gate_bias: [E] bias of the logits, or None.
         expert_scale: [E] factor on the weight of each choice of an expert (Gemma 4), or None.
         wi_0_bias: [E, F] bias of x wi_0, or None.

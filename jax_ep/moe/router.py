@@ -14,7 +14,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routing import Routing
 
-# The options of `routing.top_k_routing`, and those of them that weigh choices that are given.
+# The options of `routing.top_k_routing`: how choices are weighed, given ones too, and how made.
 _WEIGHING = ("score", "normalize", "normalize_epsilon", "scale")
 _CHOOSING = ("choose_by", "num_groups", "groups_kept", "group_score")
 
