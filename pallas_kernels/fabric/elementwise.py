@@ -19,9 +19,9 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.mosaic import Value
 
 Function = Callable[..., jax.Array]
-Value = Any  # an MLIR value, a float32
 
 
 class NotSupported(Exception):

@@ -58,10 +58,6 @@ class Channels(fb.RanksOfMesh):
         """Returns this rank's place in the mesh, which `ref` [1] int32 holds."""
         return ref[0]
 
-    def stage(self, number: int, rank: jax.Array) -> None:
-        """Names a point of a kernel at which a test may hold ranks back by different times."""
-        self.hold_back(number, rank)
-
 
 class Endpoint:
     """Sends tiles to a worker's peers and receives theirs, during one call.
@@ -144,7 +140,7 @@ class Endpoint:
 
     def stage(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times."""
-        self.channels.stage(number, self.rank)
+        self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
         """Returns the difference between the places in the mesh of a rank and of rank 0."""

@@ -162,9 +162,9 @@ class SimulatedChannels(ll.Channels):
     def barrier(self) -> None:
         _on_host(_Barrier())
 
-    def stage(self, number: int, rank: jax.Array) -> None:
+    def hold_back(self, stage: int, rank: jax.Array) -> None:
         del rank
-        _on_host(_Pause(number))
+        _on_host(_Pause(stage))
 
 
 class SlotContents:

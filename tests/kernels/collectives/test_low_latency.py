@@ -251,22 +251,22 @@ class _Late:
 class LateToTake(SimulatedChannels):
     """Rank 0 has sent its tiles, but takes those of the others late."""
 
-    def stage(self, number, rank):
-        if number == 1:
+    def hold_back(self, stage, rank):
+        if stage == 1:
             simulator._on_host(_Late(), rank)
 
 
 class VeryLateToTake(SimulatedChannels):
     """So late that even on a busy machine the others have made all the calls that they can."""
 
-    def stage(self, number, rank):
-        if number == 1:
+    def hold_back(self, stage, rank):
+        if stage == 1:
             simulator._on_host(_Late(1.0), rank)
 
 
 class LateToCome(SimulatedChannels):
-    def stage(self, number, rank):
-        if number == 0:
+    def hold_back(self, stage, rank):
+        if stage == 0:
             simulator._on_host(_Late(), rank)
 
 
@@ -430,7 +430,7 @@ def test_sending_one_way_only_is_overtaken():
         def _() -> None:
             endpoint.send(0, [part])
 
-        endpoint.channels.stage(1, endpoint.rank)
+        endpoint.stage(1)
 
         @pl.when(endpoint.rank == 0)
         def _() -> None:
