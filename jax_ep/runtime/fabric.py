@@ -58,14 +58,7 @@ def num_gpus(fabric: Gpus) -> int:
 
 def channels_of(fabric: Gpus) -> Channels:
     """Returns the channels of the low-latency protocol between a fabric's ranks."""
-    gpus = num_gpus(fabric)
-    memory = SlotMemory(
-        fabric.base + layout.TILES,
-        layout.STRIDE,
-        gpus,
-        layout.NUM_COUNTERS,
-        layout.num_slots(gpus),
-    )
+    memory = SlotMemory(fabric.base, num_gpus(fabric))
     return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 
 

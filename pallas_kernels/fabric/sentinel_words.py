@@ -18,7 +18,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic, ptx
-from pallas_kernels.fabric.layout import EMPTY, SLOT_BYTES, TILE_BYTES
+from pallas_kernels.fabric.layout import (
+    EMPTY,
+    NUM_COUNTERS,
+    SLOT_BYTES,
+    STRIDE,
+    TILE_BYTES,
+    TILES,
+    num_slots,
+)
 from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
 from pallas_kernels.fabric.plan import VECTOR_BYTES, vector_length
 
@@ -33,18 +41,12 @@ class SlotMemory:
     """The memory of the low-latency protocol in the heaps of the GPUs.
 
     Attributes:
-      base: the address of that memory in GPU 0's heap.
-      stride: bytes from one GPU's heap to the next one's.
+      base: the address of GPU 0's heap.
       num_gpus: how many GPUs have a heap.
-      num_counters: counters of each GPU, 32 bits each.
-      num_slots: slots of each GPU, one tile each.
     """
 
     base: int
-    stride: int
     num_gpus: int
-    num_counters: int
-    num_slots: int
 
     def send(self, gpu: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
         """Sends a tile of `layout.TILE_BYTES` to a slot of a GPU; the slot must be empty.
@@ -224,7 +226,7 @@ class SlotMemory:
 
     def _start(self, gpu: Value) -> Value:
         """Emits the address of this memory in a GPU's heap."""
-        return arith.addi(_times(gpu, self.stride), mosaic.i64(self.base))
+        return arith.addi(_times(gpu, STRIDE), mosaic.i64(self.base + TILES))
 
     def _counter(self, gpu: Value, counter: Value) -> Value:
         """Emits the address of a counter."""
@@ -232,15 +234,14 @@ class SlotMemory:
 
     def _slot(self, gpu: Value, slot: Value) -> Value:
         """Emits the address of this thread's 16 bytes of a slot."""
-        start = arith.addi(self._start(gpu), mosaic.i64(4 * self.num_counters))
+        start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
         part = _times(mosaic.lane(), VECTOR_BYTES)
         return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
 
     def _note(self, gpu: Value, slot: Value) -> Value:
         """Emits the address of this thread's note for a slot, a 32-bit word."""
-        start = arith.addi(
-            self._start(gpu), mosaic.i64(4 * self.num_counters + TILE_BYTES * self.num_slots)
-        )
+        notes = 4 * NUM_COUNTERS + TILE_BYTES * num_slots(self.num_gpus)
+        start = arith.addi(self._start(gpu), mosaic.i64(notes))
         return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(mosaic.lane(), 4)))
 
 

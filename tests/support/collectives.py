@@ -19,8 +19,6 @@ from pallas_kernels.collectives.all_gather import all_gather
 from pallas_kernels.collectives.all_reduce import one_shot, two_shot
 from pallas_kernels.collectives.all_to_all import all_to_all
 from pallas_kernels.collectives.reduce_scatter import reduce_scatter
-from pallas_kernels.fabric import layout
-from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.symmetric import Gpus
 from pallas_kernels.fabric.tiles import TilePlan
 from support.meshes import cuda_mesh
@@ -38,12 +36,6 @@ def ranks_here(
     """See `of_axis`, within a shard_map over the first devices; a wait gives up early."""
     fabric = of_axis(axis_names, like)
     return dataclasses.replace(fabric, timeout_s=TIMEOUT_SECONDS, delays_ns=delays_ns)
-
-
-def slot_memory_of(num_gpus: int, base: int = layout.BASE) -> SlotMemory:
-    """What holds tiles and counters in the heaps of so many GPUs; GPU 0's heap is at `base`."""
-    sizes = layout.NUM_COUNTERS, layout.num_slots(num_gpus)
-    return SlotMemory(base + layout.TILES, layout.STRIDE, num_gpus, *sizes)
 
 
 def by_rank(num_ranks: int, size: int) -> tuple[int, ...]:

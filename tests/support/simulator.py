@@ -208,9 +208,7 @@ def simulated_channels(
 ) -> SimulatedChannels:
     """See `ll.Channels`; in a new memory by default."""
     gpus = tuple(gpus)
-    num_gpus = max(gpus) + 1
-    sizes = num_gpus, NUM_COUNTERS, num_slots(num_gpus)
-    memory = SimulatedSlotMemory(0, 0, *sizes, contents or SlotContents())
+    memory = SimulatedSlotMemory(0, max(gpus) + 1, contents or SlotContents())
     options = InterpretGPUParams(detect_races=detect_races)
     return kind(tuple(axes), gpus, memory, interpret=options)
 
@@ -452,8 +450,8 @@ class _Send:
     def run(self, simulation: _Simulation, thread: Any, gpu: Any, slot: Any, tile: Any) -> None:
         tile, key = np.array(tile), (int(gpu), int(slot))
         num_gpus, tiles = self.memory.num_gpus, self.memory.contents.tiles
-        num_slots = self.memory.num_slots
-        if tile.nbytes != TILE_BYTES or key[0] not in range(num_gpus) or key[1] >= num_slots:
+        known = key[0] in range(num_gpus) and key[1] < num_slots(num_gpus)
+        if tile.nbytes != TILE_BYTES or not known:
             raise KernelError(f"GPU {gpu} has no slot {slot} of {tile.nbytes} bytes")
         with simulation.changed:
             if key in tiles:
@@ -519,7 +517,7 @@ class _WriteCounters:
     def run(self, simulation: _Simulation, thread: Any, gpu: Any, *scalars: Any) -> None:
         simulation.owns_memory(thread, gpu)
         simulation.lanes.barrier(thread)
-        assert all(0 <= counter < self.memory.num_counters for counter in scalars[: self.count])
+        assert all(0 <= counter < NUM_COUNTERS for counter in scalars[: self.count])
         for counter, value in zip(scalars[: self.count], scalars[self.count :], strict=True):
             self.memory.contents.counters[int(gpu), int(counter)] = int(value)
 

@@ -32,7 +32,6 @@ from support.collectives import (
     norm_operands,
     on_gpus,
     operand,
-    slot_memory_of,
 )
 from support.kernels import needs_kernels
 from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
@@ -55,6 +54,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import layout, tiles
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.low_latency import Endpoint
+from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
 simulated = simulator.simulated
@@ -211,7 +211,7 @@ def test_all_reduce_rms_norm(case, two_shot):
 
 @needs_kernels
 def test_what_needs_more_than_there_is_is_refused():
-    channels = ll.Channels(((1, 2),), (0, 1), slot_memory_of(2))
+    channels = ll.Channels(((1, 2),), (0, 1), SlotMemory(layout.BASE, 2))
     for name, size, plan in (
         ("all_gather", 5 * 512, TilePlan(1, 1)),  # five slots
         ("two_shot", 3 * 512, TilePlan(1, 1)),  # six
@@ -490,7 +490,7 @@ def test_every_slot_has_a_place_of_its_own():
     """Of both sets, all senders, workers and slots: a dense numbering of what a GPU has."""
     num_gpus = 3
     endpoint = Endpoint.__new__(Endpoint)
-    endpoint.channels = ll.Channels(((1, 3),), (0, 1, 2), slot_memory_of(num_gpus))
+    endpoint.channels = ll.Channels(((1, 3),), (0, 1, 2), SlotMemory(layout.BASE, num_gpus))
     endpoint._worker = jnp.arange(ll.MAX_WORKERS)
     found = [
         np.asarray(endpoint._slot(jnp.int32(sender), jnp.int32(calls), slot))
@@ -641,7 +641,7 @@ def test_channels_of_a_program(order, gpus, noted_calls):
         assert channels.axes == axes and channels.gpus == order
         assert channels.num_ranks == math.prod(size for _, size in axes)
         # Of all GPUs: programs of some of them use the same slots.
-        assert channels.memory == slot_memory_of(5, layout.BASE + 2**40)
+        assert channels.memory == SlotMemory(layout.BASE + 2**40, 5)
 
 
 @needs_kernels
@@ -652,7 +652,7 @@ def test_channels_of_a_program_for_another_machine(noted_calls):
     lower_on(mesh, "b", "all_gather", "ll", (18, 1024), "bfloat16")
     channels, _ = noted_calls[-1]
     assert channels.axes == ((1, 3),) and channels.gpus == tuple(range(6))
-    assert channels.memory == slot_memory_of(6)
+    assert channels.memory == SlotMemory(layout.BASE, 6)
 
 
 @needs_kernels
@@ -709,11 +709,11 @@ def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: A
     axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
     if isinstance(mesh, AbstractMesh):  # this is lowered only
         devices = tuple(range(mesh.size))
-        return ll.Channels(axes, devices, slot_memory_of(mesh.size), **options)
+        return ll.Channels(axes, devices, SlotMemory(layout.BASE, mesh.size), **options)
     domain = symmetric_memory.domain()
     assert not isinstance(domain, str), domain
     devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)
-    return ll.Channels(axes, devices, slot_memory_of(domain.num_gpus, domain.base), **options)
+    return ll.Channels(axes, devices, SlotMemory(domain.base, domain.num_gpus), **options)
 
 
 # Kernels, tiles and plans of the calls that follow each other in a loop.

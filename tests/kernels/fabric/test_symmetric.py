@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.collectives import slot_memory_of
 from support.kernels import needs_kernels
 from support.meshes import cuda_mesh
 from support.selection import quick
@@ -155,14 +154,14 @@ def test_a_heap_is_of_zeros_up_to_the_tiles():
 def test_tiles_are_polled_where_a_heap_is_empty():
     """The memory of counters, slots and notes is a heap's zeros and empty words, to its end."""
     for num_gpus in range(1, layout.MAX_LOW_LATENCY_GPUS + 1):
-        memory, (_, (empty, word, size)) = slot_memory_of(num_gpus), layout.contents(num_gpus)
-        slots = memory.base - layout.BASE + 4 * memory.num_counters
+        _, (empty, word, size) = layout.contents(num_gpus)
+        slots = layout.TILES + 4 * layout.NUM_COUNTERS
         assert (empty, word) == (slots, layout.EMPTY) and slots % 128 == 0
-        assert size == layout.SLOT_BYTES * memory.num_slots
+        assert size == layout.SLOT_BYTES * layout.num_slots(num_gpus)
         assert layout.heap_bytes(num_gpus) == empty + size
         slots_of_pair = 2 * layout.MAX_WORKERS * layout.MAX_SLOTS
-        assert memory.num_slots == slots_of_pair * num_gpus
-        assert memory.num_counters >= layout.MAX_WORKERS * num_gpus
+        assert layout.num_slots(num_gpus) == slots_of_pair * num_gpus
+        assert layout.NUM_COUNTERS >= layout.MAX_WORKERS * num_gpus
 
 
 def test_sizes_that_send_more_words_than_there_are_do_not_fit():
