@@ -83,8 +83,7 @@ def dispatch(
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        count_dtype=jnp.int32, routes_known=False, fair=fair, wire_dtype=wire_dtype,
-        counted=counts is not None,
+        routes_known=False, fair=fair, wire_dtype=wire_dtype, counted=counts is not None,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
     operands = []
@@ -132,7 +131,7 @@ def dispatch_like(
     """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        count_dtype=counts.dtype, routes_known=True, fair=fair, wire_dtype=wire_dtype,
+        routes_known=True, fair=fair, wire_dtype=wire_dtype,
     )  # fmt: skip
     tokens = kernel.call(
         x,
@@ -154,7 +153,7 @@ class _Dispatch:
 
     @classmethod
     def of(
-        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
+        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *,
         routes_known, fair, wire_dtype, counted=True,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
@@ -171,7 +170,6 @@ class _Dispatch:
                 num_experts,
                 capacity,
                 alignment,
-                count_dtype,
                 Row(*row).parts,
                 fair=fair,
                 fetched=routes_known,

@@ -34,7 +34,6 @@ class ExpertRows:
       num_experts: E.
       capacity: R.
       alignment: the rows of each expert start at a multiple of this.
-      count_dtype: the dtype of the counts.
       parts: columns and dtype of each part of a row.
       fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
         the first rows.
@@ -46,7 +45,6 @@ class ExpertRows:
     num_experts: int
     capacity: int
     alignment: int
-    count_dtype: Any
     parts: Sequence[tuple[int, Any]]
     fair: bool = False
     fetched: bool = True
@@ -63,7 +61,7 @@ class ExpertRows:
     def scratch_types(self) -> dict[str, Any]:
         ranks, width = self.fabric.num_ranks, self.count_width
         return dict(
-            all_counts=plgpu.SMEM((ranks, width), self.count_dtype),
+            all_counts=plgpu.SMEM((ranks, width), jnp.int32),
             scan=plgpu.SMEM((2 * width,), jnp.int32),
             block_ends=plgpu.SMEM((2, width), jnp.int32),  # ends without and with padding
             zeros=[plgpu.SMEM((Tiling.of(columns, t).padded,), t) for columns, t in self.parts],
@@ -100,10 +98,7 @@ class ExpertRows:
         fabric, width = self.fabric, self.count_width
         num_ranks, rank = fabric.num_ranks, fabric.rank()
         plgpu.barrier_wait(counts_full)
-        per_source = [
-            fb.load(fabric, all_counts.at[source], 1).astype(jnp.int32)
-            for source in range(num_ranks)
-        ]
+        per_source = [fb.load(fabric, all_counts.at[source], 1) for source in range(num_ranks)]
         total = sum(per_source[1:], per_source[0])
         if self.fair:
             total = jnp.minimum(total, self._quotas(total, scan, block_ends))
@@ -216,7 +211,7 @@ class ExpertRows:
                 end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
                 wanted = jnp.int32(0)
                 for source in range(fabric.num_ranks):
-                    wanted = wanted + all_counts[source, first_expert + i].astype(jnp.int32)
+                    wanted = wanted + all_counts[source, first_expert + i]
                 fabric.mine(group_sizes)[i] = end - start
                 fabric.mine(expert_counts)[i] = end_of_rows - start
                 dropped = dropped + (wanted - (end_of_rows - start))

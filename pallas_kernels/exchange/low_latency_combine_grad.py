@@ -63,7 +63,7 @@ def combine_grad(
     of_rows = Rows(fabric, channels, plan, "the gradient of combine")
     of_experts = ExpertRows(
         fabric, Plan(plan.num_blocks, 2), plan.num_experts, capacity, expert_alignment,
-        counts.dtype, parts=[(plan.hidden, plan.dtype)], fair=fair,
+        parts=[(plan.hidden, plan.dtype)], fair=fair,
     )  # fmt: skip
     kernel = _CombineGrad(Gather(of_rows, capacity, own_first=True), of_experts)
     dy, dweights = fb.kernel(

@@ -112,7 +112,7 @@ class _Dispatch:
     @classmethod
     def of(cls, plan, capacity, alignment, fair, fabric, channels, *, known):
         of_experts = ExpertRows(
-            fabric, Plan(plan.num_blocks, 2), plan.num_experts, capacity, alignment, jnp.int32,
+            fabric, Plan(plan.num_blocks, 2), plan.num_experts, capacity, alignment,
             parts=[(plan.hidden, plan.dtype)], fair=fair,
         )  # fmt: skip
         return cls(Rows(fabric, channels, plan, "dispatch"), of_experts, known)
