@@ -166,7 +166,7 @@ class _Dispatch:
             Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
             ExpertRows(
                 fabric,
-                plan,
+                plan.num_blocks,
                 num_experts,
                 capacity,
                 alignment,

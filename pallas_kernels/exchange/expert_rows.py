@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import count_width
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan, Tiling
+from pallas_kernels.fabric.plan import Tiling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ExpertRows:
 
     Attributes:
       fabric: how ranks reach each other.
-      plan: number of blocks.
+      num_blocks: thread blocks per rank.
       num_experts: E.
       capacity: R.
       alignment: the rows of each expert start at a multiple of this.
@@ -41,7 +41,7 @@ class ExpertRows:
     """
 
     fabric: fb.Fabric
-    plan: Plan
+    num_blocks: int
     num_experts: int
     capacity: int
     alignment: int
@@ -228,7 +228,7 @@ class ExpertRows:
 
     def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
         """Writes zeros to the rows of `tokens`, an array for each part, that receive no token."""
-        plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
+        rank, per_rank = self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
         for part in zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
@@ -236,7 +236,7 @@ class ExpertRows:
 
         def fill_gap(begin: Any, end: Any) -> None:
             end = jnp.minimum(end, self.capacity)
-            num_blocks = jnp.int32(plan.num_blocks)
+            num_blocks = jnp.int32(self.num_blocks)
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
 
             def fill_row(i: Any, carry: None) -> None:

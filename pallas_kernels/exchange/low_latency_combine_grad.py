@@ -33,7 +33,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.layout import MAX_WORDS
 from pallas_kernels.fabric.low_latency import Channels
-from pallas_kernels.fabric.plan import LANES, Plan, align_up, pad_last
+from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
 _RETURNED = MAX_WORDS // 2  # the first of the values that go back to the owners
 
@@ -62,7 +62,7 @@ def combine_grad(
     capacity = y.shape[-2]
     of_rows = Rows(fabric, channels, plan, "the gradient of combine")
     of_experts = ExpertRows(
-        fabric, Plan(plan.num_blocks, 2), plan.num_experts, capacity, expert_alignment,
+        fabric, plan.num_blocks, plan.num_experts, capacity, expert_alignment,
         parts=[(plan.hidden, plan.dtype)], fair=fair,
     )  # fmt: skip
     kernel = _CombineGrad(Gather(of_rows, capacity, own_first=True), of_experts)

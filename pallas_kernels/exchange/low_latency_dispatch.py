@@ -28,7 +28,7 @@ from pallas_kernels.exchange.low_latency import Rows, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
-from pallas_kernels.fabric.plan import LANES, Plan, align_up, pad_last
+from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
 _COUNTED = 1024  # choices that a warpgroup counts at a time
 
@@ -112,7 +112,7 @@ class _Dispatch:
     @classmethod
     def of(cls, plan, capacity, alignment, fair, fabric, channels, *, known):
         of_experts = ExpertRows(
-            fabric, Plan(plan.num_blocks, 2), plan.num_experts, capacity, alignment,
+            fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
             parts=[(plan.hidden, plan.dtype)], fair=fair,
         )  # fmt: skip
         return cls(Rows(fabric, channels, plan, "dispatch"), of_experts, known)
