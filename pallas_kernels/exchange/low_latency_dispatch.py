@@ -150,8 +150,9 @@ class _Dispatch:
         if not self.known:
             types |= dict(
                 choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
-                # The next row of each expert. Entries after the last expert take choices of none.
-                next_rows=plgpu.SMEM((ranks, width + LANES), jnp.int32),
+                # Of each source, the next row of each expert; entries after the last expert take
+                # choices of none.
+                next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
                 block_starts=plgpu.SMEM((width,), jnp.int32),
                 token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
                 counts_full=plgpu.Barrier(num_arrivals=plan.warpgroups),
@@ -184,7 +185,7 @@ class _Dispatch:
             of_experts.fetch_counts(sources, **scratch)
             of_experts.lay_out(**scratch)
         else:
-            of_experts.lay_out(counts, **{**scratch, "next_rows": None})
+            of_experts.lay_out(counts, **scratch)
             plgpu.barrier_arrive(scratch["laid_out"])
             of_experts.describe(*layout, **scratch)
         fabric.stage(3)
@@ -263,11 +264,11 @@ class _Dispatch:
         each_source(lambda source: self._rows_from(source, rows, **scratch))
         meet(self.fabric, together)
 
-    def _count(self, source, *, choices, all_counts, next_rows, **_):
+    def _count(self, source, *, choices, all_counts, next_rows_from, **_):
         """Counts the choices of a rank by expert: all, and those of tokens of earlier blocks."""
         fabric, of_experts = self.fabric, self.expert_rows
         width, num_choices = of_experts.count_width, self.num_choices
-        fb.clear(next_rows.at[source], width)
+        fb.clear(next_rows_from.at[source], width)
         fb.clear(all_counts.at[source], width)
         fabric.read_values(source, 0, choices.at[source, pl.ds(0, num_choices)], "dispatch")
         fabric.barrier()
@@ -280,31 +281,31 @@ class _Dispatch:
                 experts = jnp.where(entries < num_choices, experts, fb.NOWHERE)
             fb.count(fabric, all_counts.at[source], experts, of_experts.num_experts)
             experts = jnp.where(entries < earlier, experts, fb.NOWHERE)
-            bins = next_rows.at[source, pl.ds(0, width)]
+            bins = next_rows_from.at[source, pl.ds(0, width)]
             fb.count(fabric, bins, experts, of_experts.num_experts)
         fabric.barrier()
 
     def _rows_from(
-        self, source, rows, *, choices, all_counts, next_rows, block_starts, block_ends,
+        self, source, rows, *, choices, all_counts, next_rows_from, block_starts, block_ends,
         token_rows, **_,
     ):  # fmt: skip
         """Computes the rows on this rank of the block's tokens of rank `source`."""
         fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
         width, per_rank = of_experts.count_width, of_experts.num_local_experts
         entries = pl.ds(0, width)
-        row = fb.load(fabric, next_rows.at[source, entries], 1)
+        row = fb.load(fabric, next_rows_from.at[source, entries], 1)
         row = row + fb.load(fabric, block_starts, 1)
         for lower in range(fabric.num_ranks - 1):
             counted = fb.load(fabric, all_counts.at[lower], 1)
             row = row + jnp.where(lower < source, counted, jnp.zeros_like(counted))
-        next_rows[source, entries] = row
+        next_rows_from[source, entries] = row
         fabric.barrier()
         first_expert = fabric.rank() * per_rank
         for i, (token, exists) in enumerate(self.rows.tokens()):
             experts = [choices[source, token * top_k + k] for k in range(top_k)]
             mine = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
             experts = [jnp.where(m, e, width) for e, m in zip(experts, mine, strict=True)]
-            found = [next_rows[source, expert] for expert in experts]
+            found = [next_rows_from[source, expert] for expert in experts]
             for choice in range(top_k):
                 for earlier in range(choice):
                     again = experts[earlier] == experts[choice]
@@ -312,7 +313,7 @@ class _Dispatch:
             if i + 1 < self.rows.plan.tokens_per_block:
                 fabric.barrier()
                 for expert, place in zip(experts, found, strict=True):
-                    next_rows[source, expert] = place + 1  # the last choice has the last row
+                    next_rows_from[source, expert] = place + 1  # the last choice has the last row
                 fabric.barrier()
             if of_experts.fair:
                 ends = [block_ends[0, jnp.minimum(e, width - 1)] for e in experts]
