@@ -29,7 +29,6 @@ from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.quantize import BLOCK
-from pallas_kernels.exchange.sender import Payload
 from pallas_kernels.fabric import layout as memory_layout
 from pallas_kernels.fabric.plan import Plan
 from pallas_kernels.fabric.symmetric import Gpus
@@ -86,7 +85,6 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
         expert_alignment=config.expert_alignment,
         fair=config.overflow == "fair",
     )
-    received: Payload
     if low_latency := _low_latency_plan(fabric, padded, routes.rows.shape, config):
         received = low_latency_dispatch.dispatch_like(
             padded, *routes, channels=channels_of(fabric), plan=low_latency, **options
@@ -255,12 +253,10 @@ def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _unpadded(received: Payload, hidden: int) -> Received:
+def _unpadded(received: Received, hidden: int) -> Received:
     """Removes the columns of padding from received rows, and from their scales if there are any.
 
     `hidden` is the number of columns without padding.
     """
-    if not isinstance(received, tuple):
-        return (received[:, :hidden],)
-    rows, scales = received
-    return rows[:, :hidden], scales[:, : hidden // BLOCK]
+    rows, *scales = received
+    return rows[:, :hidden], *(part[:, : hidden // BLOCK] for part in scales)

@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import Row
-from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
+from pallas_kernels.exchange.sender import PUT, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import short_copies
@@ -70,7 +70,7 @@ def dispatch(
         every 128 values; then H is a multiple of 512.
 
     Returns:
-      A tuple of seven: tokens [R, H], or with a wire_dtype (rows [R, H], scales [R, H / 128]);
+      A tuple of seven: tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]);
       rows [N, T, K] int32, the row on this rank of each choice of each source rank, and -1 where
       the choice is of another rank's expert; counts [N, E] int32 of all ranks; group_sizes [L]
       int32, rows of each local expert's group with padding; expert_counts [L] int32, without
@@ -96,7 +96,7 @@ def dispatch(
     )
     parts, (rows, all_counts, *layout) = kernel.split(results)
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
-    return payload(parts), rows, all_counts[..., :num_experts], *layout
+    return tuple(parts), rows, all_counts[..., :num_experts], *layout
 
 
 def dispatch_like(
@@ -110,7 +110,7 @@ def dispatch_like(
     expert_alignment: int,
     fair: bool = False,
     wire_dtype: Any = None,
-) -> Payload:
+) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
 
     With stacked ranks, every array has a leading axis of N.
@@ -127,18 +127,18 @@ def dispatch_like(
         every 128 values; then H is a multiple of 512.
 
     Returns:
-      tokens [R, H], or with a wire_dtype (rows [R, H], scales [R, H / 128]).
+      tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]).
     """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
         routes_known=True, fair=fair, wire_dtype=wire_dtype,
     )  # fmt: skip
-    tokens = kernel.call(
+    parts = kernel.call(
         x,
         kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
         pad_last(counts, kernel.expert_rows.count_width - counts.shape[-1]),
     )
-    return payload(tokens)
+    return tuple(parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
     fair: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
 
     Arguments and results are those of `dispatch.dispatch`, bit for bit, but for `channels`, how the
@@ -64,7 +64,7 @@ def dispatch(
         name="ep_dispatch_ll",
     )
     rows = rows.reshape(*lead, num_ranks, num_tokens, top_k)
-    return tokens, rows, counts[..., :num_experts], *layout
+    return (tokens,), rows, counts[..., :num_experts], *layout
 
 
 def dispatch_like(
@@ -79,8 +79,8 @@ def dispatch_like(
     capacity: int,
     expert_alignment: int,
     fair: bool = False,
-) -> jax.Array:
-    """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows [R, H].
+) -> tuple[jax.Array, ...]:
+    """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
 
     Arguments are those of `dispatch.dispatch_like`, but for topk_idx [T, K] int32, `channels` and
     `plan`, as in `dispatch`.
@@ -88,7 +88,7 @@ def dispatch_like(
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
     kernel = _Dispatch.of(plan, capacity, expert_alignment, fair, fabric, channels, known=True)
-    (tokens,) = kernel.call(
+    tokens = kernel.call(
         [
             x,
             topk_idx.reshape(*lead, num_tokens * top_k),
@@ -98,7 +98,7 @@ def dispatch_like(
         [],
         name="ep_dispatch_like_ll",
     )
-    return tokens
+    return tuple(tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,14 +27,8 @@ from pallas_kernels.fabric.plan import Plan, Window
 
 PUT = 0  # channel: signalled after each step, and once by a block that has no step
 
-Payload = jax.Array | tuple[jax.Array, ...]
 List = Sequence[jax.Array]  # the words of a token that a peer receives
 Sources = Callable[[], Sequence[Any]]  # returns references, each [T·num_words], to read words from
-
-
-def payload(parts: Sequence[jax.Array]) -> Payload:
-    """Returns received rows as results show them: one array, or a tuple of rows and scales."""
-    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 @dataclasses.dataclass(frozen=True)
