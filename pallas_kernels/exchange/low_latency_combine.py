@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.low_latency import Gather, Rows, hello
+from pallas_kernels.exchange.low_latency import Gather, Rows, hello, is_among
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
@@ -158,12 +158,8 @@ class _Combine:
     def _receive(self, endpoint, i, token, exists, ranks, mine, out):
         """Adds the sums of this rank's i-th token in the block, and stores the result."""
         fabric, of_rows = self.fabric, self.rows
-
-        def is_sent_by(source):
-            return fb.any_of([jnp.where(rank == source, 0, fb.NOWHERE) for rank in ranks])
-
-        comes = [is_sent_by(peer) & exists for peer in endpoint.peers]
-        sent = [is_sent_by(source) for source in range(fabric.num_ranks)]
+        comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
+        sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
         for j, own in enumerate(mine):
             arrived = of_rows.receive(endpoint, i, j, comes, exact=False)
             parts = vectors.rotate(fabric, [own, *arrived], endpoint.rank, of_rows.plan.vector)

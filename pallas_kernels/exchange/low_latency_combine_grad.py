@@ -146,17 +146,11 @@ class _CombineGrad:
         self, g, weights_ref, topk_idx, dy, dweights, ring, *, num_rows, listed, together, sums,
         totals, returned, **scratch,
     ):  # fmt: skip
-        fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
+        fabric, of_rows = self.fabric, self.rows
         fabric.stage(0)
         endpoint = of_rows.open()
         of_rows.send_values(weights_ref)
-        cotangents = [of_rows.load(fabric.mine(g), token) for token, _ in of_rows.tokens()]
-        for i, (token, exists) in enumerate(of_rows.tokens()):
-            experts = [fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
-            ranks = of_rows.ranks_of(experts)
-            for j, peer in enumerate(endpoint.peers):
-                goes = fb.any_of([jnp.where(rank == peer, 0, fb.NOWHERE) for rank in ranks])
-                of_rows.send(endpoint, j, i, cotangents[i], goes & exists, exact=False)
+        cotangents = of_rows.send_tokens(endpoint, g, topk_idx, exact=False)
         fabric.stage(1)
         self.gather.read_weights(together=together, **scratch)
         plgpu.barrier_wait(listed)

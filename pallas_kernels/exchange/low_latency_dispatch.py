@@ -27,7 +27,7 @@ from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.low_latency import Channels, Endpoint
+from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
 _COUNTED = 1024  # choices that a warpgroup counts at a time
@@ -199,7 +199,7 @@ class _Dispatch:
         endpoint = of_rows.open()
         if not self.known:
             of_rows.send_values(topk_idx)
-        sent = self._send_rows(endpoint, x, topk_idx)
+        sent = of_rows.send_tokens(endpoint, x, topk_idx, exact=True)
         fabric.stage(1)
         if not self.known:
             self._find_rows(rows, **scratch)
@@ -219,18 +219,6 @@ class _Dispatch:
                     self._store(tokens, j, tile, row)
         fabric.stage(2)
         endpoint.close()
-
-    def _send_rows(self, endpoint: Endpoint, x, topk_idx):
-        """Sends the rows of this block's tokens to the peers that get them; returns their tiles."""
-        fabric, of_rows, top_k = self.fabric, self.rows, self.top_k
-        sent = [of_rows.load(fabric.mine(x), token) for token, _ in of_rows.tokens()]
-        for i, (token, exists) in enumerate(of_rows.tokens()):
-            experts = [fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
-            ranks = of_rows.ranks_of(experts)
-            for j, peer in enumerate(endpoint.peers):
-                goes = fb.any_of([jnp.where(rank == peer, 0, fb.NOWHERE) for rank in ranks])
-                of_rows.send(endpoint, j, i, sent[i], goes & exists, exact=True)
-        return sent
 
     def _store(self, tokens, i, tile, places):
         """Stores the i-th tile of a token to its rows here."""
