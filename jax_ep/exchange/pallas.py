@@ -39,19 +39,10 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.group_size)
     sizes = (fabric.num_ranks, *topk_idx.shape)
-    layout_options: Any = dict(
-        capacity=config.rows,
-        expert_alignment=config.expert_alignment,
-        fair=config.overflow == "fair",
-    )
+    options = dict(_layout_options(fabric, config), capacity=config.rows)
     if low_latency := _low_latency_plan(fabric, padded, sizes, config):
         received, rows, counts, *layout = low_latency_dispatch.dispatch(
-            padded,
-            topk_idx,
-            fabric=fabric,
-            channels=channels_of(fabric),
-            plan=low_latency,
-            **layout_options,
+            padded, topk_idx, channels=channels_of(fabric), plan=low_latency, **options
         )
     else:
         known = None
@@ -62,10 +53,9 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
             topk_idx,
             known,
             num_experts=config.num_experts,
-            fabric=fabric,
             plan=_dispatch_plan(padded, sizes, config),
             wire_dtype=config.wire_dtype,
-            **layout_options,
+            **options,
         )
     group_sizes, expert_counts, num_dropped, rows_needed = layout
     recv_counts = routing.counts_here(counts, config.ranks.here())
@@ -79,12 +69,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.group_size)
-    options: Any = dict(
-        fabric=fabric,
-        capacity=config.rows,
-        expert_alignment=config.expert_alignment,
-        fair=config.overflow == "fair",
-    )
+    options = dict(_layout_options(fabric, config), capacity=config.rows)
     if low_latency := _low_latency_plan(fabric, padded, routes.rows.shape, config):
         received = low_latency_dispatch.dispatch_like(
             padded, *routes, channels=channels_of(fabric), plan=low_latency, **options
@@ -152,11 +137,7 @@ def combine_grad(
     g, y = _pad_hidden(g, config), _pad_hidden(y, config)
     fabric = of_axis(config.axis_name, g, config.group_size)
     operands = g, topk_weights, y, *routes
-    options: Any = dict(
-        fabric=fabric,
-        expert_alignment=config.expert_alignment,
-        fair=config.overflow == "fair",
-    )
+    options = _layout_options(fabric, config)
     if low_latency := _low_latency_plan(fabric, y, routes.rows.shape, config):
         dy, dweights = low_latency_combine_grad.combine_grad(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
@@ -204,6 +185,12 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     y = _pad_hidden(y.reshape(-1, hidden).astype(config.sum_dtype or y.dtype), config)
     out = _combine(y, None, routes.topk_idx, routes.local_topk_idx, config, by_rank=True)
     return out[:, :hidden]
+
+
+def _layout_options(fabric: Gpus, config: Config) -> dict[str, Any]:
+    """Returns the fabric, and how each expert's rows lie, as arguments of a kernel."""
+    fair = config.overflow == "fair"
+    return dict(fabric=fabric, expert_alignment=config.expert_alignment, fair=fair)
 
 
 def _low_latency_plan(
