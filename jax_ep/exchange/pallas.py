@@ -196,9 +196,9 @@ def _layout_options(fabric: Gpus, config: Config) -> dict[str, Any]:
 def _low_latency_plan(
     fabric: Gpus, x: jax.Array, sizes: tuple[int, ...], config: Config
 ) -> plans.LowLatencyPlan | None:
-    """Returns the plan of the low-latency kernels for padded rows x [.., H], if they take them.
+    """Returns the plan of the low-latency kernels for padded rows x [.., H].
 
-    `sizes` are N, T and K.
+    Returns None if these kernels do not support the rows. `sizes` are N, T and K.
     """
     if num_gpus(fabric) > memory_layout.MAX_DEVICES:
         return None

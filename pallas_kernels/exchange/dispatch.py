@@ -123,6 +123,7 @@ def dispatch_like(
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R, that of `dispatch`.
       expert_alignment: that of `dispatch`.
+      fair: that of `dispatch`.
       wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
         every 128 values; then H is a multiple of 512.
 

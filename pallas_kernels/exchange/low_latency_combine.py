@@ -44,8 +44,21 @@ def combine(
 ) -> jax.Array:
     """Multiplies rows by their weights, sums them by token, and returns the sums to their owners.
 
-    Arguments and the result are those of `combine.combine`, bit for bit, but for `channels`, how
-    the warpgroups of ranks reach each other, and a plan that `fits`.
+    With stacked ranks, every array has a leading axis of N.
+
+    Args:
+      y: [R, H].
+      topk_weights: [T, K] float32, or None for a sum without weights.
+      topk_idx: [T, K] int32.
+      rows: [N, T, K] int32, a result of the dispatch: the row of each choice or, with `by_rank`,
+        its local expert; less than 0 where the choice is of another rank's expert.
+      fabric: how ranks reach each other.
+      channels: how warpgroups of ranks reach each other.
+      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
+      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
+
+    Returns:
+      The result of `combine.combine` without a wire_dtype, bit for bit.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     of_rows = Rows(fabric, channels, plan, "combine")

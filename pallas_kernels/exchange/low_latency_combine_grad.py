@@ -54,7 +54,7 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
-    Arguments and results are those of `combine_grad.combine_grad`, but for `channels`, how the
+    Arguments and results are those of `combine_grad.combine_grad`, but for `channels`, how
     warpgroups of ranks reach each other, and a plan that `fits`. dweights is summed in another
     order, the same on every run.
     """

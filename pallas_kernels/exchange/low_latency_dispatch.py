@@ -46,8 +46,21 @@ def dispatch(
 ) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
 
-    Arguments and results are those of `dispatch.dispatch`, bit for bit, but for `channels`, how the
-    warpgroups of ranks reach each other, and a plan that `fits`.
+    With stacked ranks, every array has a leading axis of N.
+
+    Args:
+      x: [T, H].
+      topk_idx: [T, K] int32.
+      fabric: how ranks reach each other.
+      channels: how warpgroups of ranks reach each other.
+      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
+      capacity: R.
+      expert_alignment: the rows of each expert start at a multiple of this.
+      fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
+        others have the row R; else it keeps those before R.
+
+    Returns:
+      The results of `dispatch.dispatch` without a wire_dtype, bit for bit.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -82,8 +95,22 @@ def dispatch_like(
 ) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
 
-    Arguments are those of `dispatch.dispatch_like`, but for topk_idx [T, K] int32, `channels` and
-    `plan`, as in `dispatch`.
+    With stacked ranks, every array has a leading axis of N.
+
+    Args:
+      x: [T, H].
+      topk_idx: [T, K] int32, that of `dispatch`.
+      rows: [N, T, K] int32, the result of `dispatch`.
+      counts: [N, E] int32, the result of `dispatch`.
+      fabric: how ranks reach each other.
+      channels: how warpgroups of ranks reach each other.
+      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
+      capacity: R, that of `dispatch`.
+      expert_alignment: that of `dispatch`.
+      fair: that of `dispatch`.
+
+    Returns:
+      tokens ([R, H],).
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]

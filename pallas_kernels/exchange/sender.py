@@ -2,9 +2,9 @@
 
 It takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
 quantizes it if there is a wire_dtype, and puts it into its final row at every rank that gets it. If
-peers receive lists, it also puts a list of words to each peer that says which of the peer's experts
-get the token. A step of tokens is signalled while the next one is being sent. The kernel that uses
-the sender decides what the lists say, and which row a token gets.
+peers receive lists, it also puts a list of words to each peer: the token's rows there, or the
+peer's experts that get it. A step of tokens is signalled while the next one is being sent. The
+kernel that uses the sender decides what the lists say, and which row a token gets.
 """
 
 from __future__ import annotations
