@@ -365,27 +365,12 @@ class _Dispatch:
     def _new_rows(self, entry, peers, *, choices, next_rows, block_ends, **_):
         """Computes the row of each choice of a token at each peer, [N][K]; advances `next_rows`."""
         of_experts = self.expert_rows
-        # All threads read each expert's next row before any counts this token's choices.
         experts = [choices[0, entry + choice] for choice in range(self.top_k)]
         valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]
         experts = [
             jnp.where(v, e, of_experts.count_width) for e, v in zip(experts, valid, strict=True)
         ]
-        found = [next_rows[expert] for expert in experts]
-        for choice in range(self.top_k):
-            for earlier in range(choice):
-                again = experts[earlier] == experts[choice]
-                found[choice] = found[choice] + again.astype(jnp.int32)
-        self.fabric.barrier()
-        for expert, row in zip(experts, found, strict=True):
-            next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
-        self.fabric.barrier()  # the next token reads what this one has counted
-        if of_experts.fair:
-            ends = [block_ends[0, jnp.minimum(e, of_experts.num_experts - 1)] for e in experts]
-            dropped = jnp.int32(of_experts.capacity)
-            found = [
-                jnp.where(row < end, row, dropped) for row, end in zip(found, ends, strict=True)
-            ]
+        found = of_experts.take_rows(experts, next_rows, block_ends)
         owners = [
             jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)
             for e, v in zip(experts, valid, strict=True)

@@ -183,6 +183,37 @@ class ExpertRows:
         # Where nothing overflows anywhere, the quotas are still 0.
         return jnp.where(overflows, of_experts(quotas), total)
 
+    def take_rows(
+        self, experts: Sequence[Any], next_rows: Any, block_ends: Any, *,
+        of: tuple[Any, ...] = (), last: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """Returns the row of each choice of a token, R or more if dropped; advances `next_rows`.
+
+        Args:
+          experts: the expert of each choice; `count_width` for a choice whose row may be anything.
+          next_rows: the next row of each expert, and an entry for `count_width`.
+          block_ends: the memory in which `lay_out` left where the experts' rows end.
+          of: the indices of `next_rows`' leading dimensions.
+          last: whether no token follows, so that `next_rows` need not be advanced.
+        """
+        # All threads read each expert's next row before any counts this token's choices.
+        found = [next_rows[(*of, expert)] for expert in experts]
+        for choice, expert in enumerate(experts):
+            for earlier in experts[:choice]:
+                found[choice] = found[choice] + (earlier == expert).astype(jnp.int32)
+        if not last:
+            self.fabric.barrier()
+            for expert, row in zip(experts, found, strict=True):
+                next_rows[(*of, expert)] = row + 1  # the last choice has the last row
+            self.fabric.barrier()  # the next token reads what this one has counted
+        if self.fair:
+            ends = [block_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
+            dropped = jnp.int32(self.capacity)
+            found = [
+                jnp.where(row < end, row, dropped) for row, end in zip(found, ends, strict=True)
+            ]
+        return found
+
     def describe(
         self, group_sizes: Any, expert_counts: Any, num_dropped: Any, rows_needed: Any, *,
         block_ends: Any, all_counts: Any, **_: Any,

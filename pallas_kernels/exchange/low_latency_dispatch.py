@@ -320,23 +320,10 @@ class _Dispatch:
             experts = [choices[source, token * top_k + k] for k in range(top_k)]
             mine = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
             experts = [jnp.where(m, e, width) for e, m in zip(experts, mine, strict=True)]
-            found = [next_rows_from[source, expert] for expert in experts]
-            for choice in range(top_k):
-                for earlier in range(choice):
-                    again = experts[earlier] == experts[choice]
-                    found[choice] = found[choice] + again.astype(jnp.int32)
-            if i + 1 < self.rows.plan.tokens_per_block:
-                fabric.barrier()
-                for expert, place in zip(experts, found, strict=True):
-                    next_rows_from[source, expert] = place + 1  # the last choice has the last row
-                fabric.barrier()
-            if of_experts.fair:
-                ends = [block_ends[0, jnp.minimum(e, width - 1)] for e in experts]
-                dropped = jnp.int32(of_experts.capacity)
-                found = [
-                    jnp.where(place < end, place, dropped)
-                    for place, end in zip(found, ends, strict=True)
-                ]
+            last = i + 1 == self.rows.plan.tokens_per_block
+            found = of_experts.take_rows(
+                experts, next_rows_from, block_ends, of=(source,), last=last
+            )
             places = [jnp.where(m, p, fb.NOWHERE) for m, p in zip(mine, found, strict=True)]
             for choice, place in enumerate(places):
                 token_rows[source, i, choice] = place
