@@ -29,7 +29,6 @@ from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.quantize import BLOCK
-from pallas_kernels.exchange.sender import Payload
 from pallas_kernels.fabric import layout as memory_layout
 from pallas_kernels.fabric.plan import Plan
 from pallas_kernels.fabric.symmetric import Gpus
@@ -40,19 +39,10 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.group_size)
     sizes = (fabric.num_ranks, *topk_idx.shape)
-    layout_options: Any = dict(
-        capacity=config.num_rows,
-        expert_alignment=config.expert_alignment,
-        fair=config.overflow == "fair",
-    )
+    options = dict(_layout_options(fabric, config), capacity=config.num_rows)
     if low_latency := _low_latency_plan(fabric, padded, sizes, config):
         received, rows, counts, *layout = low_latency_dispatch.dispatch(
-            padded,
-            topk_idx,
-            fabric=fabric,
-            channels=channels_of(fabric),
-            plan=low_latency,
-            **layout_options,
+            padded, topk_idx, channels=channels_of(fabric), plan=low_latency, **options
         )
     else:
         known = None
@@ -63,10 +53,9 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
             topk_idx,
             known,
             num_experts=config.num_experts,
-            fabric=fabric,
             plan=_dispatch_plan(padded, sizes, config),
             wire_dtype=config.wire_dtype,
-            **layout_options,
+            **options,
         )
     group_sizes, expert_counts, num_dropped, rows_needed = layout
     recv_counts = routing.counts_here(counts, config.ranks.here())
@@ -80,13 +69,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.group_size)
-    options: Any = dict(
-        fabric=fabric,
-        capacity=config.num_rows,
-        expert_alignment=config.expert_alignment,
-        fair=config.overflow == "fair",
-    )
-    received: Payload
+    options = dict(_layout_options(fabric, config), capacity=config.num_rows)
     if low_latency := _low_latency_plan(fabric, padded, routes.rows.shape, config):
         received = low_latency_dispatch.dispatch_like(
             padded, *routes, channels=channels_of(fabric), plan=low_latency, **options
@@ -154,11 +137,7 @@ def combine_grad(
     g, y = _pad_hidden(g, config), _pad_hidden(y, config)
     fabric = of_axis(config.axis_name, g, config.group_size)
     operands = g, topk_weights, y, *routes
-    options: Any = dict(
-        fabric=fabric,
-        expert_alignment=config.expert_alignment,
-        fair=config.overflow == "fair",
-    )
+    options = _layout_options(fabric, config)
     if low_latency := _low_latency_plan(fabric, y, routes.rows.shape, config):
         dy, dweights = low_latency_combine_grad.combine_grad(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
@@ -208,12 +187,18 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     return out[:, :hidden]
 
 
+def _layout_options(fabric: Gpus, config: Config) -> dict[str, Any]:
+    """Returns the fabric, and how each expert's rows lie, as arguments of a kernel."""
+    fair = config.overflow == "fair"
+    return dict(fabric=fabric, expert_alignment=config.expert_alignment, fair=fair)
+
+
 def _low_latency_plan(
     fabric: Gpus, x: jax.Array, sizes: tuple[int, ...], config: Config
 ) -> plans.LowLatencyPlan | None:
-    """Returns the plan of the low-latency kernels for padded rows x [.., H], if they take them.
+    """Returns the plan of the low-latency kernels for padded rows x [.., H].
 
-    `sizes` are N, T and K.
+    Returns None if these kernels do not support the rows. `sizes` are N, T and K.
     """
     if num_gpus(fabric) > memory_layout.MAX_LOW_LATENCY_GPUS:
         return None
@@ -255,12 +240,10 @@ def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _unpadded(received: Payload, hidden: int) -> Received:
+def _unpadded(received: Received, hidden: int) -> Received:
     """Removes the columns of padding from received rows, and from their scales if there are any.
 
     `hidden` is the number of columns without padding.
     """
-    if not isinstance(received, tuple):
-        return (received[:, :hidden],)
-    rows, scales = received
-    return rows[:, :hidden], scales[:, : hidden // BLOCK]
+    rows, *scales = received
+    return rows[:, :hidden], *(part[:, : hidden // BLOCK] for part in scales)

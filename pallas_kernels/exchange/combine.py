@@ -3,8 +3,8 @@
 The owner of a token is the rank whose token it is. Block b of every rank handles the same range of
 tokens of every owner, a step of a few tokens at a time, with these warpgroups:
 
-  scout    lists the rows of each (owner, token) of the next step, and tells peers what they wait
-           for: that the sums of a step are in their receive buffers, that a step has been read;
+  scout    lists the rows of each (owner, token) of the next step, and signals to peers that the
+           sums of a step are in their receive buffers, and that a step has been read;
   workers  share the sums of a step, a tile of some columns at a time. A worker loads the tile of a
            sum's rows from memory into registers, several rows at once, and adds them in float32,
            weighted. It stores the sum in the owner's receive buffer, rounded to the rows' dtype, or

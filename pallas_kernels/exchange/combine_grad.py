@@ -68,7 +68,7 @@ def combine_grad(
       fabric: how ranks reach each other.
       plan: number of blocks, and depth of the two rings.
       expert_alignment: the rows of each expert start at a multiple of this.
-      fair: as in the dispatch.
+      fair: whether a rank whose rows did not fit in R kept equally many of each expert.
 
     Returns:
       dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;

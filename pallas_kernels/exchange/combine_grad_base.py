@@ -51,7 +51,7 @@ class CombineGrad:
         num_tokens, top_k = rows.shape[-2:]
         capacity, hidden = y.shape[-2:]
         of_experts = ExpertRows(
-            fabric, plan, counts.shape[-1], capacity, expert_alignment, counts.dtype,
+            fabric, plan.num_blocks, counts.shape[-1], capacity, expert_alignment,
             parts=[(hidden, y.dtype)], fair=fair,
         )  # fmt: skip
         return cls(

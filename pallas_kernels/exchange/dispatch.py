@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import Row
-from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
+from pallas_kernels.exchange.sender import PUT, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import short_copies
@@ -68,7 +68,7 @@ def dispatch(
         every 128 values; then H is a multiple of 512.
 
     Returns:
-      A tuple of seven: tokens [R, H], or with a wire_dtype (rows [R, H], scales [R, H / 128]);
+      A tuple of seven: tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]);
       rows [N, T, K] int32, the row on this rank of each choice of each source rank, and -1 where
       the choice is of another rank's expert; counts [N, E] int32 of all ranks; group_sizes [L]
       int32, rows of each local expert's group with padding; expert_counts [L] int32, without
@@ -81,8 +81,7 @@ def dispatch(
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        count_dtype=jnp.int32, routes_known=False, fair=fair, wire_dtype=wire_dtype,
-        counted=counts is not None,
+        routes_known=False, fair=fair, wire_dtype=wire_dtype, counted=counts is not None,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
     operands = []
@@ -95,7 +94,7 @@ def dispatch(
     )
     parts, (rows, all_counts, *layout) = kernel.split(results)
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
-    return payload(parts), rows, all_counts[..., :num_experts], *layout
+    return tuple(parts), rows, all_counts[..., :num_experts], *layout
 
 
 def dispatch_like(
@@ -109,7 +108,7 @@ def dispatch_like(
     expert_alignment: int,
     fair: bool = False,
     wire_dtype: Any = None,
-) -> Payload:
+) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
 
     With stacked ranks, every array has a leading axis of N.
@@ -122,22 +121,23 @@ def dispatch_like(
       plan: number of blocks, tokens of a step, and depth of the rings.
       capacity: R, that of `dispatch`.
       expert_alignment: that of `dispatch`.
+      fair: that of `dispatch`.
       wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
         every 128 values; then H is a multiple of 512.
 
     Returns:
-      tokens [R, H], or with a wire_dtype (rows [R, H], scales [R, H / 128]).
+      tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]).
     """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        count_dtype=counts.dtype, routes_known=True, fair=fair, wire_dtype=wire_dtype,
+        routes_known=True, fair=fair, wire_dtype=wire_dtype,
     )  # fmt: skip
-    tokens = kernel.call(
+    parts = kernel.call(
         x,
         kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
         pad_last(counts, kernel.expert_rows.count_width - counts.shape[-1]),
     )
-    return payload(tokens)
+    return tuple(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Dispatch:
 
     @classmethod
     def of(
-        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *, count_dtype,
+        cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *,
         routes_known, fair, wire_dtype, counted=True,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
@@ -165,11 +165,10 @@ class _Dispatch:
             Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
             ExpertRows(
                 fabric,
-                plan,
+                plan.num_blocks,
                 num_experts,
                 capacity,
                 alignment,
-                count_dtype,
                 Row(*row).parts,
                 fair=fair,
                 fetched=routes_known,
@@ -364,27 +363,12 @@ class _Dispatch:
     def _new_rows(self, entry, peers, *, choices, next_rows, block_ends, **_):
         """Computes the row of each choice of a token at each peer, [N][K]; advances `next_rows`."""
         of_experts = self.expert_rows
-        # All threads read each expert's next row before any counts this token's choices.
         experts = [choices[0, entry + choice] for choice in range(self.top_k)]
         valid = [(e >= 0) & (e < of_experts.num_experts) for e in experts]
         experts = [
             jnp.where(v, e, of_experts.count_width) for e, v in zip(experts, valid, strict=True)
         ]
-        found = [next_rows[expert] for expert in experts]
-        for choice in range(self.top_k):
-            for earlier in range(choice):
-                again = experts[earlier] == experts[choice]
-                found[choice] = found[choice] + again.astype(jnp.int32)
-        self.fabric.barrier()
-        for expert, row in zip(experts, found, strict=True):
-            next_rows[expert] = row + 1  # of the same expert, the last choice has the last row
-        self.fabric.barrier()  # the next token reads what this one has counted
-        if of_experts.fair:
-            ends = [block_ends[0, jnp.minimum(e, of_experts.num_experts - 1)] for e in experts]
-            dropped = jnp.int32(of_experts.capacity)
-            found = [
-                jnp.where(row < end, row, dropped) for row, end in zip(found, ends, strict=True)
-            ]
+        found = of_experts.take_rows(experts, next_rows, block_ends)
         owners = [
             jnp.where(v, lax.div(e, jnp.int32(of_experts.num_local_experts)), fb.NOWHERE)
             for e, v in zip(experts, valid, strict=True)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import count_width
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan, padded_columns
+from pallas_kernels.fabric.plan import padded_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,10 @@ class ExpertRows:
 
     Attributes:
       fabric: how ranks reach each other.
-      plan: number of blocks.
+      num_blocks: thread blocks per rank.
       num_experts: E.
       capacity: R.
       alignment: the rows of each expert start at a multiple of this.
-      count_dtype: the dtype of the counts.
       parts: columns and dtype of each part of a row.
       fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
         the first rows.
@@ -42,11 +41,10 @@ class ExpertRows:
     """
 
     fabric: fb.Fabric
-    plan: Plan
+    num_blocks: int
     num_experts: int
     capacity: int
     alignment: int
-    count_dtype: Any
     parts: Sequence[tuple[int, Any]]
     fair: bool = False
     fetched: bool = True
@@ -63,7 +61,7 @@ class ExpertRows:
     def scratch_types(self) -> dict[str, Any]:
         ranks, width = self.fabric.num_ranks, self.count_width
         return dict(
-            all_counts=plgpu.SMEM((ranks, width), self.count_dtype),
+            all_counts=plgpu.SMEM((ranks, width), jnp.int32),
             scan=plgpu.SMEM((2 * width,), jnp.int32),
             block_ends=plgpu.SMEM((2, width), jnp.int32),  # ends without and with padding
             zeros=[plgpu.SMEM((padded_columns(columns, t),), t) for columns, t in self.parts],
@@ -100,10 +98,7 @@ class ExpertRows:
         fabric, width = self.fabric, self.count_width
         num_ranks, rank = fabric.num_ranks, fabric.rank()
         plgpu.barrier_wait(counts_full)
-        per_source = [
-            fb.load(fabric, all_counts.at[source], 1).astype(jnp.int32)
-            for source in range(num_ranks)
-        ]
+        per_source = [fb.load(fabric, all_counts.at[source], 1) for source in range(num_ranks)]
         total = sum(per_source[1:], per_source[0])
         if self.fair:
             total = jnp.minimum(total, self._quotas(total, scan, block_ends))
@@ -188,6 +183,37 @@ class ExpertRows:
         # Where nothing overflows anywhere, the quotas are still 0.
         return jnp.where(overflows, of_experts(quotas), total)
 
+    def take_rows(
+        self, experts: Sequence[Any], next_rows: Any, block_ends: Any, *,
+        of: tuple[Any, ...] = (), last: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """Returns the row of each choice of a token, R or more if dropped; advances `next_rows`.
+
+        Args:
+          experts: the expert of each choice; `count_width` for a choice whose row may be anything.
+          next_rows: the next row of each expert, and an entry for `count_width`.
+          block_ends: the memory in which `lay_out` left where the experts' rows end.
+          of: the indices of `next_rows`' leading dimensions.
+          last: whether no token follows, so that `next_rows` need not be advanced.
+        """
+        # All threads read each expert's next row before any counts this token's choices.
+        found = [next_rows[(*of, expert)] for expert in experts]
+        for choice, expert in enumerate(experts):
+            for earlier in experts[:choice]:
+                found[choice] = found[choice] + (earlier == expert).astype(jnp.int32)
+        if not last:
+            self.fabric.barrier()
+            for expert, row in zip(experts, found, strict=True):
+                next_rows[(*of, expert)] = row + 1  # the last choice has the last row
+            self.fabric.barrier()  # the next token reads what this one has counted
+        if self.fair:
+            ends = [block_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
+            dropped = jnp.int32(self.capacity)
+            found = [
+                jnp.where(row < end, row, dropped) for row, end in zip(found, ends, strict=True)
+            ]
+        return found
+
     def describe(
         self, group_sizes: Any, expert_counts: Any, num_dropped: Any, rows_needed: Any, *,
         block_ends: Any, all_counts: Any, **_: Any,
@@ -216,7 +242,7 @@ class ExpertRows:
                 end_of_rows, end = (block_ends[which, first_expert + i] for which in range(2))
                 wanted = jnp.int32(0)
                 for source in range(fabric.num_ranks):
-                    wanted = wanted + all_counts[source, first_expert + i].astype(jnp.int32)
+                    wanted = wanted + all_counts[source, first_expert + i]
                 fabric.mine(group_sizes)[i] = end - start
                 fabric.mine(expert_counts)[i] = end_of_rows - start
                 dropped = dropped + (wanted - (end_of_rows - start))
@@ -233,7 +259,7 @@ class ExpertRows:
 
     def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
         """Writes zeros to the rows of `tokens`, an array for each part, that receive no token."""
-        plan, rank, per_rank = self.plan, self.fabric.rank(), self.num_local_experts
+        rank, per_rank = self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
         for part in zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
@@ -241,7 +267,7 @@ class ExpertRows:
 
         def fill_gap(begin: Any, end: Any) -> None:
             end = jnp.minimum(end, self.capacity)
-            num_blocks = jnp.int32(plan.num_blocks)
+            num_blocks = jnp.int32(self.num_blocks)
             count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
 
             def fill_row(i: Any, carry: None) -> None:

@@ -99,6 +99,23 @@ class Rows:
             def _(i: int = i, tile: jax.Array = tile) -> None:
                 endpoint.send_to(peer, self.slot(token, i), tile, exact=exact)
 
+    def send_tokens(
+        self, endpoint: Endpoint, x: Any, topk_idx: Any, *, exact: bool
+    ) -> list[list[jax.Array]]:
+        """Sends the rows of this block's tokens to the peers that get them; returns their tiles.
+
+        `x` is [T, H] and `topk_idx` [T·K], both of this rank.
+        """
+        fabric, top_k = self.fabric, self.plan.top_k
+        sent = [self.load(fabric.mine(x), token) for token, _ in self.tokens()]
+        for i, (token, exists) in enumerate(self.tokens()):
+            experts = [fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
+            ranks = self.ranks_of(experts)
+            for j, peer in enumerate(endpoint.peers):
+                goes = is_among(ranks, peer) & exists
+                self.send(endpoint, j, i, sent[i], goes, exact=exact)
+        return sent
+
     def receive(
         self, endpoint: Endpoint, token: int, i: int, comes: Sequence[jax.Array], *, exact: bool
     ) -> list[jax.Array]:
@@ -286,6 +303,10 @@ class Gather:
                 self.fabric.read_values(owner, start, weights.at[pair], self.rows.what)
 
         meet(self.fabric, together)
+
+
+def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
+    return fb.any_of([jnp.where(other == rank, 0, fb.NOWHERE) for other in ranks])
 
 
 def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.low_latency import Gather, Rows, hello
+from pallas_kernels.exchange.low_latency import Gather, Rows, hello, is_among
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
@@ -44,8 +44,21 @@ def combine(
 ) -> jax.Array:
     """Multiplies rows by their weights, sums them by token, and returns the sums to their owners.
 
-    Arguments and the result are those of `combine.combine`, bit for bit, but for `channels`, how
-    the warpgroups of ranks reach each other, and a plan that `fits`.
+    With stacked ranks, every array has a leading axis of N.
+
+    Args:
+      y: [R, H].
+      topk_weights: [T, K] float32, or None for a sum without weights.
+      topk_idx: [T, K] int32.
+      rows: [N, T, K] int32, a result of the dispatch: the row of each choice or, with `by_rank`,
+        its local expert; less than 0 where the choice is of another rank's expert.
+      fabric: how ranks reach each other.
+      channels: how warpgroups of ranks reach each other.
+      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
+      by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
+
+    Returns:
+      The result of `combine.combine` without a wire_dtype, bit for bit.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     of_rows = Rows(fabric, channels, plan, "combine")
@@ -158,12 +171,8 @@ class _Combine:
     def _receive(self, endpoint, i, token, exists, ranks, mine, out):
         """Adds the sums of this rank's i-th token in the block, and stores the result."""
         fabric, of_rows = self.fabric, self.rows
-
-        def is_sent_by(source):
-            return fb.any_of([jnp.where(rank == source, 0, fb.NOWHERE) for rank in ranks])
-
-        comes = [is_sent_by(peer) & exists for peer in endpoint.peers]
-        sent = [is_sent_by(source) for source in range(fabric.num_ranks)]
+        comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
+        sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
         for j, own in enumerate(mine):
             arrived = of_rows.receive(endpoint, i, j, comes, exact=False)
             parts = vectors.rotate(fabric, [own, *arrived], endpoint.rank, of_rows.plan.vector)

@@ -33,7 +33,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.layout import MAX_WORDS
 from pallas_kernels.fabric.low_latency import Channels
-from pallas_kernels.fabric.plan import LANES, Plan, align_up, pad_last
+from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
 _RETURNED = MAX_WORDS // 2  # the first of the values that go back to the owners
 
@@ -54,7 +54,7 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
-    Arguments and results are those of `combine_grad.combine_grad`, but for `channels`, how the
+    Arguments and results are those of `combine_grad.combine_grad`, but for `channels`, how
     warpgroups of ranks reach each other, and a plan that `fits`. dweights is summed in another
     order, the same on every run.
     """
@@ -62,8 +62,8 @@ def combine_grad(
     capacity = y.shape[-2]
     of_rows = Rows(fabric, channels, plan, "the gradient of combine")
     of_experts = ExpertRows(
-        fabric, Plan(plan.num_blocks, 2), plan.num_experts, capacity, expert_alignment,
-        counts.dtype, parts=[(plan.hidden, plan.dtype)], fair=fair,
+        fabric, plan.num_blocks, plan.num_experts, capacity, expert_alignment,
+        parts=[(plan.hidden, plan.dtype)], fair=fair,
     )  # fmt: skip
     kernel = _CombineGrad(Gather(of_rows, capacity, own_first=True), of_experts)
     dy, dweights = fb.kernel(
@@ -146,17 +146,11 @@ class _CombineGrad:
         self, g, weights_ref, topk_idx, dy, dweights, ring, *, num_rows, listed, together, sums,
         totals, returned, **scratch,
     ):  # fmt: skip
-        fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
+        fabric, of_rows = self.fabric, self.rows
         fabric.stage(0)
         endpoint = of_rows.open()
         of_rows.send_values(weights_ref)
-        cotangents = [of_rows.load(fabric.mine(g), token) for token, _ in of_rows.tokens()]
-        for i, (token, exists) in enumerate(of_rows.tokens()):
-            experts = [fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
-            ranks = of_rows.ranks_of(experts)
-            for j, peer in enumerate(endpoint.peers):
-                goes = fb.any_of([jnp.where(rank == peer, 0, fb.NOWHERE) for rank in ranks])
-                of_rows.send(endpoint, j, i, cotangents[i], goes & exists, exact=False)
+        cotangents = of_rows.send_tokens(endpoint, g, topk_idx, exact=False)
         fabric.stage(1)
         self.gather.read_weights(together=together, **scratch)
         plgpu.barrier_wait(listed)

@@ -27,8 +27,8 @@ from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
 from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.low_latency import Channels, Endpoint
-from pallas_kernels.fabric.plan import LANES, Plan, align_up, pad_last
+from pallas_kernels.fabric.low_latency import Channels
+from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
 
 def dispatch(
@@ -41,11 +41,24 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
     fair: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
 
-    Arguments and results are those of `dispatch.dispatch`, bit for bit, but for `channels`, how the
-    warpgroups of ranks reach each other, and a plan that `fits`.
+    With stacked ranks, every array has a leading axis of N.
+
+    Args:
+      x: [T, H].
+      topk_idx: [T, K] int32.
+      fabric: how ranks reach each other.
+      channels: how warpgroups of ranks reach each other.
+      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
+      capacity: R.
+      expert_alignment: the rows of each expert start at a multiple of this.
+      fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
+        others have the row R; else it keeps those before R.
+
+    Returns:
+      The results of `dispatch.dispatch` without a wire_dtype, bit for bit.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
@@ -62,7 +75,7 @@ def dispatch(
         name="ep_dispatch_ll",
     )
     rows = rows.reshape(*lead, num_ranks, num_tokens, top_k)
-    return tokens, rows, counts[..., :num_experts], *layout
+    return (tokens,), rows, counts[..., :num_experts], *layout
 
 
 def dispatch_like(
@@ -77,16 +90,30 @@ def dispatch_like(
     capacity: int,
     expert_alignment: int,
     fair: bool = False,
-) -> jax.Array:
-    """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows [R, H].
+) -> tuple[jax.Array, ...]:
+    """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
 
-    Arguments are those of `dispatch.dispatch_like`, but for topk_idx [T, K] int32, `channels` and
-    `plan`, as in `dispatch`.
+    With stacked ranks, every array has a leading axis of N.
+
+    Args:
+      x: [T, H].
+      topk_idx: [T, K] int32, that of `dispatch`.
+      rows: [N, T, K] int32, the result of `dispatch`.
+      counts: [N, E] int32, the result of `dispatch`.
+      fabric: how ranks reach each other.
+      channels: how warpgroups of ranks reach each other.
+      plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
+      capacity: R, that of `dispatch`.
+      expert_alignment: that of `dispatch`.
+      fair: that of `dispatch`.
+
+    Returns:
+      tokens ([R, H],).
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
     kernel = _Dispatch.of(plan, capacity, expert_alignment, fair, fabric, channels, known=True)
-    (tokens,) = kernel.call(
+    tokens = kernel.call(
         [
             x,
             topk_idx.reshape(*lead, num_tokens * top_k),
@@ -96,7 +123,7 @@ def dispatch_like(
         [],
         name="ep_dispatch_like_ll",
     )
-    return tokens
+    return tuple(tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +137,7 @@ class _Dispatch:
     @classmethod
     def of(cls, plan, capacity, alignment, fair, fabric, channels, *, known):
         of_experts = ExpertRows(
-            fabric, Plan(plan.num_blocks, 2), plan.num_experts, capacity, alignment, jnp.int32,
+            fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
             parts=[(plan.hidden, plan.dtype)], fair=fair,
         )  # fmt: skip
         return cls(Rows(fabric, channels, plan, "dispatch"), of_experts, known)
@@ -148,8 +175,9 @@ class _Dispatch:
         if not self.known:
             types |= dict(
                 choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
-                # The next row of each expert. Entries after the last expert take choices of none.
-                next_rows=plgpu.SMEM((ranks, width + LANES), jnp.int32),
+                # Of each source, the next row of each expert; entries after the last expert take
+                # choices of none.
+                next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
                 block_starts=plgpu.SMEM((width,), jnp.int32),
                 token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
                 counts_full=plgpu.Barrier(num_arrivals=plan.warpgroups),
@@ -182,7 +210,7 @@ class _Dispatch:
             of_experts.fetch_counts(sources, **scratch)
             of_experts.lay_out(**scratch)
         else:
-            of_experts.lay_out(counts, **{**scratch, "next_rows": None})
+            of_experts.lay_out(counts, **scratch)
             plgpu.barrier_arrive(scratch["laid_out"])
             of_experts.describe(*layout, **scratch)
         fabric.stage(3)
@@ -196,7 +224,7 @@ class _Dispatch:
         endpoint = of_rows.open()
         if not self.known:
             of_rows.send_values(topk_idx)
-        sent = self._send_rows(endpoint, x, topk_idx)
+        sent = of_rows.send_tokens(endpoint, x, topk_idx, exact=True)
         fabric.stage(1)
         if not self.known:
             self._find_rows(rows, **scratch)
@@ -216,18 +244,6 @@ class _Dispatch:
                     self._store(tokens, j, tile, row)
         fabric.stage(2)
         endpoint.close()
-
-    def _send_rows(self, endpoint: Endpoint, x, topk_idx):
-        """Sends the rows of this block's tokens to the peers that get them; returns their tiles."""
-        fabric, of_rows, top_k = self.fabric, self.rows, self.top_k
-        sent = [of_rows.load(fabric.mine(x), token) for token, _ in of_rows.tokens()]
-        for i, (token, exists) in enumerate(of_rows.tokens()):
-            experts = [fabric.mine(topk_idx)[token * top_k + k] for k in range(top_k)]
-            ranks = of_rows.ranks_of(experts)
-            for j, peer in enumerate(endpoint.peers):
-                goes = fb.any_of([jnp.where(rank == peer, 0, fb.NOWHERE) for rank in ranks])
-                of_rows.send(endpoint, j, i, sent[i], goes & exists, exact=True)
-        return sent
 
     def _store(self, tokens, i, tile, places):
         """Stores the i-th tile of a token to its rows here."""
@@ -261,11 +277,11 @@ class _Dispatch:
         each_source(lambda source: self._rows_from(source, rows, **scratch))
         meet(self.fabric, together)
 
-    def _count(self, source, *, choices, all_counts, next_rows, **_):
+    def _count(self, source, *, choices, all_counts, next_rows_from, **_):
         """Counts the choices of a rank by expert: all, and those of tokens of earlier blocks."""
         fabric, of_experts = self.fabric, self.expert_rows
         width, num_choices = of_experts.count_width, self.num_choices
-        fb.clear(next_rows.at[source], width)
+        fb.clear(next_rows_from.at[source], width)
         fb.clear(all_counts.at[source], width)
         fabric.read_values(source, 0, choices.at[source, pl.ds(0, num_choices)], "dispatch")
         fabric.barrier()
@@ -278,47 +294,34 @@ class _Dispatch:
                 experts = jnp.where(entries < num_choices, experts, fb.NOWHERE)
             fb.count(fabric, all_counts.at[source], experts, of_experts.num_experts)
             experts = jnp.where(entries < earlier, experts, fb.NOWHERE)
-            bins = next_rows.at[source, pl.ds(0, width)]
+            bins = next_rows_from.at[source, pl.ds(0, width)]
             fb.count(fabric, bins, experts, of_experts.num_experts)
         fabric.barrier()
 
     def _rows_from(
-        self, source, rows, *, choices, all_counts, next_rows, block_starts, block_ends,
+        self, source, rows, *, choices, all_counts, next_rows_from, block_starts, block_ends,
         token_rows, **_,
     ):  # fmt: skip
         """Computes the rows on this rank of the block's tokens of rank `source`."""
         fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
         width, per_rank = of_experts.count_width, of_experts.num_local_experts
         entries = pl.ds(0, width)
-        row = fb.load(fabric, next_rows.at[source, entries], 1)
+        row = fb.load(fabric, next_rows_from.at[source, entries], 1)
         row = row + fb.load(fabric, block_starts, 1)
         for lower in range(fabric.num_ranks - 1):
             counted = fb.load(fabric, all_counts.at[lower], 1)
             row = row + jnp.where(lower < source, counted, jnp.zeros_like(counted))
-        next_rows[source, entries] = row
+        next_rows_from[source, entries] = row
         fabric.barrier()
         first_expert = fabric.rank() * per_rank
         for i, (token, exists) in enumerate(self.rows.tokens()):
             experts = [choices[source, token * top_k + k] for k in range(top_k)]
             mine = [(e >= first_expert) & (e < first_expert + per_rank) for e in experts]
             experts = [jnp.where(m, e, width) for e, m in zip(experts, mine, strict=True)]
-            found = [next_rows[source, expert] for expert in experts]
-            for choice in range(top_k):
-                for earlier in range(choice):
-                    again = experts[earlier] == experts[choice]
-                    found[choice] = found[choice] + again.astype(jnp.int32)
-            if i + 1 < self.rows.plan.tokens_per_block:
-                fabric.barrier()
-                for expert, place in zip(experts, found, strict=True):
-                    next_rows[source, expert] = place + 1  # the last choice has the last row
-                fabric.barrier()
-            if of_experts.fair:
-                ends = [block_ends[0, jnp.minimum(e, width - 1)] for e in experts]
-                dropped = jnp.int32(of_experts.capacity)
-                found = [
-                    jnp.where(place < end, place, dropped)
-                    for place, end in zip(found, ends, strict=True)
-                ]
+            last = i + 1 == self.rows.plan.tokens_per_block
+            found = of_experts.take_rows(
+                experts, next_rows_from, block_ends, of=(source,), last=last
+            )
             places = [jnp.where(m, p, fb.NOWHERE) for m, p in zip(mine, found, strict=True)]
             for choice, place in enumerate(places):
                 token_rows[source, i, choice] = place

@@ -164,10 +164,9 @@ class LowLatencyPlan:
     num_ranks: int
     top_k: int
     num_experts: int
-    max_blocks: int = layout.MAX_WORKERS // 4
-    max_slots: int = 2 * _RING_SLOTS
-
     warpgroups = 4  # of a block, that send and receive
+    max_blocks: int = layout.MAX_WORKERS // warpgroups
+    max_slots: int = 2 * _RING_SLOTS
 
     @property
     def vector(self) -> int:

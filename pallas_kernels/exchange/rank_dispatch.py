@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.sender import PUT, Payload, Sender, payload
+from pallas_kernels.exchange.sender import PUT, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.plan import Plan, padded_columns
@@ -38,7 +38,7 @@ def rank_dispatch(
     fabric: fb.Fabric,
     plan: Plan,
     wire_dtype: Any = None,
-) -> tuple[Payload, jax.Array, jax.Array | None]:
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array | None]:
     """Sends rows, and lists of their experts and weights, to the rank-major layout of each rank.
 
     With stacked ranks, every array has a leading axis of N.
@@ -54,7 +54,7 @@ def rank_dispatch(
         every 128 values; then H is a multiple of 512.
 
     Returns:
-      tokens [N · T, H], or with a wire_dtype (rows [N · T, H], scales [N · T, H / 128]);
+      tokens ([N · T, H],), or with a wire_dtype ([N · T, H], scales [N · T, H / 128]);
       local_topk_idx [N, T, K] int32, -1 where the choice is of another rank's expert;
       topk_weights [N, T, K] float32, 0 where the choice is of another rank's expert, or None if
       none were given.
@@ -70,12 +70,11 @@ def rank_dispatch(
     kernel = _RankDispatch(num_experts, top_k, sender)
     flat = choices.reshape(*lead, num_tokens * width)
     *parts, lists = kernel.call(x, sender.window.pad(flat, fb.NOWHERE))
-    tokens = payload(parts)
     lists = lists[..., : num_tokens * width].reshape(*lead, num_ranks, num_tokens, width)
     if topk_weights is None:
-        return tokens, lists, None
+        return tuple(parts), lists, None
     weights = lax.bitcast_convert_type(lists[..., top_k:], jnp.float32)
-    return tokens, lists[..., :top_k], weights
+    return tuple(parts), lists[..., :top_k], weights
 
 
 @dataclasses.dataclass(frozen=True)

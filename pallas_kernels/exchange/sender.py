@@ -2,9 +2,9 @@
 
 It takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
 quantizes it if there is a wire_dtype, and puts it into its final row at every rank that gets it. If
-peers receive lists, it also puts a list of words to each peer that says which of the peer's experts
-get the token. A step of tokens is signalled while the next one is being sent. The kernel that uses
-the sender decides what the lists say, and which row a token gets.
+peers receive lists, it also puts a list of words to each peer: the token's rows there, or the
+peer's experts that get it. A step of tokens is signalled while the next one is being sent. The
+kernel that uses the sender decides what the lists say, and which row a token gets.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ from pallas_kernels.fabric.plan import Plan, Window
 
 PUT = 0  # kind of signal: sent after each step, and once by a block that has no step
 
-Payload = jax.Array | tuple[jax.Array, ...]
 List = Sequence[jax.Array]  # the words of a token that a peer receives
 Sources = Callable[[], Sequence[Any]]  # returns references, each [T·num_words], to read words from
-
-
-def payload(parts: Sequence[jax.Array]) -> Payload:
-    """Returns received rows as results show them: one array, or a tuple of rows and scales."""
-    return parts[0] if len(parts) == 1 else tuple(parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -258,7 +258,7 @@ def test_a_group_of_ranks_counts_what_it_drops_itself(monkeypatch):
 
     def kernel(x, topk_idx, *_, **__):
         zeros = [jnp.zeros(shape, jnp.int32) for shape in ((2,), (2,), (1,), (1,))]
-        return x, jnp.zeros((2, *topk_idx.shape), jnp.int32), counts, *zeros
+        return (x,), jnp.zeros((2, *topk_idx.shape), jnp.int32), counts, *zeros
 
     monkeypatch.setattr(pallas_exchange.dispatch_kernel, "dispatch", kernel)
     monkeypatch.setattr(pallas_exchange.plans, "low_latency", lambda *_, **__: None)

@@ -405,7 +405,7 @@ def test_the_kernels_follow_the_routes_of_several_hosts():
     options = dict(fabric=fabric, plan=plan)
     there = dict(options, expert_alignment=problem.alignment)
 
-    tokens = simulate(
+    (tokens,) = simulate(
         functools.partial(
             dispatch_kernel.dispatch_like,
             *map(jnp.asarray, (on_rails(problem.x), rows, counts)), capacity=13, **there,

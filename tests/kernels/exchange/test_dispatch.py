@@ -68,7 +68,7 @@ def test_dispatch(case, counted):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
     call = dispatch(problem, plan, fabric, counted=counted)
-    tokens, rows, counts, *layout = simulate(call)
+    (tokens,), rows, counts, *layout = simulate(call)
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")
@@ -98,5 +98,5 @@ LIKE_CASES = [
 def test_dispatch_like(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    tokens = simulate(dispatch_like(problem, plan, fabric))
+    (tokens,) = simulate(dispatch_like(problem, plan, fabric))
     assert_bitwise_equal(tokens, problem.tokens, "tokens")

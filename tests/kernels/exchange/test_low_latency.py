@@ -82,7 +82,7 @@ class Calls:
 
     def dispatch(self) -> None:
         problem, kernel = self.problem, low_latency_dispatch.dispatch
-        tokens, rows, counts, *layout = self.run(
+        (tokens,), rows, counts, *layout = self.run(
             kernel, problem.x, problem.topk_idx, capacity=problem.num_rows
         )
         assert_bitwise_equal(tokens, problem.tokens, "tokens")
@@ -96,7 +96,7 @@ class Calls:
     def dispatch_like(self) -> None:
         problem, kernel = self.problem, low_latency_dispatch.dispatch_like
         arrays = problem.x, problem.topk_idx, problem.rows, problem.counts
-        tokens = self.run(kernel, *arrays, capacity=problem.num_rows)
+        (tokens,) = self.run(kernel, *arrays, capacity=problem.num_rows)
         assert_bitwise_equal(tokens, problem.tokens, "tokens")
 
     def combine(self) -> None:

@@ -42,7 +42,7 @@ CASES = {
 @simulated
 @pytest.mark.parametrize(("problem", "plan"), quick(CASES, "windows"))
 def test_dispatch(problem, plan):
-    tokens, local, weights = simulate(
+    (tokens,), local, weights = simulate(
         rank_dispatch(problem, plan, simulated_ranks(problem.num_ranks))
     )
     received = problem.dispatched_by_rank

@@ -124,10 +124,9 @@ class Work:
         new = dict(by_expert, num_experts=num_experts)
 
         if self.kind == "rank":
-            sent = rank_dispatch_kernel.rank_dispatch(x, topk_idx, weights, **by_rank)
-            return *sent, combine_kernel.combine(
-                y, None, topk_idx, sent[1], by_rank=True, **by_rank
-            )
+            (tokens,), *sent = rank_dispatch_kernel.rank_dispatch(x, topk_idx, weights, **by_rank)
+            out = combine_kernel.combine(y, None, topk_idx, sent[0], by_rank=True, **by_rank)
+            return tokens, *sent, out
 
         if self.kind == "float8":
             by_expert["wire_dtype"] = by_rank["wire_dtype"] = WIRE
@@ -137,8 +136,8 @@ class Work:
             ranked, *_ = rank_dispatch_kernel.rank_dispatch(x, topk_idx, None, **by_rank)
             return *sent, *again, *ranked
 
-        tokens, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, None, **new)
-        again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
+        (tokens,), rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, None, **new)
+        (again,) = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
         out = combine_kernel.combine(y, weights, topk_idx, rows, **by_rank)
         plain = combine_kernel.combine(y, None, topk_idx, rows, **by_rank)
         grads = combine_grad_kernel.combine_grad(
