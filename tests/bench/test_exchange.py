@@ -83,7 +83,8 @@ def test_so_does_it_in_another_layout_and_wire_dtype(
         operation.check(state, jax.tree.unflatten(structure, spoiled))
 
 
-@pytest.mark.parametrize("name", quick(list(operations.DIRECTIONS), "dispatch"))
+@pytest.mark.parametrize("name", list(operations.DIRECTIONS))
+@pytest.mark.slow
 def test_so_does_it_with_a_capacity_between_hosts(name, monkeypatch):
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
     work = make_work(4, num_hosts=2, host_capacity=4)

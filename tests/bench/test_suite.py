@@ -65,6 +65,7 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypat
     assert_gone(int(pid.read_text()))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_ends_its_step_and_keeps_what_it_has(tmp_path):
     path, pid = tmp_path / "out.json", tmp_path / "pid"
     sleeps = f"echo $$ > {pid}; exec sleep 600"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 from support.processes import run_jax_ep
+from support.selection import quick
 
 import jax_ep.cli
 
@@ -40,7 +41,7 @@ def test_what_is_like_no_command_has_no_nearest(capsys):
     assert capsys.readouterr().err.splitlines()[0] == "There is no command 'xyzzy'."
 
 
-@pytest.mark.parametrize("command", ["info", "bench", "bench matmul"])
+@pytest.mark.parametrize("command", quick(["info", "bench", "bench matmul"], "info", "bench"))
 def test_where_jax_finds_no_backend_a_command_says_so(command):
     done = run_jax_ep(*command.split(), platforms="no_such_platform")
     assert "Traceback" not in done.stderr + done.stdout
