@@ -248,8 +248,8 @@ def test_drops_are_reported():
     with jax.set_mesh(expert_mesh(4)):
         _, tight = jax.jit(layer(capacity_factor=0.25).apply)(variables, make_x())
         _, ample = jax.jit(layer(capacity_factor=4.0).apply)(variables, make_x())
-    # Each of the 4 ranks keeps at most a quarter of its 8 * K rows.
-    assert tight.num_dropped >= BATCH * SEQUENCE * K - 4 * (8 * K // 4)
+    # Each of the 4 ranks keeps at most a quarter of its 24 rows, rounded up to 8.
+    assert tight.num_dropped >= BATCH * SEQUENCE * K - 4 * 8
     assert ample.num_dropped == 0
 
 

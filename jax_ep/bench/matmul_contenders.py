@@ -22,8 +22,6 @@ from jax_ep.bench.matmul_operations import Case
 from jax_ep.matmul import api, loop, pallas, xla
 from jax_ep.matmul.backend import Backend, pad_rows, zero_tail
 
-_ROW_MULTIPLE = 8  # the kernels of both load and store tiles of 8 rows
-
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
@@ -83,7 +81,7 @@ def mosaic_product(
     num_rows = lhs.shape[0]
     with jax.enable_x64(False):
         out = ragged_dot_mgpu.ragged_dot(
-            pad_rows(lhs, _ROW_MULTIPLE),
+            pad_rows(lhs),
             rhs,
             group_sizes=group_sizes,
             transpose_rhs=transpose_rhs,
@@ -104,7 +102,7 @@ def mosaic_drhs(
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
     blocks = blocks or drhs_blocks(lhs.shape[1], grad.shape[1])
-    lhs, grad = pad_rows(lhs, _ROW_MULTIPLE), pad_rows(grad, _ROW_MULTIPLE)
+    lhs, grad = pad_rows(lhs), pad_rows(grad)
     with _core_count_known(transposed_ragged_dot_mgpu), jax.enable_x64(False):
         return transposed_ragged_dot_mgpu.transposed_ragged_dot(
             _zero_rows_after_end(lhs, group_sizes, blocks.block_k),
@@ -159,7 +157,7 @@ def tokamax_product(
     import tokamax
 
     out = tokamax.ragged_dot_general(
-        pad_rows(lhs, _ROW_MULTIPLE),
+        pad_rows(lhs),
         rhs,
         group_sizes,
         xla.product_dims(transpose_rhs),

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+# Rows of a tile of the kernels for GPUs: with another number of rows an operand is copied first.
+ROW_MULTIPLE = 8
 Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs), all of the same shapes and dtype
 # An elementwise function of two arrays, float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
@@ -109,9 +111,9 @@ def accumulator(dtype: Any) -> Any:
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
-def pad_rows(x: jax.Array, multiple: int) -> jax.Array:
-    """Appends rows of zeros to x [R, C], up to the next multiple of `multiple` rows."""
-    return jnp.pad(x, ((0, -x.shape[0] % multiple), (0, 0)))
+def pad_rows(x: jax.Array) -> jax.Array:
+    """Appends rows of zeros to x [R, C], up to the next multiple of ROW_MULTIPLE rows."""
+    return jnp.pad(x, ((0, -x.shape[0] % ROW_MULTIPLE), (0, 0)))
 
 
 def zero_tail(x: jax.Array, group_sizes: jax.Array) -> jax.Array:

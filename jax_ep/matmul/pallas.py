@@ -18,7 +18,6 @@ from jax_ep.runtime import availability
 if TYPE_CHECKING:
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-_ROW_MULTIPLE = 8  # the kernels read and write whole tiles of 8 rows
 _WIDEST_GATED = 1024  # columns of a gated product with many rows
 HOPPER_CORES = 132  # multiprocessors of an H100 or H200 SXM
 
@@ -81,7 +80,7 @@ def sum_of_products(
     num_cols = rhs.shape[1 if transpose_rhs else 2]
     with jax.enable_x64(False):
         return kernels.product(
-            [(pad_rows(lhs, _ROW_MULTIPLE), rhs) for lhs, rhs in pairs],
+            [(pad_rows(lhs), rhs) for lhs, rhs in pairs],
             group_sizes,
             transpose_rhs=transpose_rhs,
             tiles=tiles or product_tiles(lhs.shape[0], rhs.shape[0], num_cols),
@@ -116,7 +115,7 @@ def gated_product(
         except NotSupported:
             return None
         results = kernels.gated_product(
-            pad_rows(lhs, _ROW_MULTIPLE),
+            pad_rows(lhs),
             rhs,
             group_sizes,
             function,
@@ -138,8 +137,8 @@ def drhs(
 
     with jax.enable_x64(False):
         return kernels.drhs(
-            pad_rows(lhs, _ROW_MULTIPLE),
-            pad_rows(grad, _ROW_MULTIPLE),
+            pad_rows(lhs),
+            pad_rows(grad),
             group_sizes,
             tiles=tiles or drhs_tiles(grad.shape[1]),
             num_blocks=_core_count(),

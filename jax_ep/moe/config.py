@@ -46,7 +46,8 @@ class MoEConfig:
             "deepseek_v3" x is [..., sequence, H], and each sequence is balanced on its own.
         capacity_factor: None: a receive buffer that any routing fits in, so nothing is dropped.
             Or a number c above 0: a buffer of c times the rows that a rank receives on average,
-            T * K, plus room for `expert_alignment`; rows that do not fit are dropped and counted.
+            T * K, plus room for `expert_alignment`, rounded up to a multiple of 8; rows that do not
+            fit are dropped and counted.
         overflow: which rows are dropped. "fair" drops rows of the experts of a rank that have most;
             "tail" drops rows of its last experts first. See `jax_ep.dispatch`.
         host_capacity_factor: None; or a number c above 0, for an expert axis that spans hosts: of
@@ -62,9 +63,7 @@ class MoEConfig:
             Nothing is sent for such a choice.
         free_expert_factor: of these experts' terms in the load-balance loss, above 0: MoE++'s tau.
             Below 1, tokens choose them more.
-        expert_alignment: each expert's block of rows starts at a multiple of this. With 8 the
-            receive buffer is of whole tiles of the "pallas" matmuls, which otherwise copy it where
-            `capacity_factor` makes it a number of rows that 8 does not divide.
+        expert_alignment: each expert's block of rows starts at a multiple of this.
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
             gradient, stays in `dtype`.

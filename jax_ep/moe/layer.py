@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_ep import checks
 from jax_ep.exchange.api import dispatch
+from jax_ep.matmul.backend import ROW_MULTIPLE
 from jax_ep.moe import losses, routing
 from jax_ep.moe.config import MoEConfig, SameCode, check_compute_dtype, check_config
 from jax_ep.moe.free_experts import output as free_output
@@ -360,9 +361,10 @@ def receive_capacity(
     if config.capacity_factor is not None:
         average = num_tokens * config.num_experts_per_token
         rows = min(rows, math.ceil(config.capacity_factor * average))
-    alignment = config.expert_alignment
-    rows += smaller(rows, num_local_experts) * (alignment - 1)
-    return -(-rows // alignment) * alignment
+    rows += smaller(rows, num_local_experts) * (config.expert_alignment - 1)
+    # A matmul kernel copies a receive buffer of other numbers of rows.
+    multiple = math.lcm(config.expert_alignment, ROW_MULTIPLE)
+    return -(-rows // multiple) * multiple
 
 
 def _host_capacity(config: MoEConfig, num_tokens: int, where: LayerMesh) -> int | None:

@@ -76,7 +76,7 @@ def test_the_layer_is_the_dense_one(num_ranks):
 
 
 def test_free_choices_take_no_row():
-    """In a receive buffer with room for two rows a rank nothing is dropped."""
+    """In a receive buffer with room for 8 rows a rank nothing is dropped."""
     x = make_x()
     rows = x.shape[0] * x.shape[1]
     ids = np.tile(np.arange(E, E + K), (*x.shape[:2], 1)).astype(np.int32)  # zero and identities

@@ -226,13 +226,27 @@ def test_masked_tokens_go_nowhere_and_count_nowhere():
     np.testing.assert_array_equal(dx[~mask], 0.0)
 
 
+@pytest.mark.parametrize(
+    ("factor", "alignment", "rows"), [(1.1, 1, 36048), (1.1, 24, 36792), (1.0, 128, 36864)]
+)
+def test_a_receive_buffer_is_of_whole_tiles(factor, alignment, rows):
+    """A matmul kernel copies an operand of other numbers of rows."""
+    config = MoEConfig(
+        num_experts=256,
+        num_experts_per_token=8,
+        capacity_factor=factor,
+        expert_alignment=alignment,
+    )
+    assert moe.receive_capacity(config, num_tokens=4096, num_ranks=8) == rows
+
+
 @pytest.mark.parametrize("num_ranks", quick([1, 4], 4))
 def test_small_capacity_drops_and_says_so(num_ranks):
     config = MoEConfig(num_experts=E, num_experts_per_token=K, capacity_factor=0.5)
     with jax.set_mesh(expert_mesh(num_ranks)):
         (_, (out, metrics)), grads = run(make_params(), make_x(), config=config)
     counts = np.asarray(metrics.expert_counts)
-    rows = BATCH * SEQUENCE // num_ranks * K // 2
+    rows = {1: 48, 4: 16}[num_ranks]  # half of a rank's 96 or 24, rounded up to a multiple of 8
     per_rank = counts.reshape(num_ranks, -1)
     dropped = [c - np.minimum(c, reference.fair_quota([*c], rows, 1)) for c in per_rank]
     np.testing.assert_array_equal(metrics.dropped_counts, np.concatenate(dropped))
