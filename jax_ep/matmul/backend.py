@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 # Rows of a tile of the kernels for GPUs: with another number of rows an operand is copied first.
-ROW_MULTIPLE = 8
+TILE_ROWS = 8
 Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs), all of the same shapes and dtype
 # An elementwise function of two arrays, float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
@@ -112,8 +112,8 @@ def accumulator(dtype: Any) -> Any:
 
 
 def pad_rows(x: jax.Array) -> jax.Array:
-    """Appends rows of zeros to x [R, C], up to the next multiple of ROW_MULTIPLE rows."""
-    return jnp.pad(x, ((0, -x.shape[0] % ROW_MULTIPLE), (0, 0)))
+    """Appends rows of zeros to x [R, C], up to the next multiple of TILE_ROWS rows."""
+    return jnp.pad(x, ((0, -x.shape[0] % TILE_ROWS), (0, 0)))
 
 
 def zero_tail(x: jax.Array, group_sizes: jax.Array) -> jax.Array:

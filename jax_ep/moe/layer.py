@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_ep import checks
 from jax_ep.exchange.api import dispatch
-from jax_ep.matmul.backend import ROW_MULTIPLE
+from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import losses, routing
 from jax_ep.moe.config import MoEConfig, SameCode, check_compute_dtype, check_config
 from jax_ep.moe.free_experts import output as free_output
@@ -363,7 +363,7 @@ def receive_capacity(
         rows = min(rows, math.ceil(config.capacity_factor * average))
     rows += smaller(rows, num_local_experts) * (config.expert_alignment - 1)
     # A matmul kernel copies a receive buffer of other numbers of rows.
-    multiple = math.lcm(config.expert_alignment, ROW_MULTIPLE)
+    multiple = math.lcm(config.expert_alignment, TILE_ROWS)
     return -(-rows // multiple) * multiple
 
 

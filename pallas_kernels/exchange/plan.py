@@ -294,19 +294,17 @@ def dispatch(
     if not few:  # as many as the window of lists has room for at no cost
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // top_k))
 
-    def rows_beside(step_tokens: int) -> int:
-        words = _dispatch_words(num_ranks, top_k, num_experts, step_tokens)
-        return row.room(words) // row.slot_bytes
+    def room_for_rows(step_tokens: int) -> int:
+        return row.room(_dispatch_words(num_ranks, top_k, num_experts, step_tokens))
 
     # Lists of longer steps take shared memory from the rows, of which one is sent while another is
     # copied. Steps of 2 tokens leave room for 3, or `fits_shared_memory` is false.
-    while step_tokens > 2 and rows_beside(step_tokens) < 2:
+    while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.slot_bytes:
         step_tokens -= 1
-    words = _dispatch_words(num_ranks, top_k, num_experts, step_tokens)
-    in_ring = rows_beside(step_tokens)
+    room = room_for_rows(step_tokens)
+    in_ring = room // row.slot_bytes
     num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(_COPY_SLOTS, in_ring // 3))
-    room = row.room(words) - num_copy_slots * row.sent_bytes
-    num_slots = min(_RING_SLOTS, room // row.slot_bytes)
+    num_slots = min(_RING_SLOTS, (room - num_copy_slots * row.sent_bytes) // row.slot_bytes)
     blocks = min(num_blocks or _NUM_BLOCKS, num_tokens)
     plan = Plan(
         num_blocks=blocks,
