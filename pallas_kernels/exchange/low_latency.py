@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
+_TILES_AT_ONCE = 8  # that a warpgroup polls together
 _HELLO = 0  # kind of signal: block 0 of a peer has begun this call
 
 
@@ -117,20 +118,23 @@ class Rows:
         return sent
 
     def receive(
-        self, endpoint: Endpoint, token: int, i: int, comes: Sequence[jax.Array], *, exact: bool
-    ) -> list[jax.Array]:
-        """Receives the i-th tile of the block's `token`-th token of each peer from which it comes.
+        self, endpoint: Endpoint, token: int, comes: Sequence[jax.Array], *, exact: bool
+    ) -> Iterator[list[jax.Array]]:
+        """Receives this warpgroup's tiles of the block's `token`-th token of each peer.
 
-        Of the others, the result is anything.
+        `comes` says from which peers it comes. Yields, for each tile, that of each peer; what is
+        yielded for the others is undefined. Tiles are polled together, or one after the other if
+        they are more than registers hold.
         """
-        plan, (_, own) = self.plan, self.tiles()[i]
-        return endpoint.receive(
-            self.slot(token, i),
-            (plan.tile,),
-            plan.dtype,
-            exact=exact,
-            wanted=[c & own for c in comes],
-        )
+        plan, tiles = self.plan, self.tiles()
+        slots = [self.slot(token, i) for i in range(len(tiles))]
+        wanted = [[c & own for c in comes] for _, own in tiles]
+        together = len(slots) if len(slots) * len(comes) <= _TILES_AT_ONCE else 1
+        for first in range(0, len(slots), together):
+            these = slice(first, first + together)
+            yield from endpoint.receive_all(
+                slots[these], (plan.tile,), plan.dtype, exact=exact, wanted=wanted[these]
+            )
 
     def send_values(self, ref: Any) -> None:
         """Sends the 32-bit words of an array [T·K] of this rank to all ranks, in block 0."""
@@ -285,13 +289,24 @@ class Gather:
         used = jnp.int32(0)
         for pair, *_ in self.pairs():
             used = lax.fori_loop(0, num_rows[pair], functools.partial(fetch, pair=pair), used)
-        fb.drain(ring.empty, used, self.num_slots)
 
-    def free(self, ring: Ring, slot: jax.Array) -> None:
-        """Frees a slot whose row this warpgroup has read."""
-        if not self.all_fit:
+    def num_turns(self, num_rows: Any) -> jax.Array:
+        """Returns how many rows all pairs have."""
+        counts = [jnp.maximum(num_rows[pair], 0) for pair in range(self.num_pairs)]
+        return functools.reduce(jnp.add, counts)
+
+    def free(self, ring: Ring, turn: jax.Array, num_turns: jax.Array) -> None:
+        """Frees the slot of a row that this warpgroup has read, if another row takes it next.
+
+        `num_turns` is how many rows all pairs have.
+        """
+        if self.all_fit:
+            return
+
+        @pl.when(turn + self.num_slots < num_turns)
+        def _() -> None:
             plgpu.commit_smem()  # the next copy to the slot comes after this read
-            plgpu.barrier_arrive(ring.empty.at[slot])
+            plgpu.barrier_arrive(ring.empty.at[ring.slot(turn)])
 
     def read_weights(self, *, weights: Any, together: Any, **_: Any) -> None:
         """Reads the weights of each pair, which the owners send; each warpgroup those of others."""

@@ -131,12 +131,13 @@ class _Combine:
             self.gather.read_weights(**scratch)
         plgpu.barrier_wait(listed)
         fabric.barrier()
-        used, mine = jnp.int32(0), []
+        used, num_turns, mine = jnp.int32(0), self.gather.num_turns(num_rows), []
         for pair, i, _, _, _ in self.gather.pairs():
             count = num_rows[pair]
             add = functools.partial(
-                self._add, ring=ring, pair=pair, begun=used, choices=choices, **scratch
-            )
+                self._add,
+                ring=ring, pair=pair, begun=used, num_turns=num_turns, choices=choices, **scratch,
+            )  # fmt: skip
             zeros = [of_rows.zeros() for _ in of_rows.tiles()]
             sums = lax.fori_loop(0, jnp.maximum(count, 0), add, zeros)
             used = used + jnp.maximum(count, 0)
@@ -152,7 +153,7 @@ class _Combine:
         fabric.stage(2)
         endpoint.close()
 
-    def _add(self, r, sums, *, ring, pair, begun, choices, weights=None, **_):
+    def _add(self, r, sums, *, ring, pair, begun, num_turns, choices, weights=None, **_):
         """Adds the r-th row of a pair, times its weight, to the sums."""
         of_rows = self.rows
         slot = ring.slot(begun + r)
@@ -165,7 +166,7 @@ class _Combine:
                 weight = weights[pair, choices[pair, r]]
                 row = vectors.times(self.fabric, row, weight, of_rows.plan.vector)
             added.append(total + row)
-        self.gather.free(ring, slot)
+        self.gather.free(ring, begun + r, num_turns)
         return added
 
     def _receive(self, endpoint, i, token, exists, ranks, mine, out):
@@ -173,8 +174,8 @@ class _Combine:
         fabric, of_rows = self.fabric, self.rows
         comes = [is_among(ranks, peer) & exists for peer in endpoint.peers]
         sent = [is_among(ranks, source) for source in range(fabric.num_ranks)]
-        for j, own in enumerate(mine):
-            arrived = of_rows.receive(endpoint, i, j, comes, exact=False)
+        received = of_rows.receive(endpoint, i, comes, exact=False)
+        for j, (own, arrived) in enumerate(zip(mine, received, strict=True)):
             parts = vectors.rotate(fabric, [own, *arrived], endpoint.rank, of_rows.plan.vector)
             total = of_rows.zeros()  # so that no sum is -0.0
             for part, was_sent in zip(parts, sent, strict=True):

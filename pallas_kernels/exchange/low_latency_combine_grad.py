@@ -155,22 +155,19 @@ class _CombineGrad:
         self.gather.read_weights(together=together, **scratch)
         plgpu.barrier_wait(listed)
         fabric.barrier()
-        begun = jnp.int32(0)
+        begun, num_turns = jnp.int32(0), self.gather.num_turns(num_rows)
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
             if source == 1:  # after this rank's own token
                 first = pair - source
                 comes = [num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)]
-                arrived = [
-                    of_rows.receive(endpoint, i, j, comes, exact=False)
-                    for j in range(of_rows.plan.tiles_of_worker)
-                ]
+                arrived = list(of_rows.receive(endpoint, i, comes, exact=False))
             tiles = [of_peers[source - 1] for of_peers in arrived] if source else cotangents[i]
             multiply = functools.partial(
                 self._multiply,
                 tiles=[tile.astype(jnp.float32) for tile in tiles],
-                pair=pair, begun=begun, ring=ring, sums=sums, dy=dy, **scratch,
+                pair=pair, begun=begun, num_turns=num_turns, ring=ring, sums=sums, dy=dy, **scratch,
             )  # fmt: skip
             count = jnp.maximum(num_rows[pair], 0)
             lax.fori_loop(0, count, multiply, None)
@@ -185,7 +182,7 @@ class _CombineGrad:
         endpoint.close()
 
     def _multiply(
-        self, r, _, *, tiles, pair, begun, ring, sums, dy, weights, places, choices, **__
+        self, r, _, *, tiles, pair, begun, num_turns, ring, sums, dy, weights, places, choices, **__
     ):  # fmt: skip
         """Multiplies a cotangent with the r-th row of a pair, and with its weight."""
         fabric, of_rows = self.fabric, self.rows
@@ -201,7 +198,7 @@ class _CombineGrad:
             row = fb.load(fabric, ring.rows.at[slot, where], of_rows.plan.vector)
             product = of_rows.counted(i, tile * row.astype(jnp.float32))
             total = product if total is None else total + product
-        self.gather.free(ring, slot)
+        self.gather.free(ring, begun + r, num_turns)
         start = (pair * self.gather.top_k + choice) * self.parts_of_sum
         start = start + lax.axis_index("warpgroup") * vectors.SUMS_OF_WARPGROUP
         parts = sums.at[pl.ds(start, vectors.SUMS_OF_WARPGROUP)]

@@ -223,7 +223,7 @@ class _Dispatch:
         fabric.stage(0)
         endpoint = of_rows.open()
         if not self.known:
-            of_rows.send_values(topk_idx)
+            self._send_choices(topk_idx)
         sent = of_rows.send_tokens(endpoint, x, topk_idx, exact=True)
         fabric.stage(1)
         if not self.known:
@@ -238,12 +238,21 @@ class _Dispatch:
             for j, tile in enumerate(sent[i]):
                 self._store(tokens, j, tile, places[0])
             comes = [fb.any_of(row) for row in places[1:]]
-            for j in range(of_rows.plan.tiles_of_worker):
-                arrived = of_rows.receive(endpoint, i, j, comes, exact=True)
+            for j, arrived in enumerate(of_rows.receive(endpoint, i, comes, exact=True)):
                 for tile, row in zip(arrived, places[1:], strict=True):
                     self._store(tokens, j, tile, row)
         fabric.stage(2)
         endpoint.close()
+
+    def _send_choices(self, topk_idx):
+        """Sends this rank's choices to all ranks: each mover of block 0 a part of them."""
+        pairs = -(-self.num_choices // 2)
+        count = -(-pairs // self.rows.plan.warpgroups)
+        first = jnp.minimum(lax.axis_index("warpgroup") * count, pairs - count)
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _():
+            self.fabric.send_halves(self.fabric.mine(topk_idx), first, count)
 
     def _store(self, tokens, i, tile, places):
         """Stores the i-th tile of a token to its rows here."""
@@ -283,7 +292,7 @@ class _Dispatch:
         width, num_choices = of_experts.count_width, self.num_choices
         fb.clear(next_rows_from.at[source], width)
         fb.clear(all_counts.at[source], width)
-        fabric.read_values(source, 0, choices.at[source, pl.ds(0, num_choices)], "dispatch")
+        fabric.read_halves(source, choices.at[source, pl.ds(0, num_choices)], "dispatch")
         fabric.barrier()
         earlier = lax.axis_index("block") * self.rows.plan.tokens_per_block * self.top_k
         for start in range(0, num_choices, fb.COUNTED_AT_ONCE):

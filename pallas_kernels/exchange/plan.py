@@ -214,6 +214,7 @@ class LowLatencyPlan:
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker <= layout.MAX_SLOTS
             and self.num_tokens * self.top_k <= layout.MAX_WORDS // 2
+            and self.num_experts <= 2**15  # ids are sent as 16 bits
             and self.num_slots > 0
         )
 

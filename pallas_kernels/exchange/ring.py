@@ -23,7 +23,8 @@ class Ring:
     completions. A turn completes each of its slot's barriers once. First `full`: when the row that
     the filler fetches has arrived, or by the filler's own arrival if it fetches none. Then `empty`:
     when the emptier, which has waited for `full`, arrives. The filler ends after all slots are
-    empty, by `fabric.drain`.
+    empty, by `fabric.drain`; or emptiers arrive at `empty` only for turns after which the filler
+    opens the slot again.
     """
 
     rows: Any  # [S, columns]

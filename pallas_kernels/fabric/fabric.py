@@ -104,6 +104,12 @@ class Fabric(Ranks, Protocol):
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
         """Waits for values of a rank, and copies them to `words` [n]."""
 
+    def send_halves(self, words: Any, first: Any, count: int) -> None:
+        """Sends pairs of int32 words that 16 bits hold to every rank, as values of two halves."""
+
+    def read_halves(self, rank: Any, words: Any, what: str) -> None:
+        """Waits for the pairs of a rank, and copies them to `words` [n]."""
+
     def barrier(self) -> None:
         """Waits until all threads of this warpgroup have reached this barrier."""
 
@@ -229,6 +235,12 @@ class Stacked:
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
         raise NotImplementedError("ranks on one device read values only in the simulator.")
+
+    def send_halves(self, words: Any, first: Any, count: int) -> None:
+        raise NotImplementedError("ranks on one device send halves only in the simulator.")
+
+    def read_halves(self, rank: Any, words: Any, what: str) -> None:
+        raise NotImplementedError("ranks on one device read halves only in the simulator.")
 
     def barrier(self) -> None:
         raise NotImplementedError("ranks on one device meet only in the simulator.")

@@ -26,7 +26,7 @@ POOL_START = 1
 POOL_BYTES = 2
 DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
 
-VERSION = 3  # of this layout
+VERSION = 4  # of this layout
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
 
 # (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
@@ -57,9 +57,14 @@ TILE_BYTES = 2048
 SLOT_BYTES = TILE_BYTES + 512  # a tile, and a note of each of its 128 threads
 
 
+def num_senders(num_gpus: int) -> int:
+    """Returns how many GPUs send tiles to a GPU: all others, of those of the protocol."""
+    return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
+
+
 def num_slots(num_gpus: int) -> int:
-    """Returns how many slots a heap has: two sets for each worker of each GPU."""
-    return 2 * min(num_gpus, MAX_LOW_LATENCY_GPUS) * MAX_WORKERS * MAX_SLOTS
+    """Returns how many slots a heap has: two sets for each worker of each GPU that sends."""
+    return 2 * num_senders(num_gpus) * MAX_WORKERS * MAX_SLOTS
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:

@@ -30,7 +30,12 @@ from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.layout import MAX_LOW_LATENCY_GPUS, MAX_SLOTS, MAX_WORKERS
+from pallas_kernels.fabric.layout import (
+    MAX_LOW_LATENCY_GPUS,
+    MAX_SLOTS,
+    MAX_WORKERS,
+    num_senders,
+)
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.tiles import TilePlan
@@ -89,39 +94,59 @@ class Endpoint:
 
     def send_to(self, i: int, slot: int, tile: jax.Array, *, exact: bool = False) -> None:
         """Sends a tile to the i-th of `peers`; see `send`."""
-        number = self._slot(self._here, self._calls[i], slot)
+        number = self._slot(self._here, self._there[i], self._calls[i], slot)
         self.channels.memory.send(self._there[i], number, tile, exact=exact)
 
     def receive(
+        self, slot: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
+    ) -> list[jax.Array]:
+        """Receives the tile that each peer sends to a slot of this call's set.
+
+        With `exact`, here and in the peers' `send`, the bits of NaNs arrive unchanged too.
+        """
+        return self.receive_all([slot], shape, dtype, exact=exact)[0]
+
+    def receive_all(
         self,
-        slot: int,
+        slots: Sequence[int],
         shape: tuple[int, ...],
         dtype: Any,
         *,
         exact: bool = False,
-        wanted: Sequence[jax.Array] | None = None,
-    ) -> list[jax.Array]:
-        """Receives the tile that each peer sends to a slot of this call's set.
+        wanted: Sequence[Sequence[jax.Array]] | None = None,
+    ) -> list[list[jax.Array]]:
+        """Receives the tiles that each peer sends to some slots of this call's set, at once.
 
-        With `exact`, here and in the peers' `send`, the bits of NaNs arrive unchanged too. `wanted`
-        says which peers send one; what is returned for the others is undefined.
+        Args:
+          slots: the slots.
+          shape: the shape of each tile.
+          dtype: the dtype of each tile.
+          exact: whether the bits of NaNs arrive unchanged; the peers' `send` must pass the same.
+          wanted: for each slot, which peers send a tile to it; None: all.
+
+        Returns:
+          For each slot the tile of each peer; what is returned for a peer that sends none is
+          undefined.
         """
-        slots = [
-            self._slot(gpu, calls, slot)
+        numbers = [
+            self._slot(gpu, self._here, calls, slot)
+            for slot in slots
             for gpu, calls in zip(self._there, self._calls, strict=True)
         ]
-        return self.channels.memory.receive(
+        tiles = self.channels.memory.receive(
             self._here,
-            slots,
+            numbers,
             shape,
             dtype,
             rank=self.rank,
-            peers=self.peers,
+            peers=self.peers * len(slots),
             timeout_s=self.channels.timeout_s,
             what=self._what,
             exact=exact,
-            wanted=wanted,
+            wanted=None if wanted is None else [w for of_slot in wanted for w in of_slot],
         )
+        count = len(self.peers)
+        return [tiles[first : first + count] for first in range(0, len(tiles), count)]
 
     def sum(self, slot: int, mine: jax.Array) -> jax.Array:
         """Receives a tile of each peer and adds them to `mine`: in rank order, rounded once.
@@ -150,12 +175,17 @@ class Endpoint:
             rank = lax.div(rank, jnp.int32(size))
         return offset
 
-    def _slot(self, sender: jax.Array, calls: jax.Array, slot: int) -> jax.Array:
+    def _slot(
+        self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, slot: int
+    ) -> jax.Array:
         """Returns the number, among the receiver's slots, of this worker's slot for GPU `sender`.
 
         `calls` is how many calls the two GPUs have made; it selects one of the two sets.
         """
-        set_of_sender = (calls & 1) * self.channels.memory.num_gpus + sender
+        senders = num_senders(self.channels.memory.num_gpus)
+        # Counted from the receiver's next neighbour, so that it has no slots for itself.
+        number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
+        set_of_sender = (calls & 1) * senders + number
         return (set_of_sender * MAX_WORKERS + self._worker) * MAX_SLOTS + slot
 
 

@@ -365,6 +365,47 @@ class Gpus(RanksOfMesh):
         layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
         mosaic.inline(emit, [call.table, call.here, call.rank, words, *call.peers], layouts)
 
+    def send_halves(self, words: Any, first: Any, count: int) -> None:
+        """Sends pairs of int32 words to every rank, as values of two halves each.
+
+        Of `words` [n] in this rank's global memory, sends the pairs from number `first` on, `count`
+        of them. A word that 16 bits cannot hold becomes -1. See `send_values`.
+        """
+        call, last = self._call, words.shape[0] - 1
+
+        def emit(context: Any, table: Any, here: Any, first: Any, words: Any, *peers: Any) -> None:
+            del context
+            numbers = [
+                _load_shared(_plus(call.numbers(table), (i32(r), 8))) for r in range(len(peers))
+            ]
+            for start in range(0, count, LANES):
+                index = arith.addi(mosaic.lane(), i32(start))
+                with mosaic.when(_below(index, count)):
+                    pair = arith.addi(scalar(first), index)
+                    halves = []
+                    for which in range(2):
+                        place = arith.minui(_plus(i32(which), (pair, 2)), i32(last))
+                        word = mosaic.element_at(words, place)
+                        short = arith.shrsi(arith.shli(word, i32(16)), i32(16))
+                        word = arith.select(mosaic.equal(word, short), word, i32(0xFFFFFFFF))
+                        halves.append(arith.andi(word, i32(0xFFFF)))
+                    value = _widen(arith.ori(halves[0], arith.shli(halves[1], i32(16))))
+                    for number, peer in zip(numbers, peers, strict=True):
+                        word = arith.ori(arith.shli(number, i64(32)), value)
+                        _store(self._value(scalar(peer), scalar(here), number, pair), word)
+
+        layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
+        first = jnp.asarray(first, jnp.int32)
+        mosaic.inline(emit, [call.table, call.here, first, words, *call.peers], layouts)
+
+    def read_halves(self, rank: Any, words: Any, what: str) -> None:
+        """Waits for all pairs that a rank sends by `send_halves`, and copies them to `words` [n].
+
+        See `read_values`.
+        """
+        (total,) = words.shape
+        self._read(rank, 0, words, -(-total // 2), what, halves=True)
+
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
         """Sends words to some ranks, as this rank's values from `start` on; None: to every rank.
 
@@ -405,7 +446,13 @@ class Gpus(RanksOfMesh):
         other threads' use of it. `what` names the wait in the message that ends the program after
         `timeout_s`.
         """
-        call, (total,) = self._call, words.shape
+        self._read(rank, start, words, words.shape[0], what)
+
+    def _read(
+        self, rank: Any, start: Any, words: Any, total: int, what: str, *, halves: bool = False
+    ) -> None:
+        """Reads `total` values into `words`: words, or pairs of 16 bits."""
+        call, (num_words,) = self._call, words.shape
 
         def emit(
             context: Any, table: Any, here: Any, me: Any, rank: Any, start: Any, words: Any,
@@ -416,6 +463,27 @@ class Gpus(RanksOfMesh):
             number = _load_shared(_plus(call.numbers(table), (source, 8)))
             peer = _of_lane(list(map(scalar, peers)), source)
             to = mosaic.address(words, 32)
+
+            def ask(places: Sequence[Value]) -> tuple[Value, list[Value]]:
+                values = [_load(place) for place in places]
+                late = [
+                    arith.cmpi(
+                        arith.CmpIPredicate.ne,
+                        _narrow(arith.shrui(value, i64(32))),
+                        _narrow(number),
+                    )
+                    for value in values
+                ]
+                return functools.reduce(arith.ori, late), [_narrow(value) for value in values]
+
+            def poll(places: Sequence[Value]) -> list[Value]:
+                return ptx.poll(
+                    lambda: ask(places),
+                    lambda _: ptx.give_up(what, self.timeout_s, scalar(me), source),
+                    timeout_s=self.timeout_s,
+                    types=[mosaic.integer_type(32)] * len(places),
+                )
+
             for first in range(0, total, _VALUES_AT_ONCE):
                 count = min(_VALUES_AT_ONCE, total - first)
                 rounds = range(first, first + count, LANES)
@@ -428,28 +496,22 @@ class Gpus(RanksOfMesh):
                     for i in indices
                 ]
 
-                def ask(places: Any = places) -> tuple[Value, list[Value]]:
-                    values = [_load(place) for place in places]
-                    late = [
-                        arith.cmpi(
-                            arith.CmpIPredicate.ne,
-                            _narrow(arith.shrui(value, i64(32))),
-                            _narrow(number),
-                        )
-                        for value in values
-                    ]
-                    return functools.reduce(arith.ori, late), [_narrow(value) for value in values]
-
-                values = ptx.poll(
-                    ask,
-                    lambda _: ptx.give_up(what, self.timeout_s, scalar(me), source),
-                    timeout_s=self.timeout_s,
-                    types=[mosaic.integer_type(32)] * len(places),
-                )
+                # All blocks poll the same words: ask for few until the last ones have arrived.
+                if len(places) > 1:
+                    poll(places[-1:])
+                values = poll(places)
                 for index, value in zip(indices, values, strict=True):
-                    with mosaic.when(_below(index, total)):
-                        place = _plus(to, (index, 4))
-                        mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", place, value)
+                    parts = [(index, value)]
+                    if halves:
+                        low = arith.shrsi(arith.shli(value, i32(16)), i32(16))
+                        parts = [
+                            (_plus(i32(i), (index, 2)), half)
+                            for i, half in enumerate((low, arith.shrsi(value, i32(16))))
+                        ]
+                    for at, word in parts:
+                        with mosaic.when(_below(at, num_words)):
+                            place = _plus(to, (at, 4))
+                            mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", place, word)
 
         layouts = [REFERENCE, *[SCALAR] * 4, REFERENCE, *[SCALAR] * self.num_ranks]
         rank, start = (jnp.asarray(value, jnp.int32) for value in (rank, start))

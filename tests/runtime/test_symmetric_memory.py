@@ -374,7 +374,7 @@ def test_heaps_have_room():
             assert offset == end and offset % 16 == 0 and num_bytes % 4 == 0
             end = offset + num_bytes
         assert end == layout.heap_bytes(num_gpus)
-        senders = min(num_gpus, layout.MAX_LOW_LATENCY_GPUS)
+        senders = layout.num_senders(num_gpus)
         last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * layout.MAX_SLOTS
         assert last + layout.MAX_SLOTS == layout.num_slots(num_gpus)
         slots = layout.TILES + 4 * layout.MAX_WORKERS * layout.MAX_LOW_LATENCY_GPUS

@@ -132,6 +132,12 @@ class Simulated(fb.Stacked):
         operation = _ReadValues(what, words.shape[0], words.dtype)
         (words[...],) = _on_host(operation, rank, start, returns=[received])
 
+    def send_halves(self, words: Any, first: Any, count: int) -> None:
+        _on_host(_SendHalves(self.num_ranks, count), words[...], first)
+
+    def read_halves(self, rank: Any, words: Any, what: str) -> None:
+        self.read_values(rank, 0, words, what)
+
     def stage(self, number: int) -> None:
         _on_host(_Pause(number))
 
@@ -416,6 +422,18 @@ class _SendValues:
                     if values.setdefault(i, word) != word:
                         raise KernelError(f"rank {thread.block_id} sends two values {i} in a call")
             simulation.changed.notify_all()
+
+
+@dataclasses.dataclass(frozen=True)
+class _SendHalves:
+    num_ranks: int
+    count: int
+
+    def run(self, simulation: _Simulation, thread: Any, words: Any, first: Any) -> None:
+        words, first = np.array(words), int(first)
+        sent = words[2 * first : 2 * (first + self.count)]
+        sent = np.where(sent == sent.astype(np.int16), sent, -1)
+        _SendValues().run(simulation, thread, sent, 2 * first, *range(self.num_ranks))
 
 
 @dataclasses.dataclass(frozen=True)

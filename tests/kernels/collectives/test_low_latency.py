@@ -363,8 +363,8 @@ def test_calls_of_alternating_groups_overtake_no_slot(kind):
 
 
 class AlwaysTheSameSet(Endpoint):
-    def _slot(self, sender, calls, slot):
-        return super()._slot(sender, calls & 0, slot)
+    def _slot(self, sender, receiver, calls, slot):
+        return super()._slot(sender, receiver, calls & 0, slot)
 
 
 class NeverClosed(Endpoint):
@@ -379,8 +379,8 @@ class ClosedTwiceByRank0(Endpoint):
 
 
 class OneSetForAllSenders(Endpoint):
-    def _slot(self, sender, calls, slot):
-        return super()._slot(sender * 0, calls, slot)
+    def _slot(self, sender, receiver, calls, slot):
+        return super()._slot(receiver + 1, receiver, calls, slot)
 
 
 @simulated
@@ -481,7 +481,7 @@ def test_two_ranks_on_one_gpu_are_found():
 @simulated
 def test_slots_that_are_not_there_are_found(monkeypatch):
     original = Endpoint._slot
-    monkeypatch.setattr(Endpoint, "_slot", lambda *args: original(*args) + 2 * 2 * 512 * 4)
+    monkeypatch.setattr(Endpoint, "_slot", lambda *args: original(*args) + 2 * 512 * 4)
     with pytest.raises(KernelError, match="GPU . has no slot"):
         run("all_gather", operand((2, 1024), "bfloat16"), one_axis(2), TilePlan(1, 1))
 
@@ -492,14 +492,16 @@ def test_every_slot_has_a_place_of_its_own():
     endpoint = Endpoint.__new__(Endpoint)
     endpoint.channels = ll.Channels(((1, 3),), (0, 1, 2), SlotMemory(layout.BASE, num_gpus))
     endpoint._worker = jnp.arange(ll.MAX_WORKERS)
-    found = [
-        np.asarray(endpoint._slot(jnp.int32(sender), jnp.int32(calls), slot))
-        for sender in range(num_gpus)
-        for calls in (6, 7)
-        for slot in range(ll.MAX_SLOTS)
-    ]
     count = layout.num_slots(num_gpus)
-    np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
+    for receiver in range(num_gpus):
+        found = [
+            np.asarray(endpoint._slot(*map(jnp.int32, (sender, receiver, calls)), slot))
+            for sender in range(num_gpus)
+            for calls in (6, 7)
+            for slot in range(ll.MAX_SLOTS)
+            if sender != receiver
+        ]
+        np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
 
 
 # ------------------------------------------------------------------------------ lowered for CUDA
