@@ -173,6 +173,8 @@ class Sender:
 
             slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * num_words
             in_choices = entry - window.start(entry - in_window * num_words)
+            # This rank's list comes twice: `peers` begin elsewhere in each block, so that to select
+            # it from theirs takes a select for each of their words.
             *lists_of_peers, list_here = lists_for(in_choices, [*peers, rank])
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 place = place_of(words, i)
