@@ -27,6 +27,7 @@ import numpy as np
 
 AXIS = "expert"
 TIMEOUT_SECONDS = 5.0  # of a kernel that waits for a process that was killed
+HEARTBEAT_SECONDS = 10  # after which jax.distributed ends the processes that are left
 SIZES = dict(num_experts=16, top_k=4, num_tokens=67, hidden=1024)
 
 
@@ -118,7 +119,9 @@ def after_one_is_killed(processes: int, path: Path) -> str:
         time.sleep(0.5)
         running[-1].send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        texts = [process.communicate(timeout=60)[0] for process in running[:-1]]
+        texts = [
+            output_of(process, TIMEOUT_SECONDS + HEARTBEAT_SECONDS + 30) for process in running
+        ]
         took = time.monotonic() - killed
     finally:
         for process in running:
@@ -134,10 +137,19 @@ def after_one_is_killed(processes: int, path: Path) -> str:
     )
     held = max(map(int, left.stdout.split()))
     first = next((match for match in said if match), None)
-    if first is None or took > TIMEOUT_SECONDS + 30 or not all(p.returncode for p in running):
+    if first is None or any(p.returncode in (0, -signal.SIGKILL) for p in running[:-1]):
         print("\n".join(text[-2000:] for text in texts))
         return ""
     return f"the others ended after {took:.1f} s, {held} MiB held: {first.group()}"
+
+
+def output_of(process: subprocess.Popen[str], seconds: float) -> str:
+    """Returns what a process writes until it ends, or until it is killed after so many seconds."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
 
 
 def gather(path: Path) -> dict[str, np.ndarray]:
@@ -163,10 +175,17 @@ def run(args: Any) -> None:
     number, count = map(int, args.process.split("/"))
     if count > 1:
         ids = None if "CUDA_VISIBLE_DEVICES" in os.environ else [number]
-        jax.distributed.initialize(args.coordinator, count, number, local_device_ids=ids)
+        seconds = HEARTBEAT_SECONDS if args.endless else 100
+        jax.distributed.initialize(
+            args.coordinator,
+            count,
+            number,
+            local_device_ids=ids,
+            heartbeat_timeout_seconds=seconds,
+        )
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), (AXIS,))
     if args.endless:
-        repeat(mesh, sys.maxsize, lambda i: i or print("looping", flush=True))
+        repeat(mesh, sys.maxsize, lambda i: i or print("looping", flush=True), loss=False)
     results = {}
     for name, program, operands in programs(mesh):
         shards = jax.tree.leaves(program(*operands))
@@ -205,7 +224,7 @@ def on_ranks(mesh: Any, function: Any) -> Any:
     return jax.jit(jax.shard_map(lifted, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
-def exchange(num_experts: int, capacity: int) -> Any:
+def exchange(num_experts: int, capacity: int, loss: bool = True) -> Any:
     import jax
     import jax.numpy as jnp
 
@@ -223,11 +242,13 @@ def exchange(num_experts: int, capacity: int) -> Any:
             )
             y = received.tokens * 2
             out = jax_ep.combine(y, received.handle, weights, implementation="pallas")
-            loss = jnp.sum(out.astype(jnp.float32) ** 2)
-            return loss, (received.tokens, received.group_sizes, out)
+            total = jnp.sum(out.astype(jnp.float32) ** 2)
+            return total, (received.tokens, received.group_sizes, out)
 
-        (loss, kept), gradients = jax.value_and_grad(forward, (0, 1), has_aux=True)(x, weights)
-        return kept, gradients, jax.lax.psum(loss, AXIS) + jnp.zeros_like(loss)
+        (total, kept), gradients = jax.value_and_grad(forward, (0, 1), has_aux=True)(x, weights)
+        if not loss:  # nothing of NCCL's, whose kernels wait for a lost rank without end
+            return kept, gradients
+        return kept, gradients, jax.lax.psum(total, AXIS) + jnp.zeros_like(total)
 
     return step
 
@@ -258,13 +279,15 @@ def programs(mesh: Any) -> Any:
             yield f"{operation} {algorithm}", on_ranks(mesh, collective), [x]
 
 
-def repeat(mesh: Any, repeats: int, tell: Callable[[int], Any] = lambda i: None) -> str:
+def repeat(
+    mesh: Any, repeats: int, tell: Callable[[int], Any] = lambda i: None, loss: bool = True
+) -> str:
     """Repeats the exchange; every repeat must give the first one's bits, on all ranks."""
     import jax
 
     operands = inputs(mesh, **SIZES)
     capacity = 3 * SIZES["num_tokens"] * SIZES["top_k"] // 4
-    program = on_ranks(mesh, exchange(SIZES["num_experts"], capacity))
+    program = on_ranks(mesh, exchange(SIZES["num_experts"], capacity, loss))
 
     def bits(results: Any) -> list[bytes]:
         leaves = jax.tree.leaves(results)
