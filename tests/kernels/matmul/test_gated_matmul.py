@@ -66,8 +66,8 @@ def expected(lhs, gate, up, sizes):
     ("num_rows", "sizes", "depth", "tiles"),
     [
         # Groups within a tile, over several, empty, and starting off a multiple of 8 rows.
-        pytest.param(136, [3, 0, 70, 21], 128, Tiles(128, 64, 2, 1), marks=pytest.mark.slow),
-        (40, [3, 0, 21], 64, Tiles(64, 128, 2, 1)),
+        pytest.param(136, [3, 0, 70, 21], 128, Tiles((32, 64), 128, 2, 2), marks=pytest.mark.slow),
+        (40, [3, 0, 21], 64, Tiles((16, 32), 128, 2, 1)),
     ],
     ids=str,
 )
@@ -91,14 +91,13 @@ def test_gated_product(num_rows, sizes, depth, tiles, keep):
 def test_where_one_kernel_gates():
     """With few rows always; with many, where the matrices are narrow and nothing is kept."""
     for keep in (False, True):
-        for num_cols, block_n in ((768, 128), (2048, 128), (192, None), (14336, 128)):
+        for num_cols in (768, 2048, 192, 14336):
             tiles = backend.gated_tiles(1152, 64, num_cols, keep)
-            if block_n is not None:
-                assert tiles is not None and (tiles.block_m, tiles.block_n) == (64, block_n)
+            assert tiles is not None and (tiles.block_m, tiles.block_n) == (64, 128)
         assert backend.gated_tiles(36864, 128, 2048, keep) is None
         assert (backend.gated_tiles(36864, 64, 768, keep) is None) == keep
     narrow = backend.gated_tiles(36864, 64, 192, False)
-    assert narrow is not None and (narrow.block_m, narrow.block_n) == (128, 64)
+    assert narrow is not None and (narrow.block_m, narrow.block_n) == (144, 128)
 
 
 @needs_kernels
@@ -125,4 +124,4 @@ def test_a_race_is_found(monkeypatch):
     monkeypatch.setattr("pallas_kernels.matmul.grouped_matmul.plgpu.commit_smem", lambda: None)
     args = operands(80, [0, 37, 30], 128, 128)
     with pytest.raises(KernelError, match="a race"):
-        interpret(lambda: run(*args, Tiles(64, 128, 2, 1), True))
+        interpret(lambda: run(*args, Tiles((16, 32), 128, 2, 1), True))
