@@ -156,7 +156,9 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     if num_rows >= _FEW_ROWS * num_groups:
-        return Tiles.fitting((64, 128, 192, 256, 288), 128, _band(num_cols, 128, 16))
+        return Tiles.fitting(
+            (64, 128, 136, 144, 160, 176, 192, 224, 256), 128, _band(num_cols, 128, 16)
+        )
     wide = num_cols % 256 == 0 and num_rows * num_cols >= HOPPER_CORES * 64 * 256
     block_n = 256 if wide else 128
     return Tiles.fitting((32, 64), block_n, _band(num_cols, block_n, 16))
@@ -175,7 +177,10 @@ def gated_tiles(num_rows: int, num_groups: int, num_cols: int, keep: bool) -> Ti
     if not few_rows and (keep or num_cols > _WIDEST_GATED):
         return None
     return Tiles.fitting(
-        (32, 64) if few_rows else (48, 96, 144), 128, _band(num_cols, 128, 8), matrices=2
+        (32, 64) if few_rows else (64, 96, 128, 136, 144, 160),
+        128,
+        _band(num_cols, 128, 8),
+        matrices=2,
     )
 
 

@@ -47,8 +47,8 @@ class Tiles:
     """The tile sizes of a `product`, and the depth of its buffers in shared memory.
 
     Attributes:
-      heights: the numbers of rows that a block's output tile may have, each a multiple of 16, in
-        rising order.
+      heights: the numbers of rows that a block's output tile may have, in rising order: multiples
+        of 8, beyond 256 of 16.
       block_n: width of a block's output tile, a multiple of 128; each computer takes half of it.
       num_slots: depth of the ring, in operand tiles of 64 along the summed dimension.
       num_staged: 32 x 64 chunks of its results that a computer may stage on their way to memory.
@@ -88,10 +88,13 @@ class Tiles:
 
     def __post_init__(self) -> None:
         rising = list(self.heights) == sorted(set(self.heights))
-        if not rising or any(height % 16 for height in self.heights) or self.part % CHUNK:
+        whole = not any(
+            height % (8 if height <= MOST_ROWS_OF_MATMUL else 16) for height in self.heights
+        )
+        if not rising or not whole or self.part % CHUNK:
             raise ValueError(
-                "a tile is of rows in multiples of 16, heights in rising order, and of columns in "
-                f"multiples of 128, not {self}."
+                "a tile is of rows in multiples of 8, beyond 256 of 16, heights in rising order, "
+                f"and of columns in multiples of 128, not {self}."
             )
 
 

@@ -23,7 +23,7 @@ def sizes_of(num_groups, seed=0):
     return jnp.asarray(sizes, jnp.int32), (int(sizes.sum()) + 31) // 8 * 8
 
 
-@pytest.mark.parametrize("heights", quick([(16, 64), (128,), (8, 24, 80, 96)], (16, 64)))
+@pytest.mark.parametrize("heights", [(16, 64), (8, 24, 80, 96)])
 def test_tiles_cover_every_group_once(heights):
     for num_groups in (1, 2, 9):
         sizes, num_rows = sizes_of(num_groups)
