@@ -157,7 +157,7 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
     if num_rows >= _FEW_ROWS * num_groups:
         return Tiles.fitting(
-            (64, 128, 136, 144, 160, 176, 192, 224, 256), 128, _band(num_cols, 128, 16)
+            (64, 128, 136, 144, 176, 208, 256), 128, _band(num_cols, 128, 16)
         )
     wide = num_cols % 256 == 0 and num_rows * num_cols >= HOPPER_CORES * 64 * 256
     block_n = 256 if wide else 128
