@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
 _FEW_ROWS = 64  # of a group: with fewer, reading the matrices takes the time
-_WIDEST_GATED = 1024  # columns of a gated product with many rows
 HOPPER_CORES = 132  # multiprocessors of an H100 or H200 SXM
 
 
@@ -102,15 +101,13 @@ def gated_product(
     """Gates the products of lhs and both rhs in one kernel; with `keep` returns them too.
 
     Returns None for a gating with operations that the kernel does not support. If `tiles` is None,
-    `gated_tiles` chooses them, and the result is None too where that returns None.
+    `gated_tiles` chooses them.
     """
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
     from pallas_kernels.matmul import gated_matmul as kernels
 
     num_rows, num_cols = lhs.shape[0], rhs[0].shape[2]
-    tiles = tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols, keep)
-    if tiles is None:
-        return None
+    tiles = tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols)
     with jax.enable_x64(False):
         try:
             function = Elementwise(gating, 2)
@@ -156,32 +153,22 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     if num_rows >= _FEW_ROWS * num_groups:
-        return Tiles.fitting(
-            (64, 128, 136, 144, 176, 208, 256), 128, _band(num_cols, 128, 16)
-        )
+        return Tiles.fitting((64, 128, 136, 144, 176, 208, 256), 128, band(num_cols, 128, 16))
     wide = num_cols % 256 == 0 and num_rows * num_cols >= HOPPER_CORES * 64 * 256
     block_n = 256 if wide else 128
-    return Tiles.fitting((32, 64), block_n, _band(num_cols, block_n, 16))
+    return Tiles.fitting((32, 64), block_n, band(num_cols, block_n, 16))
 
 
-def gated_tiles(num_rows: int, num_groups: int, num_cols: int, keep: bool) -> Tiles | None:
+def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     """Chooses tiles for a gated product of [num_rows, K] and two of [num_groups, K, num_cols].
 
-    A tile of the accumulators holds a tile of each product, side by side. Returns None where two
-    products and a gate by XLA are faster: with many rows, if the matrices are wide or the products
-    are kept (pallas_kernels/TUNING.md, section "Grouped matmul").
+    A tile of the accumulators holds a tile of each product, side by side.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     few_rows = num_rows < _FEW_ROWS * num_groups
-    if not few_rows and (keep or num_cols > _WIDEST_GATED):
-        return None
-    return Tiles.fitting(
-        (32, 64) if few_rows else (64, 96, 128, 136, 144, 160),
-        128,
-        _band(num_cols, 128, 8),
-        matrices=2,
-    )
+    heights = (32, 64) if few_rows else (64, 96, 112, 128, 136, 144)
+    return Tiles.fitting(heights, 128, band(num_cols, 128, 8), matrices=2)
 
 
 def drhs_tiles(num_cols: int) -> DrhsTiles:
@@ -189,10 +176,10 @@ def drhs_tiles(num_cols: int) -> DrhsTiles:
     from pallas_kernels.matmul.drhs import DrhsTiles
 
     block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
-    return DrhsTiles.fitting(block_n, _band(num_cols, block_n, 16))
+    return DrhsTiles.fitting(block_n, band(num_cols, block_n, 16))
 
 
-def _band(num_cols: int, block_n: int, most: int) -> int:
+def band(num_cols: int, block_n: int, most: int) -> int:
     """Chooses `Tiles.band`, the largest divisor up to `most` of the number of tile columns.
 
     The tiles that all blocks compute at a time then form about a square, which reads the least.

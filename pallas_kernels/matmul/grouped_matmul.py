@@ -225,7 +225,7 @@ class Product(Kernel):
                 return *rows, left_edge, height_of(tile)
 
             def one_tile(tile, used):
-                *rows, left_edge, height = tile
+                top, begin, end, left_edge, height = tile
                 steps = sum(self.depths) // CHUNK
 
                 def multiply_all(height, used):
@@ -244,7 +244,7 @@ class Product(Kernel):
 
                 @pl.when(left_edge < self.width)
                 def _():
-                    self._store(results, outs, *rows, left_edge, warpgroup, scratch)
+                    self._store(results, outs, top, begin, end, left_edge, warpgroup, scratch)
 
                 return used + steps
 
@@ -327,7 +327,7 @@ class Product(Kernel):
                     chunks = self.results(total, columns, rows, outs[0].dtype)
                     for out, values in zip(outs, chunks, strict=True):
                         if not self.interpreted:
-                            mosaic.store_rows(out, values, *place, first, stop)
+                            mosaic.store_rows(out, values, place[0], place[1], first, stop)
                             continue
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         plain.at[:height][...] = values.T
