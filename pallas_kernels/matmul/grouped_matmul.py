@@ -38,8 +38,7 @@ from pallas_kernels.matmul.kernel import (
 )
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, row_tiles
 
-STORED_ROWS = 32  # rows that a computer of `product` stores at a time
-MOST_ROWS_OF_MATMUL = 256  # that one instruction of the tensor cores multiplies
+STORED_ROWS = 32  # rows that a computer stores at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Tiles:
 
     Attributes:
       heights: the numbers of rows that a block's output tile may have, in rising order: multiples
-        of 8, beyond 256 of 16.
+        of 8 up to 256, as one instruction of the tensor cores multiplies.
       block_n: width of a block's output tile, a multiple of 128; each computer takes half of it.
       num_slots: depth of the ring, in operand tiles of 64 along the summed dimension.
       num_staged: 32 x 64 chunks of its results that a computer may stage on their way to memory.
@@ -88,13 +87,11 @@ class Tiles:
 
     def __post_init__(self) -> None:
         rising = list(self.heights) == sorted(set(self.heights))
-        whole = not any(
-            height % (8 if height <= MOST_ROWS_OF_MATMUL else 16) for height in self.heights
-        )
+        whole = not any(height % 8 or height > 256 for height in self.heights)
         if not rising or not whole or self.part % CHUNK:
             raise ValueError(
-                "a tile is of rows in multiples of 8, beyond 256 of 16, heights in rising order, "
-                f"and of columns in multiples of 128, not {self}."
+                "a tile is of rows in multiples of 8 up to 256, heights in rising order, and of "
+                f"columns in multiples of 128, not {self}."
             )
 
 
@@ -141,8 +138,9 @@ def product(
 class Product(Kernel):
     """The kernel of `product`: sums over pairs of the given depths, K.
 
-    The tensor cores compute tiles transposed: what a computer multiplies is 64 or 128 columns of
-    the output by all rows of the tile, whose number is then one of several.
+    The tensor cores compute tiles transposed, columns of the output by rows: the number of rows of
+    an instruction is then free in steps of 8, and a tile is as high as its rows need. Each height
+    has a loop of its own.
     """
 
     depths: tuple[int, ...]
@@ -256,18 +254,15 @@ class Product(Kernel):
         self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, slot: Any, _: Any
     ) -> int:
         """Starts the matmuls of a slot's tiles: of this computer's columns by `height` rows."""
-        parts = 1 if height <= MOST_ROWS_OF_MATMUL else 2
-        rows = height // parts
         right = scratch["right"].at[slot]
         mine = pl.ds(computer * self.tiles.part, self.tiles.part)
+        rows = transposed(scratch["left"].at[slot, :height])
         for i in range(self.matrices):
             matrix = right if self.matrices == 1 else right.at[i]
             columns = matrix.at[mine] if self.transpose_rhs else transposed(matrix.at[:, mine])
-            for first in range(0, height, rows):
-                tokens = scratch["left"].at[slot, pl.ds(first, rows)]
-                place = slice(i * self.tiles.block_m + first, i * self.tiles.block_m + first + rows)
-                plgpu.wgmma(accumulator.at[:, place], columns, transposed(tokens))
-        return self.matrices * parts
+            first = i * self.tiles.block_m
+            plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
+        return self.matrices
 
     def results(
         self, total: jax.Array, columns: slice, rows: slice, dtype: Any
