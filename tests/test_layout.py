@@ -74,6 +74,7 @@ ELSEWHERE = {
     "pallas_kernels/fabric/short_copies.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/fabric/tiles.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/fabric/vectors.py": "tests/kernels/exchange/test_combine.py",
+    "pallas_kernels/matmul/kernel.py": "tests/kernels/matmul/test_grouped_matmul.py",
     "pallas_kernels/routing/plan.py": "tests/kernels/routing/test_top_k.py",
 }
 

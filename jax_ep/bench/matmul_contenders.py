@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib.util
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -211,17 +211,15 @@ def available(matrix: tuple[int, int], dtype: Any, slow: bool = True) -> list[Ba
     return [b for b in known if api.unavailable_reason(b, platform, matrix, dtype) is None]
 
 
-PALLAS_TILES = (  # block_m, block_n, num_slots, num_staged, band
-    (128, 256, 3, 4, 1),
-    (128, 256, 3, 4, 4),
-    (128, 256, 3, 4, 7),
-    (128, 256, 3, 4, 28),
-    (128, 256, 4, 1, 8),
-    (128, 256, 4, 2, 8),
-    (128, 192, 4, 3, 8),
-    (128, 128, 5, 2, 8),
-    (64, 256, 4, 2, 8),
+PALLAS_TILES = (  # heights, block_n, the most that band may be
+    ((128,), 128, 16),
+    ((256,), 128, 16),
+    ((128, 192, 256), 128, 16),
+    ((64, 128, 136, 144, 160, 176, 192), 128, 16),
+    ((64, 96, 128, 136, 144), 256, 8),
+    ((64, 128, 136, 144, 176, 208, 256), 128, 4),
 )
+PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))  # block_n, the most that band may be
 MOSAIC_PRODUCT_BLOCKS = (  # block_m, block_n, block_k, max_concurrent_steps, grid_block_n
     (128, 128, 64, 4, 4),
     (128, 128, 64, 4, 8),
@@ -246,7 +244,7 @@ def other_blocks(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     columns = case.hidden if op in ("dlhs", "sum_of_dlhs") else case.mlp
     if op == "gated":  # by no other tiles than those of the backend's choice
         return []
-    found = _other_tiles(columns) if pallas.BACKEND.name in names else []
+    found = _other_tiles(columns, op) if pallas.BACKEND.name in names else []
     if MOSAIC.name in names and op in ("product", "dlhs"):
         for blocks in (Blocks(*sizes) for sizes in MOSAIC_PRODUCT_BLOCKS):
             if columns % blocks.block_n == 0:
@@ -262,22 +260,31 @@ def other_blocks(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
     return found
 
 
-def _other_tiles(columns: int) -> list[Backend]:
-    from pallas_kernels.matmul.grouped_matmul import Tiles  # not on a machine without GPUs
+def _other_tiles(columns: int, op: str) -> list[Backend]:
+    # Not on a machine without GPUs.
+    from pallas_kernels.matmul.drhs import DrhsTiles
+    from pallas_kernels.matmul.grouped_matmul import Tiles
 
+    functions: dict[str, Callable[..., Any]] = dict(
+        product=pallas.product, fused_sum=pallas.sum_of_products
+    )
+    choices: list[Any] = [
+        Tiles.fitting(heights, block_n, pallas.band(columns, block_n, most))
+        for heights, block_n, most in PALLAS_TILES
+        if columns % block_n == 0
+    ]
+    if op == "drhs":
+        functions = dict(drhs=pallas.drhs)
+        choices = [
+            DrhsTiles.fitting(block_n, pallas.band(columns, block_n, most))
+            for block_n, most in PALLAS_DRHS_TILES
+            if columns % block_n == 0
+        ]
     found = []
-    for tiles in (Tiles(*sizes) for sizes in PALLAS_TILES):
-        count, rest = divmod(columns, tiles.block_n)
-        if not rest and count % tiles.band == 0:
-            found.append(
-                dataclasses.replace(
-                    pallas.BACKEND,
-                    name=_named(pallas.BACKEND, tiles),
-                    product=functools.partial(pallas.product, tiles=tiles),
-                    drhs=functools.partial(pallas.drhs, tiles=tiles),
-                    fused_sum=functools.partial(pallas.sum_of_products, tiles=tiles),
-                )
-            )
+    for tiles in choices:
+        bound = {name: functools.partial(each, tiles=tiles) for name, each in functions.items()}
+        name = _named(pallas.BACKEND, tiles)
+        found.append(dataclasses.replace(pallas.BACKEND, name=name, **bound))
     return found
 
 

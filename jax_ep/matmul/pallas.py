@@ -16,9 +16,10 @@ from jax_ep.matmul.backend import Backend, Gating, Pairs, pad_rows
 from jax_ep.runtime import availability
 
 if TYPE_CHECKING:
+    from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-_WIDEST_GATED = 1024  # columns of a gated product with many rows
+_FEW_ROWS = 64  # of a group: with fewer, reading the matrices takes the time
 HOPPER_CORES = 132  # multiprocessors of an H100 or H200 SXM
 
 
@@ -100,15 +101,13 @@ def gated_product(
     """Gates the products of lhs and both rhs in one kernel; with `keep` returns them too.
 
     Returns None for a gating with operations that the kernel does not support. If `tiles` is None,
-    `gated_tiles` chooses them, and the result is None too where that returns None.
+    `gated_tiles` chooses them.
     """
     from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
     from pallas_kernels.matmul import gated_matmul as kernels
 
     num_rows, num_cols = lhs.shape[0], rhs[0].shape[2]
-    tiles = tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols, keep)
-    if tiles is None:
-        return None
+    tiles = tiles or gated_tiles(num_rows, rhs[0].shape[0], num_cols)
     with jax.enable_x64(False):
         try:
             function = Elementwise(gating, 2)
@@ -127,13 +126,13 @@ def gated_product(
 
 
 def drhs(
-    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: Tiles | None = None
+    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: DrhsTiles | None = None
 ) -> jax.Array:
     """Computes the gradient of rhs with the kernel; rows past the last group are left out.
 
     If `tiles` is None, `drhs_tiles` chooses them.
     """
-    from pallas_kernels.matmul import grouped_matmul as kernels
+    from pallas_kernels.matmul import drhs as kernels
 
     with jax.enable_x64(False):
         return kernels.drhs(
@@ -148,61 +147,45 @@ def drhs(
 def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     """Chooses tiles for a product of [num_rows, K] and [num_groups, K, num_cols].
 
-    Larger tiles read less memory for each multiplication. But a group's last tile is padded, and
-    too few tiles leave multiprocessors idle.
+    Larger tiles read less memory for each multiplication, but too few tiles leave multiprocessors
+    idle.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-    for block_m, block_n in ((128, 256), (64, 256), (64, 128)):
-        enough_rows = block_m == 64 or num_rows >= 64 * num_groups
-        enough_tiles = num_rows * num_cols >= HOPPER_CORES * block_m * block_n
-        if num_cols % block_n == 0 and enough_rows and enough_tiles:
-            break
-    if num_cols % block_n:
-        block_m, block_n = 128, _widest(num_cols)
-    return Tiles.fitting(block_m, block_n, _band(num_cols // block_n))
+    if num_rows >= _FEW_ROWS * num_groups:
+        return Tiles.fitting((64, 128, 136, 144, 176, 208, 256), 128, band(num_cols, 128, 16))
+    wide = num_cols % 256 == 0 and num_rows * num_cols >= HOPPER_CORES * 64 * 256
+    block_n = 256 if wide else 128
+    return Tiles.fitting((32, 64), block_n, band(num_cols, block_n, 16))
 
 
-def gated_tiles(num_rows: int, num_groups: int, num_cols: int, keep: bool) -> Tiles | None:
+def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     """Chooses tiles for a gated product of [num_rows, K] and two of [num_groups, K, num_cols].
 
-    A tile of the accumulators holds a tile of each product, side by side. Returns None where two
-    products and a gate by XLA are faster: with many rows, if the matrices are wide or the products
-    are kept (pallas_kernels/TUNING.md, section "Grouped matmul").
+    A tile of the accumulators holds a tile of each product, side by side.
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-    few_rows = num_rows < 64 * num_groups and num_cols % 128 == 0
-    if not few_rows and (keep or num_cols > _WIDEST_GATED):
-        return None
-    block_n = 128 if num_cols % 128 == 0 else 64
-    return Tiles.fitting(
-        64 if few_rows else 128,
-        block_n,
-        _band(num_cols // block_n),
-        matrices=2,
-        outputs=3 if keep else 1,
-    )
+    few_rows = num_rows < _FEW_ROWS * num_groups
+    heights = (32, 64) if few_rows else (64, 96, 112, 128, 136, 144)
+    return Tiles.fitting(heights, 128, band(num_cols, 128, 8), matrices=2)
 
 
-def drhs_tiles(num_cols: int) -> Tiles:
+def drhs_tiles(num_cols: int) -> DrhsTiles:
     """Chooses tiles for the gradient of rhs [L, K, num_cols]."""
-    from pallas_kernels.matmul.grouped_matmul import Tiles
+    from pallas_kernels.matmul.drhs import DrhsTiles
 
-    block_n = _widest(num_cols)
-    return Tiles.fitting(128, block_n, _band(num_cols // block_n))
-
-
-def _widest(num_cols: int) -> int:
-    return next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
+    block_n = next(width for width in (256, 192, 128, 64) if num_cols % width == 0)
+    return DrhsTiles.fitting(block_n, band(num_cols, block_n, 16))
 
 
-def _band(columns: int) -> int:
-    """Chooses `Tiles.band`, the largest divisor up to 16 of the number of tile columns.
+def band(num_cols: int, block_n: int, most: int) -> int:
+    """Chooses `Tiles.band`, the largest divisor up to `most` of the number of tile columns.
 
     The tiles that all blocks compute at a time then form about a square, which reads the least.
     """
-    return max(band for band in range(1, 17) if columns % band == 0)
+    columns = -(-num_cols // block_n)
+    return max(band for band in range(1, most + 1) if columns % band == 0)
 
 
 def _core_count() -> int:

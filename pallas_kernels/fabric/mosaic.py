@@ -375,9 +375,10 @@ def store_rows(
     """Stores rows [begin, end) of a tile of 16-bit floats in registers to an array in memory.
 
     Each thread stores its own pairs of columns, without shared memory, and no other row of `out` is
-    touched. `values` is in the layout of accumulators; its first element goes to out[top, left].
+    touched. `values` is the tile transposed, [columns, rows], in the layout of accumulators; its
+    first element goes to out[top, left].
     """
-    layout = plgpu.Layout.WGMMA
+    layout = plgpu.Layout.WGMMA_TRANSPOSED
 
     def emit(_: Any, out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
@@ -391,7 +392,7 @@ def store_rows(
         for index, place in zip(
             np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
         ):
-            row, column = (arith.index_cast(i32, number) for number in place)
+            column, row = (arith.index_cast(i32, number) for number in place)
             inside = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, row, begin),
                 arith.cmpi(arith.CmpIPredicate.slt, row, end),
@@ -410,7 +411,16 @@ def store_rows(
             )
 
     numbers = [top, left, begin, end]
+    values = plgpu.layout_cast(values, layout)
     inline(emit, [out, values, *numbers], [REFERENCE, layout, *[SCALAR] * len(numbers)])
+
+
+def store_transposed(ref: Any, values: jax.Array) -> None:
+    """Stores 16-bit floats in the layout of accumulators, [columns, rows], to shared memory.
+
+    `ref` is [rows, columns], swizzled.
+    """
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def store_plain(ref: Any, values: jax.Array) -> None:

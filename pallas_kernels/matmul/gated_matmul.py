@@ -8,15 +8,15 @@ to them as it stores the tile.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.matmul.grouped_matmul import CHUNK, Product, Tiles, launch
+from pallas_kernels.matmul.grouped_matmul import Product, Tiles
+from pallas_kernels.matmul.kernel import launch
 from pallas_kernels.matmul.row_tiles import row_tiles
 
 
@@ -54,13 +54,14 @@ def gated_product(
     kernel = _GatedProduct(
         tiles, num_blocks, bool(interpret), width, (depth,), num_rows, False, gating, keep
     )
+    table = row_tiles(group_sizes, tiles.heights, num_rows, interpreted=bool(interpret))
     *products, hidden = launch(
         kernel,
         kernel.scratch_types(lhs.dtype),
         [jax.ShapeDtypeStruct((num_rows, width), lhs.dtype)] * kernel.outputs,
         "grouped_matmul_gated",
         interpret,
-    )(lhs, *rhs, row_tiles(group_sizes, tiles.block_m, num_rows, interpreted=bool(interpret)))
+    )(lhs, *rhs, table)
     return hidden, *products
 
 
@@ -79,39 +80,15 @@ class _GatedProduct(Product):
     def outputs(self) -> int:
         return 3 if self.keep else 1
 
-    @property
-    def staged(self) -> int:
-        return self.tiles.num_staged
-
-    def multiply(self, accumulator: Any, left: Any, right: Any, computer: jax.Array) -> None:
-        for i in range(self.matrices):
-            columns = slice(i * self.tiles.part, (i + 1) * self.tiles.part)
-            tile = self.part_of_right(right.at[i], computer, 1)
-            plgpu.wgmma(accumulator.at[:, columns], left, tile)
-
-    def results(self, total: jax.Array, columns: slice, dtype: Any) -> Iterator[jax.Array]:
-        part = self.tiles.part
+    def results(
+        self, total: jax.Array, columns: slice, rows: slice, dtype: Any
+    ) -> Iterator[jax.Array]:
+        block_m = self.tiles.block_m
         products = [
-            total[:, i * part + columns.start : i * part + columns.stop].astype(dtype)
+            total[columns, i * block_m + rows.start : i * block_m + rows.stop].astype(dtype)
             for i in range(self.matrices)
         ]
         if self.keep:
             yield from products
         wide = [product.astype(jnp.float32) for product in products]
         yield self.gating(*wide, interpreted=self.interpreted).astype(dtype)
-
-    def store_part(
-        self, staged: Any, results: Callable[[slice], Iterable[jax.Array]], outs: Sequence[Any]
-    ) -> None:
-        """Stores a computer's part of a tile to `outs`, one chunk after the other."""
-        columns = [slice(i, i + CHUNK) for i in range(0, self.tiles.part, CHUNK)]
-        places = (out.at[:, column] for column in columns for out in outs)
-        chunks = (chunk for column in columns for chunk in results(column))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i, (place, chunk) in enumerate(zip(places, chunks, strict=True)):
-            if i >= self.staged:  # the chunk that was staged here has been read
-                plgpu.wait_smem_to_gmem(self.staged - 1, wait_read_only=True)
-            room = staged.at[i % self.staged]
-            room[...] = chunk
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(room, place)

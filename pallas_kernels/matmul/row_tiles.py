@@ -30,25 +30,27 @@ def most_tiles(num_groups: int, height: int, num_rows: int) -> int:
 
 
 def row_tiles(
-    group_sizes: jax.Array, height: int, num_rows: int, *, interpreted: bool = False
+    group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int, *, interpreted: bool = False
 ) -> jax.Array:
     """Returns the table of the tiles of all groups' rows, [most_tiles + 1, 4] int32.
 
     An entry is a tile's group, its first row (a multiple of 8), and the range [begin, end) of its
-    rows that belong to the group. The last entry holds the number of tiles that exist, and then the
-    number of rows in groups. Entries of tiles that do not exist may hold anything.
+    rows that belong to the group. A group has as few tiles as the most of `heights` allows, of
+    equal heights but for the last, which is no higher. The last entry holds the number of tiles
+    that exist, and then the number of rows in groups. Entries of tiles that do not exist may hold
+    anything.
 
     Args:
       group_sizes: [L] int32, rows of each group, in order. Groups end at `num_rows`, whatever their
         sizes; a negative size counts as 0. So no tile is of rows that do not exist.
-      height: rows of a tile.
+      heights: the numbers of rows that a tile may have, multiples of 8 in rising order.
       num_rows: the most rows that there may be in groups.
       interpreted: whether XLA makes the table, on any machine, and not a kernel on a GPU.
     """
-    return (by_xla if interpreted else _by_kernel_once)(group_sizes, height, num_rows)
+    return (by_xla if interpreted else _by_kernel_once)(group_sizes, heights, num_rows)
 
 
-def by_xla(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
+def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:
     num_groups = group_sizes.shape[0]
     ends = lax.associative_scan(
         lambda rows, size: jnp.minimum(rows + size, num_rows), jnp.clip(group_sizes, 0, num_rows)
@@ -56,26 +58,33 @@ def by_xla(group_sizes: jax.Array, height: int, num_rows: int) -> jax.Array:
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     group_sizes = ends - starts
     first = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
-    counts = jnp.where(group_sizes > 0, -((first - ends) // height), 0)
+    counts = jnp.where(group_sizes > 0, -((first - ends) // heights[-1]), 0)
+    height = _lowest(heights, -((first - ends) // jnp.maximum(counts, 1)))
     tile_ends = jnp.cumsum(counts, dtype=jnp.int32)
-    most = most_tiles(num_groups, height, num_rows)
+    most = most_tiles(num_groups, heights[-1], num_rows)
     tile = jnp.arange(most + 1, dtype=jnp.int32)
     group = jnp.sum(tile[:, None] >= tile_ends[:-1], axis=1, dtype=jnp.int32)
-    row = first[group] + (tile - (tile_ends - counts)[group]) * height
-    table = jnp.stack(
-        [group, row, jnp.maximum(row, starts[group]), jnp.minimum(row + height, ends[group])],
-        axis=1,
-    )
+    row = first[group] + (tile - (tile_ends - counts)[group]) * height[group]
+    end = jnp.minimum(row + height[group], ends[group])
+    table = jnp.stack([group, row, jnp.maximum(row, starts[group]), end], axis=1)
     totals = jnp.stack([tile_ends[-1], ends[-1], ends[-1], ends[-1]])
     return jnp.where(tile[:, None] == most, totals, table)
 
 
+def _lowest(heights: tuple[int, ...], rows: jax.Array) -> jax.Array:
+    """Returns the lowest of `heights` that holds so many rows, of which there are not too many."""
+    lowest = jnp.full_like(rows, heights[-1])
+    for height in reversed(heights[:-1]):
+        lowest = jnp.where(rows <= height, height, lowest)
+    return lowest
+
+
 def by_kernel(
-    group_sizes: jax.Array, height: int, num_rows: int, *, interpret: Any = None
+    group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int, *, interpret: Any = None
 ) -> jax.Array:
     """Makes the table by the kernel; `interpret` are the options of Pallas' GPU interpreter."""
     num_groups = group_sizes.shape[0]
-    most = most_tiles(num_groups, height, num_rows)
+    most = most_tiles(num_groups, heights[-1], num_rows)
 
     def kernel(sizes: Any, table: Any) -> None:
         own = lax.axis_index("block")
@@ -88,7 +97,9 @@ def by_kernel(
         def tiles_of(start, size):
             """Returns how many tiles cut a group's rows: none if it is empty."""
             return jnp.where(
-                size > 0, lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (height - 1), height), 0
+                size > 0,
+                lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (heights[-1] - 1), heights[-1]),
+                0,
             )
 
         def count(group, totals):
@@ -115,13 +126,16 @@ def by_kernel(
         def _group():
             size = size_of(own, start)
             first = start - lax.rem(start, ROW_ALIGNMENT)
+            tiles = tiles_of(start, size)
+            parts = jnp.maximum(tiles, 1)
+            height = _lowest(heights, lax.div(start + size - first + (parts - 1), parts))
 
             def write_tile(i, _):
                 row = first + i * height
                 end = jnp.minimum(row + height, start + size)
                 write(before + i, own, row, jnp.maximum(row, start), end)
 
-            lax.fori_loop(0, tiles_of(start, size), write_tile, None)
+            lax.fori_loop(0, tiles, write_tile, None)
 
         @pl.when(own == num_groups)
         def _totals():

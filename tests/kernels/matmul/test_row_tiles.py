@@ -23,18 +23,23 @@ def sizes_of(num_groups, seed=0):
     return jnp.asarray(sizes, jnp.int32), (int(sizes.sum()) + 31) // 8 * 8
 
 
-@pytest.mark.parametrize("height", quick([64, 128], 64))
-def test_tiles_cover_every_group_once(height):
+@pytest.mark.parametrize("heights", [(16, 64), (8, 24, 80, 96)])
+def test_tiles_cover_every_group_once(heights):
     for num_groups in (1, 2, 9):
         sizes, num_rows = sizes_of(num_groups)
-        table = np.asarray(by_xla(sizes, height, num_rows))
+        table = np.asarray(by_xla(sizes, heights, num_rows))
         count, live = table[-1, :2]
         assert count < len(table) and live == sizes.sum()
         owner = np.full(num_rows, -1)
         for group, first, begin, end in table[:count]:
-            assert first % 8 == 0 and first <= begin < end <= first + height
+            assert first % 8 == 0 and first <= begin < end <= first + heights[-1]
             assert np.all(owner[begin:end] == -1)
             owner[begin:end] = group
+        for group in range(num_groups):  # as few tiles as may be, in equal steps but for the last
+            first, end = (table[:count][table[:count, 0] == group, i] for i in (1, 3))
+            if len(first):
+                assert len(first) == -((first[0] - end[-1]) // heights[-1])
+                assert len(set(np.diff(first))) <= 1 and set(np.diff(first)) <= set(heights)
         np.testing.assert_array_equal(owner[:live], np.repeat(np.arange(num_groups), sizes))
         assert np.all(owner[live:] == -1)
 
@@ -48,12 +53,14 @@ def assert_equal_tables(got, want):
 
 
 @simulated
-@pytest.mark.parametrize(("num_groups", "height"), quick([(11, 64), (1, 64), (3, 128)], (11, 64)))
-def test_the_kernel_makes_the_same_table(num_groups, height):
+@pytest.mark.parametrize(
+    ("num_groups", "heights"), quick([(11, (16, 64)), (1, (64,)), (3, (32, 96))], (11, (16, 64)))
+)
+def test_the_kernel_makes_the_same_table(num_groups, heights):
     sizes, num_rows = sizes_of(num_groups, seed=num_groups)
     make = row_tiles.by_kernel
-    got = interpret(lambda: make(sizes, height, num_rows, interpret=simulator.INTERPRETER))
-    assert_equal_tables(got, by_xla(sizes, height, num_rows))
+    got = interpret(lambda: make(sizes, heights, num_rows, interpret=simulator.INTERPRETER))
+    assert_equal_tables(got, by_xla(sizes, heights, num_rows))
 
 
 MOST = 2**31 - 1
@@ -67,7 +74,7 @@ EXCESSIVE = [
 
 @pytest.mark.parametrize(("sizes", "cut"), EXCESSIVE)
 def test_groups_end_where_rows_do(sizes, cut):
-    got, want = (np.asarray(by_xla(jnp.asarray(s, jnp.int32), 64, 64)) for s in (sizes, cut))
+    got, want = (np.asarray(by_xla(jnp.asarray(s, jnp.int32), (16, 64), 64)) for s in (sizes, cut))
     assert_equal_tables(got, want)
     assert np.all(got[: got[-1, 0], 3] <= 64) and got[-1, 0] < len(got)
 
@@ -76,16 +83,20 @@ def test_groups_end_where_rows_do(sizes, cut):
 @pytest.mark.parametrize(("sizes", "cut"), quick(EXCESSIVE, EXCESSIVE[-1]))
 def test_groups_of_the_kernel_end_where_rows_do(sizes, cut):
     sizes, cut = jnp.asarray(sizes, jnp.int32), jnp.asarray(cut, jnp.int32)
-    got = interpret(lambda: row_tiles.by_kernel(sizes, 64, 64, interpret=simulator.INTERPRETER))
-    assert_equal_tables(got, by_xla(cut, 64, 64))
+    got = interpret(
+        lambda: row_tiles.by_kernel(sizes, (16, 64), 64, interpret=simulator.INTERPRETER)
+    )
+    assert_equal_tables(got, by_xla(cut, (16, 64), 64))
 
 
 @simulated
 @pytest.mark.slow
 def test_no_rows():
     sizes = jnp.zeros(3, jnp.int32)
-    got = interpret(lambda: row_tiles.by_kernel(sizes, 64, 64, interpret=simulator.INTERPRETER))
-    want = by_xla(sizes, 64, 64)
+    got = interpret(
+        lambda: row_tiles.by_kernel(sizes, (16, 64), 64, interpret=simulator.INTERPRETER)
+    )
+    want = by_xla(sizes, (16, 64), 64)
     assert_equal_tables(got, want)
     np.testing.assert_array_equal(got[0], np.zeros(4))  # which the matmul looks up in any case
 
@@ -95,8 +106,9 @@ def test_no_rows():
 @pytest.mark.parametrize("num_groups", [1, 8, 64, 500])
 def test_the_kernel_makes_the_same_table_on_a_gpu(num_groups):
     sizes, num_rows = sizes_of(num_groups)
-    for height in (64, 128):
+    for heights in ((32, 64), (64, 128, 136, 144, 176, 208, 256)):
         for most in (num_rows, num_rows // 16 * 8):
             assert_equal_tables(
-                row_tiles.by_kernel(sizes, height, most), by_xla(sizes, height, most)
+                row_tiles.by_kernel(sizes, heights, most),
+                by_xla(sizes, heights, most),
             )

@@ -1,0 +1,186 @@
+"""What the grouped matmul's kernels share: a ring of operand tiles, and the order of tiles.
+
+A fixed number of blocks walk the tiles of the output, each with three warpgroups:
+
+  loader    (one) copies operand tiles into a ring in shared memory, ahead of the computers;
+  computers (two) multiply the operand tiles, each for half of the output tile, and store it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
+
+CHUNK = 64  # columns that a computer stores at a time, and the width of a swizzled tile
+COMPUTERS = 2
+LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
+OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The common base of the kernels: the ring, and the order of tiles."""
+
+    tiles: Any  # has block_n, num_slots and band
+    num_blocks: int
+    interpreted: bool
+    width: int  # columns of the output
+
+    @property
+    def matrices(self) -> int:
+        """Returns how many right operand tiles a slot holds."""
+        return 1
+
+    def ring(
+        self, dtype: Any, left: tuple[int, int], right: tuple[int, ...], staged: tuple[int, int]
+    ) -> dict[str, Any]:
+        """Returns the ring's memory, and a computer's for so many chunks of so many rows."""
+        slots, operand = self.tiles.num_slots, swizzled(dtype)
+        return dict(
+            left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
+            right=plgpu.SMEM((slots, *right), dtype, transforms=operand),
+            staged=plgpu.SMEM((COMPUTERS, *staged, CHUNK), dtype, transforms=operand),
+            full=plgpu.Barrier(num_arrivals=1 + self.matrices, num_barriers=slots),
+            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=slots),
+        )
+
+    def each_of(
+        self,
+        total: jax.Array,
+        look_up: Callable[[jax.Array], Any],
+        body: Callable[[Any, Any], Any],
+        carry: Any,
+    ) -> Any:
+        """Runs `body(look_up(tile), carry)` for this block's share of `total` tiles.
+
+        The next tile is looked up before the body runs on the current one, to hide the latency of
+        the look-up.
+        """
+        block, stride = lax.axis_index("block"), self.num_blocks
+        mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
+
+        def looked_up(i):
+            return look_up(jnp.minimum(block + i * stride, jnp.maximum(total - 1, 0)))
+
+        def step(i, both):
+            tile, carry = both
+            following = looked_up(i + 1)
+            return following, body(tile, carry)
+
+        return lax.fori_loop(0, mine, step, (looked_up(0), carry))[1]
+
+    def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the row of tiles and the first column of the output tile of an index.
+
+        Tiles are numbered band by band: a band is `tiles.band` columns of tiles, over all `rows`.
+        """
+        columns, band = -(-self.width // self.tiles.block_n), self.tiles.band
+        band = band if columns % band == 0 else columns
+        whole, rest = quotient_and_rest(index, rows * band)
+        row, column = quotient_and_rest(rest, jnp.int32(band))
+        return row, (whole * band + column) * self.tiles.block_n
+
+    def fill(self, scratch: Any, used: jax.Array, left: Any, *right: Any) -> jax.Array:
+        """Copies operand tiles, one left and one or more right, into the ring's next slot.
+
+        Waits until the slot is empty. The left tile may have fewer rows than the slot has room for.
+        """
+        slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
+
+        @pl.when(used >= self.tiles.num_slots)
+        def _():
+            plgpu.barrier_wait(scratch["empty"].at[slot])
+
+        full = scratch["full"].at[slot]
+        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot, : left.shape[0]], full)
+        tiles = scratch["right"].at[slot]
+        for i, operand in enumerate(right):
+            plgpu.copy_gmem_to_smem(operand, tiles if len(right) == 1 else tiles.at[i], full)
+        return used + 1
+
+    def accumulate(
+        self,
+        scratch: Any,
+        used: jax.Array,
+        steps: Any,
+        shape: tuple[int, int],
+        multiply: Callable[[Any, jax.Array, jax.Array], int],
+    ) -> jax.Array:
+        """Runs `multiply(accumulator, slot, step)` on the ring's next `steps` slots; frees them.
+
+        `multiply` starts matmuls into an accumulator of the given shape, and returns how many.
+        """
+        num_slots = jnp.int32(self.tiles.num_slots)
+
+        def scope(accumulator):
+            def step(i, _):
+                slot = lax.rem(used + i, num_slots)
+                plgpu.barrier_wait(scratch["full"].at[slot])
+                started = multiply(accumulator, slot, i)
+                # Once the step before this one has ended, its slot is free.
+                plgpu.wgmma_wait(started)
+
+                @pl.when(i > 0)
+                def _():
+                    plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + i - 1, num_slots)])
+
+            lax.fori_loop(0, steps, step, None)
+            total = accumulator[...]
+            plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + steps - 1, num_slots)])
+            return total
+
+        return pl.run_scoped(scope, plgpu.ACC(shape))
+
+
+def launch(
+    kernel: Kernel,
+    scratch_types: dict[str, Any],
+    out_type: Any,
+    name: str,
+    interpret: Any,
+) -> Callable[..., Any]:
+    """Returns the function of arrays that runs a kernel on its blocks of three warpgroups."""
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=scratch_types,
+        grid=(kernel.num_blocks,),
+        grid_names=("block",),
+        num_threads=COMPUTERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        kernel_name=name,
+    )
+
+
+def swizzled(dtype: Any) -> tuple[Any, ...]:
+    """Returns the transforms to the tensor cores' layout: swizzled tiles of 8 rows of 128 bytes."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((ROW_ALIGNMENT, columns)), plgpu.SwizzleTransform(128)
+
+
+def aligned(row: jax.Array) -> jax.Array:
+    return pl.multiple_of(row, ROW_ALIGNMENT)
+
+
+def quotient_and_rest(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return lax.div(a, b), lax.rem(a, b)
+
+
+def transposed(ref: Any) -> Any:
+    return ref.transpose((1, 0))
+
+
+def set_registers(count: int, action: Any, interpreted: bool) -> None:
+    if not interpreted:
+        plgpu.set_max_registers(count, action=action)

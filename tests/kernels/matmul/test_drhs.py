@@ -1,0 +1,85 @@
+"""The gradient of the matrices in Pallas' GPU interpreter, with race detection, on any machine."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import simulator
+from support.kernels import needs_kernels
+from support.simulator import KernelError, interpret, simulated
+
+from jax_ep.matmul import pallas as backend
+from pallas_kernels.matmul.drhs import DrhsTiles, drhs
+
+
+def operands(num_rows, sizes, depth, width):
+    """lhs and grad in bfloat16, NaN past the last group, and the sizes."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((num_rows, columns)) for columns in (depth, width)]
+    for array in arrays:
+        array[sum(sizes) :] = np.nan
+    return (*(jnp.asarray(array, jnp.bfloat16) for array in arrays), jnp.asarray(sizes, jnp.int32))
+
+
+def run(lhs, grad, sizes, tiles):
+    options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
+    return interpret(lambda: drhs(lhs, grad, sizes, **options))
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("num_rows", "sizes", "depth", "tiles"),
+    [
+        # Groups within a step, over several, empty, and starting off a multiple of 8 rows.
+        (136, [3, 0, 70, 21], 128, DrhsTiles(128, 2, 2)),
+        # A gradient of a tile and a half; two bands of columns.
+        (80, [0, 73, 0], 192, DrhsTiles(64, 3, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_drhs(num_rows, sizes, depth, tiles):
+    lhs, grad, group_sizes = operands(num_rows, sizes, depth, 128)
+    got = run(lhs, grad, group_sizes, tiles)
+    x, g = (np.asarray(array).astype(np.float64) for array in (lhs, grad))
+    ends = np.cumsum(sizes)
+    want = np.zeros((len(sizes), depth, 128))
+    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        want[group] = x[start:end].T @ g[start:end]
+    got = np.asarray(got).astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * max(1, abs(want).max()))
+
+
+@simulated
+@pytest.mark.slow
+def test_a_race_is_found(monkeypatch):
+    """Race detection is alive: a tile is sent from shared memory before all of it is there."""
+    monkeypatch.setattr("pallas_kernels.matmul.drhs.plgpu.commit_smem", lambda: None)
+    with pytest.raises(KernelError, match="a race"):
+        run(*operands(80, [0, 37, 30], 128, 128), DrhsTiles(128, 2, 1))
+
+
+@needs_kernels
+def test_tiles_chosen_for_many_shapes_fit_the_kernel():
+    """The choice divides the output, and the kernel fits shared memory: lowering checks it."""
+    for shape in ((7168, 2048), (64, 192), (192, 320), (128, 64)):
+        tiles = backend.drhs_tiles(shape[1])
+        assert shape[1] % tiles.block_n == 0
+        args = [
+            jax.ShapeDtypeStruct((1000, shape[0]), jnp.bfloat16),
+            jax.ShapeDtypeStruct((1000, shape[1]), jnp.bfloat16),
+            jax.ShapeDtypeStruct((4,), jnp.int32),
+        ]
+        text = jax.jit(backend.drhs).trace(*args).lower(lowering_platforms=("cuda",))
+        assert "@mosaic_gpu" in text.as_text()
+
+
+def test_tiles_that_cannot_be_are_refused():
+    for sizes in ((96, 3, 1), (128, 3, 4)):
+        with pytest.raises(ValueError, match="columns in multiples of 64"):
+            DrhsTiles(*sizes)
+    lhs, grad, sizes = operands(64, [3, 0], 64, 192)
+    with pytest.raises(ValueError, match="192 columns are not whole tiles of 128"):
+        drhs(lhs, grad, sizes, tiles=DrhsTiles(128, 2, 1), num_blocks=2)
