@@ -1,8 +1,20 @@
 """The gradient of a grouped matmul's matrices: the outer products of each group's rows, summed.
 
 The kernel is built like the others (`pallas_kernels.matmul.kernel`). It cuts the sum over a group's
-rows into steps, and clears, in shared memory, the rows of its first and last step that belong to
-another group. So a NaN in another group's row, or past the last group, never enters an accumulator.
+rows into steps of 64. The first and last step of a group may hold rows of another group. The loader
+sets these rows to zero in shared memory, ahead of the computers. So a NaN in another group's row,
+or past the last group, never enters an accumulator.
+
+A slot of the ring passes between the warpgroups by three barriers:
+
+  full     the copies are in the slot. Computers and loader wait for it at every step.
+  cleared  other groups' rows in the slot are zero. The loader arrives, and the computers wait, at a
+           step with such rows, and at no other.
+  empty    the computers have multiplied the slot's operands. The loader waits for it.
+
+The loader clears a step once it has filled the slots of the next `num_slots` - 2 steps, whose
+copies are under way meanwhile. To fill one more slot first would be a deadlock: the computers
+release that slot only once they have started the step.
 """
 
 from __future__ import annotations
@@ -132,7 +144,7 @@ class _Drhs(Kernel):
         tiles = self.tiles
         left, right = (CHUNK, BLOCK_M), (CHUNK, tiles.block_n)
         return self.ring(dtype, left, right, (tiles.num_staged, CHUNK)) | dict(
-            cleared=plgpu.Barrier(num_arrivals=COMPUTERS),
+            cleared=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.num_slots),
         )
 
     def __call__(self, lhs: Any, grad: Any, table: Any, out: Any, **scratch: Any) -> None:
@@ -152,22 +164,40 @@ class _Drhs(Kernel):
         def _load():
             set_registers(40, "decrease", self.interpreted)
 
-            def one_tile(tile, used):
-                _, top, left_edge, steps, first, _, _ = tile
+            def clear_oldest(step, uncleared, newest):
+                uncleared = (*uncleared, newest)
+                self._clear(scratch, step, *uncleared[0])
+                return uncleared[1:]
 
-                def step(i, used):
-                    inner = pl.ds(aligned(first + i * CHUNK), CHUNK)
-                    return self.fill(
+            def one_tile(tile, carry):
+                _, top, left_edge, steps, first, begin, end = tile
+
+                def step(i, carry):
+                    used, uncleared = carry
+                    row = first + i * CHUNK
+                    inner = pl.ds(aligned(row), CHUNK)
+                    used = self.fill(
                         scratch,
                         used,
                         lhs.at[inner, pl.ds(pl.multiple_of(top, CHUNK), BLOCK_M)],
                         grad.at[inner, pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)],
                     )
+                    mine = begin - row, end - row
+                    return used, clear_oldest(used - 1 - lag, uncleared, mine)
 
-                return lax.fori_loop(0, steps, step, used)
+                return lax.fori_loop(0, steps, step, carry)
 
-            used = self.each_of(total, look_up, one_tile, jnp.int32(0))
-            drain(scratch["empty"], used, self.tiles.num_slots)
+            # Of each of the last `lag` steps, not yet cleared: which rows are the group's.
+            lag = tiles.num_slots - 2
+            all_rows = jnp.int32(0), jnp.int32(CHUNK)
+            carry = jnp.int32(0), (all_rows,) * lag
+            used, uncleared = self.each_of(total, look_up, one_tile, carry)
+
+            def clear_rest(i, uncleared):
+                return clear_oldest(used - lag + i, uncleared, all_rows)
+
+            lax.fori_loop(0, lag, clear_rest, uncleared)
+            drain(scratch["empty"], used, tiles.num_slots)
 
         @pl.when(warpgroup != LOADER)
         def _compute():
@@ -178,16 +208,10 @@ class _Drhs(Kernel):
 
                 def multiply(accumulator, slot, i):
                     left, right = scratch["left"].at[slot], scratch["right"].at[slot]
-                    row = first + i * CHUNK
 
-                    @pl.when((row < begin) | (row + CHUNK > end))
+                    @pl.when(_is_edge(begin - first - i * CHUNK, end - first - i * CHUNK))
                     def _():
-                        # Each computer clears part of what both of them will read.
-                        for operand in (left, right):
-                            self._clear(operand, begin - row, end - row, warpgroup)
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(scratch["cleared"])
-                        plgpu.barrier_wait(scratch["cleared"])
+                        plgpu.barrier_wait(scratch["cleared"].at[slot])
 
                     mine = left.at[:, pl.ds(warpgroup * CHUNK, CHUNK)]
                     plgpu.wgmma(accumulator, transposed(mine), right)
@@ -207,27 +231,54 @@ class _Drhs(Kernel):
             self.each_of(total, look_up, one_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _clear(self, operand: Any, begin: jax.Array, end: jax.Array, computer: jax.Array) -> None:
-        """Sets the rows of an operand outside [begin, end) to zero, by chunks of columns.
+    def _clear(self, scratch: Any, step: jax.Array, begin: jax.Array, end: jax.Array) -> None:
+        """Sets the rows of a block's step outside [begin, end) to zero, once they are there."""
 
-        The two computers take turns at the chunks.
+        @pl.when(step >= 0)
+        def _():
+            slot = lax.rem(step, jnp.int32(self.tiles.num_slots))
+            plgpu.barrier_wait(scratch["full"].at[slot])
+
+            @pl.when(_is_edge(begin, end))
+            def _():
+                for operand in ("left", "right"):
+                    self._clear_operand(scratch[operand].at[slot], begin, end)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(scratch["cleared"].at[slot])
+
+    def _clear_operand(self, operand: Any, begin: jax.Array, end: jax.Array) -> None:
+        """Sets the rows of an operand tile outside [begin, end) to zero.
+
+        It writes whole groups of 8 rows. Only the first may lie before `begin` (`_group_steps`).
         """
-        row = _rows_of_chunk(self.interpreted)
-        mine = (row >= begin) & (row < end)
+        columns = operand.shape[1]
 
-        def clear(column: Any) -> None:
-            part = operand.at[:, pl.ds(column, CHUNK)]
-            values = part[...]
+        def clear_part_of(eight: Any) -> None:
+            part = operand.at[pl.ds(eight, ROW_ALIGNMENT)]
+            row = eight + _rows((ROW_ALIGNMENT, columns), self.interpreted)
+            values = part[...] if self.interpreted else plgpu.load(part, layout=_LAYOUT)
+            mine = (row >= begin) & (row < end)
             part[...] = jnp.where(mine, values, jnp.zeros_like(values))
 
-        columns = operand.shape[1] // CHUNK
-        for pair in range(columns // COMPUTERS):
-            clear((pair * COMPUTERS + computer) * CHUNK)
-        if columns % COMPUTERS:
+        @pl.when(begin > 0)
+        def _():
+            clear_part_of(0)
 
-            @pl.when(computer == 0)
-            def _():
-                clear((columns - 1) * CHUNK)
+        @pl.when(end < CHUNK)
+        def _():
+            eight = end // ROW_ALIGNMENT * ROW_ALIGNMENT
+            clear_part_of(eight)
+            # All rows from the next multiple of 8 on, in at most three parts.
+            row = eight + ROW_ALIGNMENT
+            for height in (8, 16, 32):
+
+                @pl.when(row & height != 0)
+                def _(row=row, height=height):
+                    zeros = jnp.zeros((height, columns), operand.dtype)
+                    zeros = zeros if self.interpreted else plgpu.layout_cast(zeros, _LAYOUT)
+                    operand.at[pl.ds(row, height)][...] = zeros
+
+                row += row & height
 
     def _store(self, total: jax.Array, place: Any, staged: Any) -> None:
         """Stores a computer's part of a tile, as many chunks at a time as it may stage."""
@@ -242,8 +293,21 @@ class _Drhs(Kernel):
                 plgpu.copy_smem_to_gmem(staged.at[i], place.at[:, column])
 
 
-def _rows_of_chunk(interpreted: bool) -> jax.Array:
-    shape = (CHUNK, CHUNK)
+# Of 8 rows of 64 columns, a warp holds two rows in registers, and a thread four neighbours of one.
+_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
+    warp_dims=(-4,),
+    lane_dims=(-2, -3),
+    vector_dim=-1,
+)
+
+
+def _rows(shape: tuple[int, int], interpreted: bool) -> jax.Array:
     if interpreted:
         return lax.broadcasted_iota(jnp.int32, shape, 0)
-    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_LAYOUT)
+
+
+def _is_edge(begin: jax.Array, end: jax.Array) -> jax.Array:
+    """Returns whether a step, of whose rows [begin, end) are the group's, has others too."""
+    return (begin > 0) | (end < CHUNK)

@@ -28,6 +28,13 @@ def run(lhs, grad, sizes, tiles):
     return interpret(lambda: drhs(lhs, grad, sizes, **options))
 
 
+def reference(lhs, grad, sizes):
+    x, g = (np.asarray(array).astype(np.float64) for array in (lhs, grad))
+    ends = np.cumsum(sizes)
+    parts = zip(ends - sizes, ends, strict=True)
+    return np.stack([x[start:end].T @ g[start:end] for start, end in parts])
+
+
 @simulated
 @pytest.mark.parametrize(
     ("num_rows", "sizes", "depth", "tiles"),
@@ -42,14 +49,27 @@ def run(lhs, grad, sizes, tiles):
 @pytest.mark.slow
 def test_drhs(num_rows, sizes, depth, tiles):
     lhs, grad, group_sizes = operands(num_rows, sizes, depth, 128)
-    got = run(lhs, grad, group_sizes, tiles)
-    x, g = (np.asarray(array).astype(np.float64) for array in (lhs, grad))
-    ends = np.cumsum(sizes)
-    want = np.zeros((len(sizes), depth, 128))
-    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
-        want[group] = x[start:end].T @ g[start:end]
-    got = np.asarray(got).astype(np.float64)
+    got = np.asarray(run(lhs, grad, group_sizes, tiles)).astype(np.float64)
+    want = reference(lhs, grad, sizes)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * max(1, abs(want).max()))
+
+
+@simulated
+@pytest.mark.parametrize("num_slots", [2, 3, 4])
+@pytest.mark.slow
+def test_edges(num_slots):
+    """Another group's rows, all NaN, enter no sum: several edges in the ring, over many tiles."""
+    # Groups of a row, without rows, within a step, and that end at a multiple of 64 or of 8.
+    sizes = [1, 63, 64, 1, 0, 70, 1, 65, 0, 47]
+    lhs, grad, group_sizes = operands(320, sizes, 64, 64)
+    ends = np.cumsum(sizes)
+    for poisoned in (5, 7):
+        rows = slice(ends[poisoned] - sizes[poisoned], ends[poisoned])
+        lhs, grad = (array.at[rows].set(np.nan) for array in (lhs, grad))
+    got = np.asarray(run(lhs, grad, group_sizes, DrhsTiles(64, num_slots, 1))).astype(np.float64)
+    want = reference(lhs, grad, sizes)
+    np.testing.assert_array_equal(np.isnan(got).all((1, 2)), np.isin(range(len(sizes)), (5, 7)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * np.nanmax(abs(want)))
 
 
 @simulated
