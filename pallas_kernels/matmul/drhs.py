@@ -53,7 +53,7 @@ class DrhsTiles:
 
     Attributes:
       block_n: width of a block's output tile, a multiple of 64.
-      num_slots: depth of the ring, in operand tiles of 64 rows.
+      num_slots: depth of the ring, in operand tiles of 64 rows, at least 2.
       num_staged: 64 x 64 chunks of its results that a computer may stage on their way to memory, a
         divisor of block_n / 64.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
@@ -78,6 +78,8 @@ class DrhsTiles:
                 "a tile is of columns in multiples of 64, which are staged in equal parts, not "
                 f"{self}."
             )
+        if self.num_slots < 2:
+            raise ValueError(f"num_slots must be 2 or more, not {self.num_slots}.")
 
 
 def drhs(

@@ -100,6 +100,8 @@ def test_tiles_that_cannot_be_are_refused():
     for sizes in ((96, 3, 1), (128, 3, 4)):
         with pytest.raises(ValueError, match="columns in multiples of 64"):
             DrhsTiles(*sizes)
+    with pytest.raises(ValueError, match="num_slots must be 2 or more, not 1"):
+        DrhsTiles(128, 1, 1)
     lhs, grad, sizes = operands(64, [3, 0], 64, 192)
     with pytest.raises(ValueError, match="192 columns are not whole tiles of 128"):
         drhs(lhs, grad, sizes, tiles=DrhsTiles(128, 2, 1), num_blocks=2)
