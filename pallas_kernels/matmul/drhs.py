@@ -217,7 +217,6 @@ class _Drhs(Kernel):
 
                     mine = left.at[:, pl.ds(warpgroup * CHUNK, CHUNK)]
                     plgpu.wgmma(accumulator, transposed(mine), right)
-                    return 1
 
                 total = self.accumulate(scratch, used, steps, (CHUNK, tiles.block_n), multiply)
                 top += warpgroup * CHUNK

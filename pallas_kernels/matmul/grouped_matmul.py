@@ -252,7 +252,7 @@ class Product(Kernel):
 
     def _multiply(
         self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, slot: Any, _: Any
-    ) -> int:
+    ) -> None:
         """Starts the matmuls of a slot's tiles: of this computer's columns by `height` rows."""
         right = scratch["right"].at[slot]
         mine = pl.ds(computer * self.tiles.part, self.tiles.part)
@@ -262,7 +262,6 @@ class Product(Kernel):
             columns = matrix.at[mine] if self.transpose_rhs else transposed(matrix.at[:, mine])
             first = i * self.tiles.block_m
             plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
-        return self.matrices
 
     def results(
         self, total: jax.Array, columns: slice, rows: slice, dtype: Any

@@ -113,11 +113,11 @@ class Kernel:
         used: jax.Array,
         steps: Any,
         shape: tuple[int, int],
-        multiply: Callable[[Any, jax.Array, jax.Array], int],
+        multiply: Callable[[Any, jax.Array, jax.Array], None],
     ) -> jax.Array:
         """Runs `multiply(accumulator, slot, step)` on the ring's next `steps` slots; frees them.
 
-        `multiply` starts matmuls into an accumulator of the given shape, and returns how many.
+        `multiply` starts a matmul into an accumulator of the given shape for each of `matrices`.
         """
         num_slots = jnp.int32(self.tiles.num_slots)
 
@@ -125,9 +125,9 @@ class Kernel:
             def step(i, _):
                 slot = lax.rem(used + i, num_slots)
                 plgpu.barrier_wait(scratch["full"].at[slot])
-                started = multiply(accumulator, slot, i)
+                multiply(accumulator, slot, i)
                 # Once the step before this one has ended, its slot is free.
-                plgpu.wgmma_wait(started)
+                plgpu.wgmma_wait(self.matrices)
 
                 @pl.when(i > 0)
                 def _():
