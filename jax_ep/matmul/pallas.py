@@ -1,6 +1,6 @@
 """The backend "pallas": this library's own kernels, for Hopper GPUs.
 
-The kernels (`pallas_kernels.matmul.grouped_matmul`) are imported when the first program with them
+The kernels (`pallas_kernels.matmul`) are imported when the first program with them
 is lowered, so a machine without GPUs does not load them.
 """
 
@@ -152,11 +152,15 @@ def product_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     """
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
-    if num_rows >= _FEW_ROWS * num_groups:
-        return Tiles.fitting((64, 128, 136, 144, 176, 208, 256), 128, band(num_cols, 128, 16))
-    wide = num_cols % 256 == 0 and num_rows * num_cols >= HOPPER_CORES * 64 * 256
-    block_n = 256 if wide else 128
-    return Tiles.fitting((32, 64), block_n, band(num_cols, block_n, 16))
+    values = num_rows * num_cols
+    heights: tuple[int, ...] = (64, 128, 136, 144, 176, 208, 256)
+    block_n = 128
+    if num_rows < _FEW_ROWS * num_groups:
+        wide = num_cols % 256 == 0 and values >= HOPPER_CORES * 64 * 256
+        heights, block_n = (32, 64), 256 if wide else 128
+    elif values < HOPPER_CORES * 256 * 128:
+        heights = (64, 128)
+    return Tiles.fitting(heights, block_n, band(num_cols, block_n, 16))
 
 
 def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
@@ -167,7 +171,8 @@ def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
     few_rows = num_rows < _FEW_ROWS * num_groups
-    heights = (32, 64) if few_rows else (64, 96, 112, 128, 136, 144)
+    few_tiles = num_rows * num_cols < HOPPER_CORES * 144 * 128
+    heights = (32, 64) if few_rows or few_tiles else (64, 96, 112, 128, 136, 144)
     return Tiles.fitting(heights, 128, band(num_cols, 128, 8), matrices=2)
 
 
@@ -180,12 +185,12 @@ def drhs_tiles(num_cols: int) -> DrhsTiles:
 
 
 def band(num_cols: int, block_n: int, most: int) -> int:
-    """Chooses `Tiles.band`, the largest divisor up to `most` of the number of tile columns.
+    """Chooses `Tiles.band`: at most `most` columns of tiles, in bands of about the same width.
 
     The tiles that all blocks compute at a time then form about a square, which reads the least.
     """
     columns = -(-num_cols // block_n)
-    return max(band for band in range(1, most + 1) if columns % band == 0)
+    return -(-columns // -(-columns // most))
 
 
 def _core_count() -> int:

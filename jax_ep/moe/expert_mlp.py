@@ -81,7 +81,7 @@ def expert_mlp(
     With SiLU this is the SwiGLU layer of Shazeer, "GLU Variants Improve Transformer" (2020).
     Without wi_1 an expert has no gate: activation(x @ wi_0) @ wo. Everything between
     the matmuls is computed in float32. "pallas" computes both pre-activations and their gate in one
-    kernel where that is faster, if the pre-activations have no biases and the gate is made of sums,
+    kernel if the pre-activations have no biases and the gate is made of sums,
     products, minima, maxima, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps). Otherwise
     XLA computes the gate from both. The bits are the same.
 

@@ -37,12 +37,16 @@ from pallas_kernels.matmul.kernel import (
     OTHER_BYTES,
     Kernel,
     aligned,
+    check_buffers,
+    give_registers,
     launch,
     quotient_and_rest,
-    set_registers,
+    row_numbers,
+    take_registers,
     transposed,
+    zeros,
 )
-from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
+from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT, row_ends
 
 BLOCK_M = COMPUTERS * CHUNK  # rows of a block's output tile; each computer takes half of them
 
@@ -52,7 +56,7 @@ class DrhsTiles:
     """The tile sizes of `drhs`, and the depth of its buffers in shared memory.
 
     Attributes:
-      block_n: width of a block's output tile, a multiple of 64.
+      block_n: width of a block's output tile, a multiple of 64 up to 256.
       num_slots: depth of the ring, in operand tiles of 64 rows, at least 2.
       num_staged: 64 x 64 chunks of its results that a computer may stage on their way to memory, a
         divisor of block_n / 64.
@@ -66,20 +70,22 @@ class DrhsTiles:
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns tiles with room for a whole output tile, and the deepest ring that then fits."""
+        """Returns tiles with room for a whole output tile, and the deepest ring that then fits.
+
+        The ring has at most 6 slots.
+        """
         staging = 2 * BLOCK_M * block_n
         slot = 2 * CHUNK * (BLOCK_M + block_n)
         slots = (SHARED_MEMORY_BYTES - OTHER_BYTES - staging) // slot
         return cls(block_n, min(slots, 6), block_n // CHUNK, band)
 
     def __post_init__(self) -> None:
-        if self.block_n % (CHUNK * self.num_staged):
+        check_buffers(self)
+        if not 64 <= self.block_n <= 256 or self.block_n % (CHUNK * self.num_staged):
             raise ValueError(
-                "a tile is of columns in multiples of 64, which are staged in equal parts, not "
-                f"{self}."
+                "a tile is of columns in multiples of 64 up to 256, which are staged in equal "
+                f"parts, not {self}."
             )
-        if self.num_slots < 2:
-            raise ValueError(f"num_slots must be 2 or more, not {self.num_slots}.")
 
 
 def drhs(
@@ -122,8 +128,8 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     An entry is the number of steps (at least one), the first row of the first step (a multiple of
     8), and the range [begin, end) of the group's rows.
     """
-    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
-    starts = ends - group_sizes
+    ends = row_ends(group_sizes, num_rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
     steps = jnp.maximum(-((first - ends) // CHUNK), 1)
     return jnp.stack([steps, first, starts, ends], axis=1)
@@ -153,18 +159,18 @@ class _Drhs(Kernel):
         warpgroup = lax.axis_index("warpgroup")
         tiles = self.tiles
         # The last tile may reach past K. What it reads there is zero, and is not stored.
-        rows, columns = -(-self.height // BLOCK_M), self.width // tiles.block_n
-        total = jnp.int32(self.num_groups * rows * columns)
+        tile_rows = -(-self.height // BLOCK_M)
+        num_tiles = jnp.int32(self.num_groups * tile_rows * self.columns)
 
         def look_up(index):
-            group, rest = quotient_and_rest(index, jnp.int32(rows * columns))
-            row, left_edge = self.place(rest, jnp.int32(rows))
+            group, rest = quotient_and_rest(index, jnp.int32(tile_rows * self.columns))
+            row, left_edge = self.place(rest, jnp.int32(tile_rows))
             steps = tuple(table[group, i] for i in range(4))
             return group, row * BLOCK_M, left_edge, *steps
 
         @pl.when(warpgroup == LOADER)
         def _load():
-            set_registers(40, "decrease", self.interpreted)
+            give_registers(self.interpreted)
 
             def clear_oldest(step, uncleared, newest):
                 uncleared = (*uncleared, newest)
@@ -193,7 +199,7 @@ class _Drhs(Kernel):
             lag = tiles.num_slots - 2
             all_rows = jnp.int32(0), jnp.int32(CHUNK)
             carry = jnp.int32(0), (all_rows,) * lag
-            used, uncleared = self.each_of(total, look_up, one_tile, carry)
+            used, uncleared = self.each_of(num_tiles, look_up, one_tile, carry)
 
             def clear_rest(i, uncleared):
                 return clear_oldest(used - lag + i, uncleared, all_rows)
@@ -203,7 +209,7 @@ class _Drhs(Kernel):
 
         @pl.when(warpgroup != LOADER)
         def _compute():
-            set_registers(232, "increase", self.interpreted)
+            take_registers(self.interpreted)
 
             def one_tile(tile, used):
                 group, top, left_edge, steps, first, begin, end = tile
@@ -229,7 +235,7 @@ class _Drhs(Kernel):
 
                 return used + steps
 
-            self.each_of(total, look_up, one_tile, jnp.int32(0))
+            self.each_of(num_tiles, look_up, one_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _clear(self, scratch: Any, step: jax.Array, begin: jax.Array, end: jax.Array) -> None:
@@ -256,10 +262,10 @@ class _Drhs(Kernel):
 
         def clear_part_of(eight: Any) -> None:
             part = operand.at[pl.ds(eight, ROW_ALIGNMENT)]
-            row = eight + _rows((ROW_ALIGNMENT, columns), self.interpreted)
+            row = eight + row_numbers((ROW_ALIGNMENT, columns), _LAYOUT, self.interpreted)
             values = part[...] if self.interpreted else plgpu.load(part, layout=_LAYOUT)
-            mine = (row >= begin) & (row < end)
-            part[...] = jnp.where(mine, values, jnp.zeros_like(values))
+            in_group = (row >= begin) & (row < end)
+            part[...] = jnp.where(in_group, values, jnp.zeros_like(values))
 
         @pl.when(begin > 0)
         def _():
@@ -275,9 +281,9 @@ class _Drhs(Kernel):
 
                 @pl.when(row & height != 0)
                 def _(row=row, height=height):
-                    zeros = jnp.zeros((height, columns), operand.dtype)
-                    zeros = zeros if self.interpreted else plgpu.layout_cast(zeros, _LAYOUT)
-                    operand.at[pl.ds(row, height)][...] = zeros
+                    operand.at[pl.ds(row, height)][...] = zeros(
+                        (height, columns), operand.dtype, _LAYOUT, self.interpreted
+                    )
 
                 row += row & height
 
@@ -301,12 +307,6 @@ _LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-2, -3),
     vector_dim=-1,
 )
-
-
-def _rows(shape: tuple[int, int], interpreted: bool) -> jax.Array:
-    if interpreted:
-        return lax.broadcasted_iota(jnp.int32, shape, 0)
-    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_LAYOUT)
 
 
 def _is_edge(begin: jax.Array, end: jax.Array) -> jax.Array:

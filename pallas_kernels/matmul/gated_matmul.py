@@ -37,7 +37,7 @@ def gated_product(
 
     Args:
       lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
-      rhs: two [L, K, N] of lhs's dtype; N is a multiple of tiles.block_n.
+      rhs: two [L, K, N] of lhs's dtype; N is a multiple of tiles.part.
       group_sizes: [L] int32, rows of each group, in order.
       gating: an elementwise function of two arrays.
       keep: whether to return the products too.

@@ -31,10 +31,13 @@ from pallas_kernels.matmul.kernel import (
     OTHER_BYTES,
     Kernel,
     aligned,
+    check_buffers,
+    give_registers,
     launch,
     quotient_and_rest,
-    set_registers,
+    take_registers,
     transposed,
+    zeros,
 )
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, row_tiles
 
@@ -48,7 +51,7 @@ class Tiles:
     Attributes:
       heights: the numbers of rows that a block's output tile may have, in rising order: multiples
         of 8 up to 256, as one instruction of the tensor cores multiplies.
-      block_n: width of a block's output tile, a multiple of 128; each computer takes half of it.
+      block_n: width of a block's output tile, 128 or 256; each computer takes half of it.
       num_slots: depth of the ring, in operand tiles of 64 along the summed dimension.
       num_staged: 32 x 64 chunks of its results that a computer may stage on their way to memory.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
@@ -87,12 +90,13 @@ class Tiles:
 
     def __post_init__(self) -> None:
         rising = list(self.heights) == sorted(set(self.heights))
-        whole = not any(height % 8 or height > 256 for height in self.heights)
-        if not rising or not whole or self.part % CHUNK:
+        whole = all(height % 8 == 0 and 8 <= height <= 256 for height in self.heights)
+        if not self.heights or not rising or not whole or self.block_n not in (128, 256):
             raise ValueError(
                 "a tile is of rows in multiples of 8 up to 256, heights in rising order, and of "
-                f"columns in multiples of 128, not {self}."
+                f"128 or 256 columns, not {self}."
             )
+        check_buffers(self)
 
 
 def product(
@@ -108,7 +112,7 @@ def product(
 
     Args:
       pairs: (lhs [R, K], rhs [L, K, N]) pairs of bfloat16 or float16, all of one dtype; rhs is
-        [L, N, K] with `transpose_rhs`. R is a multiple of 8, K of 64, N of tiles.block_n.
+        [L, N, K] with `transpose_rhs`. R is a multiple of 8, K of 64, N of tiles.part.
       group_sizes: [L] int32, rows of each group, in order.
       transpose_rhs: whether the matrices are given transposed.
       tiles: tile sizes, and depth of buffers.
@@ -151,6 +155,13 @@ class Product(Kernel):
     def outputs(self) -> int:
         return 1
 
+    def __post_init__(self) -> None:
+        if self.width % self.tiles.part:
+            raise ValueError(
+                f"the output's {self.width} columns are not whole parts of {self.tiles.part}, half "
+                f"a tile's."
+            )
+
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
         right: tuple[int, ...] = tiles.block_n, CHUNK
@@ -160,7 +171,8 @@ class Product(Kernel):
             right = self.matrices, *right
         left, staged = (tiles.block_m, CHUNK), (tiles.num_staged, STORED_ROWS)
         return self.ring(dtype, left, right, staged) | dict(
-            # Zeros, to store by single rows, which a swizzled tile does not allow.
+            # Zeros, to store by single rows, which a swizzled tile does not allow. Interpreted
+            # kernels store the rows of a group's ends from here, too.
             plain=plgpu.SMEM((COMPUTERS, CHUNK, CHUNK), dtype),
         )
 
@@ -170,10 +182,9 @@ class Product(Kernel):
         warpgroup = lax.axis_index("warpgroup")
         last = table.shape[0] - 1
         num_tiles, num_live_rows = table[last, 0], table[last, 1]
-        columns = -(-self.width // self.tiles.block_n)
-        total = num_tiles * columns
+        total = num_tiles * self.columns
 
-        def height_of(tile):
+        def kind_of(tile):
             """Returns the index in `tiles.heights` of the lowest that holds the tile's rows."""
             rows = table[tile, END] - table[tile, FIRST]
             lower = (rows > height for height in self.tiles.heights[:-1])
@@ -181,14 +192,14 @@ class Product(Kernel):
 
         @pl.when(warpgroup == LOADER)
         def _load():
-            set_registers(40, "decrease", self.interpreted)
+            give_registers(self.interpreted)
 
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
-                return table[tile, GROUP], table[tile, FIRST], left_edge, height_of(tile)
+                return table[tile, GROUP], table[tile, FIRST], left_edge, kind_of(tile)
 
             def one_tile(tile, used):
-                group, first, left_edge, height = tile
+                group, first, left_edge, kind = tile
                 cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.block_n)
                 together = 1 + self.matrices  # operands that are loaded together
 
@@ -207,23 +218,23 @@ class Product(Kernel):
                     return used
 
                 loads = [functools.partial(load, height) for height in self.tiles.heights]
-                return lax.switch(height, loads, used)
+                return lax.switch(kind, loads, used)
 
             used = self.each_of(total, look_up, one_tile, jnp.int32(0))
             drain(scratch["empty"], used, self.tiles.num_slots)
 
         @pl.when(warpgroup != LOADER)
         def _compute():
-            set_registers(232, "increase", self.interpreted)
+            take_registers(self.interpreted)
 
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
                 left_edge += warpgroup * self.tiles.part
                 rows = (table[tile, column] for column in (FIRST, BEGIN, END))
-                return *rows, left_edge, height_of(tile)
+                return *rows, left_edge, kind_of(tile)
 
             def one_tile(tile, used):
-                top, begin, end, left_edge, height = tile
+                top, begin, end, left_edge, kind = tile
                 steps = sum(self.depths) // CHUNK
 
                 def multiply_all(height, used):
@@ -238,7 +249,7 @@ class Product(Kernel):
                 products = [
                     functools.partial(multiply_all, height) for height in self.tiles.heights
                 ]
-                results = lax.switch(height, products, used)
+                results = lax.switch(kind, products, used)
 
                 @pl.when(left_edge < self.width)
                 def _():
@@ -332,11 +343,12 @@ class Product(Kernel):
                 count += self.outputs
 
     def _zero_tail(
-        self, outs: Sequence[Any], start: jax.Array, computer: jax.Array, zeros: Any
+        self, outs: Sequence[Any], start: jax.Array, computer: jax.Array, plain: Any
     ) -> None:
         """Writes zeros to the rows of `outs` from `start` on; all blocks' computers share them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        mosaic.store_plain(zeros, _zeros((CHUNK, CHUNK), outs[0].dtype, self.interpreted))
+        values = zeros((CHUNK, CHUNK), outs[0].dtype, plgpu.Layout.WGMMA, self.interpreted)
+        mosaic.store_plain(plain, values)
         plgpu.commit_smem()
         columns = jnp.int32(self.width // CHUNK)
         first_chunk = lax.div(start, jnp.int32(CHUNK))
@@ -351,7 +363,7 @@ class Product(Kernel):
             end = jnp.minimum(self.num_rows - first, CHUNK)
             cols = pl.ds(column * CHUNK, CHUNK)
             for out in outs:
-                _store_rows(zeros, begin, end, out, first, cols)
+                _store_rows(plain, begin, end, out, first, cols)
 
         lax.fori_loop(0, lax.div(chunks * columns - me + (workers - 1), workers), one_chunk, None)
 
@@ -374,8 +386,3 @@ def _store_rows(
 
         begin += count & height
         height //= 2
-
-
-def _zeros(shape: tuple[int, int], dtype: Any, interpreted: bool) -> jax.Array:
-    zeros = jnp.zeros(shape, dtype)
-    return zeros if interpreted else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)

@@ -23,6 +23,7 @@ from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 CHUNK = 64  # columns that a computer stores at a time, and the width of a swizzled tile
 COMPUTERS = 2
 LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
+_LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232  # of each thread, from 168
 OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
 
 
@@ -40,10 +41,18 @@ class Kernel:
         """Returns how many right operand tiles a slot holds."""
         return 1
 
+    @property
+    def columns(self) -> int:
+        """Returns how many tiles are side by side; the last may reach past the output."""
+        return -(-self.width // self.tiles.block_n)
+
     def ring(
         self, dtype: Any, left: tuple[int, int], right: tuple[int, ...], staged: tuple[int, int]
     ) -> dict[str, Any]:
-        """Returns the ring's memory, and a computer's for so many chunks of so many rows."""
+        """Returns scratch types: of the ring and its barriers, and of what each computer stages.
+
+        `staged` is (chunks, rows of a chunk).
+        """
         slots, operand = self.tiles.num_slots, swizzled(dtype)
         return dict(
             left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
@@ -82,11 +91,14 @@ class Kernel:
         """Returns the row of tiles and the first column of the output tile of an index.
 
         Tiles are numbered band by band: a band is `tiles.band` columns of tiles, over all `rows`.
+        The last band may have fewer columns.
         """
-        columns, band = -(-self.width // self.tiles.block_n), self.tiles.band
-        band = band if columns % band == 0 else columns
-        whole, rest = quotient_and_rest(index, rows * band)
-        row, column = quotient_and_rest(rest, jnp.int32(band))
+        band = jnp.int32(self.tiles.band)
+        whole, rest = quotient_and_rest(index, jnp.maximum(rows * band, 1))
+        in_band = band
+        if self.columns % self.tiles.band:
+            in_band = jnp.minimum(band, self.columns - whole * band)
+        row, column = quotient_and_rest(rest, in_band)
         return row, (whole * band + column) * self.tiles.block_n
 
     def fill(self, scratch: Any, used: jax.Array, left: Any, *right: Any) -> jax.Array:
@@ -117,7 +129,8 @@ class Kernel:
     ) -> jax.Array:
         """Runs `multiply(accumulator, slot, step)` on the ring's next `steps` slots; frees them.
 
-        `multiply` starts a matmul into an accumulator of the given shape for each of `matrices`.
+        `multiply` starts as many matmuls as there are `matrices`, which `wgmma_wait` counts, into
+        an accumulator of the given shape.
         """
         num_slots = jnp.int32(self.tiles.num_slots)
 
@@ -139,6 +152,14 @@ class Kernel:
             return total
 
         return pl.run_scoped(scope, plgpu.ACC(shape))
+
+
+def check_buffers(tiles: Any) -> None:
+    """Raises ValueError if a ring of such tiles could not turn, or nothing could be stored."""
+    if tiles.num_slots < 2 or tiles.num_staged < 1 or tiles.band < 1:
+        raise ValueError(
+            f"a ring needs two slots, and num_staged and band must be positive, not {tiles}."
+        )
 
 
 def launch(
@@ -181,6 +202,26 @@ def transposed(ref: Any) -> Any:
     return ref.transpose((1, 0))
 
 
-def set_registers(count: int, action: Any, interpreted: bool) -> None:
+def give_registers(interpreted: bool) -> None:
+    """Leaves the loader's warpgroup few registers."""
     if not interpreted:
-        plgpu.set_max_registers(count, action=action)
+        plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
+
+
+def take_registers(interpreted: bool) -> None:
+    """Gives a computer's warpgroup the registers that the loader does without."""
+    if not interpreted:
+        plgpu.set_max_registers(_COMPUTER_REGISTERS, action="increase")
+
+
+def zeros(shape: tuple[int, int], dtype: Any, layout: Any, interpreted: bool) -> jax.Array:
+    """Returns zeros in registers, in a layout of Mosaic's."""
+    array = jnp.zeros(shape, dtype)
+    return array if interpreted else plgpu.layout_cast(array, layout)
+
+
+def row_numbers(shape: tuple[int, int], layout: Any, interpreted: bool) -> jax.Array:
+    """Returns each element's row, int32, in a layout of Mosaic's."""
+    if interpreted:
+        return lax.broadcasted_iota(jnp.int32, shape, 0)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)

@@ -35,7 +35,7 @@ def row_tiles(
     """Returns the table of the tiles of all groups' rows, [most_tiles + 1, 4] int32.
 
     An entry is a tile's group, its first row (a multiple of 8), and the range [begin, end) of its
-    rows that belong to the group. A group has as few tiles as the most of `heights` allows, of
+    rows that belong to the group. A group has as few tiles as the largest of `heights` allows, of
     equal heights but for the last, which is no higher. The last entry holds the number of tiles
     that exist, and then the number of rows in groups. Entries of tiles that do not exist may hold
     anything.
@@ -50,11 +50,19 @@ def row_tiles(
     return (by_xla if interpreted else _by_kernel_once)(group_sizes, heights, num_rows)
 
 
-def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:
-    num_groups = group_sizes.shape[0]
-    ends = lax.associative_scan(
+def row_ends(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """Returns where each group's rows end, [L] int32: no later than `num_rows`, whatever the sizes.
+
+    A negative size counts as 0.
+    """
+    return lax.associative_scan(
         lambda rows, size: jnp.minimum(rows + size, num_rows), jnp.clip(group_sizes, 0, num_rows)
     )
+
+
+def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:
+    num_groups = group_sizes.shape[0]
+    ends = row_ends(group_sizes, num_rows)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     group_sizes = ends - starts
     first = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
@@ -72,7 +80,7 @@ def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> j
 
 
 def _lowest(heights: tuple[int, ...], rows: jax.Array) -> jax.Array:
-    """Returns the lowest of `heights` that holds so many rows, of which there are not too many."""
+    """Returns the lowest of `heights` that holds so many rows, at most the largest."""
     lowest = jnp.full_like(rows, heights[-1])
     for height in reversed(heights[:-1]):
         lowest = jnp.where(rows <= height, height, lowest)

@@ -55,7 +55,7 @@ def test_drhs(num_rows, sizes, depth, tiles):
 
 
 @simulated
-@pytest.mark.parametrize("num_slots", [2, 3, 4])
+@pytest.mark.parametrize("num_slots", [2, 3, 4, 6])
 @pytest.mark.slow
 def test_edges(num_slots):
     """Another group's rows, all NaN, enter no sum: several edges in the ring, over many tiles."""
@@ -70,6 +70,25 @@ def test_edges(num_slots):
     want = reference(lhs, grad, sizes)
     np.testing.assert_array_equal(np.isnan(got).all((1, 2)), np.isin(range(len(sizes)), (5, 7)))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * np.nanmax(abs(want)))
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("sizes", "cut"),
+    [
+        ([5], [5]),  # fewer steps than the loader clears behind, and a block without tiles
+        ([0, 0, 0], [0, 0, 0]),
+        ([-5, 10], [0, 10]),  # sizes that count fewer rows than none, or more than there are
+        ([30, 2**31 - 1, 2**31 - 1], [30, 34, 0]),
+    ],
+)
+@pytest.mark.slow
+def test_few_steps_and_sizes_that_cannot_be(sizes, cut):
+    lhs, grad, group_sizes = operands(64, cut, 64, 64)
+    got = run(lhs, grad, jnp.asarray(sizes, jnp.int32), DrhsTiles(64, 6, 1))
+    want = reference(lhs, grad, cut)
+    got = np.asarray(got).astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * max(1, abs(want).max()))
 
 
 @simulated
@@ -100,7 +119,10 @@ def test_tiles_that_cannot_be_are_refused():
     for sizes in ((96, 3, 1), (128, 3, 4)):
         with pytest.raises(ValueError, match="columns in multiples of 64"):
             DrhsTiles(*sizes)
-    with pytest.raises(ValueError, match="num_slots must be 2 or more, not 1"):
+    for block_n in (0, 512):
+        with pytest.raises(ValueError, match="up to 256"):
+            DrhsTiles(block_n, 2, 1)
+    with pytest.raises(ValueError, match="a ring needs two slots"):
         DrhsTiles(128, 1, 1)
     lhs, grad, sizes = operands(64, [3, 0], 64, 192)
     with pytest.raises(ValueError, match="192 columns are not whole tiles of 128"):

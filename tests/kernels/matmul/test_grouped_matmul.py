@@ -48,8 +48,11 @@ def assert_close(got, want):
         (80, [0, 37, 30], 384, Tiles((32,), 256, 2, 1)),
         # The second computer has no columns.
         (320, [1, 300, 19], 64, Tiles((136, 256), 128, 2, 3)),
-        # Two bands of columns.
-        (80, [0, 73, 0], 256, Tiles((48, 80), 128, 3, 1)),
+        # Two bands of columns, the second narrower.
+        (80, [0, 73, 0], 384, Tiles((48, 80), 128, 3, 1, 2)),
+        # Tiles higher than the array; no rows at all.
+        (8, [5, 0], 128, Tiles((64, 256), 128, 2, 1)),
+        (8, [0, 0], 128, Tiles((64,), 128, 2, 1)),
     ],
     ids=str,
 )
@@ -85,17 +88,40 @@ def test_a_race_is_found(monkeypatch):
 
 
 @needs_kernels
-def test_tiles_chosen_for_many_shapes_fit_the_kernels():
+def test_tiles_chosen_for_many_shapes():
     for num_rows in (8, 1000, 32768):
         for num_groups in (1, 32):
             for num_cols in (64, 128, 192, 320, 768, 2880, 7168):
                 tiles = backend.product_tiles(num_rows, num_groups, num_cols)
-                columns = -(-num_cols // tiles.block_n)
-                assert columns * tiles.block_n - num_cols < tiles.block_n
-                assert tiles.num_slots >= 3 and tiles.num_staged >= 2 and columns % tiles.band == 0
+                assert num_cols % tiles.part == 0
+                assert tiles.num_slots >= 3 and tiles.num_staged >= 2
+    # Many rows of few columns: half as high, so that there are tiles for all multiprocessors.
+    assert backend.product_tiles(1024, 1, 2048).heights == (64, 128)
+    assert backend.product_tiles(36864, 64, 2048).block_m == 256
+    assert backend.product_tiles(1152, 64, 2048).block_n == 256
+
+
+def test_columns_in_bands_of_about_the_same_width():
+    for num_cols, block_n, most, want in (
+        (2048, 128, 16, 16),
+        (7168, 128, 16, 14),
+        (768, 256, 16, 3),
+        (2880, 128, 16, 12),  # 23 columns: 12 and 11
+        (64, 128, 16, 1),
+    ):
+        assert backend.band(num_cols, block_n, most) == want
 
 
 def test_tiles_that_cannot_be_are_refused():
-    for sizes in (((20, 64), 128), ((64, 264), 128), ((32,), 64), ((64, 32), 128), ((64,), 192)):
-        with pytest.raises(ValueError, match="columns in multiples of 128"):
-            Tiles(*sizes, 2, 1)
+    for heights in ((20, 64), (64, 264), (64, 32), (0, 64), ()):
+        with pytest.raises(ValueError, match="rows in multiples of 8 up to 256"):
+            Tiles(heights, 128, 2, 1)
+    for block_n in (64, 192, 512):
+        with pytest.raises(ValueError, match="128 or 256 columns"):
+            Tiles((64,), block_n, 2, 1)
+    for buffers in ((1, 1), (2, 0), (2, 1, 0)):
+        with pytest.raises(ValueError, match="a ring needs two slots"):
+            Tiles((64,), 128, *buffers)
+    lhs, rhs, _, group_sizes = operands(64, [3, 0], 64, 192)
+    with pytest.raises(ValueError, match="192 columns are not whole parts of 128"):
+        run([(lhs, rhs)], group_sizes, Tiles((32,), 256, 2, 1))
