@@ -188,7 +188,9 @@ class _GatedProductGrad(Product):
                 room = scratch["chunks"].at[computer, slot, i, :height]
                 plgpu.copy_gmem_to_smem(product.at[rows, cols], room, arrived)
             if self.weighted:
-                room = scratch["chunk_weights"].at[computer, slot, :height]
+                # Of a low chunk as many: a copy is of 128 bytes at least.
+                rows = pl.ds(aligned(top + row), STORED_ROWS)
+                room = scratch["chunk_weights"].at[computer, slot]
                 plgpu.copy_gmem_to_smem(scratch["weights"].at[rows], room, arrived)
 
     def _store(

@@ -144,14 +144,15 @@ FUSED = "grouped_matmul_gated_grad"
 @needs_kernels
 @pytest.mark.parametrize("weighted", quick([True, False], True))
 def test_lowers_for_cuda(weighted):
-    """float16, and a number of rows that is not a multiple of 8."""
+    """float16, a number of rows that is not a multiple of 8, and a last chunk of fewer rows."""
     shapes = (100, 128), (4, 192, 128), (100, 192)
     grad, rhs, rows = (jax.ShapeDtypeStruct(shape, jnp.float16) for shape in shapes)
     weights = jax.ShapeDtypeStruct((100,), jnp.float32) if weighted else None
     sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
 
     def gradients(*args):
-        return backend.gated_product_grad(*args, CLAMPED_GELU)
+        tiles = gated_matmul_grad.fitting_tiles((8, 40))
+        return backend.gated_product_grad(*args, CLAMPED_GELU, tiles=tiles)
 
     traced = jax.jit(gradients).trace(grad, rhs, (rows, rows), weights, sizes)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
