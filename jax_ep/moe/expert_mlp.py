@@ -83,7 +83,8 @@ def expert_mlp(
     the matmuls is computed in float32. "pallas" computes both pre-activations and their gate in one
     kernel if the pre-activations have no biases and the gate is made of sums,
     products, minima, maxima, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps). Otherwise
-    XLA computes the gate from both. The bits are the same.
+    XLA computes the gate from both. The bits are the same. In the backward pass, likewise, the
+    kernel that multiplies by wo computes the gradient of the gate.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values

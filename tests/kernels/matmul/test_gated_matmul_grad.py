@@ -131,6 +131,7 @@ def test_tiles_chosen_for_many_shapes_fit_the_kernel():
             assert tiles.num_slots >= 3 and tiles.num_staged >= 3 and columns % tiles.band == 0
 
 
+@simulated
 def test_tiles_that_cannot_be_are_refused():
     args = operands(**SMALL)
     for staged, ahead in ((2, 1), (3, 0)):
