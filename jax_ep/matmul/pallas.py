@@ -218,11 +218,13 @@ def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
 
 
 def gated_grad_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
-    """Chooses tiles for the gradient of a gate [num_rows, num_cols] of num_groups matrices."""
+    """Chooses tiles for the gradient of a gate [num_rows, num_cols] of num_groups matrices.
+
+    They are as high as those of the product.
+    """
     from pallas_kernels.matmul.gated_matmul_grad import fitting_tiles
 
-    few_rows = num_rows < _FEW_ROWS * num_groups
-    heights = (32, 64) if few_rows else (64, 128, 136, 144, 176, 208, 256)
+    heights = product_tiles(num_rows, num_groups, num_cols).heights
     return fitting_tiles(heights, band(num_cols, 128, 16))
 
 

@@ -63,7 +63,7 @@ def gated_product_grad(
 
     Args:
       grad: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
-      rhs: [L, N, K] of grad's dtype; N is a multiple of 64.
+      rhs: [L, N, K] of grad's dtype; N is a multiple of tiles.part.
       products: two [R, N] of grad's dtype.
       weights: [R] float32, or None.
       group_sizes: [L] int32, rows of each group, in order.
@@ -103,6 +103,7 @@ class _GatedProductGrad(Product):
     gradient: Elementwise
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tiles.num_ahead < 1 or self.tiles.num_staged < OUTPUTS:
             raise ValueError(
                 f"at least one chunk is read ahead and {OUTPUTS} are staged, not {self.tiles}."

@@ -127,8 +127,7 @@ def test_tiles_chosen_for_many_shapes_fit_the_kernel():
     for num_rows in (1152, 36864):
         for num_cols in (64, 192, 768, 2048, 14336):
             tiles = backend.gated_grad_tiles(num_rows, 64, num_cols)
-            columns = -(-num_cols // tiles.block_n)
-            assert tiles.num_slots >= 3 and tiles.num_staged >= 3 and columns % tiles.band == 0
+            assert tiles.num_slots >= 3 and tiles.num_staged >= 3 and tiles.num_ahead == 2
 
 
 @simulated
