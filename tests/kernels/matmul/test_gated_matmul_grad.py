@@ -182,7 +182,6 @@ def backward(num_rows, hidden, mlp, groups, dtype, unit=SWIGLU, **changes):
     [
         (36864, 2048, 768, 64, jnp.bfloat16),
         (32768, 7168, 2048, 32, jnp.float16),
-        (1152, 2048, 768, 64, jnp.float16),
     ],
 )
 @pytest.mark.slow
