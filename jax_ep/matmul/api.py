@@ -2,9 +2,8 @@
 
 It consists of JAX primitives, so that one jaxpr lowers to the right backend on each platform:
 `grouped_matmul` (a product, or the sum of several), `grouped_matmul_gated` (the gate of two
-products), `grouped_matmul_gated_grad` (its gradient) and `grouped_matmul_drhs` (the gradient of the
-matrices). The gradients of all four are made of `grouped_matmul` and `grouped_matmul_drhs`, so
-gradients of any order work.
+products) and `grouped_matmul_drhs` (the gradient of the matrices). The gradients of all three are
+made of `grouped_matmul` and `grouped_matmul_drhs`, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.matmul import loop, pallas, xla
-from jax_ep.matmul.backend import Backend, Gating, gated, gated_grad
+from jax_ep.matmul.backend import Backend, Gating, gated
 from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
     Primitive,
@@ -202,37 +201,6 @@ def gated_product(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def gated_product_grad(
-    grad: jax.Array,
-    rhs: jax.Array,
-    products: tuple[jax.Array, jax.Array],
-    weights: jax.Array | None,
-    group_sizes: jax.Array,
-    gating: Gating,
-    implementation: Implementation,
-) -> tuple[jax.Array, ...]:
-    """Computes the gradient of weights[:, None] * gating(*products), whose own is grad @ rhs.T.
-
-    grad is [R, K], rhs [L, N, K] by groups, products [R, N] each, and weights [R] or None. The
-    product of grad and rhs is rounded to the operands' dtype; `gating`, elementwise and hashable,
-    gets its operands as float32 or wider. "pallas" computes everything in one kernel, with the same
-    bits but for the order of the sums of the weights' gradient, where the kernel supports the
-    operations of the gradient of `gating`. Operands must have been checked and have one
-    varying-axes type; group_sizes must be int32.
-
-    Returns (hidden, dproduct, dproduct), [R, N] of the operands' dtype, and with weights also
-    dweights, [R] of their dtype. `hidden` are the weighted results of `gating`. Rows past the last
-    group are zero where the products and weights are zero or finite there.
-    """
-    others = () if weights is None else (weights,)
-    return tuple(
-        grouped_matmul_gated_grad_p.bind(
-            grad, rhs, *products, group_sizes, *others, gating=gating, implementation=implementation
-        )
-    )
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
@@ -277,21 +245,6 @@ def _gated_product_bwd(gating, keep, implementation, saved, grads):
     return dlhs, drhs_of_both, None
 
 
-def _gated_product_grad_fwd(grad, rhs, products, weights, group_sizes, gating, implementation):
-    out = gated_product_grad(grad, rhs, products, weights, group_sizes, gating, implementation)
-    return out, (grad, rhs, products, weights, group_sizes)
-
-
-def _gated_product_grad_bwd(gating, implementation, saved, cts):
-    *operands, group_sizes = saved
-
-    def of_product(grad, rhs, products, weights):
-        dhidden = product(grad, rhs, group_sizes, implementation, True)
-        return gated_grad(gating, dhidden, products, weights)
-
-    return *jax.vjp(of_product, *operands)[1](cts), None
-
-
 def _drhs_fwd(lhs, grad, group_sizes, implementation):
     return drhs(lhs, grad, group_sizes, implementation), (lhs, grad, group_sizes)
 
@@ -305,7 +258,6 @@ def _drhs_bwd(implementation, saved, ct):
 
 sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
 gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
-gated_product_grad.defvjp(_gated_product_grad_fwd, _gated_product_grad_bwd)
 drhs.defvjp(_drhs_fwd, _drhs_bwd)
 
 
@@ -342,41 +294,33 @@ def _compute_gated(lhs, rhs_0, rhs_1, group_sizes, *, gating, keep, implementati
     return backend.gated_product(lhs, (rhs_0, rhs_1), group_sizes, gating, keep)
 
 
-@functools.partial(jax.jit, static_argnames=("gating", "implementation", "platform"))
-def _compute_gated_grad(
-    grad, rhs, gate, up, group_sizes, *weights, gating, implementation, platform
-):
-    backend = _choose(implementation, platform, rhs.shape[1:], grad.dtype)
-    others = weights[0] if weights else None
-    return backend.gated_product_grad(grad, rhs, (gate, up), others, group_sizes, gating)
-
-
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_drhs(lhs, grad, group_sizes, *, implementation, platform):
     backend = _choose(implementation, platform, (lhs.shape[1], grad.shape[1]), lhs.dtype)
     return backend.drhs(lhs, grad, group_sizes)
 
 
-def _product_type(lhs, rhs, *_, transpose_rhs, **__):
-    return result_type(lhs, (lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]))
+def _product_shape(lhs, rhs, *_, transpose_rhs, **__):
+    return lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
 
 
-def _gated_types(lhs, rhs, *_, keep, **__):
-    return [result_type(lhs, (lhs.shape[0], rhs.shape[2]))] * (3 if keep else 1)
+def _gated_shapes(lhs, rhs, *_, keep, **__):
+    return [(lhs.shape[0], rhs.shape[2])] * (3 if keep else 1)
 
 
-def _gated_grad_types(grad, rhs, gate, up, group_sizes, *weights, **_):
-    return [result_type(each, each.shape) for each in (gate, gate, up, *weights)]
+def _drhs_shape(lhs, grad, group_sizes, **_):
+    return group_sizes.shape[0], lhs.shape[1], grad.shape[1]
 
 
-def _drhs_type(lhs, grad, group_sizes, **_):
-    return result_type(lhs, (group_sizes.shape[0], lhs.shape[1], grad.shape[1]))
+def _primitive(name: str, shape: Any, compute: Any, **options: Any) -> Primitive:
+    """Makes the primitive of a function; `shape` returns the shape, or shapes, of its results."""
+    several = bool(options)
 
-
-def _primitive(
-    name: str, types: Any, compute: Any, *, several: bool = False, **options: Any
-) -> Primitive:
-    """Makes the primitive of a function; `types` returns the type of its result, or of several."""
+    def abstract_eval(lhs, *others, **params):
+        shapes = shape(lhs, *others, **params)
+        if several:
+            return [result_type(lhs, each) for each in shapes]
+        return result_type(lhs, shapes)
 
     def lower(program: Program, *operands, **params):
         (platform, *others) = program.platforms
@@ -406,7 +350,7 @@ def _primitive(
 
     primitive = define_primitive(
         name,
-        abstract_eval=types,
+        abstract_eval=abstract_eval,
         lower=lower,
         inline=lambda *operands, **params: compute(
             *operands, platform=default_platform(), **params
@@ -435,15 +379,8 @@ def _jitted(primitive: Primitive, **params: Any) -> Any:
     return jax.jit(functools.partial(primitive.bind, **params))
 
 
-grouped_matmul_p = _primitive("grouped_matmul", _product_type, _compute_product)
+grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product)
 grouped_matmul_gated_p = _primitive(
-    "grouped_matmul_gated",
-    _gated_types,
-    _compute_gated,
-    several=True,
-    unused=_without_unused_products,
+    "grouped_matmul_gated", _gated_shapes, _compute_gated, unused=_without_unused_products
 )
-grouped_matmul_gated_grad_p = _primitive(
-    "grouped_matmul_gated_grad", _gated_grad_types, _compute_gated_grad, several=True
-)
-grouped_matmul_drhs_p = _primitive("grouped_matmul_drhs", _drhs_type, _compute_drhs)
+grouped_matmul_drhs_p = _primitive("grouped_matmul_drhs", _drhs_shape, _compute_drhs)

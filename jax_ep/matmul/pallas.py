@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep.matmul.backend import Backend, GateGradient, Gating, Pairs, pad_rows
+from jax_ep.matmul.backend import Backend, Gating, Pairs, pad_rows
 from jax_ep.runtime import availability
 
 if TYPE_CHECKING:
@@ -125,47 +125,6 @@ def gated_product(
         return tuple(result[:num_rows] for result in results)
 
 
-def gated_product_grad(
-    grad: jax.Array,
-    rhs: jax.Array,
-    products: tuple[jax.Array, jax.Array],
-    weights: jax.Array | None,
-    group_sizes: jax.Array,
-    gating: Gating,
-    *,
-    tiles: Tiles | None = None,
-) -> tuple[jax.Array, ...] | None:
-    """Computes the gradient of a gate in the kernel of the product that its own gradient is.
-
-    Returns None for weights that are not float32, and for a gating whose gradient has operations
-    that the kernel does not support. If `tiles` is None, `gated_grad_tiles` chooses them.
-    """
-    from pallas_kernels.fabric.elementwise import Elementwise, NotSupported
-    from pallas_kernels.matmul import gated_matmul_grad as kernels
-
-    if weights is not None and weights.dtype != jnp.float32:
-        return None
-    num_rows, num_cols = grad.shape[0], rhs.shape[1]
-    tiles = tiles or gated_grad_tiles(num_rows, rhs.shape[0], num_cols)
-    factors = 2 if weights is None else 3
-    with jax.enable_x64(False):
-        try:
-            gradient = Elementwise(GateGradient(gating), factors + 1, factors + 1)
-        except NotSupported:
-            return None
-        results = kernels.gated_product_grad(
-            pad_rows(grad),
-            rhs,
-            (pad_rows(products[0]), pad_rows(products[1])),
-            None if weights is None else pad_rows(weights),
-            group_sizes,
-            gradient,
-            tiles=tiles,
-            num_blocks=_core_count(),
-        )
-        return tuple(result[:num_rows] for result in results)
-
-
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, tiles: DrhsTiles | None = None
 ) -> jax.Array:
@@ -217,17 +176,6 @@ def gated_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
     return Tiles.fitting(heights, 128, band(num_cols, 128, 8), matrices=2)
 
 
-def gated_grad_tiles(num_rows: int, num_groups: int, num_cols: int) -> Tiles:
-    """Chooses tiles for the gradient of a gate [num_rows, num_cols] of num_groups matrices.
-
-    They are as high as those of the product.
-    """
-    from pallas_kernels.matmul.gated_matmul_grad import fitting_tiles
-
-    heights = product_tiles(num_rows, num_groups, num_cols).heights
-    return fitting_tiles(heights, band(num_cols, 128, 16))
-
-
 def drhs_tiles(num_cols: int) -> DrhsTiles:
     """Chooses tiles for the gradient of rhs [L, K, num_cols]."""
     from pallas_kernels.matmul.drhs import DrhsTiles
@@ -252,12 +200,5 @@ def _core_count() -> int:
 
 
 BACKEND = Backend(
-    "pallas",
-    product,
-    drhs,
-    sum_of_products,
-    gated_product,
-    gated_product_grad,
-    operands_reason,
-    platform_reason,
+    "pallas", product, drhs, sum_of_products, gated_product, operands_reason, platform_reason
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -83,8 +83,7 @@ def expert_mlp(
     the matmuls is computed in float32. "pallas" computes both pre-activations and their gate in one
     kernel if the pre-activations have no biases and the gate is made of sums,
     products, minima, maxima, exp, tanh and sigmoid (SiLU, GELU by tanh, ReLU, clamps). Otherwise
-    XLA computes the gate from both. The bits are the same. In the backward pass, likewise, the
-    kernel that multiplies by wo computes the gradient of the gate.
+    XLA computes the gate from both. The bits are the same.
 
     **What is kept for the backward pass**: `tokens` and the pre-activations without their biases,
     x @ wi_0 and x @ wi_1 (R·(H + 2F) values); the gated product is computed again. The kept values
@@ -150,7 +149,8 @@ def forward(
     """
     tokens = checkpoint_name(tokens, "dispatched_tokens")
     hidden: jax.Array | None = None
-    if _gated_by_matmul(experts, unit):
+    no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
+    if experts.wi_1 is not None and no_biases and _hashable(unit):
         both = experts.wi_0, experts.wi_1
         hidden, *products = gmm.gated_product(tokens, both, group_sizes, unit, keep, implementation)
     else:
@@ -181,18 +181,11 @@ def backward(
     multiply the hidden values instead: without its bias the output is linear in these.
     """
     tokens, pre, experts, group_sizes = saved
-    dfactors: Sequence[jax.Array]
-    if _gated_by_matmul(experts, unit):
-        hidden, *gradients = gmm.gated_product_grad(
-            grad, experts.wo, pre, weights, group_sizes, unit, implementation
-        )
-        dpre, dfactors = tuple(gradients[:2]), gradients[2:]
-    else:
-        biases = _bias_rows(experts, group_sizes, tokens)
-        dhidden = gmm.product(grad, experts.wo, group_sizes, implementation, True)
-        factors = (pre,) if weights is None else (pre, weights)
-        hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
-        dpre, *dfactors = hidden_vjp(dhidden)
+    biases = _bias_rows(experts, group_sizes, tokens)
+    dhidden = gmm.product(grad, experts.wo, group_sizes, implementation, True)
+    factors = (pre,) if weights is None else (pre, weights)
+    hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
+    dpre, *dfactors = hidden_vjp(dhidden)
     dweights = dfactors[0] if dfactors else None
     dwo = gmm.drhs(hidden, grad, group_sizes, implementation)
     dwi = [gmm.drhs(tokens, d, group_sizes, implementation) for d in dpre]
@@ -239,12 +232,6 @@ def _hidden(
     if weights is not None:
         hidden *= weights.astype(dtype)[:, None]
     return hidden.astype(kept)
-
-
-def _gated_by_matmul(experts: Experts, unit: HiddenUnit) -> bool:
-    """Returns whether the grouped matmul computes the gate of its products, and its gradient."""
-    no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
-    return experts.wi_1 is not None and no_biases and _hashable(unit)
 
 
 def _hashable(unit: HiddenUnit) -> bool:

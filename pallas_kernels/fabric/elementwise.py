@@ -21,6 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.mosaic import Value
 
+Function = Callable[..., jax.Array]
+
 
 class NotSupported(Exception):
     """A function uses what `Elementwise` cannot emit; the message says what."""
@@ -30,13 +32,12 @@ class NotSupported(Exception):
 class Elementwise:
     """An elementwise function of `arity` float32 arrays, to be called within a kernel.
 
-    Its result is an array, or a tuple of as many as `results` says. Raises NotSupported, when it is
-    made, for a function that is made of other operations than those that this module knows.
+    Raises NotSupported, when it is made, for a function that is made of other operations than those
+    that this module knows.
     """
 
-    function: Callable[..., Any]
+    function: Function
     arity: int
-    results: int | None = None
 
     def __post_init__(self) -> None:
         _check(self._jaxpr.jaxpr)
@@ -50,29 +51,25 @@ class Elementwise:
             raise NotSupported(f"it cannot be traced with scalars: {error}") from error
         if closed.consts:
             raise NotSupported("it captures arrays")
-        outs = [(aval.shape, aval.dtype) for aval in closed.out_avals]
-        if outs != [((), jnp.float32)] * (self.results or 1):
+        if [(aval.shape, aval.dtype) for aval in closed.out_avals] != [((), jnp.float32)]:
             raise NotSupported(f"its result is {closed.out_avals} for float32 scalars")
         return closed
 
-    def __call__(
-        self, *arrays: jax.Array, interpreted: bool, layout: Any = plgpu.Layout.WGMMA
-    ) -> Any:
-        """Applies the function to arrays of one shape and layout; it is that of accumulators."""
+    def __call__(self, *arrays: jax.Array, interpreted: bool) -> jax.Array:
+        """Applies the function to arrays of one shape in the layout of accumulators."""
         if interpreted:
             return self.function(*arrays)
         jaxpr = self._jaxpr.jaxpr
+        layout = plgpu.Layout.WGMMA
 
         def emit(_: Any, *operands: Any) -> Any:
-            results = mosaic.elementwise(lambda *values: _emit(jaxpr, values), *operands)
-            return results[0] if self.results is None else results
+            return mosaic.elementwise(lambda *values: _emit(jaxpr, values)[0], *operands)
 
         result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)
-        returns = result if self.results is None else [result] * self.results
-        return mosaic.inline(emit, arrays, [layout] * self.arity, returns=returns)
+        return mosaic.inline(emit, arrays, [layout] * self.arity, returns=result)
 
     def emit(self, *values: Value) -> Value:
-        """Emits the function, which has one result, of float32 scalars, for one thread."""
+        """Emits the function of float32 scalars, for one thread."""
         return _emit(self._jaxpr.jaxpr, values)[0]
 
 
@@ -168,20 +165,6 @@ def _power(x: Value, *, y: int) -> Value:
     return square if y == 2 else _mul(square, x)
 
 
-def _one_minus_square(x: Value) -> Value:
-    one = mosaic.f32(1.0)
-    return _mul(_sub(one, x), _add(x, one))
-
-
-def _select(condition: Value, otherwise: Value, value: Value) -> Value:
-    return _ptx(
-        "{ .reg .pred p; setp.neu.f32 p, $1, 0f00000000; selp.f32 $0, $3, $2, p; }",
-        condition,
-        otherwise,
-        value,
-    )
-
-
 def _same(x: Value, **_: Any) -> Value:
     return x
 
@@ -203,13 +186,9 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "square": lambda x, **_: _mul(x, x),
     "integer_pow": _power,
     "clamp": lambda low, x, high, **_: _min(_max(x, low), high),
-    "one_minus_square": lambda x, **_: _one_minus_square(x),
-    "select_n": _select,
     "convert_element_type": _same,
     "copy": _same,
 }
-# Comparisons: the result, a bool, is the float 1 or 0.
-_COMPARE = {name: _instruction(f"set.{name}.f32.f32", 2) for name in ("gt", "ge", "lt", "le", "eq")}
 
 
 def _inner(equation: Any) -> Any:
@@ -228,17 +207,14 @@ def _check(jaxpr: Any) -> None:
         if inner is not None:
             _check(inner.jaxpr)
             continue
-        if name not in _EMIT and name not in _COMPARE:
+        if name not in _EMIT:
             raise NotSupported(f"it uses {name}")
         if name == "integer_pow" and equation.params["y"] not in (2, 3):
             raise NotSupported(f"it uses the power {equation.params['y']}")
         if equation.params.get("accuracy") is not None:
             raise NotSupported(f"it asks for the accuracy of {name}")
-        operands, outs = list(equation.invars), list(equation.outvars)
-        bools = outs if name in _COMPARE else operands[:1] if name == "select_n" else []
-        for variable in (*operands, *outs):
-            dtype = jnp.bool_ if any(variable is each for each in bools) else jnp.float32
-            if variable.aval.shape or variable.aval.dtype != dtype:
+        for variable in (*equation.invars, *equation.outvars):
+            if variable.aval.shape or variable.aval.dtype != jnp.float32:
                 raise NotSupported(f"{name} has an operand or a result of {variable.aval}")
 
 
@@ -257,8 +233,6 @@ def _emit(jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
         if inner is not None:
             results = _emit(inner.jaxpr, operands)
         else:
-            name = equation.primitive.name
-            emit = _COMPARE.get(name) or _EMIT[name]
-            results = [emit(*operands, **equation.params)]
+            results = [_EMIT[equation.primitive.name](*operands, **equation.params)]
         known.update(zip(equation.outvars, results, strict=True))
     return [read(variable) for variable in jaxpr.outvars]

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.plan import LANES, WARP
+from pallas_kernels.fabric.plan import LANES
 
 # What this module and the kernels use, by module.
 _REQUIRED = {
@@ -108,8 +108,6 @@ Array = Any  # a Mosaic array in registers
 # Layouts of operands and results of `inline`; `strided` makes those of arrays.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
-# The layout of accumulators, with pairs of neighbouring rows where those have pairs of columns.
-TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 
 
 def strided(shape: Sequence[int], elements: int) -> Any:
@@ -309,30 +307,17 @@ def array_of(
     )
 
 
-def elementwise(function: Callable[..., Sequence[Value]], *arrays: Array) -> list[Array]:
-    """Applies `function`, which emits for scalars, to the elements of floats of one layout.
-
-    Returns as many arrays as `function` returns results.
-    """
-    shape = arrays[0].registers.shape
-    outs: list[Any] = []
-    for index in np.ndindex(shape):
+def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
+    """Applies `function`, which emits for scalars, to the elements of floats of one layout."""
+    out = np.empty_like(arrays[0].registers)
+    for index in np.ndindex(out.shape):
         vectors = [array.registers[index] for array in arrays]
-        totals: list[Value] = []
-        for i in range(vector_length_of(vectors[0])):
-            results = function(*(vector.extract(register, [], [i]) for register in vectors))
-            totals = totals or [vectors[0]] * len(results)
-            totals = [
-                vector.insert(element, total, [], [i])
-                for element, total in zip(results, totals, strict=True)
-            ]
-        outs = outs or [np.empty(shape, dtype=object) for _ in totals]
-        for out, total in zip(outs, totals, strict=True):
-            out[index] = total
-    return [
-        mgpu.FragmentedArray(_registers=out, _layout=arrays[0].layout, _is_signed=None)
-        for out in outs
-    ]
+        total = vectors[0]
+        for i in range(vector_length_of(total)):
+            element = function(*(vector.extract(register, [], [i]) for register in vectors))
+            total = vector.insert(element, total, [], [i])
+        out[index] = total
+    return mgpu.FragmentedArray(_registers=out, _layout=arrays[0].layout, _is_signed=None)
 
 
 def warp_sum(value: Value, threads: int) -> Value:
@@ -393,6 +378,7 @@ def store_rows(
     touched. `values` is the tile transposed, [columns, rows], in the layout of accumulators; its
     first element goes to out[top, left].
     """
+    layout = plgpu.Layout.WGMMA_TRANSPOSED
 
     def emit(_: Any, out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
@@ -425,8 +411,8 @@ def store_rows(
             )
 
     numbers = [top, left, begin, end]
-    values = plgpu.layout_cast(values, TRANSPOSED)
-    inline(emit, [out, values, *numbers], [REFERENCE, TRANSPOSED, *[SCALAR] * len(numbers)])
+    values = plgpu.layout_cast(values, layout)
+    inline(emit, [out, values, *numbers], [REFERENCE, layout, *[SCALAR] * len(numbers)])
 
 
 def store_transposed(ref: Any, values: jax.Array) -> None:
@@ -434,7 +420,7 @@ def store_transposed(ref: Any, values: jax.Array) -> None:
 
     `ref` is [rows, columns], swizzled.
     """
-    ref.transpose((1, 0))[...] = plgpu.layout_cast(values, TRANSPOSED)
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def store_plain(ref: Any, values: jax.Array) -> None:
@@ -446,92 +432,3 @@ def store_plain(ref: Any, values: jax.Array) -> None:
         plgpu.store(ref, values, optimized=False)
     else:
         ref[...] = values
-
-
-# -------------------------------------------------------------- tiles [columns, rows], transposed
-
-
-def load_transposed(ref: Any) -> jax.Array:
-    """Loads a tile that `store_transposed` stores: its transpose, in the layout `TRANSPOSED`."""
-    return plgpu.load(ref.transpose((1, 0)), layout=TRANSPOSED)
-
-
-def load_of_rows(ref: Any, like: jax.Array) -> jax.Array:
-    """Loads a float32 for each row of a transposed tile, from ref [rows] in shared memory.
-
-    Returns them at every column: an array of the shape of `like`, in the layout `TRANSPOSED`.
-    """
-
-    def emit(_: Any, ref: Value, like: Array) -> Array:
-        out = np.empty_like(like.registers)
-        places = like.layout.thread_idxs(like.shape)
-        for index, place in zip(np.ndindex(out.shape), places, strict=True):
-            row = arith.index_cast(integer_type(32), place[1])
-            value = element_at(ref, row)
-            out[index] = vector.from_elements(vector_type(2, value.type), [value, value])
-        return mgpu.FragmentedArray(_registers=out, _layout=like.layout, _is_signed=None)
-
-    result = plgpu.ShapeDtypeStruct(like.shape, jnp.float32, layout=TRANSPOSED)
-    return inline(emit, [ref, like], [REFERENCE, TRANSPOSED], returns=result)
-
-
-def sum_columns(sums: Any, values: jax.Array) -> None:
-    """Sums the columns of a transposed tile of float32 that each warp holds.
-
-    The sums go to `sums`, [warps, rows or more] in shared memory.
-    """
-
-    def emit(_: Any, sums: Value, values: Array) -> None:
-        rows = values.shape[1]
-        stride = i32(ir.MemRefType(sums.type).shape[1])
-        warp = arith.divui(lane(), i32(WARP))
-        # A thread's registers are of 8 rows after 8 rows, two for each row that it holds.
-        of_rows = values.registers.reshape(rows // 8, -1)
-        places = list(values.layout.thread_idxs(values.shape))[:: of_rows.shape[1]]
-        for own, place in zip(of_rows, places, strict=True):
-            parts = [vector.extract(pair, [], [i]) for pair in own for i in range(2)]
-            total = functools.reduce(arith.addf, parts)
-            for distance in (8, 16):  # the lanes with other columns of the same row
-                text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-                other = asm(text, "=f,f", total, returns=float_type())
-                total = arith.addf(total, other)
-            row = arith.index_cast(integer_type(32), place[1])
-            index = arith.addi(arith.muli(warp, stride), row)
-            llvm.store(total, element_pointer(pointer(sums), index, float_type()))
-
-    inline(emit, [sums, values], [REFERENCE, TRANSPOSED])
-
-
-def store_sums(
-    out: Any, sums: Any, line: jax.Array, top: jax.Array, begin: jax.Array, end: jax.Array
-) -> None:
-    """Adds what `sum_columns` stored for each warp, and stores rows [begin, end) to out[line].
-
-    Row 0 goes to out[line, top]; `out` is [lines, rows] float32 in memory. Between `sum_columns`
-    and this there must be a barrier of the warpgroup.
-    """
-
-    def emit(_: Any, out: Value, sums: Value, *scalars: Array) -> None:
-        line, top, begin, end = (scalar(number) for number in scalars)
-        warps, rows = ir.MemRefType(sums.type).shape
-        row = lane()
-        inside = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.sge, row, begin),
-            arith.cmpi(arith.CmpIPredicate.slt, row, end),
-        )
-        with when(inside):
-            base = pointer(sums)
-            parts = [
-                llvm.load(
-                    float_type(),
-                    element_pointer(base, arith.addi(row, i32(warp * rows)), float_type()),
-                )
-                for warp in range(warps)
-            ]
-            total = functools.reduce(arith.addf, parts)
-            first = arith.addi(arith.muli(line, i32(ir.MemRefType(out.type).shape[1])), top)
-            index = arith.extui(integer_type(64), arith.addi(first, row))
-            llvm.store(total, element_pointer(pointer(out), index, float_type()))
-
-    numbers = [line, top, begin, end]
-    inline(emit, [out, sums, *numbers], [REFERENCE, REFERENCE, *[SCALAR] * len(numbers)])

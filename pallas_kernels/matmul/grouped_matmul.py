@@ -55,8 +55,6 @@ class Tiles:
       num_slots: depth of the ring, in operand tiles of 64 along the summed dimension.
       num_staged: 32 x 64 chunks of its results that a computer may stage on their way to memory.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
-      num_ahead: chunks that a computer reads ahead, of each of the other arrays that the results
-        are of; for a kernel that has such.
     """
 
     heights: tuple[int, ...]
@@ -64,32 +62,21 @@ class Tiles:
     num_slots: int
     num_staged: int
     band: int = 1
-    num_ahead: int = 0
 
     @classmethod
     def fitting(
-        cls,
-        heights: tuple[int, ...],
-        block_n: int,
-        band: int = 1,
-        *,
-        matrices: int = 1,
-        staged: int = 2,
-        ahead: int = 0,
-        ahead_bytes: int = 0,
+        cls, heights: tuple[int, ...], block_n: int, band: int = 1, *, matrices: int = 1
     ) -> Tiles:
         """Returns tiles with the deepest ring that fits, of at most 6 slots, and staging.
 
-        A slot holds tiles of as many `matrices` of a group. At least so many chunks are `staged`,
-        and `ahead` are read ahead, which takes `ahead_bytes` in all.
+        A slot holds tiles of as many `matrices` of a group.
         """
         operand, chunk = 2 * CHUNK, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES - COMPUTERS * 2 * CHUNK * CHUNK  # zeros
-        room -= ahead_bytes
         slot = operand * (heights[-1] + matrices * block_n)
-        slots = min((room - COMPUTERS * staged * chunk) // slot, 6)
+        slots = min((room - COMPUTERS * 2 * chunk) // slot, 6)
         staged = min((room - slots * slot) // (COMPUTERS * chunk), 8)
-        return cls(heights, block_n, slots, staged, band, ahead)
+        return cls(heights, block_n, slots, staged, band)
 
     @property
     def block_m(self) -> int:
@@ -249,7 +236,6 @@ class Product(Kernel):
             def one_tile(tile, used):
                 top, begin, end, left_edge, kind = tile
                 steps = sum(self.depths) // CHUNK
-                self.start_tile(top, end, left_edge, warpgroup, scratch)
 
                 def multiply_all(height, used):
                     return self.accumulate(
@@ -287,16 +273,6 @@ class Product(Kernel):
             columns = matrix.at[mine] if self.transpose_rhs else transposed(matrix.at[:, mine])
             first = i * self.tiles.block_m
             plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
-
-    def start_tile(
-        self,
-        top: jax.Array,
-        end: jax.Array,
-        left_edge: jax.Array,
-        computer: jax.Array,
-        scratch: Any,
-    ) -> None:
-        """Starts what `_store` needs of a computer's part of the tile at (top, left_edge)."""
 
     def results(
         self, total: jax.Array, columns: slice, rows: slice, dtype: Any
@@ -342,42 +318,29 @@ class Product(Kernel):
                         if i >= self.tiles.num_staged:  # what was staged here has been read
                             plgpu.wait_smem_to_gmem(self.tiles.num_staged - 1, wait_read_only=True)
                         room = staged.at[i % self.tiles.num_staged, :height]
-                        self.stage(room, values)
+                        if self.interpreted:
+                            room[...] = values.T
+                        else:
+                            mosaic.store_transposed(room, values)
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(room, out.at[at])
 
                 @pl.when((first < stop) & (stop - first < height))
-                def _some(rows=rows, columns=columns, place=place, first=first, stop=stop):
+                def _some(
+                    height=height, rows=rows, columns=columns, place=place, first=first, stop=stop
+                ):
                     chunks = self.results(total, columns, rows, outs[0].dtype)
                     for out, values in zip(outs, chunks, strict=True):
-                        self.store_some(out, values, place, first, stop, plain)
+                        if not self.interpreted:
+                            mosaic.store_rows(out, values, place[0], place[1], first, stop)
+                            continue
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        plain.at[:height][...] = values.T
+                        plgpu.commit_smem()
+                        cols = pl.ds(place[1], CHUNK)
+                        _store_rows(plain, first, stop, out, place[0], cols)
 
                 count += self.outputs
-
-    def stage(self, room: Any, values: jax.Array) -> None:
-        """Stores a chunk of an output, [columns, rows], to its room in shared memory."""
-        if self.interpreted:
-            room[...] = values.T
-        else:
-            mosaic.store_transposed(room, values)
-
-    def store_some(
-        self,
-        out: Any,
-        values: jax.Array,
-        place: tuple[jax.Array, jax.Array],
-        first: jax.Array,
-        stop: jax.Array,
-        plain: Any,
-    ) -> None:
-        """Stores rows [first, stop) of a chunk of an output, [columns, rows], whose place it is."""
-        if not self.interpreted:
-            mosaic.store_rows(out, values, place[0], place[1], first, stop)
-            return
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plain.at[: values.shape[1]][...] = values.T
-        plgpu.commit_smem()
-        store_plain_rows(plain, first, stop, out, place[0], pl.ds(place[1], CHUNK))
 
     def _zero_tail(
         self, outs: Sequence[Any], start: jax.Array, computer: jax.Array, plain: Any
@@ -400,26 +363,25 @@ class Product(Kernel):
             end = jnp.minimum(self.num_rows - first, CHUNK)
             cols = pl.ds(column * CHUNK, CHUNK)
             for out in outs:
-                store_plain_rows(plain, begin, end, out, first, cols)
+                _store_rows(plain, begin, end, out, first, cols)
 
         lax.fori_loop(0, lax.div(chunks * columns - me + (workers - 1), workers), one_chunk, None)
 
 
-def store_plain_rows(
-    source: Any, begin: jax.Array, end: jax.Array, out: Any, first: jax.Array, *cols: Any
+def _store_rows(
+    source: Any, begin: jax.Array, end: jax.Array, out: Any, first: jax.Array, cols: Any
 ) -> None:
     """Stores rows [begin, end) of an unswizzled chunk to the rows of `out` from first + begin on.
 
-    The chunk has a power of two rows. `cols` are its columns in `out`, if rows have columns. A copy
-    has a static height, so there is one copy for each power of two in the number of rows.
+    A copy has a static height, so there is one copy for each power of two in the number of rows.
     """
-    count, height = end - begin, source.shape[0]
+    count, height = end - begin, CHUNK
     while height:
 
         @pl.when((count & height) != 0)
         def _(height=height, begin=begin):
             plgpu.copy_smem_to_gmem(
-                source.at[pl.ds(begin, height)], out.at[pl.ds(first + begin, height), *cols]
+                source.at[pl.ds(begin, height)], out.at[pl.ds(first + begin, height), cols]
             )
 
         begin += count & height

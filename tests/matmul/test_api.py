@@ -21,7 +21,6 @@ from support.selection import quick
 from jax_ep.matmul.api import (
     BACKENDS,
     gated_product,
-    gated_product_grad,
     grouped_matmul,
     sum_of_products,
     unavailable_reason,
@@ -175,51 +174,6 @@ def test_gated_product(implementation, dtype, keep):
         assert_close(mine, np.asarray(theirs).astype(np.float64), dtype)
     mapped = jax.jit(jax.vmap(fused, (0, None)))(jnp.stack([lhs, -lhs]), rhs)
     np.testing.assert_array_equal(np.asarray(mapped[0][0]), np.asarray(out[0]))
-
-
-@pytest.mark.parametrize("weighted", quick([False, True], True))
-@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
-def test_gated_product_grad(implementation, dtype, weighted):
-    """What JAX's gradient of a gate after a product gives; gradients of all results; under vmap."""
-    sizes = GROUP_SIZES["empty groups"]
-    (lhs, rhs, group_sizes, grad), (_, _, _, up) = (
-        operands(NUM_ROWS, sizes, dtype, seed) for seed in range(2)
-    )
-    live = jnp.arange(NUM_ROWS) < sum(sizes)
-    products = tuple(jnp.where(live[:, None], rows, 0) for rows in (grad, up))
-    weights = jnp.where(live, jnp.linspace(0.5, 1, NUM_ROWS), 0) if weighted else None
-    rhs = rhs.transpose(0, 2, 1)
-
-    def fused(lhs, rhs, products, weights):
-        args = lhs, rhs, products, weights, group_sizes, swiglu, implementation
-        return gated_product_grad(*args)
-
-    def apart(lhs, rhs, products, weights):
-        def hidden(products, weights):
-            out = swiglu(*(product.astype(jnp.float32) for product in products))
-            return (out if weights is None else out * weights[:, None]).astype(dtype)
-
-        dhidden = sum_of_products(((lhs, rhs),), group_sizes, implementation, True)
-        out, vjp = jax.vjp(hidden, products, weights)
-        dproducts, dweights = vjp(dhidden)
-        return (out, *dproducts) if dweights is None else (out, *dproducts, dweights)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def values_and_gradients(function, *args):
-        out, vjp = jax.vjp(function, *args)
-        return out, vjp(jax.tree.map(jnp.ones_like, out))
-
-    args = lhs, rhs, products, weights
-    (out, grads), (want, want_grads) = (values_and_gradients(f, *args) for f in (fused, apart))
-    assert len(out) == 3 + weighted
-    for mine, theirs in zip(out, want, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert_close(mine.astype(dtype), np.asarray(theirs).astype(np.float64), dtype)
-    for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
-        assert_close(mine.astype(dtype), np.asarray(theirs).astype(np.float64), dtype)
-    mapped = jax.jit(jax.vmap(fused, (0, None, None, None)))(jnp.stack([lhs, -lhs]), *args[1:])
-    for mine, theirs in zip(mapped, out, strict=True):
-        np.testing.assert_array_equal(np.asarray(mine[0]), np.asarray(theirs))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -27,17 +27,11 @@ FUNCTIONS = {
     "tanh": jnp.tanh,
     "exp": lambda x: jnp.exp(jnp.minimum(x, 4.0)),
     "clamped": lambda x: jnp.clip(x, -7.0, 7.0) - jnp.abs(x),
-    "compared": lambda x: jnp.where(x > 1, 2 * x, jnp.where(x <= -1, 0.1 * x, x * x)),
-    "gradient of relu": jax.grad(jax.nn.relu),
-    "gradient of silu": jax.grad(jax.nn.silu),
-    "gradient of gelu": jax.grad(jax.nn.gelu),
-    "gradient of a clamp": jax.grad(lambda x: jnp.clip(x, -7.0, 3.0) ** 2),
     "polynomial": lambda x: 0.5 + 0.25 * x**2 + 0.125 * jnp.abs(x) ** 3,
 }
 REFUSED = {
     "exact gelu": (functools.partial(jax.nn.gelu, approximate=False), "it uses erfc"),
-    "bool": (lambda x: (x > 0).astype(jnp.float32), "has an operand or a result of .*bool"),
-    "bools alone": (lambda x: jnp.where((x > 0) & (x < 1), x, 0.1 * x), "it uses and"),
+    "comparison": (lambda x: jnp.where(x > 0, x, 0.1 * x), "it uses gt|an operand or a result"),
     "fourth power": (lambda x: x**4, "the power 4"),
     "array": (lambda x: x * jnp.arange(2.0)[1:][0], "captures arrays|it uses"),
     "not elementwise": (lambda x: jax.nn.softmax(x, axis=-1), "cannot be traced with scalars"),
@@ -81,12 +75,6 @@ def run_ptx(text, constraints, *operands, returns=None):
         "shl.b32": lambda a, b: np.uint32(int(a) << int(b) & 0xFFFFFFFF),
         "setp.ge.f32": lambda a, b: a >= b,
         "setp.le.f32": lambda a, b: a <= b,
-        "setp.neu.f32": lambda a, b: a != b,
-        "set.gt.f32.f32": lambda a, b: np.float32(a > b),
-        "set.ge.f32.f32": lambda a, b: np.float32(a >= b),
-        "set.lt.f32.f32": lambda a, b: np.float32(a < b),
-        "set.le.f32.f32": lambda a, b: np.float32(a <= b),
-        "set.eq.f32.f32": lambda a, b: np.float32(a == b),
         "setp.lt.f32": lambda a, b: a < b,
         "selp.f32": lambda a, b, p: a if p else b,
     }
@@ -109,15 +97,11 @@ def test_what_the_instructions_compute(name, monkeypatch):
     x = np.concatenate([np.linspace(-9, 9, 61), [0, -0.0, 1e-5, -90, 90]]).astype(np.float32)
     with np.errstate(over="ignore"):
         got = [elementwise._emit(jaxpr, [value])[0] for value in x]
-    want = jax.vmap(FUNCTIONS[name])(x)
-    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-7)
+    np.testing.assert_allclose(got, FUNCTIONS[name](x), rtol=2e-6, atol=2e-7)
 
 
 def test_functions_of_two_arrays():
     assert Elementwise(lambda gate, up: jax.nn.silu(gate) * up, 2).arity == 2
-    assert Elementwise(lambda gate, up: (gate, gate * up), 2, results=2).results == 2
-    with pytest.raises(NotSupported, match="its result is"):
-        Elementwise(lambda gate, up: (gate, gate * up), 2)
     with pytest.raises(NotSupported, match="cannot be traced"):
         Elementwise(lambda gate, up: gate * up, 1)
 
@@ -162,6 +146,6 @@ def test_the_bits_are_those_of_xla(name):
     bits = jnp.arange(2**16, dtype=jnp.uint16)
     x = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32).reshape(1024, 64)
     got = np.asarray(jax.jit(functools.partial(apply, FUNCTIONS[name]))(x))
-    want = np.asarray(jax.jit(jax.vmap(jax.vmap(FUNCTIONS[name])))(x))
+    want = np.asarray(jax.jit(FUNCTIONS[name])(x))
     same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
     assert np.all(same), np.asarray(x)[~same][:8]
