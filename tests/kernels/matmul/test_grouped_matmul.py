@@ -124,4 +124,5 @@ def test_tiles_that_cannot_be_are_refused():
             Tiles((64,), 128, *buffers)
     lhs, rhs, _, group_sizes = operands(64, [3, 0], 64, 192)
     with pytest.raises(ValueError, match="192 columns are not whole parts of 128"):
-        run([(lhs, rhs)], group_sizes, Tiles((32,), 256, 2, 1))
+        tiles = Tiles((32,), 256, 2, 1)
+        product([(lhs, rhs)], group_sizes, transpose_rhs=False, tiles=tiles, num_blocks=2)
