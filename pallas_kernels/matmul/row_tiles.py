@@ -53,11 +53,10 @@ def row_tiles(
 def row_ends(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Returns where each group's rows end, [L] int32: no later than `num_rows`, whatever the sizes.
 
-    A negative size counts as 0.
+    A negative size counts as 0. L * num_rows must be below 2^31.
     """
-    return lax.associative_scan(
-        lambda rows, size: jnp.minimum(rows + size, num_rows), jnp.clip(group_sizes, 0, num_rows)
-    )
+    sizes = jnp.clip(group_sizes, 0, num_rows)
+    return jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
 
 
 def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:
