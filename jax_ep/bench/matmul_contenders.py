@@ -265,27 +265,21 @@ def _other_tiles(columns: int, op: str) -> list[Backend]:
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
+    kind: Any = Tiles
+    shapes: Sequence[tuple[Any, ...]] = PALLAS_TILES
     functions: dict[str, Callable[..., Any]] = dict(
         product=pallas.product, fused_sum=pallas.sum_of_products
     )
-    choices: list[Any] = [
-        Tiles.fitting(heights, block_n, pallas.band(columns, block_n, most))
-        for heights, block_n, most in PALLAS_TILES
-        if columns % block_n == 0
-    ]
     if op == "drhs":
-        functions = dict(drhs=pallas.drhs)
-        choices = [
-            DrhsTiles.fitting(block_n, pallas.band(columns, block_n, most))
-            for block_n, most in PALLAS_DRHS_TILES
-            if columns % block_n == 0
-        ]
-    found = []
-    for tiles in choices:
-        bound = {name: functools.partial(each, tiles=tiles) for name, each in functions.items()}
-        name = _named(pallas.BACKEND, tiles)
-        found.append(dataclasses.replace(pallas.BACKEND, name=name, **bound))
-    return found
+        kind, shapes, functions = DrhsTiles, PALLAS_DRHS_TILES, dict(drhs=pallas.drhs)
+    found = {}  # by name: narrow cases give some bands twice
+    for *shape, block_n, most in shapes:
+        if columns % block_n == 0:
+            tiles = kind.fitting(*shape, block_n, pallas.band(columns, block_n, most))
+            name = _named(pallas.BACKEND, tiles)
+            bound = {key: functools.partial(each, tiles=tiles) for key, each in functions.items()}
+            found[name] = dataclasses.replace(pallas.BACKEND, name=name, **bound)
+    return list(found.values())
 
 
 def _named(backend: Backend, sizes: Any) -> str:

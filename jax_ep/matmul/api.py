@@ -187,9 +187,9 @@ def gated_product(
     """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, lhs [R, K] and rhs [L, K, N] each.
 
     The products are rounded to the operands' dtype; `gating`, elementwise and hashable, gets them
-    as float32 or wider. "pallas" computes everything in one kernel, with the same bits, if
-    it supports the operations of `gating`. Operands must have been
-    checked and have one varying-axes type; group_sizes must be int32.
+    as float32 or wider. "pallas" computes everything in one kernel, with the same bits, if it
+    supports the operations of `gating`. Operands must have been checked and have one varying-axes
+    type; group_sizes must be int32.
 
     Returns (hidden,), [R, N] of the operands' dtype, or with `keep` (hidden, product, product).
     Rows past the last group are zero in the products; in hidden they are zero or gating of zeros.

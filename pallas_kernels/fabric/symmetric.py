@@ -386,7 +386,7 @@ class Gpus(RanksOfMesh):
                     for which in range(2):
                         place = arith.minui(_plus(i32(which), (pair, 2)), i32(last))
                         word = mosaic.element_at(words, place)
-                        short = arith.shrsi(arith.shli(word, i32(16)), i32(16))
+                        short = _low_half(word)
                         word = arith.select(mosaic.equal(word, short), word, i32(0xFFFFFFFF))
                         halves.append(arith.andi(word, i32(0xFFFF)))
                     value = _widen(arith.ori(halves[0], arith.shli(halves[1], i32(16))))
@@ -503,11 +503,8 @@ class Gpus(RanksOfMesh):
                 for index, value in zip(indices, values, strict=True):
                     parts = [(index, value)]
                     if halves:
-                        low = arith.shrsi(arith.shli(value, i32(16)), i32(16))
-                        parts = [
-                            (_plus(i32(i), (index, 2)), half)
-                            for i, half in enumerate((low, arith.shrsi(value, i32(16))))
-                        ]
+                        both = _low_half(value), arith.shrsi(value, i32(16))
+                        parts = [(_plus(i32(i), (index, 2)), half) for i, half in enumerate(both)]
                     for at, word in parts:
                         with mosaic.when(_below(at, num_words)):
                             place = _plus(to, (at, 4))
@@ -581,6 +578,11 @@ def _below(value: Value, count: int) -> Value:
 
 def _widen(value: Value) -> Value:
     return arith.extui(mosaic.integer_type(64), value)
+
+
+def _low_half(value: Value) -> Value:
+    """Emits the lower 16 bits of an int32 as a signed number."""
+    return arith.shrsi(arith.shli(value, i32(16)), i32(16))
 
 
 def _narrow(value: Value) -> Value:

@@ -28,25 +28,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
-    LOADER,
     OTHER_BYTES,
     Kernel,
     aligned,
     check_buffers,
-    give_registers,
     launch,
     quotient_and_rest,
     row_numbers,
-    take_registers,
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT, row_ends
+from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT, row_ranges
 
 BLOCK_M = COMPUTERS * CHUNK  # rows of a block's output tile; each computer takes half of them
 
@@ -128,8 +124,7 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     An entry is the number of steps (at least one), the first row of the first step (a multiple of
     8), and the range [begin, end) of the group's rows.
     """
-    ends = row_ends(group_sizes, num_rows)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    starts, ends = row_ranges(group_sizes, num_rows)
     first = jnp.minimum(starts, num_rows - ROW_ALIGNMENT) // ROW_ALIGNMENT * ROW_ALIGNMENT
     steps = jnp.maximum(-((first - ends) // CHUNK), 1)
     return jnp.stack([steps, first, starts, ends], axis=1)
@@ -156,7 +151,6 @@ class _Drhs(Kernel):
         )
 
     def __call__(self, lhs: Any, grad: Any, table: Any, out: Any, **scratch: Any) -> None:
-        warpgroup = lax.axis_index("warpgroup")
         tiles = self.tiles
         # The last tile may reach past K. What it reads there is zero, and is not stored.
         tile_rows = -(-self.height // BLOCK_M)
@@ -168,10 +162,7 @@ class _Drhs(Kernel):
             steps = tuple(table[group, i] for i in range(4))
             return group, row * BLOCK_M, left_edge, *steps
 
-        @pl.when(warpgroup == LOADER)
-        def _load():
-            give_registers(self.interpreted)
-
+        def load():
             def clear_oldest(step, uncleared, newest):
                 uncleared = (*uncleared, newest)
                 self._clear(scratch, step, *uncleared[0])
@@ -205,12 +196,9 @@ class _Drhs(Kernel):
                 return clear_oldest(used - lag + i, uncleared, all_rows)
 
             lax.fori_loop(0, lag, clear_rest, uncleared)
-            drain(scratch["empty"], used, tiles.num_slots)
+            return used
 
-        @pl.when(warpgroup != LOADER)
-        def _compute():
-            take_registers(self.interpreted)
-
+        def compute(computer):
             def one_tile(tile, used):
                 group, top, left_edge, steps, first, begin, end = tile
 
@@ -221,22 +209,23 @@ class _Drhs(Kernel):
                     def _():
                         plgpu.barrier_wait(scratch["cleared"].at[slot])
 
-                    mine = left.at[:, pl.ds(warpgroup * CHUNK, CHUNK)]
+                    mine = left.at[:, pl.ds(computer * CHUNK, CHUNK)]
                     plgpu.wgmma(accumulator, transposed(mine), right)
 
                 total = self.accumulate(scratch, used, steps, (CHUNK, tiles.block_n), multiply)
-                top += warpgroup * CHUNK
+                top += computer * CHUNK
 
                 @pl.when(top < self.height)
                 def _():
                     rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
                     cols = pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)
-                    self._store(total, out.at[group, rows, cols], scratch["staged"].at[warpgroup])
+                    self._store(total, out.at[group, rows, cols], scratch["staged"].at[computer])
 
                 return used + steps
 
             self.each_of(num_tiles, look_up, one_tile, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        self.take_roles(scratch, load, compute)
 
     def _clear(self, scratch: Any, step: jax.Array, begin: jax.Array, end: jax.Array) -> None:
         """Sets the rows of a block's step outside [begin, end) to zero, once they are there."""

@@ -22,20 +22,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
-    LOADER,
     OTHER_BYTES,
     Kernel,
     aligned,
     check_buffers,
-    give_registers,
     launch,
     quotient_and_rest,
-    take_registers,
     transposed,
     zeros,
 )
@@ -179,7 +175,6 @@ class Product(Kernel):
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         *operands, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
-        warpgroup = lax.axis_index("warpgroup")
         last = table.shape[0] - 1
         num_tiles, num_live_rows = table[last, 0], table[last, 1]
         total = num_tiles * self.columns
@@ -190,10 +185,7 @@ class Product(Kernel):
             lower = (rows > height for height in self.tiles.heights[:-1])
             return sum((each.astype(jnp.int32) for each in lower), jnp.int32(0))
 
-        @pl.when(warpgroup == LOADER)
-        def _load():
-            give_registers(self.interpreted)
-
+        def load():
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
                 return table[tile, GROUP], table[tile, FIRST], left_edge, kind_of(tile)
@@ -203,7 +195,7 @@ class Product(Kernel):
                 cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.block_n)
                 together = 1 + self.matrices  # operands that are loaded together
 
-                def load(height, used):
+                def load_all(height, used):
                     rows = pl.ds(aligned(first), height)
                     for k, depth in enumerate(self.depths):
                         lhs, *rhs = operands[k * together : (k + 1) * together]
@@ -217,19 +209,15 @@ class Product(Kernel):
                         used = lax.fori_loop(0, depth // CHUNK, step, used)
                     return used
 
-                loads = [functools.partial(load, height) for height in self.tiles.heights]
+                loads = [functools.partial(load_all, height) for height in self.tiles.heights]
                 return lax.switch(kind, loads, used)
 
-            used = self.each_of(total, look_up, one_tile, jnp.int32(0))
-            drain(scratch["empty"], used, self.tiles.num_slots)
+            return self.each_of(total, look_up, one_tile, jnp.int32(0))
 
-        @pl.when(warpgroup != LOADER)
-        def _compute():
-            take_registers(self.interpreted)
-
+        def compute(computer):
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
-                left_edge += warpgroup * self.tiles.part
+                left_edge += computer * self.tiles.part
                 rows = (table[tile, column] for column in (FIRST, BEGIN, END))
                 return *rows, left_edge, kind_of(tile)
 
@@ -243,7 +231,7 @@ class Product(Kernel):
                         used,
                         steps,
                         (self.tiles.part, self.matrices * self.tiles.block_m),
-                        functools.partial(self._multiply, scratch, warpgroup, height),
+                        functools.partial(self._multiply, scratch, computer, height),
                     )
 
                 products = [
@@ -253,13 +241,14 @@ class Product(Kernel):
 
                 @pl.when(left_edge < self.width)
                 def _():
-                    self._store(results, outs, top, begin, end, left_edge, warpgroup, scratch)
+                    self._store(results, outs, top, begin, end, left_edge, computer, scratch)
 
                 return used + steps
 
             self.each_of(total, look_up, one_tile, jnp.int32(0))
-            self._zero_tail(outs, num_live_rows, warpgroup, scratch["plain"].at[warpgroup])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._zero_tail(outs, num_live_rows, computer, scratch["plain"].at[computer])
+
+        self.take_roles(scratch, load, compute)
 
     def _multiply(
         self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, slot: Any, _: Any

@@ -18,11 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
 CHUNK = 64  # columns that a computer stores at a time, and the width of a swizzled tile
 COMPUTERS = 2
-LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
+_LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
 _LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232  # of each thread, from 168
 OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
 
@@ -61,6 +62,32 @@ class Kernel:
             full=plgpu.Barrier(num_arrivals=1 + self.matrices, num_barriers=slots),
             empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=slots),
         )
+
+    def take_roles(
+        self,
+        scratch: dict[str, Any],
+        load: Callable[[], jax.Array],
+        compute: Callable[[jax.Array], None],
+    ) -> None:
+        """Runs `load` in the loader's warpgroup and `compute` in those of the computers.
+
+        The registers that the loader does without go to the computers. `load` returns how many
+        slots it has filled; `compute` is given the computer's number, and starts its stores.
+        """
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == _LOADER)
+        def _load():
+            if not self.interpreted:
+                plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
+            drain(scratch["empty"], load(), self.tiles.num_slots)
+
+        @pl.when(warpgroup != _LOADER)
+        def _compute():
+            if not self.interpreted:
+                plgpu.set_max_registers(_COMPUTER_REGISTERS, action="increase")
+            compute(warpgroup)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def each_of(
         self,
@@ -200,18 +227,6 @@ def quotient_and_rest(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def transposed(ref: Any) -> Any:
     return ref.transpose((1, 0))
-
-
-def give_registers(interpreted: bool) -> None:
-    """Leaves the loader's warpgroup few registers."""
-    if not interpreted:
-        plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
-
-
-def take_registers(interpreted: bool) -> None:
-    """Gives a computer's warpgroup the registers that the loader does without."""
-    if not interpreted:
-        plgpu.set_max_registers(_COMPUTER_REGISTERS, action="increase")
 
 
 def zeros(shape: tuple[int, int], dtype: Any, layout: Any, interpreted: bool) -> jax.Array:

@@ -50,19 +50,20 @@ def row_tiles(
     return (by_xla if interpreted else _by_kernel_once)(group_sizes, heights, num_rows)
 
 
-def row_ends(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Returns where each group's rows end, [L] int32: no later than `num_rows`, whatever the sizes.
+def row_ranges(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns where each group's rows start and end, [L] int32 each.
 
-    A negative size counts as 0. L * num_rows must be below 2^31.
+    Rows end no later than `num_rows`, whatever the sizes. A negative size counts as 0.
+    L * num_rows must be below 2^31.
     """
     sizes = jnp.clip(group_sizes, 0, num_rows)
-    return jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
+    ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), num_rows)
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
 
 
 def by_xla(group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int) -> jax.Array:
     num_groups = group_sizes.shape[0]
-    ends = row_ends(group_sizes, num_rows)
-    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    starts, ends = row_ranges(group_sizes, num_rows)
     group_sizes = ends - starts
     first = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
     counts = jnp.where(group_sizes > 0, -((first - ends) // heights[-1]), 0)
