@@ -277,7 +277,12 @@ def main(argv: list[str]) -> None:
         config, model = load_model(folder, mesh, dtype)
     vocabulary = model.shared["embed_tokens"].shape[0]
     if _PROMPT.value:
-        prompts = np.array([list(map(int, _PROMPT.value))] * _BATCH_SIZE.value)
+        words = [word.strip() for word in _PROMPT.value]
+        if not all(word.isdecimal() and int(word) < vocabulary for word in words):
+            raise SystemExit(
+                f"--prompt must be token ids from 0 to {vocabulary - 1}, but is {','.join(words)}"
+            )
+        prompts = np.array([list(map(int, words))] * _BATCH_SIZE.value)
     else:
         shape = _BATCH_SIZE.value, _PROMPT_LENGTH.value
         prompts = np.random.default_rng(1).integers(vocabulary, size=shape)

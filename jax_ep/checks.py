@@ -131,6 +131,28 @@ def check_integer(name: str, value: int, least: int = 1, most: int | None = None
     return value
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raises TypeError or ValueError unless every size is a static integer of at least 1."""
+    for name, size in sizes.items():
+        check_integer(name, size)
+
+
+def floating(dtype: Any) -> np.dtype | None:
+    """Returns a floating `dtype` as NumPy's, or None for what is none."""
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        return None
+    return known if jnp.issubdtype(known, jnp.floating) else None
+
+
+def as_floating(name: str, dtype: Any) -> np.dtype:
+    """Returns a floating `dtype` as NumPy's; raises TypeError for what is none."""
+    if (known := floating(dtype)) is None:
+        raise TypeError(f"{name} must be a floating dtype, but is {dtype!r}.")
+    return known
+
+
 def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
     """Raises ValueError unless the value is one of `names`."""
     if not isinstance(value, str) or value not in names:

@@ -10,9 +10,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jax_ep import checks
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
-from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
 from jax_ep.placement.table import Placement
 
@@ -153,9 +154,10 @@ class MoE(nn.Module, _ConfigFields):
     gate_init: nn.initializers.Initializer | None = moe_params.default_kernel_init
 
     def setup(self) -> None:
-        init = self.gate_init
+        config, init = MoEConfig.of(self), self.gate_init
+        check_config(config)
         if init is not None:
-            num_routed = MoEConfig.of(self).num_routed
+            num_routed = config.num_routed
             self.gate = Gate(num_routed, self.selection_bias, init, self.param_dtype)
         else:
             moe_params.check_without_gate(selection_bias=self.selection_bias)
@@ -186,10 +188,9 @@ class MoE(nn.Module, _ConfigFields):
         Raises:
           ValueError, TypeError: an argument or attribute does not fit; the message names it.
         """
-        hidden = x.shape[-1]
-        kernel, bias = None, None
+        hidden, kernel, bias = _columns("x", x), None, None
         if self.gate_init is not None:
-            kernel, bias = self.gate(hidden if router_x is None else router_x.shape[-1])
+            kernel, bias = self.gate(hidden if router_x is None else _columns("router_x", router_x))
         parts = {name: getattr(self, name) for name in moe_params.PARTS}
         config = MoEConfig.of(self)
         shapes = moe_params.weight_shapes(
@@ -251,3 +252,11 @@ def _partitioned(init: nn.initializers.Initializer, name: str) -> Any:
         return LogicallyPartitioned(init(*args, **kwargs), moe_params.LOGICAL_AXES[name])
 
     return boxed
+
+
+def _columns(name: str, x: jax.Array) -> int:
+    """Returns the size of the last axis of x [..., H]."""
+    checks.check_array(name, x, None, jnp.floating, "[..., H]")
+    if not x.shape:
+        raise ValueError(f"{name} must be [..., H], but is a scalar.")
+    return x.shape[-1]

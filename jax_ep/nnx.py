@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax_ep.checks import as_axes
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
-from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
 from jax_ep.moe.mesh import shard
 from jax_ep.moe.params import Initializer
@@ -143,6 +143,7 @@ class MoE(nnx.Module):
         self.config = MoEConfig(
             num_experts=num_experts, num_experts_per_token=num_experts_per_token, **fields
         )
+        check_config(self.config)
         make_gate = functools.partial(
             Gate,
             hidden if router_dim is None else router_dim,

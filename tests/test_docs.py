@@ -13,6 +13,7 @@ from support.processes import environment_of_program
 
 import jax_ep
 import jax_ep.cli
+from pallas_kernels.fabric import layout
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -46,6 +47,12 @@ def test_the_api_reference_has_every_public_name():
     public = {name for name in jax_ep.__all__ if not isinstance(getattr(jax_ep, name), ModuleType)}
     layers = {"linen.MoE", "nnx.MoE", "reference"}
     assert public | layers <= told, (public | layers) - told
+
+
+def test_the_memory_of_the_low_latency_protocol_is_told():
+    mib = (layout.heap_bytes(8) - layout.heap_bytes(4)) / 4 / 2**20
+    told = f"{mib:g} MiB for each other GPU of the host, of up to {layout.num_senders(16)}."
+    assert told in PAGES["collectives.md"]
 
 
 def test_every_command_is_told():

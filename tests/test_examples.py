@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from support.processes import environment_of_program
+from support.selection import quick
 
 ROOT = Path(__file__).parents[1]
 STEPS = 60
@@ -260,6 +261,14 @@ def test_a_published_model_decodes_alike_on_any_mesh():
     assert len(tokens.split(", ")) == 6
     if jax.default_backend() == "cpu":  # bfloat16 has ties
         assert decode(**ONE_DEVICE) == tokens
+
+
+@pytest.mark.parametrize("prompt", quick(["1,256", "-1", "one"], "1,256"))
+def test_a_prompt_of_ids_outside_the_vocabulary_is_refused(prompt):
+    process = start("decode_qwen3_moe.py", "--steps=1", f"--prompt={prompt}", **ONE_DEVICE)
+    output, _ = process.communicate(timeout=100)
+    assert f"--prompt must be token ids from 0 to 255, but is {prompt}" in output
+    assert process.returncode == 1
 
 
 # ------------------------------------------------------------------- training in several processes

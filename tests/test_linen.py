@@ -427,6 +427,8 @@ def test_training_learns_and_leaves_the_bias_alone():
 @pytest.mark.parametrize(
     "module, message",
     [
+        (layer(num_experts=-1), "num_experts must be at least 1, but is -1"),
+        (layer(num_shared_experts=-1), "num_shared_experts must be at least 0, but is -1"),
         (layer(num_experts_per_token=E + 1), "k must be between 1 and the 8 experts .* but is 9"),
         (layer(num_groups=3), "num_groups must divide the 8 experts .* but is 3"),
         (layer(score="tanh"), "score must be one of .* but is 'tanh'"),
@@ -437,6 +439,11 @@ def test_training_learns_and_leaves_the_bias_alone():
 def test_errors_name_the_attribute(module, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(module.init, jax.random.key(0), make_x())
+
+
+def test_a_scalar_is_no_token():
+    with pytest.raises(ValueError, match="x must be .*but is a scalar"):
+        jax.eval_shape(LAYER.init, jax.random.key(0), jnp.ones(()))
 
 
 def test_update_bias_without_a_bias():

@@ -163,7 +163,7 @@ def test_attributes_reach_the_core():
         "batch_axes": ("a", "b"),
         "tensor_axis": "c",
         "mesh": expert_mesh(1, "a"),
-        "implementation": "xla",
+        "implementation": "two_level",
         "matmul_implementation": "xla",
     }
     assert nnx.eval_shape(lambda: layer(**changed)).config == MoEConfig(**changed)
@@ -362,6 +362,7 @@ def test_training_learns_and_leaves_the_bias_alone():
 @pytest.mark.parametrize(
     "changes, message",
     [
+        (dict(num_experts=-1), "num_experts must be at least 1, but is -1"),
         (dict(num_experts_per_token=9), "k must be between 1 and the 8 experts .* but is 9"),
         (dict(num_groups=3), "num_groups must divide the 8 experts .* but is 3"),
         (dict(score="tanh"), "score must be one of .* but is 'tanh'"),
@@ -372,6 +373,30 @@ def test_training_learns_and_leaves_the_bias_alone():
 def test_errors_name_the_attribute(changes, message):
     with pytest.raises(ValueError, match=message):
         call(layer_of(make_params(shared=False), **changes), make_x())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(num_shared_experts=-1), "num_shared_experts must be at least 0, but is -1"),
+        (dict(shared_dim=-3), "shared_dim must be at least 0, but is -3"),
+        (dict(num_experts=8.0), "num_experts must be a static integer, but is 8.0"),
+        (dict(num_experts_per_token=2.0), "num_experts_per_token must be a static integer"),
+        (dict(zero_experts=1.0), "zero_experts must be a static integer"),
+        (dict(gated="no"), "gated must be True or False, but is 'no'"),
+        (dict(kernel_init=None), "kernel_init must be an initializer.* but is None"),
+        (dict(mesh="x"), "mesh must be a jax.sharding.Mesh"),
+    ],
+)
+def test_a_layer_is_not_made_of_what_does_not_fit(changes, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        layer(**changes)
+
+
+def test_axes_may_be_a_list():
+    with jax.set_mesh(expert_mesh(8)):
+        x, module = make_x(), layer(expert_axis=["expert"], batch_axes=["expert"])
+        np.testing.assert_array_equal(call(module, x)[0], call(layer(), x)[0])
 
 
 def test_update_bias_without_a_bias():

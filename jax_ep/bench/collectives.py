@@ -36,7 +36,6 @@ from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.algorithms import ALGORITHMS
-from jax_ep.collectives.selection import Refusals
 from jax_ep.flags import Error
 
 if TYPE_CHECKING:
@@ -445,8 +444,8 @@ def _columns(case: Case, on_gpu: bool) -> list[Column]:
     return columns
 
 
-def _no_kernels(on_gpu: bool) -> Refusals:
-    return Refusals(None if on_gpu else "the devices here are no GPUs")
+def _no_kernels(on_gpu: bool) -> str | None:
+    return None if on_gpu else "the devices here are no GPUs"
 
 
 def _plan(text: str) -> TilePlan:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from jax_ep.bench import floor, measuring, report
 from jax_ep.bench.baselines import AXIS, BASELINES, Case, unavailable_reason
-from jax_ep.bench.flags import DTYPES, BenchFlags
+from jax_ep.bench.flags import DTYPES, BenchFlags, Iterations
 from jax_ep.bench.operations import (
     DIRECTIONS,
     OF_RANK_MAJOR,
@@ -81,10 +81,11 @@ _OUTPUT = FLAGS.choice(
     "What a dispatch with a wire dtype returns: rows of --dtypes, or float8 rows and scales.",
 )
 _CHECK = FLAGS.boolean("check", "Compare every element with jax_ep.reference before timing.")
-_TIMING = FLAGS.timing(20, 5, least_iterations=10)
+_TIMING = FLAGS.timing(Iterations(20, 60, 400), 5, least_iterations=10)
+_ITERATIONS_OF_RAGGED = 20  # `lax.ragged_all_to_all` takes milliseconds
 _UNROLL = FLAGS.integer(
     "unroll",
-    5,
+    10,
     "Calls in the body of the loop whose wall time is measured, as in a model of that many layers. "
     "The host launches the loop's own kernels once for all of them.",
 )
@@ -124,7 +125,7 @@ def run() -> int:
         print(f"copies between two GPUs: {bandwidths.link / 1e9:.0f} GB/s one way")
     print(
         f"H={rows[0]['hidden']} E={_NUM_EXPERTS.value} K={_TOP_K.value}, "
-        f"{_TIMING.iterations.value} calls a loop, {_TIMING.repeats.value} loops\n"
+        f"{_calls(rows)} calls a loop, {_TIMING.repeats.value} loops\n"
     )
     print(report.table(rows, by_kernel=_TIMING.by_kernel.value))
     if _JSON.value:
@@ -218,6 +219,11 @@ def _measure(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _calls(rows: list[report.Row]) -> str:
+    """Returns the numbers of calls in the loops of all rows, such as "60, 400"."""
+    return ", ".join(map(str, sorted({row["iterations"] for row in rows})))
+
+
 def _microseconds(row: report.Row) -> float:
     """Returns a row's device time on the slowest rank, or else its wall time, in microseconds."""
     device = row["device"]
@@ -281,13 +287,20 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
                             "top_k": _TOP_K.value,
                             "capacity_factor": _CAPACITY_FACTOR.value,
                             "expert_alignment": _ALIGNMENT.value,
-                            "iterations": _TIMING.iterations.value,
+                            "iterations": _iterations(way["implementation"], num_tokens),
                             "unroll": _UNROLL.value,
                             "repeats": _TIMING.repeats.value,
                             "device_timer": _TIMING.timer.value,
                             "check": _CHECK.value,
                             "seed": _SEED.value,
                         }
+
+
+def _iterations(implementation: str, num_tokens: int) -> int:
+    iterations = _TIMING.iterations_of(num_tokens)
+    if implementation.startswith("ragged_all_to_all") and _TIMING.iterations.value is None:
+        return min(iterations, _ITERATIONS_OF_RAGGED)
+    return iterations
 
 
 def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator[dict[str, str]]:

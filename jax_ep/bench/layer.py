@@ -31,7 +31,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep.bench import measuring, report
 from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
-from jax_ep.bench.flags import BenchFlags
+from jax_ep.bench.flags import BenchFlags, Iterations
 from jax_ep.bench.layer_baselines import (
     CONTENDERS,
     RAGGED_DOT,
@@ -108,7 +108,8 @@ _WIRE_DTYPE = FLAGS.choice(
     "send them in any case.",
 )
 _CHECK = FLAGS.boolean("check", "Compare outputs and gradients of all layers before timing.")
-_TIMING = FLAGS.timing(5, 5, least_iterations=2)  # ragged_dot: 2 iterations, 3 repeats
+# ragged_dot: 2 iterations, 3 repeats.
+_TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
 _SECONDS = FLAGS.seconds(600.0)
 _SEED = FLAGS.integer("seed", 0, "Of parameters and tokens.", least=0)
 _JSON = FLAGS.json()
@@ -184,7 +185,7 @@ def measure_shape(
     def build(case: dict[str, Any]) -> Loop:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not started within {_SECONDS.value:g} s")
-        iterations = 2 if case["contender"] == RAGGED_DOT else _TIMING.iterations.value
+        iterations = 2 if case["contender"] == RAGGED_DOT else _TIMING.iterations_of(case["tokens"])
         wire_dtype = None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"])
         own = dataclasses.replace(config, wire_dtype=wire_dtype)
         step = make_step(case["contender"], case["direction"], own, load["capacity"])

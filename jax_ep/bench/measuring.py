@@ -14,6 +14,7 @@ import jax
 
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
 from jax_ep.flags import Error
+from jax_ep.runtime import jax_compat
 from jax_ep.runtime.versions import versions
 
 
@@ -29,7 +30,7 @@ def find_devices(cpu_devices: int) -> list[jax.Device]:
         except RuntimeError:
             pass
     try:
-        return jax.devices()
+        return jax_compat.devices()
     except RuntimeError as error:
         raise Error(f"JAX finds no device: {error}") from error
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -19,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jax_ep.checkpoints.architectures import PARAMETER_AXES
 from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
-from jax_ep.checks import as_axes
+from jax_ep.checks import as_axes, as_floating
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams
 from jax_ep.nnx import MoE
@@ -68,8 +67,8 @@ def load_moe_params(
             over the mesh; the message names it.
         TypeError: `dtype` is not floating, or a keyword is no field of `jax_ep.MoEConfig`.
     """
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a floating dtype or None, but is {dtype!r}.")
+    if dtype is not None:
+        as_floating("dtype", dtype)
     block = open_block(directory, layer)
     config = MoEConfig(**(dict(block.fields) | {"mesh": mesh} | fields))
     if mesh is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ep import checks
 from jax_ep.checkpoints.architectures import (
     PARAMETER_AXES,
     TABLE,
@@ -247,6 +248,7 @@ def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
 
 def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
     """Returns the row of the table for a model, and an object that looks up the row's keys."""
+    checks.check_integer("layer", layer, least=0)
     config = read_config(path)
     row = find_architecture(config, path)
     return row, _Keys(config, row, layer, path / CONFIG)

@@ -155,11 +155,15 @@ def _float8_numbers(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _float8_scales(largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Returns the scales of blocks with these largest numbers, rounded to `dtype`, as float32."""
+    """Returns the scales of blocks with these largest numbers, rounded to `dtype`, as float32.
+
+    A scale is 1 where it would be 0, also where the numbers are too small for one of `dtype`.
+    """
     scales = np.where(largest > 0, largest / _FLOAT8_MAX, 1).astype(np.float32)
     if dtype == np.dtype(jnp.float8_e8m0fnu):  # powers of two: the next larger one
         scales = np.exp2(np.ceil(np.log2(scales)))
-    return scales.astype(dtype).astype(np.float32)
+    scales = scales.astype(dtype).astype(np.float32)
+    return np.where(scales > 0, scales, np.float32(1))
 
 
 def _padded(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

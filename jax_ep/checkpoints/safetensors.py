@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import mmap
+import operator
 import os
 import shutil
 import threading
@@ -104,7 +105,7 @@ class Directory:
         if (self.path / ONE_FILE).exists():
             self.files: dict[str, str] = dict.fromkeys(read_header(self.path / ONE_FILE), ONE_FILE)
         elif (self.path / INDEX).exists():
-            self.files = json.loads((self.path / INDEX).read_text())["weight_map"]
+            self.files = _read_index(self.path / INDEX)
         elif may_be_empty:
             self.files = {}
         else:
@@ -164,6 +165,17 @@ class Directory:
             return self._maps[file]
 
 
+def _read_index(file: Path) -> dict[str, str]:
+    """Returns the file of each tensor, by the tensor's name."""
+    try:
+        files = json.loads(file.read_text())["weight_map"]
+        if not all(isinstance(name, str) for name in files.values()):
+            raise TypeError
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} must have a weight_map from tensors to files.") from error
+    return files
+
+
 def read_header(file: Path) -> dict[str, Entry]:
     """Returns the tensors of one file, by name.
 
@@ -180,18 +192,25 @@ def read_header(file: Path) -> dict[str, Entry]:
             header = json.loads(opened.read(length))
         except ValueError as error:
             raise ValueError(f"{file} is no safetensors file: its header is no JSON.") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is no safetensors file: its header names no tensors.")
     header.pop("__metadata__", None)
     entries = {}
     for name, stored in header.items():
-        if stored["dtype"] not in _DTYPES:
+        try:
+            kind, shape = stored["dtype"], tuple(map(operator.index, stored["shape"]))
+            first, last = map(operator.index, stored["data_offsets"])
+        except (TypeError, KeyError, ValueError) as error:
             raise ValueError(
-                f"{name} in {file} must have a dtype among {', '.join(_DTYPES)}, but has "
-                f"{stored['dtype']}."
+                f"{name} in {file} must have dtype, shape and two data_offsets, but is {stored}."
+            ) from error
+        if kind not in _DTYPES:
+            raise ValueError(
+                f"{name} in {file} must have a dtype among {', '.join(_DTYPES)}, but has {kind}."
             )
-        dtype, shape = _DTYPES[stored["dtype"]], tuple(stored["shape"])
-        first, last = stored["data_offsets"]
-        entries[name] = Entry(dtype, shape, 8 + length + first)
-        if last - first != entries[name].num_bytes or 8 + length + last > size:
+        entries[name] = Entry(_DTYPES[kind], shape, 8 + length + first)
+        inside = first >= 0 and min(shape, default=0) >= 0 and 8 + length + last <= size
+        if last - first != entries[name].num_bytes or not inside:
             raise ValueError(
                 f"{name} in {file} must have {entries[name].num_bytes} bytes within the file's "
                 f"{size}, but its data_offsets are {first} and {last}: is the download complete?"

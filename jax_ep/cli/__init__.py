@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -97,17 +98,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _command(words: Sequence[str]) -> str | None:
     """Returns the command that the words before the first flag name, or None if there is none."""
-    leading = []
-    for word in words:
-        if word.startswith("-"):
-            break
-        leading.append(word)
-    name = " ".join(leading)
+    name = " ".join(_before_flags(words))
     return name if name in COMMANDS else None
 
 
+def _before_flags(words: Sequence[str]) -> list[str]:
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+
+
 def _no_such_command(words: Sequence[str]) -> str:
-    leading = [word for word in words if not word.startswith("-")][:2]
+    leading = _before_flags(words)[:2] or words[:1]
     guesses = [" ".join(leading), *leading[:1]]
     nearest = [
         command for guess in guesses for command in difflib.get_close_matches(guess, COMMANDS, 1)

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jax_ep.flags import Flags
-from jax_ep.runtime import availability, cuda_driver, hosts, symmetric_memory
+from jax_ep.flags import Error, Flags
+from jax_ep.runtime import availability, cuda_driver, hosts, jax_compat, symmetric_memory
 from jax_ep.runtime.versions import versions
 
 FLAGS = Flags()
@@ -26,12 +26,16 @@ def collect() -> dict[str, Any]:
     """Collects everything that `info` prints, as JSON-serializable values.
 
     "backend_error" is why JAX finds no device, or None. With an error, "versions" is the only other
-    key.
+    key. Raises `Error` for a JAX_EP_DEVICES_PER_HOST that is no number of devices.
     """
     try:
-        devices = jax.devices()
+        devices = jax_compat.devices()
     except RuntimeError as error:
         return {"versions": versions(), "backend_error": str(error)}
+    try:
+        host_of_device = hosts.hosts_of(devices)
+    except ValueError as error:
+        raise Error(str(error)) from error
     return {
         "versions": versions(),
         "backend_error": None,
@@ -46,7 +50,7 @@ def collect() -> dict[str, Any]:
             }
             for device in devices
         ],
-        "hosts": [None if host is None else str(host) for host in hosts.hosts_of(devices)],
+        "hosts": [None if host is None else str(host) for host in host_of_device],
         "peer_access": _peer_access(devices),
         "symmetric_memory": symmetric_memory.describe(),
         "pallas_unavailable": _pallas_unavailable_reason(devices),
@@ -73,8 +77,12 @@ def render(facts: dict[str, Any]) -> str:
     reason = facts["pallas_unavailable"]
     lines += ["", f"{'xla':<15}runs here"]
     lines.append(f"{'pallas':<15}{'runs here' if reason is None else 'does not run: ' + reason}")
-    several = len(set(facts["hosts"])) > 1
-    lines.append(f"{'two_level':<15}{'runs here' if several else 'needs ranks on several hosts'}")
+    num_hosts = hosts.num_hosts_of(facts["hosts"])
+    several = isinstance(num_hosts, int) and num_hosts > 1
+    two_level = "runs here" if several else "needs ranks on several hosts"
+    if isinstance(num_hosts, str):
+        two_level = f"does not run: {num_hosts}"
+    lines.append(f"{'two_level':<15}{two_level}")
     inside = "pallas" if reason is None else "xla"
     default = f"two_level between hosts, {inside} inside each" if several else inside
     lines.append(f"{'default':<15}{default} (implementation=None)")

@@ -6,14 +6,16 @@ chose, -1 for none. The first part of the steps gives the placement, and the res
 
 from __future__ import annotations
 
-import zipfile
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from jax_ep import checks
 from jax_ep.bench import measuring, report
 from jax_ep.flags import Error, Flags
 from jax_ep.placement import Placement, balance, place_by_affinity
+from jax_ep.placement.table import read_arrays
 from jax_ep.placement.traffic import traffic
 
 FLAGS = Flags()
@@ -48,7 +50,7 @@ def run() -> int:
         raise Error(f"--fit_steps: {fit} of {steps} steps leave none to find on, or none to show")
     found = {
         name: [_figures(step, placement) for step in trace]
-        for name, placement in _placements(trace[:fit]).items()
+        for name, placement in _placements(trace[:fit], _num_experts(trace)).items()
     }
     print(
         f"{steps} steps, {layers} layers, {tokens} tokens of K={top_k}; N={_RANKS.value} ranks on "
@@ -76,11 +78,19 @@ def _read() -> np.ndarray:
     if path is None:
         raise Error("--trace: name an .npz file with topk_idx [steps, layers, tokens, K]")
     try:
-        with np.load(path) as arrays:
-            trace = arrays["topk_idx"].astype(np.int64)
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        arrays = read_arrays(path)
+    except (OSError, ValueError) as error:
         raise Error(f"--trace: {path!r} holds no array topk_idx: {error}") from error
-    if trace.ndim != 4 or trace.shape[0] < 2 or trace.shape[2] < _RANKS.value or trace.max() < 0:
+    trace = arrays.get("topk_idx")
+    if trace is None:
+        raise Error(f"--trace: {path!r} holds no array topk_idx, but {', '.join(arrays)}")
+    shape = "[steps, layers, tokens, K]"
+    try:
+        checks.check_array("topk_idx", trace, 4, jnp.integer, shape, may_be_empty=False)
+    except (TypeError, ValueError) as error:
+        raise Error(f"--trace: {error}") from error
+    trace = trace.astype(np.int64)
+    if trace.shape[0] < 2 or trace.shape[2] < _RANKS.value or trace.max() < 0:
         raise Error(
             f"--trace: topk_idx must be [steps >= 2, layers, tokens >= {_RANKS.value} ranks, K] "
             f"with choices, but has shape {trace.shape}"
@@ -88,15 +98,21 @@ def _read() -> np.ndarray:
     return trace
 
 
-def _placements(trace: np.ndarray) -> dict[str, Placement]:
+def _num_experts(trace: np.ndarray) -> int:
+    """Returns E; raises `Error` if the trace has an id that is not below it."""
+    largest = int(trace.max())
+    num_experts: int = _EXPERTS.value or largest + 1
+    if largest >= num_experts:
+        raise Error(f"--num_experts: the trace has expert {largest}, of {num_experts}")
+    return num_experts
+
+
+def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
     """Finds a placement by every method, from the given steps of the trace."""
     _, layers, tokens, top_k = trace.shape
     num_ranks, hosts = _RANKS.value, _HOSTS.value
     if num_ranks % hosts:
         raise Error(f"--hosts: {num_ranks} ranks on {hosts} hosts")
-    num_experts = _EXPERTS.value or int(trace.max()) + 1
-    if trace.max() >= num_experts:
-        raise Error(f"--num_experts: the trace has expert {trace.max()}, of {num_experts}")
     least = -(-num_experts // num_ranks) * num_ranks
     num_slots = _SLOTS.value or least + num_ranks
     if num_slots % num_ranks or num_slots < num_experts:

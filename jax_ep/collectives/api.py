@@ -45,8 +45,6 @@ from jax_ep import checks
 from jax_ep.checks import AxisName, as_axes
 from jax_ep.collectives import primitives, selection, table
 from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm
-from jax_ep.collectives.primitives import LinearCollective
-from jax_ep.collectives.selection import Refusals
 from jax_ep.collectives.xla import XlaCollectives, add_residual, rms_norm, unfused
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import match_varying, varying_axes
@@ -69,7 +67,7 @@ def all_reduce(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
         message says why. Kernels that sum take bfloat16, float16 and float32; None and "xla" take
         any floating dtype.
     """
-    return _linear(primitives.ALL_REDUCE, x, axis_name, algorithm)
+    return _linear("all_reduce", x, axis_name, algorithm)
 
 
 def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -88,7 +86,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
       ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
         message says why.
     """
-    return _linear(primitives.ALL_GATHER, x, axis_name, algorithm)
+    return _linear("all_gather", x, axis_name, algorithm)
 
 
 def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -110,7 +108,7 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = 
       ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
         message says why.
     """
-    return _linear(primitives.REDUCE_SCATTER, x, axis_name, algorithm)
+    return _linear("reduce_scatter", x, axis_name, algorithm)
 
 
 def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None) -> jax.Array:
@@ -131,7 +129,7 @@ def all_to_all(x: jax.Array, axis_name: AxisName, *, algorithm: Algorithm = None
       ValueError, TypeError: an argument does not fit, or the named algorithm cannot run here; the
         message says why.
     """
-    return _linear(primitives.ALL_TO_ALL, x, axis_name, algorithm)
+    return _linear("all_to_all", x, axis_name, algorithm)
 
 
 def all_reduce_rms_norm(
@@ -181,6 +179,7 @@ def all_reduce_rms_norm(
             "x and residual must have one shape [..., H], and scale the shape [H], but x has shape "
             f"{x.shape}, residual {residual.shape} and scale {scale.shape}."
         )
+    checks.check_number("eps", eps, may_be_zero=True)
     if _runs_on_xla("all_reduce_rms_norm", algorithm, x, num_ranks):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
@@ -223,14 +222,14 @@ def _fused_jvp(axes, num_ranks, eps, algorithm, primals, tangents):
     return (normalized, new_residual), (normalized_dot, new_residual_dot)
 
 
-def _linear(
-    collective: LinearCollective, x: jax.Array, axis_name: AxisName, algorithm: Algorithm
-) -> jax.Array:
-    op, axes = collective.name, as_axes(axis_name)
+def _linear(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm) -> jax.Array:
+    axes = as_axes(axis_name)
     num_ranks = checks.num_ranks(axes)
     _check_floating("x", x)
     if op != "all_reduce" and x.ndim == 0:
         raise ValueError(f"{op} works along the first axis of x, but x is a scalar.")
+    if op != "all_reduce" and x.shape[0] == 0:
+        raise ValueError(f"{op} needs rows of x, but x has shape {x.shape}.")
     if op in ("reduce_scatter", "all_to_all") and x.shape[0] % num_ranks:
         raise ValueError(
             f"{op}: the first axis of x must be a multiple of the {num_ranks} ranks along {axes}, "
@@ -239,8 +238,8 @@ def _linear(
     runs_on_xla = _runs_on_xla(op, algorithm, x, num_ranks)
     (x,) = match_varying((x,), axes)
     if runs_on_xla:
-        return collective.run(XlaCollectives(axes), x) if axes else x
-    (out,) = collective.primitive.bind(
+        return getattr(XlaCollectives(axes), op)(x) if axes else x
+    (out,) = primitives.LINEAR[op].bind(
         jax_compat.lowered_anew_for_other_devices(x),
         axis_name=axes,
         num_ranks=num_ranks,
@@ -265,8 +264,9 @@ def _runs_on_xla(op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int) ->
         raise ValueError(
             f"algorithm of {op} must be one of {ALGORITHMS[op]} or None, but is {algorithm!r}."
         )
-    on_gpu = jax_compat.platform_of_traced_mesh() in (None, "gpu")
-    reason = None if on_gpu else "it needs NVIDIA GPUs, and the mesh here is of other devices"
-    if reason := selection.unavailable_reason(op, algorithm, x, num_ranks, Refusals(reason)):
+    if algorithm == "xla":
+        return True
+    refused = availability.traced_devices_unavailable_reason()
+    if reason := selection.unavailable_reason(op, algorithm, x, num_ranks, refused):
         raise selection.refusal(op, algorithm, reason)
-    return num_ranks == 1 or algorithm == "xla"
+    return num_ranks == 1

@@ -32,7 +32,6 @@ from pallas_kernels.fabric import low_latency
 from pallas_kernels.fabric.plan import align_up, vector_length
 from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
-AxisName = tuple[str, ...]
 Kernel = Callable[..., jax.Array]
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -122,7 +121,7 @@ class PallasCollectives:
     """
 
     algorithm: str
-    axis_name: AxisName
+    axis_name: tuple[str, ...]
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
         if self.algorithm == "multimem":
@@ -239,7 +238,7 @@ class _RowGrid:
         return cls(rows, -(-num_rows // rows), num_warpgroups)
 
 
-def _multimem_all_reduce(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def _multimem_all_reduce(x: jax.Array, axis_name: tuple[str, ...]) -> jax.Array:
     """Sums x over ranks by JAX's own kernels: the NVLink switch sums float32 and broadcasts it."""
     reduce_scatter, all_gather = jax_compat.multimem_kernels()
     num_ranks, num_blocks = lax.axis_size(axis_name), 32

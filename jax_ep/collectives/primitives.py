@@ -14,17 +14,15 @@ The first four are linear and have transposes. Each primitive lowers to the algo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep.collectives import selection
 from jax_ep.collectives.algorithms import Algorithm
-from jax_ep.collectives.selection import Refusals
-from jax_ep.collectives.xla import AxisName, XlaCollectives
+from jax_ep.collectives.xla import XlaCollectives
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varying, varying_axes
 
@@ -49,22 +47,8 @@ class Collectives(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
-class LinearCollective(NamedTuple):
-    """One of the four linear collectives, with its primitive.
-
-    Attributes:
-      name: the collective's key in `jax_ep.collectives.algorithms.ALGORITHMS`.
-      run: calls the method of that name of a `Collectives`.
-      primitive: binds x, with the parameters axis_name, num_ranks and algorithm.
-    """
-
-    name: str
-    run: Callable[[Collectives, jax.Array], jax.Array]
-    primitive: Primitive
-
-
-def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Primitive:
-    """Returns the primitive that computes `run(collectives, *operands)` for the chosen algorithm.
+def _primitive(op: str, **rules: Any) -> Primitive:
+    """Returns the primitive that computes the method `op` of the chosen `Collectives`.
 
     `rules` are passed on to `jax_compat.define_primitive`.
     """
@@ -72,143 +56,97 @@ def _primitive(op: str, run: Callable[..., list[jax.Array]], **rules: Any) -> Pr
     def lower(
         program: Program,
         *operands: Any,
-        axis_name: AxisName,
+        axis_name: tuple[str, ...],
         algorithm: Algorithm,
         num_ranks: int,
         **params: Any,
     ) -> Any:
-        x, refusals = program.operand_types[0], Refusals.of_program(program, axis_name)
-        chosen = selection.choose(op, algorithm, x, num_ranks, refusals)
+        x = program.operand_types[0]
+        refused = availability.program_unavailable_reason(program, axis_name)
+        chosen = selection.choose(op, algorithm, x, num_ranks, refused)
         if chosen == "unfused":
-            chosen = selection.choose("all_reduce", None, x, num_ranks, refusals)
-        function = functools.partial(run, _collectives(chosen, axis_name))
-        return program.lower(function, *operands, **params)
+            chosen = selection.choose("all_reduce", None, x, num_ranks, refused)
+        return program.lower(_function(op, chosen, axis_name), *operands, **params)
 
     def inline(
         x: jax.Array,
         *operands: jax.Array,
-        axis_name: AxisName,
+        axis_name: tuple[str, ...],
         algorithm: Algorithm,
         num_ranks: int,
         **params: Any,
     ) -> list[jax.Array]:
-        refusals = Refusals(availability.jax_unavailable_reason())
-        selection.choose(op, algorithm, x, num_ranks, refusals)  # raises if a kernel was named
-        return run(XlaCollectives(axis_name), x, *operands, **params)
+        refused = availability.jax_unavailable_reason()
+        selection.choose(op, algorithm, x, num_ranks, refused)  # raises if a kernel was named
+        return _function(op, "xla", axis_name)(x, *operands, **params)
 
     return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)
 
 
-def _collectives(algorithm: str, axis_name: AxisName) -> Collectives:
-    if algorithm == "xla":
-        return XlaCollectives(axis_name)
-    from jax_ep.collectives.pallas import PallasCollectives  # loads Mosaic
+def _function(
+    op: str, algorithm: str, axis_name: tuple[str, ...]
+) -> Callable[..., list[jax.Array]]:
+    collectives: Collectives = XlaCollectives(axis_name)
+    if algorithm != "xla":
+        from jax_ep.collectives.pallas import PallasCollectives  # loads Mosaic
 
-    return PallasCollectives(algorithm, axis_name)
+        collectives = PallasCollectives(algorithm, axis_name)
+    method = getattr(collectives, op)
+    return lambda *operands, **params: jax.tree.leaves(method(*operands, **params))
 
 
 def _linear(
-    name: str,
-    run: Callable[[Collectives, jax.Array], jax.Array],
-    result: Callable[[Any, int, AxisName], Any],
-    transpose: Callable[..., jax.Array],
-) -> LinearCollective:
-    """Returns a linear collective with its primitive.
+    op: str, result: Callable[[Any, int, tuple[str, ...]], Any], transposed: str
+) -> Primitive:
+    """Returns the primitive of a linear collective.
 
     Args:
-      name: the collective's name.
-      run: calls the method of that name of a `Collectives`.
+      op: the collective's name.
       result: maps x's type, N and the axes to the result's type.
-      transpose: maps a cotangent, x's type and the primitive's parameters to x's cotangent.
+      transposed: the name of the collective that is its transpose.
     """
 
     def abstract_eval(x, *, axis_name, algorithm, num_ranks):
         return [result(x, num_ranks, axis_name)]
 
-    def transpose_rule(cotangents, x, **params):
-        return [transpose(cotangents[0], x, **params)]
+    def transpose(cotangents, x, **params):
+        (g,) = cotangents
+        # As JAX transposes lax.psum: where varying axes are tracked, all ranks have the same
+        # cotangent, which becomes that of each rank's x. Otherwise each rank has its own.
+        if op == "all_reduce" and (varying := varying_axes(x)):
+            return [to_varying(g, varying - varying_axes(g))]
+        return LINEAR[transposed].bind(g, **params)
 
     def batch(operands, axes, **params):
         # The collective works along the leading axis, so the batch axis goes last.
         (x,), (axis,) = operands, axes
-        return primitive.bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
+        return LINEAR[op].bind(jnp.moveaxis(x, axis, -1), **params), [x.ndim - 1]
 
-    primitive = _primitive(
-        name,
-        lambda collectives, x: [run(collectives, x)],
-        abstract_eval=abstract_eval,
-        transpose=transpose_rule,
-        batch=batch,
-    )
-    return LinearCollective(name, run, primitive)
+    return _primitive(op, abstract_eval=abstract_eval, transpose=transpose, batch=batch)
 
 
-# Types of the results.
-
-
-def _same(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+def _same(x: Any, num_ranks: int, axis_name: tuple[str, ...]) -> Any:
     return result_type(x, x.shape)
 
 
-def _reduced(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+def _reduced(x: Any, num_ranks: int, axis_name: tuple[str, ...]) -> Any:
     return result_type(x, x.shape, varying=varying_axes(x) - frozenset(axis_name))
 
 
-def _gathered(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+def _gathered(x: Any, num_ranks: int, axis_name: tuple[str, ...]) -> Any:
     return result_type(x, (num_ranks * x.shape[0], *x.shape[1:]))
 
 
-def _scattered(x: Any, num_ranks: int, axis_name: AxisName) -> Any:
+def _scattered(x: Any, num_ranks: int, axis_name: tuple[str, ...]) -> Any:
     return result_type(x, (x.shape[0] // num_ranks, *x.shape[1:]))
 
 
-# Transposes.
-
-
-def _transpose_all_reduce(g, x, *, axis_name, **params):
-    """Transposes all_reduce as JAX transposes lax.psum.
-
-    Where varying axes are tracked, all ranks have the same cotangent, which becomes that of each
-    rank's x. Otherwise each rank has its own cotangent, and they are summed.
-    """
-    if varying := varying_axes(x):
-        return to_varying(g, varying - varying_axes(g))
-    return ALL_REDUCE.primitive.bind(g, axis_name=axis_name, **params)[0]
-
-
-def _transpose_all_gather(g, x, **params):
-    return REDUCE_SCATTER.primitive.bind(g, **params)[0]
-
-
-def _transpose_reduce_scatter(g, x, **params):
-    return ALL_GATHER.primitive.bind(g, **params)[0]
-
-
-def _transpose_all_to_all(g, x, **params):
-    return ALL_TO_ALL.primitive.bind(g, **params)[0]
-
-
-ALL_REDUCE = _linear(
-    "all_reduce", lambda collectives, x: collectives.all_reduce(x), _reduced, _transpose_all_reduce
-)
-ALL_GATHER = _linear(
-    "all_gather", lambda collectives, x: collectives.all_gather(x), _gathered, _transpose_all_gather
-)
-REDUCE_SCATTER = _linear(
-    "reduce_scatter",
-    lambda collectives, x: collectives.reduce_scatter(x),
-    _scattered,
-    _transpose_reduce_scatter,
-)
-ALL_TO_ALL = _linear(
-    "all_to_all", lambda collectives, x: collectives.all_to_all(x), _same, _transpose_all_to_all
-)
-
-
-def _run_rms_norm(
-    collectives: Collectives, x: jax.Array, residual: jax.Array, scale: jax.Array, *, eps: float
-) -> list[jax.Array]:
-    return list(collectives.all_reduce_rms_norm(x, residual, scale, eps=eps))
+LINEAR = {
+    "all_reduce": _linear("all_reduce", _reduced, "all_reduce"),
+    "all_gather": _linear("all_gather", _gathered, "reduce_scatter"),
+    "reduce_scatter": _linear("reduce_scatter", _scattered, "all_gather"),
+    "all_to_all": _linear("all_to_all", _same, "all_to_all"),
+}
 
 
 def _rms_norm_types(x: Any, residual: Any, scale: Any, **_: Any) -> list[Any]:
@@ -223,5 +161,5 @@ def _batch_rms_norm(*_: Any, **__: Any) -> Any:
 
 
 ep_all_reduce_rms_norm_p = _primitive(
-    "all_reduce_rms_norm", _run_rms_norm, abstract_eval=_rms_norm_types, batch=_batch_rms_norm
+    "all_reduce_rms_norm", abstract_eval=_rms_norm_types, batch=_batch_rms_norm
 )

@@ -6,37 +6,18 @@ allocates no symmetric memory.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jax_ep.collectives import table
 from jax_ep.collectives.algorithms import Algorithm, is_low_latency
 from jax_ep.runtime import availability, jax_compat, multicast, symmetric_memory
-from jax_ep.runtime.jax_compat import Program
 from pallas_kernels.fabric import layout
 
 
-class Refusals(NamedTuple):
-    """What is known to prevent kernels in one program.
-
-    Attributes:
-      kernels: why none of the library's kernels can run; None where nothing is known to prevent it.
-    """
-
-    kernels: str | None = None
-
-    @classmethod
-    def of_program(cls, program: Program, axis_name: tuple[str, ...]) -> Refusals:
-        """Returns the refusals of a program being lowered, with ranks along `axis_name`."""
-        return cls(availability.program_unavailable_reason(program, axis_name))
-
-
-_NOTHING_KNOWN = Refusals()
-
-
 def unavailable_reason(
-    op: str, algorithm: str, x: Any, num_ranks: int, refusals: Refusals = _NOTHING_KNOWN
+    op: str, algorithm: str, x: Any, num_ranks: int, refused: str | None = None
 ) -> str | None:
     """Returns why an algorithm cannot run, or None if it can.
 
@@ -45,12 +26,12 @@ def unavailable_reason(
       algorithm: one of `ALGORITHMS[op]`; "xla" and "unfused" can always run.
       x: the operand of a rank, or its shape and dtype.
       num_ranks: N.
-      refusals: what is already known about the program.
+      refused: why none of the library's kernels can run, if that is already known.
     """
     if algorithm in ("xla", "unfused"):
         return None
-    if refusals.kernels is not None:
-        return refusals.kernels
+    if refused is not None:
+        return refused
     if reason := availability.mosaic_unavailable_reason():
         return reason
     from jax_ep.collectives import pallas  # loads Mosaic, which only programs for GPUs need
@@ -78,7 +59,7 @@ def unavailable_reason(
 
 
 def choose(
-    op: str, algorithm: Algorithm, x: Any, num_ranks: int, refusals: Refusals = _NOTHING_KNOWN
+    op: str, algorithm: Algorithm, x: Any, num_ranks: int, refused: str | None = None
 ) -> str:
     """Returns the algorithm to run: the named one, or the fastest of those that can run.
 
@@ -87,17 +68,17 @@ def choose(
       algorithm: one of `ALGORITHMS[op]`, or None.
       x: the operand of a rank, or its shape and dtype.
       num_ranks: N.
-      refusals: what is already known about the program.
+      refused: why none of the library's kernels can run, if that is already known.
 
     Raises:
       ValueError: the named algorithm cannot run; the message says why.
     """
     if algorithm is not None:
-        if reason := unavailable_reason(op, algorithm, x, num_ranks, refusals):
+        if reason := unavailable_reason(op, algorithm, x, num_ranks, refused):
             raise refusal(op, algorithm, reason)
         return algorithm
-    if jax.default_backend() != "gpu":
-        return "xla"  # the table has no times of a machine that is not this one
+    if jax.default_backend() != "gpu" or refused is not None:
+        return "xla"  # the table has no times of another machine; sizes may be symbols
     capability = getattr(jax.devices()[0], "compute_capability", None)
     num_bytes = x.size * x.dtype.itemsize * (num_ranks if op == "all_gather" else 1)
     return table.lookup(
@@ -105,7 +86,7 @@ def choose(
         num_ranks,
         num_bytes,
         capability,
-        can_run=lambda name: unavailable_reason(op, name, x, num_ranks, refusals) is None,
+        can_run=lambda name: unavailable_reason(op, name, x, num_ranks, refused) is None,
     )
 
 

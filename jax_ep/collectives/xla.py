@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-AxisName = tuple[str, ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class XlaCollectives:
@@ -21,7 +19,7 @@ class XlaCollectives:
       axis_name: the mesh axes of the ranks.
     """
 
-    axis_name: AxisName
+    axis_name: tuple[str, ...]
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, self.axis_name)

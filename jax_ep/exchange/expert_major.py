@@ -62,14 +62,7 @@ class Handle:
         return self.routes.rows
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "tokens", "group_sizes", "expert_counts", "num_dropped", "rows_needed", "dropped_counts",
-        "handle", "scales",
-    ],
-    meta_fields=[],
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dispatched:
     """The rows that a rank received in the expert-major layout, and where they are; a pytree.
@@ -166,7 +159,7 @@ def combine(
     `options` are further arguments of `gradients.configure`.
     """
     check_handle(handle)
-    checks.check_array("y", y, 2, jnp.floating, "[R, H]")
+    checks.check_array("y", y, 2, jnp.floating, "[R, H]", may_be_empty=False)
     if y.shape[0] != handle.capacity:
         raise ValueError(
             "y must have one row for each row of Dispatched.tokens: the handle's capacity is "

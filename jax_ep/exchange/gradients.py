@@ -36,10 +36,9 @@ def configure(
     `arguments` are further fields of `Config`. Raises ValueError or TypeError if a wire dtype or
     the named implementation does not support the rows.
     """
-    wire_dtypes = quantization.both_checked(name, rows, wire_dtype, grad_wire_dtype)
     config = Config(
-        wire_dtype=wire_dtypes[0],
-        grad_wire_dtype=wire_dtypes[1],
+        wire_dtype=quantization.checked(name, rows, wire_dtype),
+        grad_wire_dtype=quantization.checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
         implementation=implementation,
         **arguments,
     )
@@ -95,7 +94,7 @@ def _dispatch_bwd(config, residuals, cotangents):
     dx = combine(config.of_cotangents, g, None, routes)
     if not weights_were_sent:
         return dx, None, None
-    dweights = primitives.return_weights(g_weights, routes, axis_name=config.axis_name)
+    dweights = primitives.return_weights(g_weights, routes, config)
     return dx, None, dweights
 
 

@@ -8,7 +8,7 @@ several hosts. All follow the contract in `jax_ep.reference`, so each takes the 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,39 +22,14 @@ Received = tuple[jax.Array, ...]
 """Rows; or with a wire_dtype, rows in it and their float32 scales, one for every 128 columns."""
 
 
-class Ranks(NamedTuple):
-    """The ranks that exchange with each other.
-
-    Attributes:
-      axis_name: the mesh axes that ranks are numbered along.
-      group_size: None: all of them. G: each run of G neighbours, such as the ranks of a host, is an
-        exchange of its own.
-    """
-
-    axis_name: tuple[str, ...]
-    group_size: int | None = None
-
-    @property
-    def groups(self) -> list[list[int]] | None:
-        """The ranks of each exchange, as `axis_index_groups` of JAX's collectives takes them."""
-        if self.group_size is None:
-            return None
-        starts = range(0, lax.axis_size(self.axis_name), self.group_size)
-        return [list(range(start, start + self.group_size)) for start in starts]
-
-    def here(self) -> jax.Array:
-        """Returns this rank's number in its exchange, [] int32."""
-        index = lax.axis_index(self.axis_name)
-        return index if self.group_size is None else index % self.group_size
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The static arguments of an exchange and of its gradient, which is an exchange too.
 
     Attributes:
-      axis_name: the mesh axes of the ranks.
-      group_size: see `Ranks`.
+      axis_name: the mesh axes that ranks are numbered along.
+      group_size: None: all of them exchange. G: each run of G neighbours, such as the ranks of a
+        host, is an exchange of its own.
       num_experts: E.
       capacity: R, the rows of a receive buffer; None in the rank-major layout, which has N·T.
       expert_alignment: each expert's block starts at a multiple of this many rows.
@@ -89,9 +64,17 @@ class Config:
     quantized: bool = False
 
     @property
-    def ranks(self) -> Ranks:
-        """The ranks that exchange with each other."""
-        return Ranks(self.axis_name, self.group_size)
+    def groups(self) -> list[list[int]] | None:
+        """The ranks of each exchange, as `axis_index_groups` of JAX's collectives takes them."""
+        if self.group_size is None:
+            return None
+        starts = range(0, lax.axis_size(self.axis_name), self.group_size)
+        return [list(range(start, start + self.group_size)) for start in starts]
+
+    def here(self) -> jax.Array:
+        """Returns this rank's number in its exchange, [] int32."""
+        index = lax.axis_index(self.axis_name)
+        return index if self.group_size is None else index % self.group_size
 
     @property
     def num_rows(self) -> int:

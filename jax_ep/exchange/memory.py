@@ -103,7 +103,7 @@ def workspace_bytes(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, but is {value!r}.")
-    sizes = dict(
+    checks.check_sizes(
         num_tokens=num_tokens,
         hidden=hidden,
         num_experts=num_experts,
@@ -114,8 +114,6 @@ def workspace_bytes(
         **({} if capacity is None else dict(capacity=capacity)),
         **({} if host_capacity is None else dict(host_capacity=host_capacity)),
     )
-    for name, size in sizes.items():
-        checks.check_integer(name, size)
     if num_experts % num_ranks:
         raise ValueError(
             f"num_experts must be a positive multiple of num_ranks, but is {num_experts} for "
@@ -123,8 +121,7 @@ def workspace_bytes(
         )
     if num_ranks % num_hosts:
         raise ValueError(f"num_hosts must divide the {num_ranks} ranks, but is {num_hosts}.")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be floating, but is {jnp.dtype(dtype).name}.")
+    dtype = checks.as_floating("dtype", dtype)
     if operation in LOCAL and layout != "rank":
         raise ValueError(f'layout must be "rank" for {operation}, but is {layout!r}.')
     wire_dtype = quantization.checked("hidden", jax.ShapeDtypeStruct((hidden,), dtype), wire_dtype)

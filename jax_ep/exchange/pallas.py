@@ -45,20 +45,16 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
             padded, topk_idx, channels=channels_of(fabric), plan=low_latency, **options
         )
     else:
-        known = None
-        if topk_idx.shape[0] > plans.FEW_TOKENS:  # more than one block of the kernel should count
-            known = routing.count_experts(topk_idx, config.num_experts)
         received, rows, counts, *layout = dispatch_kernel.dispatch(
             padded,
             topk_idx,
-            known,
             num_experts=config.num_experts,
             plan=_dispatch_plan(padded, sizes, config),
             wire_dtype=config.wire_dtype,
             **options,
         )
     group_sizes, expert_counts, num_dropped, rows_needed = layout
-    recv_counts = routing.counts_here(counts, config.ranks.here())
+    recv_counts = routing.counts_here(counts, config.here())
     dropped_counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32) - expert_counts
     totals = num_dropped.reshape(()), rows_needed.reshape(())
     described = Layout(group_sizes, expert_counts, *totals, dropped_counts)

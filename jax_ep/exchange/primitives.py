@@ -11,15 +11,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.collectives.api import all_gather, all_to_all
 from jax_ep.exchange import quantization, two_level
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.interface import IMPLEMENTATIONS, Config, Exchange, Ranks, Received
+from jax_ep.exchange.interface import (
+    IMPLEMENTATIONS,
+    Config,
+    Exchange,
+    Implementation,
+    Received,
+)
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
 from jax_ep.runtime import availability, hosts
 from jax_ep.runtime.jax_compat import (
@@ -121,14 +128,11 @@ def _refusal(name: str, reason: str) -> ValueError:
     )
 
 
-def _primitive(
-    name: str, method: Callable[[Exchange], Callable[..., Any]], results: Callable[..., Any]
-) -> Callable[..., Any]:
+def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     """Defines a primitive; returns the function (*operands, config) that binds it.
 
     Args:
-      name: the name of the primitive.
-      method: takes an exchange and returns its function that the primitive computes.
+      name: the name of the exchanges' function that the primitive computes.
       results: (*operands, config) -> what that function returns, with a shape and dtype for each
         array.
     """
@@ -139,7 +143,7 @@ def _primitive(
         return [result_type(types[0], shape.shape, shape.dtype) for shape in shapes]
 
     def compute(exchange, *leaves, tree, config):
-        return jax.tree.leaves(method(exchange)(*jax.tree.unflatten(tree, leaves), config))
+        return jax.tree.leaves(getattr(exchange, name)(*jax.tree.unflatten(tree, leaves), config))
 
     def lower(program: Program, *leaves, tree, config):
         exchange = _select(config, program)
@@ -157,13 +161,13 @@ def _primitive(
 
     def no_batching(*_, **__):
         raise NotImplementedError(
-            f"{name} cannot be batched by jax.vmap: each call is one exchange between ranks. "
+            f"ep_{name} cannot be batched by jax.vmap: each call is one exchange between ranks. "
             "Fold the batch axis into the tokens (x [B, T, H] -> [B * T, H]), or loop with "
             "jax.lax.map or jax.lax.scan."
         )
 
     primitive = define_primitive(
-        name, abstract_eval=abstract_eval, lower=lower, inline=inline, batch=no_batching
+        f"ep_{name}", abstract_eval=abstract_eval, lower=lower, inline=inline, batch=no_batching
     )
 
     def bind(*operands: Any, config: Config) -> Any:
@@ -220,52 +224,69 @@ def _int32(*shape: int) -> Any:
     return _Shape(shape, jnp.int32)
 
 
-dispatch: Callable[..., tuple[Received, Routes, Layout]] = _primitive(
-    "ep_dispatch", lambda exchange: exchange.dispatch, _dispatch_results
-)
+dispatch: Callable[..., tuple[Received, Routes, Layout]] = _primitive("dispatch", _dispatch_results)
 dispatch_like: Callable[..., Received] = _primitive(
-    "ep_dispatch_like",
-    lambda exchange: exchange.dispatch_like,
+    "dispatch_like",
     lambda x, routes, config: _received((config.num_rows,), x, config),
 )
 combine: Callable[..., jax.Array] = _primitive(
-    "ep_combine",
-    lambda exchange: exchange.combine,
+    "combine",
     lambda y, weights, routes, config: _Shape((routes.topk_idx.shape[0], y.shape[1]), y.dtype),
 )
 combine_grad: Callable[..., tuple[jax.Array, jax.Array]] = _primitive(
-    "ep_combine_grad", lambda exchange: exchange.combine_grad, _combine_grad_results
+    "combine_grad", _combine_grad_results
 )
 rank_dispatch: Callable[..., tuple[Received, RankRoutes, jax.Array | None]] = _primitive(
-    "ep_rank_dispatch", lambda exchange: exchange.rank_dispatch, _rank_dispatch_results
+    "rank_dispatch", _rank_dispatch_results
 )
 rank_combine: Callable[..., jax.Array] = _primitive(
-    "ep_rank_combine",
-    lambda exchange: exchange.rank_combine,
+    "rank_combine",
     lambda y, routes, config: _Shape(y.shape[1:], y.dtype),
 )
 
 
-# Small numbers, by XLA's collectives everywhere.
+# One number for each choice, by one collective a call: one of the library's where the exchange may
+# run on kernels, unless XLA's is faster by their table; else XLA's.
 
 
 def choices_to_rows(
-    values: jax.Array, routes: Routes, *, axis_name: tuple[str, ...], capacity: int
+    values: jax.Array,
+    routes: Routes,
+    *,
+    axis_name: tuple[str, ...],
+    capacity: int,
+    implementation: Implementation,
 ) -> jax.Array:
-    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows."""
+    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows.
+
+    `implementation` is that of the exchange.
+    """
     values, *arrays = match_varying((values, *routes), axis_name)
-    return xla_exchange.choices_to_rows(
-        values, Routes(*arrays), ranks=Ranks(axis_name), capacity=capacity
-    )
+
+    def stack(x: jax.Array) -> jax.Array:
+        return all_gather(x[None], axis_name, algorithm=_algorithm(implementation))
+
+    return xla_exchange.choices_to_rows(values, Routes(*arrays), stack=stack, capacity=capacity)
 
 
-def rows_to_choices(values: jax.Array, routes: Routes, *, axis_name: tuple[str, ...]) -> jax.Array:
+def rows_to_choices(
+    values: jax.Array,
+    routes: Routes,
+    *,
+    axis_name: tuple[str, ...],
+    implementation: Implementation,
+) -> jax.Array:
     """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row."""
     values, *arrays = match_varying((values, *routes), axis_name)
-    return xla_exchange.rows_to_choices(values, Routes(*arrays), ranks=Ranks(axis_name))
+    swap = functools.partial(all_to_all, axis_name=axis_name, algorithm=_algorithm(implementation))
+    return xla_exchange.rows_to_choices(values, Routes(*arrays), swap=swap)
 
 
-def return_weights(g: jax.Array, routes: RankRoutes, *, axis_name: tuple[str, ...]) -> jax.Array:
+def _algorithm(implementation: Implementation) -> Literal["xla"] | None:
+    return None if implementation in (None, "pallas") else "xla"
+
+
+def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     """Sends the cotangent g [N, T, K] of received weights to the tokens' owners: [T, K]."""
-    g, *arrays = match_varying((g, *routes), axis_name)
-    return xla_exchange.return_weights(g, RankRoutes(*arrays), ranks=Ranks(axis_name))
+    g, *arrays = match_varying((g, *routes), config.axis_name)
+    return xla_exchange.return_weights(g, RankRoutes(*arrays), config)

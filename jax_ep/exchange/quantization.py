@@ -79,22 +79,6 @@ def checked(
     return dtype
 
 
-def both_checked(
-    name: str,
-    rows: Rows,
-    wire_dtype: jax.typing.DTypeLike | None,
-    grad_wire_dtype: jax.typing.DTypeLike | None,
-) -> tuple[jnp.dtype | None, jnp.dtype | None]:
-    """Checks that rows can be sent in wire_dtype and cotangents in grad_wire_dtype; returns both.
-
-    `checked` has the arguments, results and errors for each.
-    """
-    return (
-        checked(name, rows, wire_dtype),
-        checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
-    )
-
-
 def check_output(output: str, wire_dtype: jax.typing.DTypeLike | None) -> None:
     if output not in ("dequantized", "quantized"):
         raise ValueError(f'output must be "dequantized" or "quantized", but is {output!r}.')

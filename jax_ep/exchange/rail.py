@@ -71,7 +71,7 @@ class Rail:
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
         slots = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
         slots = slots.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
-        slots_here = xla_exchange.stack_ranks(self._swap(slots), self.inside.ranks)
+        slots_here = xla_exchange.stack_ranks(self._swap(slots), self.inside)
         return dataclasses.replace(self, slots=slots, slots_here=slots_here)
 
     @property
@@ -114,10 +114,11 @@ class Rail:
 
     def _places(self, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns which other hosts each token chose, and how many earlier tokens did: [T, M]."""
-        hosts = jnp.arange(self.num_hosts)
-        chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts, axis=1)
+        hosts = jnp.arange(self.num_hosts, dtype=jnp.int32)[None]
+        chosen = jnp.any(self._host_of(topk_idx)[:, :, None] == hosts[None], axis=1)
         chosen &= hosts != self.host
-        return chosen, jnp.cumsum(chosen, axis=0, dtype=jnp.int32) - chosen
+        numbers = chosen.astype(jnp.int32)
+        return chosen, jnp.cumsum(numbers, axis=0, dtype=jnp.int32) - numbers
 
     def _host_of(self, topk_idx: jax.Array) -> jax.Array:
         """Returns the host of each choice, [T, K]; -1 for a choice of no expert."""

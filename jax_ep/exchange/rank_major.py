@@ -46,11 +46,7 @@ class RankHandle:
         return num_ranks, num_tokens, top_k
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tokens", "local_topk_idx", "topk_weights", "handle", "scales"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RankDispatched:
     """The rows that a rank received in the rank-major layout, and what they are for; a pytree.
@@ -128,7 +124,7 @@ def combine(
     topk_weights must be None. `options` are further arguments of `gradients.configure`.
     """
     check_handle(handle)
-    checks.check_array("y", y, 3, jnp.floating, "[N, T, H]")
+    checks.check_array("y", y, 3, jnp.floating, "[N, T, H]", may_be_empty=False)
     if y.shape[:2] != handle.shape[:2]:
         raise ValueError(
             f"y must have one row for each (source rank, token), {handle.shape[:2]}, but has shape "

@@ -62,7 +62,7 @@ class TwoLevel:
     ) -> tuple[Received, Routes, Layout]:
         """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
         rail = Rail.of(self.num_hosts, config)
-        kept, inside = rail.kept(topk_idx), rail.inside.ranks
+        kept, inside = rail.kept(topk_idx), rail.inside
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
         num_words = message.size
         if rail.drops(topk_idx.shape[0]):
@@ -73,7 +73,7 @@ class TwoLevel:
         messages = of_host.swapaxes(0, 1).reshape(rail.num_ranks, -1).astype(jnp.int32)
         routes, layout = xla_exchange.read_messages(messages[:, :num_words], kept, config)
         if rail.drops(topk_idx.shape[0]):
-            dropped = routing.counts_here(messages[:, num_words:], config.ranks.here())
+            dropped = routing.counts_here(messages[:, num_words:], config.here())
             dropped_counts = layout.dropped_counts + jnp.sum(dropped, axis=0, dtype=jnp.int32)
             layout = layout._replace(
                 num_dropped=jnp.sum(dropped_counts, dtype=jnp.int32), dropped_counts=dropped_counts

@@ -18,14 +18,14 @@ from jax import lax
 
 from jax_ep.exchange import quantization
 from jax_ep.exchange import routes as routing
-from jax_ep.exchange.interface import Config, Ranks, Received
+from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
     """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
     # The payload and these messages are all that ranks exchange.
-    messages = stack_ranks(message_of_choices(topk_idx, config), config.ranks)
+    messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, layout = read_messages(messages, topk_idx, config)
     return dispatch_like(x, routes, config), routes, layout
 
@@ -40,7 +40,7 @@ def read_messages(
     messages: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Routes, Layout]:
     """Computes this rank's routes and layout from the messages [N, 2 T·K + E] of all ranks."""
-    rank = config.ranks.here()
+    rank = config.here()
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
@@ -60,7 +60,7 @@ def read_messages(
 
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
-    all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config.ranks)
+    all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config)
     choices = _choice_of_row(routes.rows, config.num_rows)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
     return quantization.parts(sent, x, config.wire_dtype)
@@ -71,7 +71,7 @@ def combine(
 ) -> jax.Array:
     """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
     rows = routes.rows
-    weights = None if topk_weights is None else stack_ranks(topk_weights, config.ranks)
+    weights = None if topk_weights is None else stack_ranks(topk_weights, config)
     if weights is not None:  # no weight of another rank's choice may meet the zero it has here
         weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
     num_ranks, num_tokens, top_k = rows.shape
@@ -99,25 +99,39 @@ def combine_grad(
     `send` is the `dispatch_like` of the exchange that sends g.
     """
     g_rows, _ = quantization.handed_out(send(g, routes, config), g.dtype, False)
-    row_weights = choices_to_rows(topk_weights, routes, ranks=config.ranks, capacity=y.shape[0])
+    stack, swap = (functools.partial(f, config=config) for f in (stack_ranks, _swap_ranks))
+    row_weights = choices_to_rows(topk_weights, routes, stack=stack, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
     dy = (g_rows * row_weights[:, None]).astype(y.dtype)
     products = jnp.sum(g_rows * y.astype(jnp.float32), axis=1)
-    return dy, rows_to_choices(products, routes, ranks=config.ranks)
+    return dy, rows_to_choices(products, routes, swap=swap)
 
 
-def choices_to_rows(values: jax.Array, routes: Routes, *, ranks: Ranks, capacity: int) -> jax.Array:
-    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows."""
-    all_values = stack_ranks(values, ranks)
-    return _fill(all_values.reshape(-1), _choice_of_row(routes.rows, capacity))
+def choices_to_rows(
+    values: jax.Array,
+    routes: Routes,
+    *,
+    stack: Callable[[jax.Array], jax.Array],
+    capacity: int,
+) -> jax.Array:
+    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows.
+
+    `stack` gathers an array of all ranks: [...] to [N, ...].
+    """
+    zeros, all_values = jnp.zeros_like(values, shape=(capacity,)), stack(values).reshape(-1)
+    slots = _slots(routes.rows, capacity)
+    return zeros.at[slots].set(all_values, mode="drop", unique_indices=True)
 
 
-def rows_to_choices(values: jax.Array, routes: Routes, *, ranks: Ranks) -> jax.Array:
+def rows_to_choices(
+    values: jax.Array, routes: Routes, *, swap: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row.
 
-    It is the transpose of `choices_to_rows`.
+    It is the transpose of `choices_to_rows`. `swap` sends an array [N, ...] by destination rank,
+    and returns one by source rank.
     """
-    by_rank = _swap_ranks(_fill(values, routes.rows), ranks)
+    by_rank = swap(_fill(values, routes.rows))
     return jnp.sum(by_rank, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
@@ -125,18 +139,18 @@ def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
     """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
-    ranks, num_experts = config.ranks, config.num_experts
-    all_topk_idx = stack_ranks(topk_idx, ranks)
+    num_experts = config.num_experts
+    all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
-    local = all_topk_idx - ranks.here() * num_local_experts
+    local = all_topk_idx - config.here() * num_local_experts
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
     here &= (local >= 0) & (local < num_local_experts)
-    all_bits = stack_ranks(quantization.bits(x, config.wire_dtype), ranks)
+    all_bits = stack_ranks(quantization.bits(x, config.wire_dtype), config)
     sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
     received = quantization.parts(sent, x, config.wire_dtype)
     weights = None
     if topk_weights is not None:
-        weights = jnp.where(here, stack_ranks(topk_weights, ranks), 0)
+        weights = jnp.where(here, stack_ranks(topk_weights, config), 0)
     return received, RankRoutes(topk_idx, jnp.where(here, local, -1)), weights
 
 
@@ -146,41 +160,41 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     return _add_ranks(jnp.where(sent, y, 0), config).astype(config.sum_dtype or y.dtype)
 
 
-def return_weights(g: jax.Array, routes: RankRoutes, *, ranks: Ranks) -> jax.Array:
+def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     """Sends the cotangent g [N, T, K] of received weights to the tokens' owners: [T, K]."""
-    returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), ranks)
+    returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), config)
     return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
     """Sends sums [N, T, H] to their owners and adds those received: [T, H] float32."""
     if config.wire_dtype is None:
-        sums = _swap_ranks(sums, config.ranks)
+        sums = _swap_ranks(sums, config)
     else:
-        sent = _swap_ranks(quantization.bits(sums, config.wire_dtype), config.ranks)
+        sent = _swap_ranks(quantization.bits(sums, config.wire_dtype), config)
         rows, scales = quantization.parts(sent, sums, config.wire_dtype)
         sums = quantization.dequantize(rows, scales, jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)
 
 
-def _gather_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
+def _gather_ranks(x: jax.Array, config: Config) -> jax.Array:
     """Gathers x [T, ...] of all ranks: [N * T, ...]. No mesh axes at all are one rank."""
-    if ranks.group_size == 1:  # XLA would run a collective of each rank with itself
+    if config.group_size == 1:  # XLA would run a collective of each rank with itself
         return x
-    return lax.all_gather(x, ranks.axis_name, axis=0, tiled=True, axis_index_groups=ranks.groups)
+    return lax.all_gather(x, config.axis_name, axis=0, tiled=True, axis_index_groups=config.groups)
 
 
-def stack_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
+def stack_ranks(x: jax.Array, config: Config) -> jax.Array:
     """Gathers x [...] of all ranks: [N, ...]."""
-    return _gather_ranks(x[None], ranks)
+    return _gather_ranks(x[None], config)
 
 
-def _swap_ranks(x: jax.Array, ranks: Ranks) -> jax.Array:
+def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
     """Sends x [N, ...] by destination rank; returns [N, ...] by source rank."""
-    if not ranks.axis_name or ranks.group_size == 1:
+    if not config.axis_name or config.group_size == 1:
         return x
-    return lax.all_to_all(x, ranks.axis_name, 0, 0, tiled=True, axis_index_groups=ranks.groups)
+    return lax.all_to_all(x, config.axis_name, 0, 0, tiled=True, axis_index_groups=config.groups)
 
 
 def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
@@ -191,7 +205,12 @@ def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
 
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
     """Returns the flat (source, token, choice) that fills each row: [R], -1 for none."""
+    slots = _slots(rows, capacity)
+    nothing = jnp.full_like(slots, -1, shape=(capacity,))
+    return nothing.at[slots].set(jnp.arange(slots.size, dtype=jnp.int32), mode="drop")
+
+
+def _slots(rows: jax.Array, capacity: int) -> jax.Array:
+    """Returns the row of each flat (source, token, choice), `capacity` for none."""
     flat = rows.reshape(-1)
-    slots = jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
-    nothing = jnp.full_like(flat, -1, shape=(capacity,))
-    return nothing.at[slots].set(jnp.arange(flat.size, dtype=jnp.int32), mode="drop")
+    return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)

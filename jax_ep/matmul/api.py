@@ -2,7 +2,7 @@
 
 It consists of JAX primitives, so that one jaxpr lowers to the right backend on each platform:
 `grouped_matmul` (a product, or the sum of several), `grouped_matmul_gated` (the gate of two
-products) and `grouped_matmul_drhs` (the gradient of the matrices). The gradients of all three are
+products) and `grouped_matmul_drhs` (the gradients of matrices). The gradients of all three are
 made of `grouped_matmul` and `grouped_matmul_drhs`, so gradients of any order work.
 """
 
@@ -201,7 +201,6 @@ def gated_product(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def drhs(
     lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, implementation: Implementation
 ) -> jax.Array:
@@ -210,7 +209,20 @@ def drhs(
     Returns [L, K, N], the gradient of a product's rhs. Operands must have been checked and have
     one varying-axes type; group_sizes must be int32.
     """
-    return grouped_matmul_drhs_p.bind(lhs, grad, group_sizes, implementation=implementation)
+    return drhs_of_each(lhs, (grad,), group_sizes, implementation)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def drhs_of_each(
+    lhs: jax.Array,
+    grads: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    implementation: Implementation,
+) -> tuple[jax.Array, ...]:
+    """Computes `drhs` of lhs and each of `grads`, of one shape; "pallas" does so in one kernel."""
+    return tuple(
+        grouped_matmul_drhs_p.bind(lhs, *grads, group_sizes, implementation=implementation)
+    )
 
 
 def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs):
@@ -241,24 +253,24 @@ def _gated_product_bwd(gating, keep, implementation, saved, grads):
         dproducts = tuple(map(jnp.add, dproducts, grads[1:]))
     pairs = tuple(zip(dproducts, rhs, strict=True))
     dlhs = sum_of_products(pairs, group_sizes, implementation, True)
-    drhs_of_both = tuple(drhs(lhs, d, group_sizes, implementation) for d in dproducts)
-    return dlhs, drhs_of_both, None
+    return dlhs, drhs_of_each(lhs, dproducts, group_sizes, implementation), None
 
 
-def _drhs_fwd(lhs, grad, group_sizes, implementation):
-    return drhs(lhs, grad, group_sizes, implementation), (lhs, grad, group_sizes)
+def _drhs_fwd(lhs, grads, group_sizes, implementation):
+    return drhs_of_each(lhs, grads, group_sizes, implementation), (lhs, grads, group_sizes)
 
 
-def _drhs_bwd(implementation, saved, ct):
-    lhs, grad, group_sizes = saved
-    dlhs = product(grad, ct, group_sizes, implementation, True)
-    dgrad = product(lhs, ct, group_sizes, implementation, False)
-    return dlhs, dgrad, None
+def _drhs_bwd(implementation, saved, cts):
+    lhs, grads, group_sizes = saved
+    pairs = tuple(zip(grads, cts, strict=True))
+    dlhs = sum_of_products(pairs, group_sizes, implementation, True)
+    dgrads = tuple(product(lhs, ct, group_sizes, implementation, False) for ct in cts)
+    return dlhs, dgrads, None
 
 
 sum_of_products.defvjp(_sum_of_products_fwd, _sum_of_products_bwd)
 gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
-drhs.defvjp(_drhs_fwd, _drhs_bwd)
+drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
 
 
 def _choose(
@@ -295,9 +307,10 @@ def _compute_gated(lhs, rhs_0, rhs_1, group_sizes, *, gating, keep, implementati
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
-def _compute_drhs(lhs, grad, group_sizes, *, implementation, platform):
-    backend = _choose(implementation, platform, (lhs.shape[1], grad.shape[1]), lhs.dtype)
-    return backend.drhs(lhs, grad, group_sizes)
+def _compute_drhs(lhs, *operands, implementation, platform):
+    *grads, group_sizes = operands
+    backend = _choose(implementation, platform, (lhs.shape[1], grads[0].shape[1]), lhs.dtype)
+    return backend.drhs_of_each(lhs, grads, group_sizes)
 
 
 def _product_shape(lhs, rhs, *_, transpose_rhs, **__):
@@ -308,13 +321,15 @@ def _gated_shapes(lhs, rhs, *_, keep, **__):
     return [(lhs.shape[0], rhs.shape[2])] * (3 if keep else 1)
 
 
-def _drhs_shape(lhs, grad, group_sizes, **_):
-    return group_sizes.shape[0], lhs.shape[1], grad.shape[1]
+def _drhs_shapes(lhs, *operands, **_):
+    *grads, group_sizes = operands
+    return [(group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads]
 
 
-def _primitive(name: str, shape: Any, compute: Any, **options: Any) -> Primitive:
+def _primitive(
+    name: str, shape: Any, compute: Any, *, several: bool = True, **options: Any
+) -> Primitive:
     """Makes the primitive of a function; `shape` returns the shape, or shapes, of its results."""
-    several = bool(options)
 
     def abstract_eval(lhs, *others, **params):
         shapes = shape(lhs, *others, **params)
@@ -367,11 +382,17 @@ def _primitive(name: str, shape: Any, compute: Any, **options: Any) -> Primitive
 def _without_unused_products(used, params):
     """Returns the parameters without `keep` where the two products are not used.
 
-    Returns also the indices of the results that are left.
+    Returns also the indices of the results that are left; they take all operands.
     """
     if params["keep"] and not any(used[1:]):
-        return params | {"keep": False}, [0]
-    return params, range(len(used))
+        return params | {"keep": False}, [0], None
+    return params, range(len(used)), None
+
+
+def _without_unused_gradients(used, params):
+    """Returns the parameters, which results are left, and lhs, their grads and group_sizes."""
+    left = [i for i, is_used in enumerate(used) if is_used]
+    return params, left, [0, *(1 + i for i in left), 1 + len(used)]
 
 
 @functools.cache
@@ -379,8 +400,10 @@ def _jitted(primitive: Primitive, **params: Any) -> Any:
     return jax.jit(functools.partial(primitive.bind, **params))
 
 
-grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product)
+grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product, several=False)
 grouped_matmul_gated_p = _primitive(
     "grouped_matmul_gated", _gated_shapes, _compute_gated, unused=_without_unused_products
 )
-grouped_matmul_drhs_p = _primitive("grouped_matmul_drhs", _drhs_shape, _compute_drhs)
+grouped_matmul_drhs_p = _primitive(
+    "grouped_matmul_drhs", _drhs_shapes, _compute_drhs, unused=_without_unused_gradients
+)

@@ -11,6 +11,7 @@ All backends follow one contract, with `num_rows = sum(group_sizes) <= R`:
   drhs(lhs [R, K], grad [R, N], group_sizes [L]) -> [L, K, N]
       out[l] = lhs[rows of l].T @ grad[rows of l]; zero for an empty group; rows from num_rows on
       contribute nothing, whatever the two operands hold there.
+  drhs_of_each(lhs, grads, group_sizes) -> drhs of lhs and each grad.
 
 Sums are float32 (float64 for float64 operands); results have the operands' dtype.
 """
@@ -34,6 +35,8 @@ Gating = Callable[[jax.Array, jax.Array], jax.Array]
 FusedGate = Callable[
     [jax.Array, tuple[jax.Array, jax.Array], jax.Array, Gating, bool], tuple[jax.Array, ...] | None
 ]
+# From lhs, the gradients and group_sizes to what `drhs_of_each` returns.
+FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Array, ...]]
 
 
 class Product(Protocol):
@@ -59,6 +62,7 @@ class Backend:
       fused_sum: sums products in one accumulator; None: products are computed apart and added.
       fused_gate: computes a gated product in one kernel, or returns None for a gating that it
         cannot compute; None: products are computed apart, and XLA gates them.
+      fused_drhs: computes several gradients of matrices in one kernel; None: each on its own.
       operands_reason: returns why the backend cannot multiply by matrices of a shape and dtype, or
         None if it can.
       platform_reason: returns why the backend cannot run on a platform ("cpu", "cuda", ...), or
@@ -70,6 +74,7 @@ class Backend:
     drhs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     fused_sum: SumOfProducts | None = None
     fused_gate: FusedGate | None = None
+    fused_drhs: FusedDrhs | None = None
     operands_reason: Callable[[Sequence[int], Any], str | None] = lambda matrix_shape, dtype: None
     platform_reason: Callable[[str], str | None] = lambda platform: None
 
@@ -99,6 +104,14 @@ class Backend:
         hidden = gated(gating, *products)
         return (hidden, *products) if keep else (hidden,)
 
+    def drhs_of_each(
+        self, lhs: jax.Array, grads: Sequence[jax.Array], group_sizes: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Computes the gradients of matrices from one lhs and several grads, of one shape."""
+        if self.fused_drhs is not None:
+            return self.fused_drhs(lhs, grads, group_sizes)
+        return tuple(self.drhs(lhs, grad, group_sizes) for grad in grads)
+
 
 def gated(gating: Gating, *products: jax.Array) -> jax.Array:
     """Returns gating of the products, computed in float32 or wider and rounded to their dtype."""
@@ -118,5 +131,5 @@ def pad_rows(x: jax.Array) -> jax.Array:
 
 def zero_tail(x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Sets the rows of x [R, ...] past the last group to zero."""
-    live = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes)
+    live = jnp.arange(x.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
     return jnp.where(live[:, None], x, 0)

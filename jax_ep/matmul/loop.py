@@ -23,6 +23,7 @@ def product(
 ) -> jax.Array:
     num_cols = rhs.shape[1 if transpose_rhs else 2]
     tile = min(_PRODUCT_TILE, lhs.shape[0])
+    group_sizes = jnp.minimum(group_sizes, lhs.shape[0])
     tiles = (group_sizes + (tile - 1)) // tile
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
@@ -50,6 +51,7 @@ def product(
 def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     tile = min(_DRHS_TILE, lhs.shape[0])
     dtype = accumulator(lhs.dtype)
+    group_sizes = jnp.minimum(group_sizes, lhs.shape[0])
     tiles = (group_sizes + (tile - 1)) // tile
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
 

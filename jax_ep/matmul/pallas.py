@@ -132,14 +132,25 @@ def drhs(
 
     If `tiles` is None, `drhs_tiles` chooses them.
     """
+    return drhs_of_each(lhs, [grad], group_sizes, tiles=tiles)[0]
+
+
+def drhs_of_each(
+    lhs: jax.Array,
+    grads: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    *,
+    tiles: DrhsTiles | None = None,
+) -> tuple[jax.Array, ...]:
+    """Computes `drhs` of lhs and each of the grads, of one shape, in one kernel."""
     from pallas_kernels.matmul import drhs as kernels
 
     with jax.enable_x64(False):
-        return kernels.drhs(
+        return kernels.drhs_of_each(
             pad_rows(lhs),
-            pad_rows(grad),
+            [pad_rows(grad) for grad in grads],
             group_sizes,
-            tiles=tiles or drhs_tiles(grad.shape[1]),
+            tiles=tiles or drhs_tiles(grads[0].shape[1]),
             num_blocks=_core_count(),
         )
 
@@ -200,5 +211,12 @@ def _core_count() -> int:
 
 
 BACKEND = Backend(
-    "pallas", product, drhs, sum_of_products, gated_product, operands_reason, platform_reason
+    "pallas",
+    product,
+    drhs,
+    sum_of_products,
+    gated_product,
+    drhs_of_each,
+    operands_reason,
+    platform_reason,
 )

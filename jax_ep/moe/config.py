@@ -125,6 +125,11 @@ class MoEConfig:
     implementation: Implementation = None
     matmul_implementation: MatmulImplementation = None
 
+    def __post_init__(self) -> None:
+        for name in ("expert_axis", "batch_axes", "tensor_axis"):
+            if isinstance(axes := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(axes))  # a configuration is hashable
+
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:
         """Makes the configuration from the attributes of these names of a layer."""
@@ -168,6 +173,8 @@ class MoEConfig:
 
 def check_config(config: MoEConfig) -> None:
     """Raises TypeError or ValueError, naming the field, for a value that no layer can have."""
+    checks.check_integer("num_experts", config.num_experts)
+    checks.check_integer("num_experts_per_token", config.num_experts_per_token, least=0)
     if config.capacity_factor is not None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
@@ -214,11 +221,8 @@ def check_config(config: MoEConfig) -> None:
 
 def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
     """Raises TypeError unless matmuls can compute in `dtype`; `hint` goes into the message."""
-    try:
-        known = jnp.dtype(dtype)
-    except TypeError:
-        known = None
-    if known is None or not jnp.issubdtype(known, jnp.floating) or known.itemsize < 2:
+    known = checks.floating(dtype)
+    if known is None or known.itemsize < 2:
         raise TypeError(
             f"{name} must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
             f"{dtype!r}{hint}."

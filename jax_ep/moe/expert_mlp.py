@@ -120,7 +120,8 @@ def expert_mlp(
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
     unit = HiddenUnit(activation, gating, clamp)
     check_operands(tokens, experts, group_sizes, unit, implementation)
-    leaves, tree = jax.tree.flatten((tokens, experts, jnp.asarray(group_sizes, jnp.int32)))
+    group_sizes = jnp.asarray(group_sizes, jnp.int32)
+    leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
     operands = jax.tree.unflatten(tree, match_varying(leaves, ()))
     return _expert_mlp(*operands, unit, implementation)
 
@@ -188,7 +189,7 @@ def backward(
     dpre, *dfactors = hidden_vjp(dhidden)
     dweights = dfactors[0] if dfactors else None
     dwo = gmm.drhs(hidden, grad, group_sizes, implementation)
-    dwi = [gmm.drhs(tokens, d, group_sizes, implementation) for d in dpre]
+    dwi = gmm.drhs_of_each(tokens, tuple(dpre), group_sizes, implementation)
     pairs = tuple(zip(dpre, (experts.wi_0, experts.wi_1), strict=False))
     dtokens = gmm.sum_of_products(pairs, group_sizes, implementation, True)
 
@@ -274,13 +275,23 @@ def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
     """Returns the sums of each group's rows [R, F], the gradient of the bias [L, F].
 
-    It is a matmul, since a scatter would add in any order. So rows past the last group must be
-    finite.
+    It is a matmul, since a scatter would add in any order. There a zero times a NaN or an infinity
+    would reach the other groups, so these are counted apart.
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
     wide = wide_dtype(rows.dtype)
-    sums = lax.dot_general(members, rows, contract, preferred_element_type=wide)
+
+    def total(rows: jax.Array) -> jax.Array:
+        return lax.dot_general(members, rows, contract, preferred_element_type=wide)
+
+    sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
+    for value, found in (
+        (jnp.nan, jnp.isnan(rows)),
+        (jnp.inf, rows == jnp.inf),
+        (-jnp.inf, rows == -jnp.inf),
+    ):
+        sums += jnp.where(total(found.astype(rows.dtype)) > 0, jnp.asarray(value, wide), 0)
     return sums.astype(bias.dtype)
 
 

@@ -50,7 +50,7 @@ def output(
     out = jnp.sum(jnp.where(is_identity, topk_weights, 0.0), axis=1, keepdims=True) * x
     if config.constant_experts:
         assert params.constant_value is not None and params.constant_gate is not None
-        ids = first_constant + jnp.arange(config.constant_experts)
+        ids = first_constant + jnp.arange(config.constant_experts, dtype=jnp.int32)
         chosen = topk_idx[:, :, None] == ids[None, None, :]
         weights = jnp.sum(jnp.where(chosen, topk_weights[:, :, None], 0.0), axis=1)  # [T, constant]
         exact = jax.lax.Precision.HIGHEST

@@ -71,8 +71,8 @@ def moe_layer(
         x: [..., H] floating.
         config: the rest.
         mask: [...] bool or integer, or None: tokens that are False or 0 go to no routed expert and
-            count in no metric. They may hold anything: no gradient of a parameter sees a NaN of
-            theirs.
+            count in no metric. They may hold NaN and infinities, which no gradient of a parameter
+            sees; numbers must be none that the shared experts overflow on.
         placement: with `config.num_slots`, which expert each slot holds: a
             `jax_ep.placement.Placement` of this layer. It is an array argument, so another one
             needs no other program. wi_0, wi_1 and wo are then [P, ...], as
@@ -114,11 +114,11 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
     """
     dtype = config.dtype
     if dtype is None:
+        for name, array in (("x", x), ("wi_0", params.wi_0)):
+            hint = "; set dtype, and for float8 rows on the wire wire_dtype"
+            check_compute_dtype(array.dtype, hint, name=f"the dtype of {name}")
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(x, params.wi_0)
-        check_compute_dtype(
-            dtype, ", which x and wi_0 promote to; for float8 rows on the wire, set wire_dtype"
-        )
     implementation = config.implementation
     if not where.expert_axes and implementation is None:
         # There is nothing to exchange, and the kernels need a mesh to find their ranks on.
@@ -392,7 +392,8 @@ def _own_experts(
 
 def _of_all_experts(counts: jax.Array, where: LayerMesh) -> jax.Array:
     """Places the counts [L] of this rank's experts among zeros for the others: [E] int32."""
-    rank_of_expert = jnp.arange(counts.shape[0] * where.num_ranks()) // counts.shape[0]
+    experts = jnp.arange(counts.shape[0] * where.num_ranks(), dtype=jnp.int32)
+    rank_of_expert = experts // counts.shape[0]
     here = rank_of_expert == lax.axis_index(where.expert_axes)
     return jnp.where(here, jnp.tile(counts, where.num_ranks()), 0)
 

@@ -103,6 +103,8 @@ def load_balance_loss(
             f"num_sequences must be {'a number' if by_sequence else 'None'} for convention "
             f"{convention!r}, but is {num_sequences}."
         )
+    if not by_sequence and sequence_ids is not None:
+        raise ValueError(f"sequence_ids must be None for convention {convention!r}.")
     sums = balance_sums(probs, topk_idx, num_sequences=num_sequences, sequence_ids=sequence_ids)
     if not by_sequence:
         pooled = sum_over_ranks(sums, axis_name)
@@ -141,12 +143,16 @@ def pooled_load_balance_loss(
         TypeError: sums are no `BalanceSums`.
     """
     checks.check_name("convention", convention, ("transformers", "switch"))
-    given = [sums] if isinstance(sums, BalanceSums) else list(sums)
+    given: Sequence[Any] = [sums]
+    if isinstance(sums, Sequence) and not isinstance(sums, BalanceSums):
+        given = sums
     if not given or not all(isinstance(one, BalanceSums) for one in given):
         raise TypeError(
             "sums must be a BalanceSums or a sequence of them, such as MoEMetrics.balance of each "
             f"layer, but is {checks.described(sums)}."
         )
+    if len(sizes := {one.choices.shape[-1] for one in given}) > 1:
+        raise ValueError(f"sums must all be of one number of experts, but are of {sorted(sizes)}.")
     stacked = jax.tree.map(
         lambda *a: jnp.concatenate([one.reshape(-1, one.shape[-1]) for one in a]),
         *(one._replace(num_tokens=one.num_tokens[..., None]) for one in given),
@@ -223,7 +229,8 @@ def _loss(sums: BalanceSums, convention: str, expert_factors: jax.Array | None) 
                 f"expert_factors must have one value per expert, shape ({num_experts},), but has "
                 f"shape {expert_factors.shape}."
             )
-        share *= expert_factors.reshape((1,) * (share.ndim - 1) + (-1,))
+        factors = expert_factors.astype(jnp.float32)
+        share *= factors.reshape((1,) * (share.ndim - 1) + (-1,))
     return num_experts * jnp.sum(share * (sums.probs / tokens), axis=-1)
 
 

@@ -148,8 +148,21 @@ def weight_shapes(
         num_constant: C, those of them that give a constant.
 
     Raises:
-        ValueError: the shared experts' width is given twice, or their gate without them.
+        ValueError: a size is out of range, the shared experts' width is given twice, or their gate
+            without them.
+        TypeError: a size is no integer, or a flag no bool.
     """
+    checks.check_sizes(num_experts=num_experts, hidden=hidden, mlp_dim=mlp_dim)
+    checks.check_integer("num_shared_experts", num_shared_experts, least=0)
+    flags = dict(
+        gated=gated,
+        use_gate_bias=use_gate_bias,
+        use_expert_scale=use_expert_scale,
+        use_mlp_bias=use_mlp_bias,
+        use_shared_gate=use_shared_gate,
+    )
+    for name, flag in flags.items():
+        checks.check_bool(name, flag)
     if shared_dim is None:
         shared_dim = num_shared_experts * mlp_dim
     elif num_shared_experts:
@@ -157,6 +170,7 @@ def weight_shapes(
             "shared_dim, the width of all shared experts, must be None where num_shared_experts is "
             f"{num_shared_experts}, but is {shared_dim}."
         )
+    checks.check_integer("shared_dim", shared_dim, least=0)
     if use_shared_gate and not shared_dim:
         raise ValueError(
             "use_shared_gate must be False without shared experts: set num_shared_experts or "
@@ -203,6 +217,11 @@ def initializer(
     name: str, kernel_init: Initializer, num_experts: int, num_slots: int | None
 ) -> Initializer:
     """Returns the initializer of a parameter but the gate; matrices are drawn by `kernel_init`."""
+    if not callable(kernel_init):
+        raise TypeError(
+            "kernel_init must be an initializer, a function of key, shape and dtype, but is "
+            f"{checks.described(kernel_init)}."
+        )
     kind = PARAMETERS[name].init
     init = per_expert(kernel_init) if kind == "kernel" else getattr(jax.nn.initializers, kind)
     return init if num_slots is None or name not in ROUTED_WEIGHTS else in_order(init, num_experts)

@@ -112,11 +112,12 @@ def routed_experts(
     weights: jax.Array | None = topk_weights.astype(jnp.float32)
     if weights_on == "input":
         weights, *_ = match_varying((topk_weights, *handle.routes), handle.axis_name)
-        rows = _weight_of_row(weights.astype(jnp.float32), handle)[:, None]
+        rows = _weight_of_row(weights.astype(jnp.float32), handle, implementation)[:, None]
         wide = wide_dtype(tokens.dtype)
         tokens = (tokens.astype(wide) * rows.astype(wide)).astype(tokens.dtype)
         weights = None
-    leaves, tree = jax.tree.flatten((tokens, experts, weights, group_sizes))
+    arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
+    leaves, tree = jax.tree.flatten(arrays)
     operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
     config = _Config(unit, implementation, matmul_implementation)
     return _routed_experts(config, *operands, handle)
@@ -137,7 +138,9 @@ def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep
 def _backward(config, residuals, grad):
     saved, weights, handle = residuals
     grad_rows = dispatch_like(grad, handle, implementation=config.implementation)
-    row_weights = None if weights is None else _choices_to_rows(weights, handle)
+    row_weights = None
+    if weights is not None:
+        row_weights = _choices_to_rows(weights, handle, config.implementation)
     dtokens, dexperts, drow_weights = backward(
         saved, grad_rows, row_weights, config.unit, config.matmul_implementation
     )
@@ -146,29 +149,41 @@ def _backward(config, residuals, grad):
     # The weights' gradient is sent no sooner than the tokens', for which the ranks meet anyway: a
     # collective that waits for its peers takes multiprocessors from a product that runs meanwhile.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
-    return dtokens, dexperts, _rows_to_choices(drow_weights, handle), None, None
+    dweights = _rows_to_choices(drow_weights, handle, config.implementation)
+    return dtokens, dexperts, dweights, None, None
 
 
 _routed_experts.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
-def _weight_of_row(weights: jax.Array, handle: Handle) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _weight_of_row(weights: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
     """Returns [R] float32, the weight of each row's choice."""
-    return _choices_to_rows(weights, handle)
+    return _choices_to_rows(weights, handle, implementation)
 
 
 _weight_of_row.defvjp(
-    lambda weights, handle: (_choices_to_rows(weights, handle), handle),
-    lambda handle, grad: (_rows_to_choices(grad, handle), None),
+    lambda weights, handle, implementation: (
+        _choices_to_rows(weights, handle, implementation),
+        handle,
+    ),
+    lambda implementation, handle, grad: (_rows_to_choices(grad, handle, implementation), None),
 )
 
 
-def _choices_to_rows(weights: jax.Array, handle: Handle) -> jax.Array:
+def _choices_to_rows(
+    weights: jax.Array, handle: Handle, implementation: Implementation
+) -> jax.Array:
     return primitives.choices_to_rows(
-        weights, handle.routes, axis_name=handle.axis_name, capacity=handle.capacity
+        weights,
+        handle.routes,
+        axis_name=handle.axis_name,
+        capacity=handle.capacity,
+        implementation=implementation,
     )
 
 
-def _rows_to_choices(rows: jax.Array, handle: Handle) -> jax.Array:
-    return primitives.rows_to_choices(rows, handle.routes, axis_name=handle.axis_name)
+def _rows_to_choices(rows: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
+    return primitives.rows_to_choices(
+        rows, handle.routes, axis_name=handle.axis_name, implementation=implementation
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -237,8 +238,10 @@ def routing_of_choices(
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
     chosen = jnp.take_along_axis(probs, jnp.where(is_choice, topk_idx, 0), axis=-1)
     weighing = Weighing(normalize, float(normalize_epsilon), float(scale))
-    weights = weigh(weighing, jnp.where(is_choice, chosen, 0.0))
-    return Routing(topk_idx, weights, probs)
+    # A token of no choice is weighed as if it had one, since its sum would be zero.
+    nothing = jnp.where(jnp.any(is_choice, axis=-1, keepdims=True), 0.0, 1.0)
+    weights = weigh(weighing, jnp.where(is_choice, chosen, nothing))
+    return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -314,14 +317,14 @@ def update_expert_bias(
     Args:
         bias: [E] floating.
         expert_counts: [E] tokens that chose each expert, summed over ranks.
-        rate: the step; DeepSeek-V3 used 0.001.
+        rate: the step, a number or an array [] or [E]; DeepSeek-V3 used 0.001.
 
     Returns:
         [E] bias.dtype.
 
     Raises:
         ValueError: shapes that differ, naming the argument.
-        TypeError: bias not floating.
+        TypeError: bias not floating, or rate not a number.
     """
     checks.check_array("bias", bias, 1, jnp.floating, "[E]")
     checks.check_array("expert_counts", expert_counts, None, jnp.number, "[E]")
@@ -330,6 +333,14 @@ def update_expert_bias(
             f"expert_counts must have the shape of bias {bias.shape}, but has shape "
             f"{expert_counts.shape}."
         )
-    counts = expert_counts.astype(jnp.float32)
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+        checks.check_array("rate", rate, None, jnp.floating, "[] or [E], or a number")
+    if jnp.shape(rate) not in ((), bias.shape):
+        raise ValueError(
+            f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
+            f"{jnp.shape(rate)}."
+        )
+    # Differences are exact where counts are not, as float32.
+    counts = (expert_counts - jnp.min(expert_counts)).astype(jnp.float32)
     step = jnp.asarray(rate, jnp.float32) * jnp.sign(jnp.mean(counts) - counts)
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
+from jax_ep.moe.expert_mlp import wide_dtype
 from jax_ep.placement.choice import choose_slots
 from jax_ep.placement.table import Placement
 
@@ -54,8 +55,9 @@ def chosen(topk_idx: jax.Array, placement: Placement, axes: tuple[str, ...]) -> 
 def by_expert(counts: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """Adds up counts [slots of this rank] by expert; returns this rank's counts, [E] int32."""
     experts = _held_here(counts.shape[0], placement, axes)
-    all_experts = jnp.arange(placement.num_copies.shape[0])
-    return jnp.sum(jnp.where(experts == all_experts[:, None], counts[None], 0), axis=1)
+    all_experts = jnp.arange(placement.num_copies.shape[0], dtype=jnp.int32)
+    theirs = jnp.where(experts[None] == all_experts[:, None], counts[None], 0)
+    return jnp.sum(theirs, axis=1, dtype=jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -78,10 +80,11 @@ def _equal_copies_bwd(axes, placement, g):
     if most == 0:
         return g, None
     copied = jnp.asarray(placement.num_copies) > 1
-    index = jnp.where(copied, jnp.cumsum(copied) - 1, most)  # among the experts with copies
+    among_copied = jnp.cumsum(copied, dtype=jnp.int32) - 1
+    index = jnp.where(copied, among_copied, most)
     experts = _held_here(g.shape[0], placement, axes)
     place = jnp.where(experts >= 0, index[jnp.maximum(experts, 0)], most)
-    dtype = jnp.promote_types(g.dtype, jnp.float32)
+    dtype = wide_dtype(g.dtype)
     sums = jax.ops.segment_sum(g.astype(dtype), place, most + 1)[:most]
     if axes:
         sums = lax.psum(sums, axes)

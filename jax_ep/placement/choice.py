@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_ep import checks
@@ -14,9 +15,9 @@ from jax_ep.placement.table import check_slots
 
 def choose_slots(
     topk_idx: jax.Array,
-    expert_of_slot: jax.Array,
-    slots_of_expert: jax.Array,
-    num_copies: jax.Array,
+    expert_of_slot: jax.Array | np.ndarray,
+    slots_of_expert: jax.Array | np.ndarray,
+    num_copies: jax.Array | np.ndarray,
     *,
     axis_name: AxisName,
 ) -> jax.Array:
@@ -57,7 +58,7 @@ def choose_slots(
     rank = lax.axis_index(axes) if axes else jnp.int32(0)
     choices = expert_ids(topk_idx, num_experts)
     is_choice = (choices >= 0) & (choices < num_experts)
-    slots_of_expert = slots_of_expert.astype(jnp.int32)
+    slots_of_expert = jnp.asarray(slots_of_expert, jnp.int32)
     if slots_of_expert.shape[1] == 1:  # no expert has copies, so nothing is to be counted
         only = slots_of_expert[:, 0][jnp.where(is_choice, choices, 0)]
         return jnp.where(is_choice, only, -1)
@@ -66,6 +67,6 @@ def choose_slots(
 
     here = (slots_of_expert >= 0) & (slots_of_expert // (num_slots // num_ranks) == rank)
     local = jnp.max(jnp.where(here, slots_of_expert, -1), axis=1)
-    turn = (turn + rank) % num_copies.astype(jnp.int32)[choices]
+    turn = (turn + rank) % jnp.asarray(num_copies, jnp.int32)[choices]
     slots = jnp.where(local[choices] >= 0, local[choices], slots_of_expert[choices, turn])
     return jnp.where(is_choice, slots, -1)

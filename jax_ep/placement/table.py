@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +101,27 @@ class Placement:
     def rank_load(self, load: Any) -> Array:
         """Returns the load of each rank, [layers, num_ranks]; copies share an expert's evenly.
 
+        Of the placement of one layer it is [num_ranks].
+
         Args:
-            load: [layers, E] numbers: the load of each expert, in any unit.
+            load: [layers, E] numbers, or [E] for one layer: the load of each expert, in any unit.
         """
-        load = checked_load(load)
-        if load.shape != self.num_copies.shape:
+        copies = np.asarray(self.num_copies)
+        shape = "[layers, E]" if copies.ndim == 2 else "[E]"
+        load = checked_load(load, shape, copies.ndim)
+        if load.shape != copies.shape:
             raise ValueError(
-                f"load must have shape [layers, E] = {self.num_copies.shape}, but has shape "
-                f"{load.shape}."
+                f"load must have shape {shape} = {copies.shape}, but has shape {load.shape}."
             )
-        share = np.take_along_axis(load / self.num_copies, np.maximum(self.expert_of_slot, 0), 1)
-        share = np.where(self.expert_of_slot >= 0, share, 0.0)
-        return share.reshape(len(load), self.num_ranks, -1).sum(axis=2)
+        slots = np.asarray(self.expert_of_slot)
+        share = np.take_along_axis(load / copies, np.maximum(slots, 0), -1)
+        share = np.where(slots >= 0, share, 0.0)
+        return share.reshape(*load.shape[:-1], self.num_ranks, -1).sum(axis=-1)
 
     def save(self, path: str | Path) -> None:
         """Writes the placement to a file whose name ends in .json or .npz."""
         path = Path(path)
-        sizes = {"num_experts": self.num_copies.shape[1], "num_ranks": self.num_ranks}
+        sizes = {"num_experts": self.num_copies.shape[-1], "num_ranks": self.num_ranks}
         if _suffix(path) == ".json":
             path.write_text(json.dumps(sizes | {"expert_of_slot": self.expert_of_slot.tolist()}))
         else:
@@ -129,24 +135,34 @@ class Placement:
             ValueError: the file's name ends in neither .json nor .npz, or it holds no placement.
         """
         path = Path(path)
-        if _suffix(path) == ".json":
-            fields = json.loads(path.read_text())
-        else:
-            with np.load(path) as arrays:
-                fields = dict(arrays)
+        is_json = _suffix(path) == ".json"
         try:
-            return cls.of(
-                np.asarray(fields["expert_of_slot"], np.int32),
+            fields = json.loads(path.read_text()) if is_json else read_arrays(path)
+            slots = np.asarray(fields["expert_of_slot"])
+            placed = cls.of(
+                slots[None] if slots.ndim == 1 else slots,
                 num_experts=int(fields["num_experts"]),
                 num_ranks=int(fields["num_ranks"]),
             )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} must hold a placement that Placement.save wrote.") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} must hold a placement that Placement.save wrote: {error}"
+            ) from error
+        return placed[0] if slots.ndim == 1 else placed
 
 
-def checked_load(load: Any) -> Array:
+def read_arrays(path: str | Path) -> dict[str, Array]:
+    """Reads the arrays of an .npz file. Raises ValueError if the file is none."""
+    try:
+        with np.load(path) as arrays:  # of an .npy file an array, which is a TypeError here
+            return dict(arrays)
+    except (TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError("it is no .npz file of arrays, or is damaged") from error
+
+
+def checked_load(load: Any, shape: str = "[layers, E]", ndim: int = 2) -> Array:
     load = np.asarray(load)
-    checks.check_array("load", load, 2, jnp.number, "[layers, E]", may_be_empty=False)
+    checks.check_array("load", load, ndim, jnp.number, shape, may_be_empty=False)
     load = load.astype(np.float64)
     if not np.all(np.isfinite(load)) or load.min() < 0:
         raise ValueError("load must be finite and not negative, but is not.")

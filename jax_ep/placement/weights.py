@@ -92,10 +92,18 @@ def _take(leaf: Any, index: Array) -> Any:
             spec[axis] = None
             leaf = jax.sharding.reshard(leaf, PartitionSpec(*spec))
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
-    taken = xp.take_along_axis(leaf, xp.asarray(np.maximum(index, 0)), axis)
+    # Bits, since XLA may gather from other devices by a sum, which is of no subnormals.
+    taken = xp.take_along_axis(_bits(leaf), xp.asarray(np.maximum(index, 0)), axis)
     if index.min() < 0:
         taken = xp.where(xp.asarray(index) >= 0, taken, xp.zeros((), taken.dtype))
-    return taken
+    return taken.view(leaf.dtype)
+
+
+def _bits(leaf: Any) -> Any:
+    """Returns floating numbers of whole bytes as unsigned integers."""
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 8:
+        return leaf
+    return leaf.view(f"uint{jnp.finfo(leaf.dtype).bits}")
 
 
 def redistribute(
@@ -133,9 +141,12 @@ def redistribute(
         The tree; leaves of experts are new arrays, and the old ones are deleted.
 
     Raises:
-        ValueError: the placements do not fit each other, the mesh or a leaf.
+        ValueError: the placements do not fit each other, the mesh or a leaf, or axis_name does not
+            fit the mesh.
     """
     axes = checks.as_axes(axis_name)
+    if not set(axes) <= set(mesh.axis_names):
+        raise ValueError(f"axis_name {axes} must name axes of the mesh, but it has {mesh.shape}.")
     num_ranks = math.prod(mesh.shape[axis] for axis in axes)
     shape = np.shape(before.expert_of_slot)
     for name in ("expert_of_slot", "num_copies"):

@@ -41,7 +41,8 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
             )
         devices = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     found = {
-        _num_hosts(hosts_of(group)) for group in groups(devices, mesh.axis_names, tuple(axis_name))
+        num_hosts_of(hosts_of(group))
+        for group in groups(devices, mesh.axis_names, tuple(axis_name))
     }
     reasons = sorted(each for each in found if isinstance(each, str))
     if reasons:
@@ -63,6 +64,28 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
             (d if isinstance(d, int | np.integer) else place[d.id]) // per_host for d in devices
         ]
     return [_host_of(device) for device in devices]
+
+
+def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
+    """Returns the number of hosts of one group of ranks, or the reason of `num_hosts`.
+
+    `host_of_rank` is what `hosts_of` returns for the group's devices.
+    """
+    if None in host_of_rank:
+        return "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
+    size = len(host_of_rank)
+    count = len(set(host_of_rank))
+    if size % count == 0:
+        group_size = size // count
+        runs = [set(host_of_rank[i : i + group_size]) for i in range(0, size, group_size)]
+        if all(len(run) == 1 for run in runs):
+            return count
+    names = {host: i for i, host in enumerate(dict.fromkeys(host_of_rank))}
+    numbers = [names[host] for host in host_of_rank]
+    return (
+        f"the ranks, in order, are on hosts {numbers}, and each host must have an equal number of "
+        "them, next to each other: order the devices of the mesh by host"
+    )
 
 
 def groups(
@@ -109,22 +132,3 @@ def _host_of(device: jax.Device) -> Any:
     if device.platform == "cpu" or jax.process_count() == 1:
         return device.process_index
     return getattr(device, "slice_index", None)
-
-
-def _num_hosts(host_of_rank: Sequence[Any]) -> int | str:
-    """Returns the number of hosts of one group of ranks, or the reason of `num_hosts`."""
-    if None in host_of_rank:
-        return "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
-    size = len(host_of_rank)
-    count = len(set(host_of_rank))
-    if size % count == 0:
-        group_size = size // count
-        runs = [set(host_of_rank[i : i + group_size]) for i in range(0, size, group_size)]
-        if all(len(run) == 1 for run in runs):
-            return count
-    names = {host: i for i, host in enumerate(dict.fromkeys(host_of_rank))}
-    numbers = [names[host] for host in host_of_rank]
-    return (
-        f"the ranks, in order, are on hosts {numbers}, and each host must have an equal number of "
-        "them, next to each other: order the devices of the mesh by host"
-    )

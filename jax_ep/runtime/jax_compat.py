@@ -55,6 +55,16 @@ def primitives_unavailable_reason() -> str | None:
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
 
 
+def devices() -> list[jax.Device]:
+    """Returns `jax.devices()`. Raises RuntimeError, with the reason, if JAX finds no backend."""
+    try:
+        return jax.devices()
+    except AssertionError as error:  # of JAX_PLATFORMS=cuda without a GPU; it has no text
+        raise RuntimeError(
+            f"JAX_PLATFORMS={jax.config.values['jax_platforms']} names no platform that is here"
+        ) from error
+
+
 # ------------------------------------------------------------------------- varying-axes types (vma)
 
 
@@ -278,8 +288,8 @@ def define_primitive(
         program for several platforms branches over their lowerings, and a branch may hold no
         collective.
       unused: (which results are used, params) -> params that compute no more than these, and the
-        indices of the results that they leave. None, and where JAX lacks what it takes: all results
-        are computed if one is used.
+        indices of the results that they leave, and of the operands that these take, None for all.
+        None, and where JAX lacks what it takes: all results are computed if one is used.
     """
     if primitives_unavailable_reason() is not None:
         return _Inline(inline)
@@ -330,9 +340,11 @@ def _without_unused_results(
     equation = live_and_equation[-1]
     if not any(used):
         return [False] * len(equation.invars), None
-    params, left = unused(used, equation.params)
-    results = [equation.outvars[i] for i in left]
-    return [True] * len(equation.invars), equation.replace(params=params, outvars=results)
+    params, left, taken = unused(used, equation.params)
+    taken = range(len(equation.invars)) if taken is None else taken
+    operands, results = [equation.invars[i] for i in taken], [equation.outvars[i] for i in left]
+    smaller = equation.replace(params=params, invars=operands, outvars=results)
+    return [i in taken for i in range(len(equation.invars))], smaller
 
 
 def _lacks(path: str) -> Callable[..., NoReturn]:

@@ -35,7 +35,6 @@ from pallas_kernels.exchange.plan import (
     Row,
     combine_receive_buffer,
     combine_tile,
-    listed_rows,
 )
 from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.windows import open_window, places_in_list
@@ -166,7 +165,7 @@ class _Combine:
     @property
     def listed_rows(self) -> int:
         """Entries of the list of a sum's rows: K, or 1 if y is rank-major, in whole parts."""
-        return listed_rows(1 if self.by_rank else self.top_k, self.rows_at_once)
+        return align_up(1 if self.by_rank else self.top_k, self.rows_at_once)
 
     @property
     def rows_at_once(self) -> int:

@@ -76,10 +76,10 @@ def combine_grad(
       summed in an order that is the same on every run; zero for choices that are of no expert or
       were dropped.
     """
-    kernel = _LongRows.of(
-        y, rows, counts, fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair
-    )
-    return kernel.run(g, topk_weights, y, topk_idx, rows, counts)
+    return _LongRows.run(
+        g, topk_weights, y, topk_idx, rows, counts,
+        fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

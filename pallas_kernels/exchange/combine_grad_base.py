@@ -9,7 +9,7 @@ their memory and written its part of their results, and waits for the same signa
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,29 +42,6 @@ class CombineGrad:
     window: Window
     expert_rows: ExpertRows
 
-    @classmethod
-    def of(
-        cls, y: jax.Array, rows: jax.Array, counts: jax.Array, *,
-        fabric: fb.Fabric, plan: Plan, expert_alignment: int, fair: bool,
-    ) -> Self:  # fmt: skip
-        """Makes the kernel of such operands; arguments are those of `combine_grad.combine_grad`."""
-        num_tokens, top_k = rows.shape[-2:]
-        capacity, hidden = y.shape[-2:]
-        of_experts = ExpertRows(
-            fabric, plan.num_blocks, counts.shape[-1], capacity, expert_alignment,
-            parts=[(hidden, y.dtype)], fair=fair,
-        )  # fmt: skip
-        return cls(
-            num_tokens=num_tokens,
-            hidden=hidden,
-            top_k=top_k,
-            dtype=y.dtype,
-            fabric=fabric,
-            plan=plan,
-            window=Window.of(plan.window_tokens, plan, num_tokens, top_k),
-            expert_rows=of_experts,
-        )
-
     @property
     def num_warpgroups(self) -> int:
         raise NotImplementedError
@@ -81,32 +58,43 @@ class CombineGrad:
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         raise NotImplementedError
 
-    def run(self, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Runs the kernel on the six operands of `combine_grad.combine_grad`: -> (dy, dweights)."""
-        g, topk_weights, y, topk_idx, rows, counts = operands
-        lead, num_ranks = rows.shape[:-3], rows.shape[-3]
-        flat = self.num_tokens * self.top_k
+    @classmethod
+    def run(
+        cls, g: jax.Array, topk_weights: jax.Array, y: jax.Array, topk_idx: jax.Array,
+        rows: jax.Array, counts: jax.Array, *,
+        fabric: fb.Fabric, plan: Plan, expert_alignment: int, fair: bool,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """Runs the kernel; arguments and results are those of `combine_grad.combine_grad`."""
+        lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
+        capacity, hidden = y.shape[-2:]
+        of_experts = ExpertRows(
+            fabric, plan.num_blocks, counts.shape[-1], capacity, expert_alignment,
+            parts=[(hidden, y.dtype)], fair=fair,
+        )  # fmt: skip
+        window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
+        kernel = cls(num_tokens, hidden, top_k, y.dtype, fabric, plan, window, of_experts)
+        flat = num_tokens * top_k
         dy, dweights = fb.kernel(
-            self.fabric,
-            self,
+            fabric,
+            kernel,
             name="ep_combine_grad",
-            num_blocks=self.plan.num_blocks,
-            num_warpgroups=self.num_warpgroups,
+            num_blocks=plan.num_blocks,
+            num_warpgroups=kernel.num_warpgroups,
             out_type=[
-                jax.ShapeDtypeStruct((self.expert_rows.capacity, self.hidden), self.dtype),
+                jax.ShapeDtypeStruct((capacity, hidden), y.dtype),
                 jax.ShapeDtypeStruct((flat,), jnp.float32),
             ],
-            scratch_types=self.scratch_types(),
+            scratch_types=kernel.scratch_types(),
             shared=(0, 1, 7),
         )(
             g,
-            self.window.pad(topk_weights.reshape(*lead, flat), 0),
+            window.pad(topk_weights.reshape(*lead, flat), 0),
             y,
             topk_idx.reshape(*lead, flat),
-            self.window.pad(rows.reshape(*lead, num_ranks, flat), fb.NOWHERE),
-            pad_last(counts, self.expert_rows.count_width - counts.shape[-1]),
+            window.pad(rows.reshape(*lead, num_ranks, flat), fb.NOWHERE),
+            pad_last(counts, of_experts.count_width - counts.shape[-1]),
         )
-        return dy, dweights.reshape(*lead, self.num_tokens, self.top_k)
+        return dy, dweights.reshape(*lead, num_tokens, top_k)
 
     def token_range(self) -> tuple[jax.Array, jax.Array]:
         """Returns this block's first token, and the end of its tokens."""

@@ -25,12 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.combine_grad_base import CombineGrad
-from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT, listed_rows
+from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, padded_columns, vector_length
+from pallas_kernels.fabric.plan import LANES, Plan, align_up, padded_columns, vector_length
 
 _END = -1  # instead of a number of rows: the worker has taken its last cotangent
 _VECTORS_AT_ONCE = 2  # of 16 bytes of a row, for each thread
@@ -56,10 +56,10 @@ def combine_grad(
     """
     if plan.num_slots % plan.num_workers:  # a worker waits for every turn of a slot's barriers
         raise ValueError(f"num_slots must be a multiple of num_workers, but the plan is {plan}.")
-    kernel = _ShortRows.of(
-        y, rows, counts, fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair
-    )
-    return kernel.run(g, topk_weights, y, topk_idx, rows, counts)
+    return _ShortRows.run(
+        g, topk_weights, y, topk_idx, rows, counts,
+        fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _ShortRows(CombineGrad):
     @property
     def listed_rows(self) -> int:
         """Entries of the list of a cotangent's rows: K, in whole parts."""
-        return listed_rows(self.top_k, ROWS_OF_COTANGENT)
+        return align_up(self.top_k, ROWS_OF_COTANGENT)
 
     def scratch_types(self) -> dict[str, Any]:
         columns = padded_columns(self.hidden, self.dtype)

@@ -2,8 +2,9 @@
 
 Block b of every rank handles the same range of tokens, with three warpgroups:
 
-  sender    reads the counts of all ranks, computes the rows of each token, and puts the token into
-            the first of its rows at every rank that gets it, with a list of all its rows there;
+  sender    receives how often each rank chose each expert, which block 0 of that rank counts;
+            computes the rows of each token, and puts the token into the first of its rows at every
+            rank that gets it, with a list of all its rows there;
   receiver  waits for each step of tokens, and copies a token that several experts of this rank get
             from its first row to its other rows;
   filler    writes zeros to the rows of this rank's output that receive no token.
@@ -38,7 +39,6 @@ from pallas_kernels.fabric.plan import LANES, Plan, pad_last
 def dispatch(
     x: jax.Array,
     topk_idx: jax.Array,
-    counts: jax.Array | None,
     *,
     num_experts: int,
     fabric: fb.Fabric,
@@ -55,8 +55,6 @@ def dispatch(
     Args:
       x: [T, H]; H · itemsize a multiple of 128 bytes.
       topk_idx: [T, K] int32.
-      counts: [E] int32, how many of this rank's choices are of each expert. If None, one block of
-        the kernel counts them while the others wait, which is fast only for few tokens.
       num_experts: E.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
@@ -75,23 +73,14 @@ def dispatch(
       padding; num_dropped [1] int32, rows that did not fit; rows_needed [1] int32, the capacity
       that would hold all.
     """
-    if counts is not None and counts.dtype != jnp.int32:
-        raise TypeError(f"counts must be int32, but has dtype {counts.dtype}.")
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        routes_known=False, fair=fair, wire_dtype=wire_dtype, counted=counts is not None,
+        routes_known=False, fair=fair, wire_dtype=wire_dtype,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
-    operands = []
-    if counts is not None:
-        operands.append(pad_last(counts, kernel.expert_rows.count_width - num_experts))
-    results = kernel.call(
-        x,
-        kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE),
-        *operands,
-    )
+    results = kernel.call(x, kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE))
     parts, (rows, all_counts, *layout) = kernel.split(results)
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
     return tuple(parts), rows, all_counts[..., :num_experts], *layout
@@ -146,14 +135,13 @@ class _Dispatch:
 
     top_k: int
     routes_known: bool
-    counted: bool
     sender: Sender
     expert_rows: ExpertRows
 
     @classmethod
     def of(
         cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *,
-        routes_known, fair, wire_dtype, counted=True,
+        routes_known, fair, wire_dtype,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         row = x.shape[-1], x.dtype, wire_dtype
@@ -161,7 +149,6 @@ class _Dispatch:
         return cls(
             top_k,
             routes_known,
-            counted,
             Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
             ExpertRows(
                 fabric,
@@ -185,7 +172,7 @@ class _Dispatch:
 
     @property
     def shared(self) -> tuple[int, ...]:
-        first = 3 if self.counted else 2
+        first = 3 if self.routes_known else 2  # after the operands
         tokens = range(first, first + len(self.sender.parts))
         return (1, *tokens) if self.routes_known else (*tokens, tokens.stop)
 
@@ -247,7 +234,6 @@ class _Dispatch:
             choices, all_counts_ref = rows, None
         else:
             x, choices, *results = refs
-            counts = results.pop(0) if self.counted else None
             tokens, (rows, all_counts_ref, *layout) = self.split(results)
 
         @pl.when(warpgroup == 0)
@@ -256,7 +242,7 @@ class _Dispatch:
             if self.routes_known:
                 self._fetch_counts(counts, **scratch)
             else:
-                self._send_counts(choices, counts, **scratch)
+                self._send_counts(choices, **scratch)
             sender.fetch_first(x, **scratch)
             sources = functools.partial(self._sources, choices)
             if self.routes_known:
@@ -302,24 +288,21 @@ class _Dispatch:
         sources = [(peer, self.fabric.mine(counts).at[peer]) for peer in self.sender.peers()]
         self.expert_rows.fetch_counts(sources, **scratch)
 
-    def _send_counts(self, choices, counts, /, *, next_rows, **_):
-        """Sends every rank, from block 0, this rank's number of choices of each expert.
+    def _send_counts(self, choices, /, *, next_rows, **_):
+        """Counts this rank's choices of each expert, and sends the counts to every rank.
 
-        Counts the choices first if `counts` is None.
+        Block 0 does, which every GPU starts first.
         """
         fabric, width = self.fabric, self.expert_rows.count_width
 
         @pl.when(lax.axis_index("block") == 0)
         def _():
-            if counts is None:
-                fb.clear(next_rows, width)
-                fabric.barrier()
-                self._count(choices, self.sender.num_tokens * self.top_k, next_rows)
-                fabric.barrier()
-                fabric.send_words(next_rows.at[pl.ds(0, width)])
-                fabric.barrier()
-            else:
-                fabric.send_words(fabric.mine(counts))
+            fb.clear(next_rows, width)
+            fabric.barrier()
+            self._count(choices, self.sender.num_tokens * self.top_k, next_rows)
+            fabric.barrier()
+            fabric.send_values(next_rows.at[pl.ds(0, width)], 0)
+            fabric.barrier()
 
     def _sources(self, choices):
         """Returns what the sender reads routes from.

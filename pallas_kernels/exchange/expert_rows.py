@@ -77,7 +77,9 @@ class ExpertRows:
 
     def receive_counts(self, *, all_counts: Any, counts_full: Any, **_: Any) -> None:
         """Receives every rank's number of choices of each expert."""
-        self.fabric.receive_words(all_counts, "dispatch")
+        for rank in range(self.fabric.num_ranks):
+            self.fabric.read_values(rank, 0, all_counts.at[rank], "dispatch")
+        self.fabric.barrier()
         plgpu.barrier_arrive(counts_full)
 
     def lay_out(

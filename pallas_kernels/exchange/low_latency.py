@@ -39,15 +39,21 @@ class Rows:
       channels: how their warpgroups do.
       plan: how rows are spread over blocks and warpgroups.
       what: names the kernel in the messages of timeouts.
+      warpgroup: the warpgroup's number, None until `of`. A look-up is a shuffle, so there is one.
     """
 
     fabric: fb.Fabric
     channels: Channels
     plan: LowLatencyPlan
     what: str
+    warpgroup: Any = None
+
+    def of(self, warpgroup: jax.Array) -> Rows:
+        """Returns a copy for the warpgroup of this number."""
+        return dataclasses.replace(self, warpgroup=warpgroup)
 
     def open(self) -> Endpoint:
-        worker = lax.axis_index("block") * self.plan.warpgroups + lax.axis_index("warpgroup")
+        worker = lax.axis_index("block") * self.plan.warpgroups + self.warpgroup
         return Endpoint(self.channels, self.fabric.here(), worker, self.what)
 
     def tokens(self) -> list[tuple[jax.Array, jax.Array]]:
@@ -63,9 +69,7 @@ class Rows:
         The last tile of a row is moved back so that it ends with the row.
         """
         plan = self.plan
-        indices = [
-            lax.axis_index("warpgroup") + i * plan.warpgroups for i in range(plan.tiles_of_worker)
-        ]
+        indices = [self.warpgroup + i * plan.warpgroups for i in range(plan.tiles_of_worker)]
         last = plan.hidden - plan.tile
         return [
             (pl.ds(jnp.minimum(index * plan.tile, last), plan.tile), index < plan.num_tiles)
@@ -140,18 +144,24 @@ class Rows:
         """Sends the 32-bit words of an array [T·K] of this rank to all ranks, in block 0."""
         total = self.fabric.mine(ref).shape[0]
         size = -(-total // self.plan.warpgroups)
-        start = jnp.minimum(lax.axis_index("warpgroup") * size, total - size)
+        start = jnp.minimum(self.warpgroup * size, total - size)
 
         @pl.when(lax.axis_index("block") == 0)
         def _() -> None:
             self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
 
     def counted(self, i: int, tile: jax.Array) -> jax.Array:
-        """Sets those elements of this warpgroup's i-th tile to 0 that another tile has, too."""
+        """Sets those elements of this warpgroup's i-th tile to 0 that another tile has, too.
+
+        Only the row's last tile is repeated, in whole or in part, as the last of a warpgroup's.
+        """
         plan = self.plan
-        if plan.num_tiles * plan.tile == plan.hidden and plan.num_tiles % plan.warpgroups == 0:
+        whole = plan.num_tiles * plan.tile == plan.hidden
+        if i + 1 < plan.tiles_of_worker or (whole and plan.num_tiles % plan.warpgroups == 0):
             return tile
-        start = (lax.axis_index("warpgroup") + i * plan.warpgroups) * plan.tile
+        if whole:
+            return jnp.where(self.tiles()[i][1], tile, jnp.zeros_like(tile))
+        start = (self.warpgroup + i * plan.warpgroups) * plan.tile
         repeated = start - jnp.minimum(start, plan.hidden - plan.tile)
         position = fb.iota(self.fabric, plan.tile, plan.vector)
         return jnp.where(position >= repeated, tile, jnp.zeros_like(tile))
@@ -188,6 +198,10 @@ class Gather:
     capacity: int
     by_rank: bool = False
     own_first: bool = False
+
+    def of(self, warpgroup: jax.Array) -> Gather:
+        """Returns a copy for the warpgroup of this number."""
+        return dataclasses.replace(self, rows=self.rows.of(warpgroup))
 
     @property
     def fabric(self) -> fb.Fabric:
@@ -312,7 +326,7 @@ class Gather:
         """Reads the weights of each pair, which the owners send; each warpgroup those of others."""
         for pair, _, token, _, owner in self.pairs():
 
-            @pl.when(lax.axis_index("warpgroup") == pair % self.rows.plan.warpgroups)
+            @pl.when(self.rows.warpgroup == pair % self.rows.plan.warpgroups)
             def _(pair: int = pair, token: Any = token, owner: Any = owner) -> None:
                 start = token * self.top_k
                 self.fabric.read_values(owner, start, weights.at[pair], self.rows.what)

@@ -109,7 +109,8 @@ class _Combine:
 
         @pl.when(warpgroup < warpgroups)
         def _summers():
-            self._sum(topk_idx, weights_ref, out, ring, **scratch)
+            summer = dataclasses.replace(self, gather=self.gather.of(warpgroup))
+            summer._sum(topk_idx, weights_ref, out, ring, **scratch)
 
         @pl.when(warpgroup == warpgroups)
         def _scout():

@@ -128,7 +128,8 @@ class _CombineGrad:
 
         @pl.when(warpgroup < warpgroups)
         def _weighers():
-            self._weigh(g, weights_ref, topk_idx, dy, dweights, ring, **scratch)
+            weigher = dataclasses.replace(self, gather=self.gather.of(warpgroup))
+            weigher._weigh(g, weights_ref, topk_idx, dy, dweights, ring, **scratch)
 
         @pl.when(warpgroup == warpgroups)
         def _scout():
@@ -164,9 +165,10 @@ class _CombineGrad:
                 comes = [num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)]
                 arrived = list(of_rows.receive(endpoint, i, comes, exact=False))
             tiles = [of_peers[source - 1] for of_peers in arrived] if source else cotangents[i]
+            tiles = [tile.astype(jnp.float32) for tile in tiles]
             multiply = functools.partial(
                 self._multiply,
-                tiles=[tile.astype(jnp.float32) for tile in tiles],
+                tiles=tiles,
                 pair=pair, begun=begun, num_turns=num_turns, ring=ring, sums=sums, dy=dy, **scratch,
             )  # fmt: skip
             count = jnp.maximum(num_rows[pair], 0)
@@ -175,7 +177,7 @@ class _CombineGrad:
         meet(fabric, together)
         fabric.stage(2)
 
-        @pl.when(lax.axis_index("warpgroup") == 0)
+        @pl.when(of_rows.warpgroup == 0)
         def _():
             self._return(topk_idx, dweights, sums, totals, returned)
 
@@ -200,7 +202,7 @@ class _CombineGrad:
             total = product if total is None else total + product
         self.gather.free(ring, begun + r, num_turns)
         start = (pair * self.gather.top_k + choice) * self.parts_of_sum
-        start = start + lax.axis_index("warpgroup") * vectors.SUMS_OF_WARPGROUP
+        start = start + of_rows.warpgroup * vectors.SUMS_OF_WARPGROUP
         parts = sums.at[pl.ds(start, vectors.SUMS_OF_WARPGROUP)]
         vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
         return None

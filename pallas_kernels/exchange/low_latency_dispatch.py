@@ -196,7 +196,8 @@ class _Dispatch:
 
         @pl.when(warpgroup < self.rows.plan.warpgroups)
         def _movers():
-            self._move(x, topk_idx, rows, tokens, **scratch)
+            mover = dataclasses.replace(self, rows=self.rows.of(warpgroup))
+            mover._move(x, topk_idx, rows, tokens, **scratch)
 
         @pl.when(warpgroup == self.rows.plan.warpgroups)
         def _planner():
@@ -248,7 +249,7 @@ class _Dispatch:
         """Sends this rank's choices to all ranks: each mover of block 0 a part of them."""
         pairs = -(-self.num_choices // 2)
         count = -(-pairs // self.rows.plan.warpgroups)
-        first = jnp.minimum(lax.axis_index("warpgroup") * count, pairs - count)
+        first = jnp.minimum(self.rows.warpgroup * count, pairs - count)
 
         @pl.when(lax.axis_index("block") == 0)
         def _():
@@ -274,7 +275,7 @@ class _Dispatch:
 
         def each_source(function):
             for first in range(0, self.fabric.num_ranks, plan.warpgroups):
-                source = first + lax.axis_index("warpgroup")
+                source = first + self.rows.warpgroup
                 whole = first + plan.warpgroups <= self.fabric.num_ranks
                 pl.when(whole or source < self.fabric.num_ranks)(
                     lambda source=source: function(source)

@@ -326,16 +326,9 @@ def dispatch_workspace(
     top_k: int,
     num_experts: int,
 ) -> dict[str, int]:
-    """Returns the bytes that `dispatch.dispatch` allocates, by name of the buffer.
-
-    These are the routes and, beyond FEW_TOKENS tokens, the counts, which XLA then makes.
-    """
+    """Returns the bytes that `dispatch.dispatch` allocates, by name of the buffer."""
     entries = windows(plan, num_tokens, top_k)[0].total
-    counts = count_width(num_experts)
-    return {
-        "routes": WORD_BYTES * num_ranks * (entries + counts),
-        "choices of each expert": 0 if num_tokens <= FEW_TOKENS else WORD_BYTES * counts,
-    }
+    return {"routes": WORD_BYTES * num_ranks * (entries + count_width(num_experts))}
 
 
 def rank_dispatch(
@@ -371,15 +364,10 @@ def rank_dispatch_workspace(
 # -------------------------------------------------------------------------------------- combine
 
 
-def listed_rows(top_k: int, at_once: int) -> int:
-    """Returns the length of a list of up to K rows, rounded up to a multiple of `at_once`."""
-    return align_up(top_k, at_once)
-
-
 def _combine_words(step_tokens: int, num_ranks: int, top_k: int) -> int:
     """Returns the 32-bit words of routes and lists that a combine has in shared memory."""
     windows = 2 * num_ranks * align_up(step_tokens * top_k, LANES)
-    return windows + 2 * step_tokens * num_ranks * (1 + 2 * listed_rows(top_k, ROWS_OF_SUM))
+    return windows + 2 * step_tokens * num_ranks * (1 + 2 * align_up(top_k, ROWS_OF_SUM))
 
 
 def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
@@ -501,7 +489,7 @@ def combine_grad_of_short_rows(
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    list_words = 2 + 3 * listed_rows(top_k, ROWS_OF_COTANGENT)
+    list_words = 2 + 3 * align_up(top_k, ROWS_OF_COTANGENT)
     slots = _combine_grad_slots(row, num_ranks, top_k, num_experts, list_words)
     num_workers = min(_GRAD_WORKERS, slots)
     return Plan(

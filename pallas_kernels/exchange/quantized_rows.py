@@ -20,7 +20,7 @@ from pallas_kernels.exchange.quantize import (
 )
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic, vectors
-from pallas_kernels.fabric.mosaic import Value, arith, llvm
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.fabric.plan import LANES, WARP
 
 _VALUES = BLOCK // WARP  # values of a block that a thread holds
@@ -39,11 +39,8 @@ def quantize_row(fabric: fb.Fabric, source: Any, values: Any, scales: Any) -> No
     if fabric.interpret:
         values[...], scales[...] = quantize(source[...], values.dtype)
         return
-    if values.dtype != jnp.float8_e4m3fn:
-        raise NotImplementedError(f"rows can be sent as float8_e4m3fn, not as {values.dtype}.")
 
-    def emit(context: Any, source_ref: Value, values_ref: Value, scales_ref: Value) -> None:
-        del context
+    def emit(source_ref: Value, values_ref: Value, scales_ref: Value) -> None:
         f32 = mosaic.float_type()
         source_type = mosaic.element_of(source_ref)
         pointers = [mosaic.pointer(ref) for ref in (source_ref, values_ref, scales_ref)]
@@ -90,12 +87,9 @@ def put_row(fabric: fb.Fabric, row: jax.Array, values: Any, scales: Any, element
     if fabric.interpret:
         values[...], scales[...] = quantize(row, values.dtype)
         return
-    if values.dtype != jnp.float8_e4m3fn:
-        raise NotImplementedError(f"rows can be sent as float8_e4m3fn, not as {values.dtype}.")
     threads, (hidden,) = BLOCK // elements, values.shape
 
-    def emit(context: Any, array: Any, values_ref: Value, scales_ref: Value) -> None:
-        del context
+    def emit(array: Any, values_ref: Value, scales_ref: Value) -> None:
         f32, i32 = mosaic.float_type(), mosaic.integer_type(32)
         registers = mosaic.registers(array)
         places = vectors.pointers(values_ref, elements, len(registers))
@@ -105,9 +99,7 @@ def put_row(fabric: fb.Fabric, row: jax.Array, values: Any, scales: Any, element
         is_first = mosaic.equal(lane_of_block, mosaic.i32(0))
         for i, (register, place) in enumerate(zip(registers, places, strict=True)):
             words, scale = _quantize_vector(register, elements, threads)
-            packed = llvm.mlir_undef(mosaic.vector_type(len(words), i32))
-            for j, word in enumerate(words):
-                packed = llvm.insertelement(packed, word, mosaic.i32(j))
+            packed = vector.from_elements(mosaic.vector_type(len(words), i32), words)
             inside = mosaic.below(mosaic.lane(), mosaic.i32(hidden // elements - i * LANES))
             with mosaic.when(inside):
                 llvm.store(packed, place, alignment=elements)
@@ -119,14 +111,14 @@ def put_row(fabric: fb.Fabric, row: jax.Array, values: Any, scales: Any, element
     mosaic.inline(emit, [row, values, scales], layouts)
 
 
-def _quantize_vector(vector: Value, elements: int, threads: int) -> tuple[list[Value], Value]:
+def _quantize_vector(register: Value, elements: int, threads: int) -> tuple[list[Value], Value]:
     """Quantizes a thread's float32 of the block of 128 that `threads` neighbours hold.
 
     Returns the float8, 4 to an int32, and the scale of the block.
     """
     i32 = mosaic.integer_type(32)
     wide, finite, largest = _largest(
-        llvm.extractelement(vector, mosaic.i32(i)) for i in range(elements)
+        llvm.extractelement(register, mosaic.i32(i)) for i in range(elements)
     )
     step = 1
     while step < threads:
@@ -239,8 +231,7 @@ def add_rows(
     elements = elements_of_sum(hidden)
     num_rows = len(values)
 
-    def emit(context: Any, *args: Any) -> Any:
-        del context
+    def emit(*args: Any) -> Any:
         taken = [
             arith.cmpi(arith.CmpIPredicate.ne, mosaic.scalar(flag), mosaic.i32(0))
             for flag in args[:num_rows]
@@ -301,16 +292,13 @@ def _add_vectors(loaded: Sequence[tuple[list[Value], Value]], elements: int) -> 
     for words, scale in loaded:
         row = [value for word in words for value in _widened(word)]
         total = [arith.addf(t, arith.mulf(v, scale)) for t, v in zip(total, row, strict=True)]
-    vector = llvm.mlir_undef(mosaic.vector_type(elements, f32))
-    for i, value in enumerate(total):
-        vector = llvm.insertelement(vector, value, mosaic.i32(i))
-    return vector
+    return vector.from_elements(mosaic.vector_type(elements, f32), total)
 
 
-def _rounded(vector: Value, dtype: jax.typing.DTypeLike) -> Value:
+def _rounded(register: Value, dtype: jax.typing.DTypeLike) -> Value:
     """Rounds a vector of float32 to a floating dtype of 32 bits or fewer."""
-    vector_type = mosaic.vector_type(mosaic.vector_length_of(vector), mosaic.element_type(dtype))
-    return vector if vector.type == vector_type else arith.truncf(vector_type, vector)
+    kind = mosaic.vector_type(mosaic.vector_length_of(register), mosaic.element_type(dtype))
+    return register if register.type == kind else arith.truncf(kind, register)
 
 
 def _widened(word: Value) -> list[Value]:

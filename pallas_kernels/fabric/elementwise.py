@@ -62,7 +62,7 @@ class Elementwise:
         jaxpr = self._jaxpr.jaxpr
         layout = plgpu.Layout.WGMMA
 
-        def emit(_: Any, *operands: Any) -> Any:
+        def emit(*operands: Any) -> Any:
             return mosaic.elementwise(lambda *values: _emit(jaxpr, values)[0], *operands)
 
         result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)

@@ -1,14 +1,11 @@
 """The interface every kernel is written against: ranks, peers' buffers, signals, and a launch.
 
-Two fabrics run the same kernel body:
-
-  Gpus     each rank has a GPU; see `symmetric`.
-  Stacked  all ranks' buffers are stacked along a leading axis of one array and the rank is a grid
-           axis. The tests' simulator extends it to run whole kernels, all ranks at once, in Pallas'
-           GPU interpreter with race detection.
+`symmetric.Gpus` is the fabric of ranks that have a GPU each. The tests' simulator is another: it
+stacks all ranks' buffers along a leading axis of one array, makes the rank a grid axis, and runs
+the same kernel bodies, all ranks at once, in Pallas' GPU interpreter with race detection.
 
 A block communicates only with the blocks of its own index on other ranks, except for addresses and
-words, which block 0 sends to all blocks of a peer. So a grid may have more blocks than the GPU can
+values, which may go to all blocks of a peer. So a grid may have more blocks than the GPU can
 run at a time without a deadlock, as long as every rank starts its blocks in order.
 """
 
@@ -32,7 +29,7 @@ from pallas_kernels.fabric.plan import LANES
 
 NOWHERE = -1  # stands for "no row" and for "no expert"
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-COUNTED_AT_ONCE = 1024  # values that a warpgroup gives `count` in one call
+COUNTED_AT_ONCE = 8192  # values that a warpgroup gives `count` in one call, all loaded at once
 
 
 class Ranks(Protocol):
@@ -91,12 +88,6 @@ class Fabric(Ranks, Protocol):
 
         `what` names the wait in the message of a timeout.
         """
-
-    def send_words(self, words: Any) -> None:
-        """Sends int32 words [W] to every rank."""
-
-    def receive_words(self, words: Any, what: str) -> None:
-        """Waits for the words that every rank sends, and writes them to `words` [N, W]."""
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
         """Sends words to some ranks, as values from `start` on; None: to every rank."""
@@ -179,77 +170,6 @@ class RanksOfMesh:
             for r, nanoseconds in enumerate(self.delays_ns[stage]):
                 delay = jnp.where(rank == r, nanoseconds, delay)
             ptx.pause(delay)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stacked:
-    """Ranks stacked along the leading axis of every buffer of one device.
-
-    Methods by which ranks communicate raise NotImplementedError: the tests' simulator has them.
-    """
-
-    num_ranks: int
-    interpret: Any = None
-
-    stacked = True
-    operands = ()
-
-    def scratch_types(self, num_buffers: int) -> dict[str, Any]:
-        return {}
-
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        return (self.num_ranks, *shape)
-
-    def enter(self, operands: Sequence[Any], buffers: Sequence[Any], **_: Any) -> None:
-        pass
-
-    def connect(self) -> None:
-        pass
-
-    def rank(self) -> jax.Array:
-        return lax.axis_index("rank")
-
-    def here(self) -> jax.Array:
-        return self.rank()
-
-    def mine(self, ref: Any) -> Any:
-        return ref.at[self.rank()]
-
-    def peer(self, ref: Any, rank: Any) -> Any:
-        return ref.at[rank]
-
-    def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
-        raise NotImplementedError("ranks on one device signal each other only in the simulator.")
-
-    def wait(self, kind: int, count: Any, what: str) -> None:
-        raise NotImplementedError("ranks on one device wait for each other only in the simulator.")
-
-    def send_words(self, words: Any) -> None:
-        raise NotImplementedError("ranks on one device send words only in the simulator.")
-
-    def receive_words(self, words: Any, what: str) -> None:
-        raise NotImplementedError("ranks on one device receive words only in the simulator.")
-
-    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
-        raise NotImplementedError("ranks on one device send values only in the simulator.")
-
-    def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
-        raise NotImplementedError("ranks on one device read values only in the simulator.")
-
-    def send_halves(self, words: Any, first: Any, count: int) -> None:
-        raise NotImplementedError("ranks on one device send halves only in the simulator.")
-
-    def read_halves(self, rank: Any, words: Any, what: str) -> None:
-        raise NotImplementedError("ranks on one device read halves only in the simulator.")
-
-    def barrier(self) -> None:
-        raise NotImplementedError("ranks on one device meet only in the simulator.")
-
-    def async_fence(self) -> None:
-        pass
-
-    def stage(self, number: int) -> None:
-        pass
 
 
 def kernel(

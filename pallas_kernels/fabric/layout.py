@@ -26,7 +26,7 @@ POOL_START = 1
 POOL_BYTES = 2
 DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
 
-VERSION = 4  # of this layout
+VERSION = 5  # of this layout
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
 
 # (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
@@ -36,14 +36,13 @@ ANY_ADDRESS = (0, 1 << 63)
 # offsets in a program do not depend on the machine.
 MAX_BLOCKS = 2048  # thread blocks of a kernel
 MAX_BUFFERS = 4  # buffers of a kernel that peers reach
-MAX_WORDS = 4096  # words that a rank sends to a peer in a call, and as many in each set of values
+MAX_WORDS = 4096  # values that a rank sends to a peer in a call
 SIGNAL_KINDS = 2  # kinds of signal that a kernel may send
 COUNT_BITS = 20  # the low bits of a signal, a count; the number of the call is in the 44 above
 CALLS = HEADER_BYTES  # [MAX_GPUS, MAX_BLOCKS]: calls with each peer so far; this GPU's own
 SIGNALS = CALLS + WORD64_BYTES * MAX_GPUS * MAX_BLOCKS  # [SIGNAL_KINDS, MAX_BLOCKS, MAX_GPUS]
 ADDRESSES = SIGNALS + WORD64_BYTES * SIGNAL_KINDS * MAX_BLOCKS * MAX_GPUS  # [MAX_GPUS, MAX_BUFFERS]
-WORDS = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS  # [MAX_GPUS, MAX_WORDS]
-VALUES = WORDS + WORD64_BYTES * MAX_GPUS * MAX_WORDS  # [2 sets, MAX_GPUS, MAX_WORDS]
+VALUES = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS  # [2 sets, MAX_GPUS, MAX_WORDS]
 TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_WORDS  # memory of the low-latency protocol
 
 # Memory of the low-latency protocol (`low_latency`): counters of calls, then slots that tiles

@@ -48,7 +48,7 @@ _REQUIRED = {
     "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
     "jaxlib.mlir.dialects.llvm": (
         *("PointerType", "addrspacecast", "bitcast", "extractelement", "extractvalue"),
-        *("inline_asm", "insertelement", "inttoptr", "load", "mlir_undef", "ptrtoint", "store"),
+        *("inline_asm", "inttoptr", "load", "ptrtoint", "store"),
     ),
     "jaxlib.mlir.dialects.scf": ("IfOp", "WhileOp", "condition", "yield_"),
     "jaxlib.mlir.dialects.vector": ("bitcast", "extract", "from_elements", "insert"),
@@ -123,12 +123,11 @@ def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
 def inline(
     emit: Callable[..., Any], operands: Sequence[Any], layouts: Sequence[Any], returns: Any = None
 ) -> Any:
-    """Runs `emit(context, *operands)` when the kernel that is being traced is lowered.
+    """Runs `emit(*operands)` when the kernel that is being traced is lowered.
 
     Args:
-      emit: emits MLIR for one thread. It is given Mosaic's launch context, a memref for each
-        reference, and a FragmentedArray for each array in registers. It returns arrays of the types
-        in `returns`.
+      emit: emits MLIR for one thread. It is given a memref for each reference, and a
+        FragmentedArray for each array in registers. It returns arrays of the types in `returns`.
       operands: references, and arrays in registers.
       layouts: the layout of each operand: `REFERENCE`, `SCALAR` or one made by `strided`.
       returns: the type of the result, a list of types, or None if there is no result.
@@ -140,13 +139,12 @@ def inline(
       NotImplementedError: this JAX lacks a name that kernels need; the message names it.
     """
     _refuse_if_unavailable()
-    if returns is None:
 
-        def emit_nothing(context: Any, *values: Any) -> None:
-            emit(context, *values)  # drops what emit returns
+    def run(_: Any, *values: Any) -> Any:
+        results = emit(*values)
+        return None if returns is None else results
 
-        return plgpu.inline_mgpu(arg_types=tuple(layouts))(emit_nothing)(*operands)
-    return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=returns)(emit)(*operands)
+    return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=returns)(run)(*operands)
 
 
 # ------------------------------------------------------------------------- types and constants
@@ -340,25 +338,27 @@ def remote_ref(ref: Any, entry: jax.Array) -> Any:
         return plgpu.remote_ref(ref, entry, logical)
 
 
-def reach_peers(context: Any, offset: Callable[[Value], Value]) -> None:
-    """Makes `remote_ref(ref, entry)` in this kernel the address of ref plus `offset(entry)`.
+def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
+    """Makes `remote_ref(ref, entry)` in this kernel the address of ref plus `offset(table, entry)`.
 
     Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
     XLA's collective metadata or NVSHMEM. This replaces the context's method `to_remote`.
     """
 
-    def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
-        if on_host:
-            raise NotImplementedError("peers' memory is reached only by copies of contiguous rows")
-        kind = ir.MemRefType(ref.type)
-        strides, _ = kind.get_strides_and_offset()
-        there = ir.MemRefType.get(  # offset 0: the pointer already includes the offset
-            kind.shape, kind.element_type, ir.StridedLayoutAttr.get(0, strides), kind.memory_space
-        )
-        place = llvm.inttoptr(pointer(ref).type, arith.addi(address(ref), offset(peer)))
-        return mgpu.utils.ptr_as_memref(place, there)
+    def run(context: Any, table: Value) -> None:
+        def to_remote(ref: Value, peer: Value, *, on_host: bool = False) -> Value:
+            if on_host:
+                raise NotImplementedError("peers are reached only by copies of contiguous rows")
+            kind = ir.MemRefType(ref.type)
+            strides, _ = kind.get_strides_and_offset()
+            layout = ir.StridedLayoutAttr.get(0, strides)  # the pointer includes the offset
+            there = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
+            place = arith.addi(address(ref), offset(table, peer))
+            return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), there)
 
-    context.to_remote = to_remote
+        context.to_remote = to_remote
+
+    plgpu.inline_mgpu(arg_types=(REFERENCE,))(run)(table)
 
 
 # ---------------------------------------------------------------------------- stores from registers
@@ -380,7 +380,7 @@ def store_rows(
     """
     layout = plgpu.Layout.WGMMA_TRANSPOSED
 
-    def emit(_: Any, out: Value, values: Array, *scalars: Array) -> None:
+    def emit(out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
         kind = ir.MemRefType(out.type)
         i32 = integer_type(32)

@@ -18,7 +18,7 @@ _POLLS_PER_CLOCK = 1024  # a power of two
 
 def barrier() -> None:
     """Makes all threads of the warpgroup wait for each other."""
-    mosaic.inline(lambda context: mosaic.barrier(), [], [])
+    mosaic.inline(lambda: mosaic.barrier(), [], [])
 
 
 def poll(
@@ -100,8 +100,7 @@ def _trap(text: str, rank: Value, peer: Value) -> None:
 def pause(nanoseconds: Any) -> None:
     """Delays the warpgroup, for tests that hold ranks back by different times."""
 
-    def emit(context: Any, duration: Any) -> None:
-        del context
+    def emit(duration: Any) -> None:
         i64 = mosaic.integer_type(64)
         end = arith.addi(_global_timer(), arith.extui(i64, mosaic.scalar(duration)))
         loop = scf.WhileOp([], [])
@@ -120,8 +119,7 @@ def count(bins: Any, values: Any, num_bins: int) -> None:
     `values` is a vector of int32 in registers.
     """
 
-    def emit(context: Any, bins: Value, values: Any) -> None:
-        del context
+    def emit(bins: Value, values: Any) -> None:
         base = mosaic.address(bins, 32)
         for of_thread in mosaic.registers(values):
             value = llvm.extractelement(of_thread, mosaic.i32(0))
@@ -135,7 +133,7 @@ def count(bins: Any, values: Any, num_bins: int) -> None:
 
 def async_fence() -> None:
     """Makes the writes that this thread has seen visible to its bulk copies."""
-    mosaic.inline(lambda context: mosaic.asm("fence.proxy.async;"), [], [])
+    mosaic.inline(lambda: mosaic.asm("fence.proxy.async;"), [], [])
 
 
 def _global_timer() -> Value:

@@ -54,8 +54,7 @@ class SlotMemory:
         Without `exact`, a NaN may arrive as another NaN. The receiver must pass the same `exact`.
         """
 
-        def emit(context: Any, gpu: Array, slot: Array, tile: Array) -> None:
-            del context
+        def emit(gpu: Array, slot: Array, tile: Array) -> None:
             (of_thread,) = mosaic.registers(tile)
             packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
             words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
@@ -114,8 +113,7 @@ class SlotMemory:
         """
         count = len(slots)
 
-        def emit(context: Any, gpu: Array, rank: Array, *scalars: Array) -> list[Array]:
-            del context
+        def emit(gpu: Array, rank: Array, *scalars: Array) -> list[Array]:
             here, receiver = mosaic.scalar(gpu), mosaic.scalar(rank)
             values = [mosaic.scalar(scalar) for scalar in scalars]
             places, senders, comes = values[:count], values[count : 2 * count], values[2 * count :]
@@ -158,8 +156,7 @@ class SlotMemory:
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
         """Reads counters of this GPU, whose number is `gpu`; returns each [] int32."""
 
-        def emit(context: Any, gpu: Array, *counters: Array) -> list[Array]:
-            del context
+        def emit(gpu: Array, *counters: Array) -> list[Array]:
             values = []
             for counter in counters:
                 address = self._counter(mosaic.scalar(gpu), mosaic.scalar(counter))
@@ -177,8 +174,7 @@ class SlotMemory:
         """Sets counters of this GPU, after a barrier of all threads of the warpgroup."""
         count = len(counters)
 
-        def emit(context: Any, gpu: Array, *scalars: Array) -> None:
-            del context
+        def emit(gpu: Array, *scalars: Array) -> None:
             numbers = [mosaic.scalar(scalar) for scalar in scalars]
             mosaic.barrier()
             with mosaic.when(mosaic.equal(mosaic.lane(), mosaic.i32(0))):
@@ -285,8 +281,7 @@ def _store(pointer: Value, words: Sequence[Value]) -> None:
 
 def _tile(words: Sequence[Value], shape: tuple[int, ...], dtype: Any) -> Array:
     """Makes a tile of the words that each thread holds."""
-    packed = llvm.mlir_undef(mosaic.vector_type(_WORDS, mosaic.integer_type(32)))
-    for i, word in enumerate(words):
-        packed = llvm.insertelement(packed, word, mosaic.i32(i))
+    words_type = mosaic.vector_type(_WORDS, mosaic.integer_type(32))
+    packed = vector.from_elements(words_type, list(words))
     of_thread = mosaic.vector_type(vector_length(dtype), mosaic.element_type(dtype))
     return mosaic.array_of([vector.bitcast(of_thread, packed)], shape, vector_length(dtype))

@@ -33,8 +33,7 @@ def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:
             f"{source.shape}."
         )
 
-    def emit(context: Any, source_ref: Value, destination_ref: Value) -> None:
-        del context
+    def emit(source_ref: Value, destination_ref: Value) -> None:
         byte, thread = mosaic.integer_type(8), mosaic.lane()
         bases = [mosaic.pointer(ref) for ref in (destination_ref, source_ref)]
         for first in range(0, num_pieces, LANES):
@@ -66,4 +65,4 @@ def wait(fabric: fb.Fabric, allowed: int) -> None:
 
 def _all_threads(fabric: fb.Fabric, text: str) -> None:
     if not fabric.interpret:
-        mosaic.inline(lambda context: mosaic.asm(text), [], [])
+        mosaic.inline(lambda: mosaic.asm(text), [], [])

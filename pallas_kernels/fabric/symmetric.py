@@ -117,11 +117,11 @@ class Gpus(RanksOfMesh):
         self.hold_back(0, rank)
         num_ranks = self.num_ranks
 
-        def emit(context: Any, table: Any, here: Any, *args: Any) -> None:
+        def emit(table: Any, here: Any, *args: Any) -> None:
             here, peers, refs = scalar(here), list(map(scalar, args[:num_ranks])), args[num_ranks:]
             lane, block = mosaic.lane(), mosaic.block()
             heap = self._heap(here)
-            numbers, deltas = call.numbers(table), call.deltas(table)
+            numbers = call.numbers(table)
             # Write to shared memory the number of this call with each peer. Numbers count from 1,
             # so that a word of zeros belongs to no call. Offsets to a peer's buffers follow in
             # `connect`; `reach_peers` makes copies add them.
@@ -130,7 +130,6 @@ class Gpus(RanksOfMesh):
             with mosaic.when(_below(lane, num_ranks)):
                 number = arith.addi(_load(counter), i64(1))
                 _store_shared(_plus(numbers, (lane, 8)), number)
-            mosaic.reach_peers(context, lambda entry: _load_shared(_plus(deltas, (entry, 8))))
             mosaic.barrier()
             first = mosaic.equal(block, i32(0))
             thread = mosaic.thread()
@@ -152,6 +151,7 @@ class Gpus(RanksOfMesh):
 
         layouts = [REFERENCE, *[SCALAR] * (1 + num_ranks), *[REFERENCE] * len(buffers)]
         mosaic.inline(emit, [table, call.here, *peers, *buffers], layouts)
+        mosaic.reach_peers(table, lambda t, entry: _load_shared(_plus(call.deltas(t), (entry, 8))))
 
     def _send_addresses(self, call, heap, here, peers, refs, numbers, lane) -> None:
         """Sends the address of buffer i // N to rank i % N, in thread i."""
@@ -183,8 +183,7 @@ class Gpus(RanksOfMesh):
         if not call.buffers:
             return
 
-        def emit(context: Any, table: Any, here: Any, rank: Any, *args: Any) -> None:
-            del context
+        def emit(table: Any, here: Any, rank: Any, *args: Any) -> None:
             peers, refs = list(map(scalar, args[:num_ranks])), args[num_ranks:]
             lane, heap = mosaic.lane(), self._heap(scalar(here))
             with mosaic.when(_below(lane, len(refs) * num_ranks)):
@@ -253,8 +252,7 @@ class Gpus(RanksOfMesh):
         """
         call = self._call
 
-        def emit(context: Any, table: Any, here: Any, count: Any, *peers: Any) -> None:
-            del context
+        def emit(table: Any, here: Any, count: Any, *peers: Any) -> None:
             lane = mosaic.lane()
             peer = _of_lane(list(map(scalar, peers)), lane)
             mosaic.barrier()
@@ -273,8 +271,7 @@ class Gpus(RanksOfMesh):
         """
         call = self._call
 
-        def emit(context: Any, table: Any, here: Any, rank: Any, count: Any, *peers: Any) -> None:
-            del context
+        def emit(table: Any, here: Any, rank: Any, count: Any, *peers: Any) -> None:
             lane = mosaic.lane()
             peer = _of_lane(list(map(scalar, peers)), lane)
             some = arith.cmpi(arith.CmpIPredicate.ne, scalar(count), i32(0))
@@ -297,74 +294,6 @@ class Gpus(RanksOfMesh):
         operands = [call.table, call.here, call.rank, jnp.asarray(count, jnp.int32), *call.peers]
         mosaic.inline(emit, operands, layouts)
 
-    def send_words(self, words: Any) -> None:
-        """Sends int32 words [W] to every rank; one warpgroup of one block does so once in a call.
-
-        Each word is stored together with the number of the call, by which the receiver sees that it
-        has arrived.
-        """
-        call, (count,) = self._call, words.shape
-        if count > layout.MAX_WORDS:
-            raise ValueError(
-                f"{call.name}: a rank sends at most {layout.MAX_WORDS} words, not {count}."
-            )
-
-        def emit(context: Any, table: Any, here: Any, words: Any, *peers: Any) -> None:
-            del context
-            for first in range(0, count, LANES):
-                index = arith.addi(mosaic.lane(), i32(first))
-                with mosaic.when(_below(index, count)):
-                    value = _widen(mosaic.element_at(words, index))
-                    for r, peer in enumerate(peers):
-                        number = _load_shared(_plus(call.numbers(table), (i32(r), 8)))
-                        word = arith.ori(arith.shli(number, i64(32)), value)
-                        _store(self._word(scalar(peer), scalar(here), index), word)
-
-        layouts = [REFERENCE, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
-        mosaic.inline(emit, [call.table, call.here, words, *call.peers], layouts)
-
-    def receive_words(self, words: Any, what: str) -> None:
-        """Waits for the words of every rank; writes them to `words` [N, W] int32 in shared memory.
-
-        `what` names the wait in the message that ends the program after `timeout_s`.
-        """
-        call, (_, count) = self._call, words.shape
-
-        def emit(context: Any, table: Any, here: Any, rank: Any, words: Any, *peers: Any) -> None:
-            del context
-            start = mosaic.address(words, 32)
-
-            def late(r: int, values: Sequence[Value]) -> None:
-                ptx.give_up(what, self.timeout_s, scalar(rank), i32(r))
-
-            for r, peer in enumerate(map(scalar, peers)):
-                number = _load_shared(_plus(call.numbers(table), (i32(r), 8)))
-                number = _narrow(number)
-                for first in range(0, count, LANES):
-                    index = arith.addi(mosaic.lane(), i32(first))
-                    place = self._word(scalar(here), peer, index)
-
-                    def ask(place: Any = place, number: Any = number) -> Any:
-                        word = _load(place)
-                        of_call = _narrow(arith.shrui(word, i64(32)))
-                        ahead = arith.subi(of_call, number)
-                        behind = arith.cmpi(arith.CmpIPredicate.slt, ahead, i32(0))
-                        return behind, [_narrow(word)]
-
-                    with mosaic.when(_below(index, count)):
-                        (value,) = ptx.poll(
-                            ask,
-                            functools.partial(late, r),
-                            timeout_s=self.timeout_s,
-                            types=[mosaic.integer_type(32)],
-                        )
-                        to = _plus(start, (i32(r), 4 * count), (index, 4))
-                        mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", to, value)
-            mosaic.barrier()
-
-        layouts = [REFERENCE, SCALAR, SCALAR, REFERENCE, *[SCALAR] * self.num_ranks]
-        mosaic.inline(emit, [call.table, call.here, call.rank, words, *call.peers], layouts)
-
     def send_halves(self, words: Any, first: Any, count: int) -> None:
         """Sends pairs of int32 words to every rank, as values of two halves each.
 
@@ -373,8 +302,7 @@ class Gpus(RanksOfMesh):
         """
         call, last = self._call, words.shape[0] - 1
 
-        def emit(context: Any, table: Any, here: Any, first: Any, words: Any, *peers: Any) -> None:
-            del context
+        def emit(table: Any, here: Any, first: Any, words: Any, *peers: Any) -> None:
             numbers = [
                 _load_shared(_plus(call.numbers(table), (i32(r), 8))) for r in range(len(peers))
             ]
@@ -417,11 +345,14 @@ class Gpus(RanksOfMesh):
         `words` [n] is of 32-bit elements in this rank's global or shared memory.
         """
         call, (count,) = self._call, words.shape
+        if count > layout.MAX_WORDS:
+            raise ValueError(
+                f"{call.name}: a rank sends at most {layout.MAX_WORDS} values, not {count}."
+            )
         ranks = range(self.num_ranks) if ranks is None else ranks
         to = [jnp.asarray(rank, jnp.int32) for rank in ranks]
 
-        def emit(context: Any, table: Any, here: Any, start: Any, words: Any, *args: Any) -> None:
-            del context
+        def emit(table: Any, here: Any, start: Any, words: Any, *args: Any) -> None:
             peers, to = list(map(scalar, args[: self.num_ranks])), args[self.num_ranks :]
             i32_type = mosaic.integer_type(32)
             indices = [arith.addi(mosaic.lane(), i32(i)) for i in range(0, count, LANES)]
@@ -455,10 +386,9 @@ class Gpus(RanksOfMesh):
         call, (num_words,) = self._call, words.shape
 
         def emit(
-            context: Any, table: Any, here: Any, me: Any, rank: Any, start: Any, words: Any,
+            table: Any, here: Any, me: Any, rank: Any, start: Any, words: Any,
             *peers: Any,
         ) -> None:  # fmt: skip
-            del context
             source = scalar(rank)
             number = _load_shared(_plus(call.numbers(table), (source, 8)))
             peer = _of_lane(list(map(scalar, peers)), source)
@@ -524,9 +454,6 @@ class Gpus(RanksOfMesh):
         """Returns the address, in `owner`'s heap, of the signal from GPU `sender` to this block."""
         start = layout.SIGNALS + 8 * layout.MAX_GPUS * layout.MAX_BLOCKS * kind
         return _at(self._heap(owner), start, (mosaic.block(), 8 * layout.MAX_GPUS), (sender, 8))
-
-    def _word(self, owner: Value, sender: Value, index: Value) -> Value:
-        return _at(self._heap(owner), layout.WORDS, (sender, 8 * layout.MAX_WORDS), (index, 8))
 
     def _value(self, owner: Value, sender: Value, number: Value, index: Value) -> Value:
         """Returns the address, in `owner`'s heap, of a value of GPU `sender` in a call."""

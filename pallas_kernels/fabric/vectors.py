@@ -34,8 +34,7 @@ def load(fabric: fb.Ranks, ref: Any, elements: int) -> jax.Array:
     is_integer = jnp.issubdtype(ref.dtype, jnp.integer)
     is_signed = bool(jnp.issubdtype(ref.dtype, jnp.signedinteger)) if is_integer else None
 
-    def emit(context: Any, memref: Value) -> Any:
-        del context
+    def emit(memref: Value) -> Any:
         of_thread = mosaic.vector_type(elements, mosaic.element_of(memref))
         num_bytes = elements * jnp.dtype(ref.dtype).itemsize
         places = pointers(memref, num_bytes, ref.shape[0] // (LANES * elements))
@@ -57,8 +56,7 @@ def store(fabric: fb.Ranks, refs: Sequence[Any], value: jax.Array, elements: int
             ref[...] = value
         return
 
-    def emit(context: Any, array: Any, *memrefs: Value) -> None:
-        del context
+    def emit(array: Any, *memrefs: Value) -> None:
         num_bytes = elements * jnp.dtype(value.dtype).itemsize
         registers = mosaic.registers(array)
         places = [pointers(memref, num_bytes, len(registers)) for memref in memrefs]
@@ -106,8 +104,7 @@ def load_each(
         f" @p {kind}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
     )
 
-    def emit(context: Any, *args: Any) -> Any:
-        del context
+    def emit(*args: Any) -> Any:
         flags, memrefs = args[: len(refs)], args[len(refs) :]
         i32 = mosaic.integer_type(32)
         four = mosaic.struct_type([i32] * 4)
@@ -128,10 +125,8 @@ def load_each(
                 if within is not None:
                     here = arith.select(within, here, mosaic.i32(0))
                 words = mosaic.asm(text, "=&r,=&r,=&r,=&r,l,r", pointer, here, returns=four)
-                packed = llvm.mlir_undef(packed_type)
-                for j in range(4):
-                    word = llvm.extractvalue(i32, words, [j])
-                    packed = llvm.insertelement(packed, word, mosaic.i32(j))
+                each = [llvm.extractvalue(i32, words, [j]) for j in range(4)]
+                packed = vector.from_elements(packed_type, each)
                 loaded.append(vector.bitcast(of_thread, packed))
             arrays.append(mosaic.array_of(loaded, (num_vectors * LANES * elements,), elements))
         return arrays
@@ -159,8 +154,7 @@ def store_part(
         return
     (size,) = ref.shape
 
-    def emit(context: Any, flag: Any, array: Any, memref: Value) -> None:
-        del context
+    def emit(flag: Any, array: Any, memref: Value) -> None:
         num_bytes = elements * jnp.dtype(value.dtype).itemsize
         registers = mosaic.registers(array)
         places = pointers(memref, num_bytes, len(registers))
@@ -186,17 +180,16 @@ def times(fabric: fb.Ranks, value: jax.Array, factor: jax.Array, elements: int) 
     if fabric.interpret:
         return value * factor
 
-    def emit(context: Any, array: Any, by: Any) -> Any:
-        del context
+    def emit(array: Any, by: Any) -> Any:
         f32, scalar = mosaic.float_type(), mosaic.scalar(by)
         products = []
         for register in mosaic.registers(array):
-            product = llvm.mlir_undef(register.type)
-            for i in range(elements):
-                one = llvm.extractelement(register, mosaic.i32(i))
-                one = llvm.inline_asm(f32, [one, scalar], "mul.rn.f32 $0, $1, $2;", "=f,f,f")
-                product = llvm.insertelement(product, one, mosaic.i32(i))
-            products.append(product)
+            each = [vector.extract(register, [], [i]) for i in range(elements)]
+            each = [
+                llvm.inline_asm(f32, [one, scalar], "mul.rn.f32 $0, $1, $2;", "=f,f,f")
+                for one in each
+            ]
+            products.append(vector.from_elements(register.type, each))
         return mosaic.array_of(products, value.shape, elements)
 
     array = mosaic.in_registers(value.shape, jnp.float32, elements)
@@ -240,8 +233,7 @@ def _select(
         return [jnp.where(predicate, a, b) for a, b in zip(yes, no, strict=True)]
     shape, dtype = no[0].shape, no[0].dtype
 
-    def emit(context: Any, choice: Any, *arrays: Any) -> Any:
-        del context
+    def emit(choice: Any, *arrays: Any) -> Any:
         choice, half = mosaic.scalar(choice), len(arrays) // 2
         return [
             mosaic.array_of(
@@ -267,8 +259,7 @@ def partial_sums(fabric: fb.Ranks, value: jax.Array, ref: Any, elements: int) ->
         ref[...] = jnp.sum(value.reshape(SUMS_OF_WARPGROUP, -1), axis=1)
         return
 
-    def emit(context: Any, memref: Value, array: Any) -> None:
-        del context
+    def emit(memref: Value, array: Any) -> None:
         parts = [
             vector.extract(register, [], [i])
             for register in mosaic.registers(array)
@@ -299,8 +290,7 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
         ref[index] = functools.reduce(jnp.add, [sums[i] for i in range(SUMS_OF_WARPGROUP)])
         return
 
-    def emit(context: Any, sums_ref: Value, to: Value) -> None:
-        del context
+    def emit(sums_ref: Value, to: Value) -> None:
         f32 = mosaic.float_type()
         with mosaic.when(mosaic.equal(mosaic.lane(), mosaic.i32(0))):
             base = mosaic.pointer(sums_ref)
@@ -324,8 +314,7 @@ def add_each(fabric: fb.Fabric, sums: Any, totals: Any, count: int) -> None:
         totals[...] = functools.reduce(jnp.add, [parts[:, i] for i in range(count)])
         return
 
-    def emit(context: Any, sums_ref: Value, totals_ref: Value) -> None:
-        del context
+    def emit(sums_ref: Value, totals_ref: Value) -> None:
         f32 = mosaic.float_type()
         for first in range(0, size, LANES):
             index = arith.addi(mosaic.lane(), mosaic.i32(first))

@@ -1,4 +1,7 @@
-"""The gradient of a grouped matmul's matrices: the outer products of each group's rows, summed.
+"""The gradients of a grouped matmul's matrices: the outer products of each group's rows, summed.
+
+There may be several, of the same rows of lhs. Their tiles at one place follow each other, so that
+lhs is read from the caches.
 
 The kernel is built like the others (`pallas_kernels.matmul.kernel`). It cuts the sum over a group's
 rows into steps of 64. The first and last step of a group may hold rows of another group. The loader
@@ -20,6 +23,8 @@ release that slot only once they have started the step.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -49,7 +54,7 @@ BLOCK_M = COMPUTERS * CHUNK  # rows of a block's output tile; each computer take
 
 @dataclasses.dataclass(frozen=True)
 class DrhsTiles:
-    """The tile sizes of `drhs`, and the depth of its buffers in shared memory.
+    """The tile sizes of `drhs_of_each`, and the depth of its buffers in shared memory.
 
     Attributes:
       block_n: width of a block's output tile, a multiple of 64 up to 256.
@@ -66,14 +71,11 @@ class DrhsTiles:
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns tiles with room for a whole output tile, and the deepest ring that then fits.
-
-        The ring has at most 6 slots.
-        """
-        staging = 2 * BLOCK_M * block_n
+        """Returns tiles with room to stage one chunk, and the deepest ring that fits, up to 6."""
+        staging = 2 * BLOCK_M * CHUNK
         slot = 2 * CHUNK * (BLOCK_M + block_n)
         slots = (SHARED_MEMORY_BYTES - OTHER_BYTES - staging) // slot
-        return cls(block_n, min(slots, 6), block_n // CHUNK, band)
+        return cls(block_n, min(slots, 6), 1, band)
 
     def __post_init__(self) -> None:
         check_buffers(self)
@@ -84,38 +86,40 @@ class DrhsTiles:
             )
 
 
-def drhs(
+def drhs_of_each(
     lhs: jax.Array,
-    grad: jax.Array,
+    grads: Sequence[jax.Array],
     group_sizes: jax.Array,
     *,
     tiles: DrhsTiles,
     num_blocks: int,
     interpret: Any = None,
-) -> jax.Array:
-    """Multiplies each group's rows of lhs, transposed, by its rows of grad: the gradient of rhs.
+) -> tuple[jax.Array, ...]:
+    """Multiplies each group's rows of lhs, transposed, by its rows of a grad: the gradient of rhs.
 
     Args:
       lhs: [R, K] bfloat16 or float16; R is a multiple of 8, K of 64.
-      grad: [R, N] of lhs's dtype; N is a multiple of tiles.block_n.
+      grads: one or more, [R, N] of lhs's dtype; N is a multiple of tiles.block_n.
       group_sizes: [L] int32, rows of each group, in order.
       tiles: tile sizes, and depth of buffers.
       num_blocks: thread blocks to use.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      [L, K, N] of the operands' dtype, zero for an empty group. Sums are float32.
+      For each grad [L, K, N] of the operands' dtype, zero for an empty group. Sums are float32.
     """
-    num_groups = group_sizes.shape[0]
-    shape = num_groups, lhs.shape[1], grad.shape[1]
-    kernel = _Drhs(tiles, num_blocks, bool(interpret), grad.shape[1], *shape[:2])
-    return launch(
-        kernel,
-        kernel.scratch_types(lhs.dtype),
-        jax.ShapeDtypeStruct(shape, lhs.dtype),
-        "grouped_matmul_drhs",
-        interpret,
-    )(lhs, grad, _group_steps(group_sizes, lhs.shape[0]))
+    num_groups, width = group_sizes.shape[0], grads[0].shape[1]
+    shape = num_groups, lhs.shape[1], width
+    kernel = _Drhs(tiles, num_blocks, bool(interpret), width, *shape[:2], len(grads))
+    return tuple(
+        launch(
+            kernel,
+            kernel.scratch_types(lhs.dtype),
+            [jax.ShapeDtypeStruct(shape, lhs.dtype)] * len(grads),
+            "grouped_matmul_drhs",
+            interpret,
+        )(lhs, *grads, _group_steps(group_sizes, lhs.shape[0]))
+    )
 
 
 def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
@@ -132,10 +136,11 @@ def _group_steps(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Drhs(Kernel):
-    """The kernel of `drhs`."""
+    """The kernel of `drhs_of_each`."""
 
     num_groups: int
     height: int  # rows of the output of a group, K
+    num_grads: int
 
     def __post_init__(self) -> None:
         if self.width % self.tiles.block_n:
@@ -150,17 +155,20 @@ class _Drhs(Kernel):
             cleared=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.num_slots),
         )
 
-    def __call__(self, lhs: Any, grad: Any, table: Any, out: Any, **scratch: Any) -> None:
+    def __call__(self, lhs: Any, *refs: Any, **scratch: Any) -> None:
+        grads, table, outs = refs[: self.num_grads], refs[self.num_grads], refs[-self.num_grads :]
         tiles = self.tiles
         # The last tile may reach past K. What it reads there is zero, and is not stored.
         tile_rows = -(-self.height // BLOCK_M)
-        num_tiles = jnp.int32(self.num_groups * tile_rows * self.columns)
+        num_tiles = jnp.int32(self.num_grads * self.num_groups * tile_rows * self.columns)
 
         def look_up(index):
+            # Tiles at one place, of all gradients, follow each other: they read the same of lhs.
+            index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
             group, rest = quotient_and_rest(index, jnp.int32(tile_rows * self.columns))
             row, left_edge = self.place(rest, jnp.int32(tile_rows))
             steps = tuple(table[group, i] for i in range(4))
-            return group, row * BLOCK_M, left_edge, *steps
+            return which, group, row * BLOCK_M, left_edge, *steps
 
         def load():
             def clear_oldest(step, uncleared, newest):
@@ -169,9 +177,9 @@ class _Drhs(Kernel):
                 return uncleared[1:]
 
             def one_tile(tile, carry):
-                _, top, left_edge, steps, first, begin, end = tile
+                which, _, top, left_edge, steps, first, begin, end = tile
 
-                def step(i, carry):
+                def step(i, carry, grad):
                     used, uncleared = carry
                     row = first + i * CHUNK
                     inner = pl.ds(aligned(row), CHUNK)
@@ -184,7 +192,11 @@ class _Drhs(Kernel):
                     mine = begin - row, end - row
                     return used, clear_oldest(used - 1 - lag, uncleared, mine)
 
-                return lax.fori_loop(0, steps, step, carry)
+                def all_steps(grad, carry):
+                    return lax.fori_loop(0, steps, functools.partial(step, grad=grad), carry)
+
+                of_grads = [functools.partial(all_steps, grad) for grad in grads]
+                return lax.switch(which, of_grads, carry)
 
             # Of each of the last `lag` steps, not yet cleared: which rows are the group's.
             lag = tiles.num_slots - 2
@@ -200,7 +212,7 @@ class _Drhs(Kernel):
 
         def compute(computer):
             def one_tile(tile, used):
-                group, top, left_edge, steps, first, begin, end = tile
+                which, group, top, left_edge, steps, first, begin, end = tile
 
                 def multiply(accumulator, slot, i):
                     left, right = scratch["left"].at[slot], scratch["right"].at[slot]
@@ -215,11 +227,14 @@ class _Drhs(Kernel):
                 total = self.accumulate(scratch, used, steps, (CHUNK, tiles.block_n), multiply)
                 top += computer * CHUNK
 
-                @pl.when(top < self.height)
-                def _():
-                    rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
-                    cols = pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)
-                    self._store(total, out.at[group, rows, cols], scratch["staged"].at[computer])
+                for i, out in enumerate(outs):
+
+                    @pl.when((top < self.height) & (which == i))
+                    def _(out=out):
+                        rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
+                        cols = pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)
+                        place = out.at[group, rows, cols]
+                        self._store(total, place, scratch["staged"].at[computer])
 
                 return used + steps
 

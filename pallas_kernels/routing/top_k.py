@@ -137,8 +137,7 @@ class _TopK:
             lanes = _InterpretedLanes(self.columns, self.width)
             pl.when(row < self.rows)(functools.partial(self.one_row, lanes, row, refs))
 
-    def emit(self, context: Any, block: Any, *refs: Value) -> None:
-        del context
+    def emit(self, block: Any, *refs: Value) -> None:
         row = arith.addi(
             arith.muli(mosaic.scalar(block), mosaic.i32(_ROWS)),
             arith.divui(mosaic.lane(), mosaic.i32(WARP)),

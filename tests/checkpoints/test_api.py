@@ -494,7 +494,7 @@ def test_blocks_are_saved_into_a_new_directory(tmp_path):
 def test_errors_name_the_argument(tmp_path):
     config, tensors = mixtral()
     publish(tmp_path, config, tensors)
-    with pytest.raises(TypeError, match="dtype must be a floating dtype or None, but is"):
+    with pytest.raises(TypeError, match="dtype must be a floating dtype, but is"):
         checkpoints.load_moe_params(tmp_path, 1, dtype=jnp.int8)
     with pytest.raises(TypeError, match="wings"):
         checkpoints.load_moe_params(tmp_path, 1, wings=2)
@@ -502,6 +502,9 @@ def test_errors_name_the_argument(tmp_path):
         checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(3))
     params = checkpoints.load_moe_params(tmp_path, 1)[1]
     before = files_of(tmp_path)
+    for layer in (-1, 1.5, True):
+        with pytest.raises((TypeError, ValueError), match=f"layer must be .* but is {layer}"):
+            checkpoints.save_moe(params, tmp_path, layer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"layer_or_params must have the shapes of the block"):
         checkpoints.save_moe(params._replace(wo=params.wo[:, :6]), tmp_path, 1)
     assert files_of(tmp_path) == before

@@ -67,6 +67,15 @@ def test_float8_of_a_changed_block_has_the_scale_of_its_largest_number(tmp_path)
     assert w.read((slice(0, 1), slice(3, 4))) == np.float32(44.8)
 
 
+def test_float8_of_numbers_too_small_for_a_scale(tmp_path):
+    """They become zeros, and zeros stay so."""
+    w = tensor(tmp_path, "w.weight", float8_tensors(), writable=True)
+    values = w.read((WHOLE, WHOLE))
+    values[:2, :3] = [[0, 1e-44, 0], [0, 0, 0]]
+    w.write((WHOLE, WHOLE), values)
+    np.testing.assert_array_equal(w.read((slice(0, 2), slice(0, 3))), np.zeros((2, 3)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e8m0fnu])
 def test_float8_with_rounded_scales(tmp_path, dtype):
     """Numbers are encoded with the scale as stored; a power of two is as large as they need."""

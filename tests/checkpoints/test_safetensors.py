@@ -115,6 +115,16 @@ def test_errors_name_the_file_and_the_tensor(tmp_path):
     with pytest.raises(ValueError, match="its header is no JSON"):
         Directory(tmp_path)
 
+    for header in ("[1]", '{"a": 3}', '{"a": {"dtype": "F32", "data_offsets": [0, 4]}}'):
+        file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+        with pytest.raises(ValueError, match="names no tensors|must have dtype, shape and two"):
+            Directory(tmp_path)
+    for shape, offsets in (([-1, -1], [0, 4]), ([1], [-4, 0])):
+        header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}})
+        file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+        with pytest.raises(ValueError, match="a in .* its data_offsets are"):
+            Directory(tmp_path)
+
     whole = safetensors_bytes({"x": np.zeros(4, np.float32)})
     file.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match="x in .* must have 16 bytes .* download complete"):
@@ -126,6 +136,12 @@ def test_errors_name_the_file_and_the_tensor(tmp_path):
     publish(tmp_path, {}, {"x": np.zeros(4, np.float32)}, {"y": np.zeros(4, np.float32)})
     file.unlink()
     index = tmp_path / "model.safetensors.index.json"
+    written = index.read_text()
+    for text in ("{}", "[]", '{"weight_map": {"x": 1}}'):
+        index.write_text(text)
+        with pytest.raises(ValueError, match="must have a weight_map from tensors to files"):
+            Directory(tmp_path)
+    index.write_text(written)
     index.write_text(index.read_text().replace('"y"', '"z"'))
     with pytest.raises(ValueError, match="must hold z, as .*index.json says, but does not"):
         Directory(tmp_path).entry("z")

@@ -36,9 +36,10 @@ def test_a_misspelt_command_is_answered_with_the_nearest(args, there_is_no, near
     assert first == f"There is no command {there_is_no!r}. Did you mean {nearest!r}?"
 
 
-def test_what_is_like_no_command_has_no_nearest(capsys):
-    assert jax_ep.cli.main(["jax_ep", "xyzzy"]) == 2
-    assert capsys.readouterr().err.splitlines()[0] == "There is no command 'xyzzy'."
+@pytest.mark.parametrize("args", [["xyzzy"], ["--version"], ["--json", "info"]])
+def test_what_is_like_no_command_has_no_nearest(args, capsys):
+    assert jax_ep.cli.main(["jax_ep", *args]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"There is no command {args[0]!r}."
 
 
 @pytest.mark.parametrize("command", quick(["info", "bench", "bench matmul"], "info", "bench"))

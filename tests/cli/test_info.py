@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import jax
+import pytest
 from support.processes import run_jax_ep
 
+import jax_ep.cli
 from jax_ep.cli import info
 
 
@@ -48,9 +50,42 @@ def test_info_shows_both_levels():
     assert (
         "default        two_level between hosts, pallas inside each (implementation=None)" in text
     )
-    text = info.render(facts | {"hosts": [None, None]})
-    assert "hosts          unknown: JAX does not say" in text
+    text = info.render(facts | {"hosts": ["a", "a"]})
     assert "two_level      needs ranks on several hosts" in text
+
+
+@pytest.mark.parametrize(
+    ("found", "shown", "reason"),
+    [
+        ([None, None], "unknown: JAX does not say", "JAX does not say which devices share a host"),
+        (["a", "a", "b"], "2 with 2 + 1 devices", "the ranks, in order, are on hosts [0, 0, 1]"),
+    ],
+)
+def test_info_says_why_two_level_does_not_run(found, shown, reason):
+    text = info.render(info.collect() | {"hosts": found, "pallas_unavailable": None})
+    assert f"\nhosts          {shown}" in text
+    assert f"\ntwo_level      does not run: {reason}" in text
+    assert "\ndefault        pallas (implementation=None)" in text
+
+
+def test_info_names_a_setting_that_does_not_fit(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "x")
+    assert jax_ep.cli.main(["jax_ep", "info"]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == "JAX_EP_DEVICES_PER_HOST must be a positive int, but is 'x'."
+
+
+def test_no_platform_at_all_is_told_as_another_error_of_jax(monkeypatch, capsys):
+    """With JAX_PLATFORMS=cuda and no GPU, `jax.devices` raises an AssertionError without text."""
+
+    def devices():
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", devices)
+    assert jax_ep.cli.main(["jax_ep", "info"]) == 1
+    assert "\ndevices        none: JAX_PLATFORMS=" in capsys.readouterr().out
+    assert jax_ep.cli.main(["jax_ep", "bench"]) == 2
+    assert capsys.readouterr().err.startswith("JAX finds no device: JAX_PLATFORMS=")
 
 
 def test_info_names_the_pairs_without_peer_access():

@@ -59,3 +59,36 @@ def test_wrong_flags_are_refused(arguments, message, trace, capsys):
     arguments = [argument.replace("TRACE", trace) for argument in arguments]
     assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+CHOICES = np.arange(64).reshape(4, 2, 4, 2) % 8
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("t.npy", lambda path: np.save(path, CHOICES), "it is no .npz file"),
+        ("t.npz", lambda path: path.touch(), "it is no .npz file"),
+        ("t.npz", lambda path: path.write_text("text"), "it is no .npz file"),
+        ("t.npz", lambda path: np.savez(path, other=CHOICES), "no array topk_idx, but other"),
+        ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES * 1.5), "dtype float64"),
+        ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:, :0]), "shape (4, 0, 4, 2)"),
+        ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:1]), "shape (1, 2, 4, 2)"),
+    ],
+)
+def test_what_is_no_trace_is_refused(name, write, message, tmp_path, capsys):
+    write(tmp_path / name)
+    assert jax_ep.cli.main(["jax_ep", "placement", f"--trace={tmp_path / name}", "--ranks=4"]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("--trace: ") and message in first
+
+
+def test_experts_are_counted_in_the_whole_trace(tmp_path, capsys):
+    """Placements are found on the first half, which may have fewer, or none."""
+    choices = np.where(np.arange(4)[:, None, None, None] < 2, -1, CHOICES)
+    np.savez(tmp_path / "trace.npz", topk_idx=choices)
+    arguments = [f"--trace={tmp_path}/trace.npz", "--ranks=4"]
+    assert jax_ep.cli.main(["jax_ep", "placement", *arguments]) == 0
+    assert "balance, 12 slots" in capsys.readouterr().out  # of 8 experts
+    assert jax_ep.cli.main(["jax_ep", "placement", *arguments, "--num_experts=7"]) == 2
+    assert "--num_experts: the trace has expert 7, of 7" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh, mesh
 from support.selection import quick
 
 from jax_ep.collectives import api as collectives
+from jax_ep.collectives import selection
 from jax_ep.collectives.algorithms import ALGORITHMS
 from jax_ep.collectives.api import all_reduce_rms_norm
 from jax_ep.runtime import availability
@@ -440,6 +441,12 @@ def test_errors_name_the_argument_and_its_value():
             call(function(op), (6, 2))
     with pytest.raises(ValueError, match="all_gather works along the first axis.*scalar"):
         call(function("all_gather"), ())
+    for op in ("all_gather", "reduce_scatter"):
+        with pytest.raises(ValueError, match=rf"{op} needs rows of x, .* \(0, 2\)"):
+            call(lambda x, op=op: function(op)(x[:0]), (4, 2))
+    for eps in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="eps must be 0 or more and finite"):
+            call(lambda x, eps=eps: all_reduce_rms_norm(x, x, x[0], AXIS, eps=eps)[0], (4, 4))
     with pytest.raises(ValueError, match=r"algorithm of all_gather.*'direct', 'xla'.*'one_shot'"):
         call(function("all_gather", "one_shot"), (4, 2))
     with pytest.raises(ValueError, match=r"residual \(2, 3\) and scale \(3,\)"):
@@ -530,3 +537,11 @@ def test_the_jaxpr_names_the_collective():
         )
         jaxpr = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((8, 2), jnp.float32))
         assert f"ep_{op}[" in str(jaxpr) and not jaxpr.effects
+
+
+def test_a_program_without_kernels_asks_no_table(monkeypatch):
+    """So sizes may be symbols, as in an export."""
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert selection.choose("all_gather", None, x, 2, "it is exported") == "xla"

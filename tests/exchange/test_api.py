@@ -948,6 +948,7 @@ def test_dispatch_outside_shard_map():
     [
         ({"y": ((8, 8), "float32")}, [r"\by\b", r"\b8\b", r"\b9\b"]),
         ({"y": ((9,), "float32")}, [r"\by\b", r"\(9,\)", r"\[R, H\]"]),
+        ({"y": ((9, 0), "float32")}, [r"\by\b", r"\(9, 0\)", r"\[R, H\]"]),
         ({"y": ((9, 8), "int32")}, [r"\by\b", "int32", "float"]),
         ({"weights": ((5, 3), "float32")}, [r"\btopk_weights\b", r"\(5, 3\)", r"\(5, 2\)"]),
         ({"weights": ((4, 2), "float32")}, [r"\btopk_weights\b", r"\(4, 2\)", r"\(5, 2\)"]),

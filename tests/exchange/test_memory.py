@@ -477,7 +477,8 @@ def test_other_libraries_hold_what_they_say():
         (dict(capacity=0), "capacity must be at least 1, but is 0"),
         (dict(capacity=-1), "capacity must be at least 1, but is -1"),
         (dict(expert_alignment=0), "expert_alignment must be at least 1, but is 0"),
-        (dict(dtype="int32"), "dtype must be floating, but is int32"),
+        (dict(dtype="foo"), "dtype must be a floating dtype, but is 'foo'"),
+        (dict(dtype="int32"), "dtype must be a floating dtype, but is 'int32'"),
         (
             dict(operation="combine", wire_dtype="float8_e4m3fn", output="quantized"),
             'output="quantized" is of a dispatch, but the operation is combine',

@@ -110,6 +110,19 @@ def test_what_is_past_the_host_capacity_is_dropped_and_counted(
         assert_outputs(run(inputs), expected, f"routing {kind!r}")
 
 
+def test_a_host_capacity_under_strict_promotion(monkeypatch):
+    mesh = mesh_of(4, 1, monkeypatch)
+    run = program(SMALL, "two_level", False, mesh, host_capacity=2)
+    inputs = some_inputs(SMALL, "uniform", np.random.default_rng(5), SMALL.capacity)
+    expected = run_reference(SMALL, inputs, num_hosts=4, host_capacity=2)
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        assert_outputs(run(inputs), expected, "strict")
+
+
 def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
     mesh = mesh_of(2, 2, monkeypatch)
 

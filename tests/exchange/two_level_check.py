@@ -52,15 +52,8 @@ def main() -> None:
 
 
 def check_contract(mesh: Mesh, routings: Sequence[str]) -> None:
-    """Every output of the ranks here is that of the reference."""
     case = contract.Case(mesh.size, 6, 24, 3, 2 * mesh.size, "bfloat16", 20)
-    rng = np.random.default_rng(0)
-    run = contract.program(case, None, True, mesh)
-    share = functools.partial(shared, sharding=NamedSharding(mesh, P(mesh.axis_names)))
-    for kind in routings:
-        inputs = contract.some_inputs(case, kind, rng, case.capacity)
-        outputs = run(jax.tree.map(share, inputs))
-        contract.assert_outputs(outputs, contract.run_reference(case, inputs), kind, of_ranks_here)
+    contract.check_ranks_here(case, mesh, routings)
 
 
 def check_layer(mesh: Mesh) -> None:
@@ -82,11 +75,11 @@ def check_layer(mesh: Mesh) -> None:
         )
         return jax.jit(jax.value_and_grad(functools.partial(loss, config=config), (0, 1)))(*arrays)
 
-    everywhere = functools.partial(shared, sharding=NamedSharding(mesh, P()))
+    everywhere = functools.partial(contract.shared, sharding=NamedSharding(mesh, P()))
     actual = run(mesh, *jax.tree.map(lambda a: everywhere(np.asarray(a)), (params, x)))
     expected = jax.device_get(run(None, params, x))
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        one, other = of_ranks_here(one, np.asarray(other)) if one.ndim else (one, other)
+        one, other = contract.of_ranks_here(one, np.asarray(other)) if one.ndim else (one, other)
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -119,17 +112,6 @@ def check_bytes(mesh: Mesh, num_hosts: int) -> None:
         received = received_from_other_hosts(program.compile().as_text(), hosts)
         units = received / (num_tokens * hidden * 2)
         assert num_hosts - 1 <= units <= MOST_BYTES[num_hosts], (name, mesh.axis_names, units)
-
-
-def shared(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def of_ranks_here(array: jax.Array, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the ranks of this process hold, and what they should."""
-    pairs = [(np.asarray(s.data), expected[s.index]) for s in array.addressable_shards]
-    actual, expected = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-    return actual, expected
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from support.selection import quick
 
 from jax_ep.matmul.api import (
     BACKENDS,
+    drhs_of_each,
     gated_product,
     grouped_matmul,
     sum_of_products,
     unavailable_reason,
 )
+from jax_ep.runtime import jax_compat
 
 H, F = 64, 128
 DTYPES = ("float32", "bfloat16", "float16")
@@ -48,6 +50,7 @@ GROUP_SIZES = {  # all of one length, so that one compiled program takes them al
     "far short of R": [5, 0, 20, 0, 0, 1],
     "all empty": [0, 0, 0, 0, 0, 0],
     "past R": [300, 0, 900, 5, 0, 7],
+    "far past R": [300, 0, 2**31 - 1000, 5, 0, 7],
 }
 
 
@@ -174,6 +177,54 @@ def test_gated_product(implementation, dtype, keep):
         assert_close(mine, np.asarray(theirs).astype(np.float64), dtype)
     mapped = jax.jit(jax.vmap(fused, (0, None)))(jnp.stack([lhs, -lhs]), rhs)
     np.testing.assert_array_equal(np.asarray(mapped[0][0]), np.asarray(out[0]))
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), AVAILABLE)
+def test_several_gradients_of_matrices(implementation, dtype):
+    """They are those of each on its own; so are their gradients."""
+    sizes = GROUP_SIZES["empty groups"]
+    lhs, _, group_sizes, grad = operands(NUM_ROWS, sizes, dtype, 0)
+    live = (jnp.arange(NUM_ROWS) < sum(sizes))[:, None]
+    lhs, grad = jnp.where(live, lhs, 0), jnp.where(live, grad, 0)
+    grads = grad, 2 * grad
+
+    def alone(lhs, grads):
+        return tuple(drhs_of_each(lhs, (g,), group_sizes, implementation)[0] for g in grads)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def values_and_gradients(function, *args):
+        out, vjp = jax.vjp(function, *args)
+        return out, vjp(out)
+
+    (out, (dlhs, dgrads)), (want, (want_dlhs, want_dgrads)) = (
+        values_and_gradients(function, lhs, grads)
+        for function in (lambda *args: drhs_of_each(*args, group_sizes, implementation), alone)
+    )
+    for mine, theirs in zip((*out, *dgrads), (*want, *want_dgrads), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+    assert np.any(np.asarray(out[1]))
+    assert_close(dlhs, np.asarray(want_dlhs).astype(np.float64), dtype)
+
+
+@pytest.mark.skipif(jax_compat._dce_rules is None, reason="this JAX computes all results")
+def test_a_gradient_that_nothing_uses_is_not_computed():
+    lhs, _, group_sizes, grad = operands(NUM_ROWS, GROUP_SIZES["empty groups"], "float32", 0)
+
+    def gradients(lhs, grad):
+        return drhs_of_each(lhs, (grad, 2 * grad, 3 * grad), group_sizes, "loop")
+
+    def alone(lhs, grad):
+        return drhs_of_each(lhs, (2 * grad,), group_sizes, "loop")[0]
+
+    def second(lhs, grad):
+        return gradients(lhs, grad)[1]
+
+    def products(function):
+        return jax.jit(function).trace(lhs, grad).lower().as_text().count("dot_general")
+
+    assert 0 < products(second) == products(alone) < products(gradients)
+    got, want = (np.asarray(jax.jit(function)(lhs, grad)) for function in (second, alone))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -123,6 +123,9 @@ def test_a_traced_capacity_factor_is_named():
 
 
 def test_float8_tokens_and_parameters_name_the_dtype():
-    params = jax.tree.map(lambda a: a.astype(jnp.float8_e4m3fn), make_params())
-    with pytest.raises(TypeError, match="dtype must .*float8_e4m3fn.*x and wi_0 promote to"):
-        moe_layer(params, jnp.zeros((8, H), jnp.float8_e4m3fn), CONFIG)
+    params, float8 = make_params(), jnp.float8_e4m3fn
+    with pytest.raises(TypeError, match="the dtype of x must .*float8_e4m3fn.*wire_dtype"):
+        moe_layer(params, jnp.zeros((8, H), float8), CONFIG)
+    params = jax.tree.map(lambda a: a.astype(float8), params)
+    with pytest.raises(TypeError, match="the dtype of wi_0 must .*float8_e4m3fn"):
+        moe_layer(params, make_x(), CONFIG)

@@ -63,9 +63,10 @@ def test_the_layer_is_the_dense_one(num_ranks):
         out, balance, counts = dense(params, x)
         return jnp.sum(out**2) + balance, (out, balance, counts)
 
-    with jax.set_mesh(expert_mesh(num_ranks)):
-        (_, (out, metrics)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, x)
-    want_grads, (want, balance, counts) = jax.jit(jax.grad(wanted, has_aux=True))(params, x)
+    with jax.default_matmul_precision("highest"):  # GPUs multiply float32 as TensorFloat-32
+        with jax.set_mesh(expert_mesh(num_ranks)):
+            (_, (out, metrics)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, x)
+        want_grads, (want, balance, counts) = jax.jit(jax.grad(wanted, has_aux=True))(params, x)
     np.testing.assert_allclose(out.reshape(-1, H), want, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(metrics.load_balance_loss, balance, rtol=1e-5)
     np.testing.assert_array_equal(metrics.expert_counts, counts)

@@ -22,6 +22,7 @@ from jax_ep.moe import layer as moe
 from jax_ep.moe import losses, routing
 from jax_ep.moe import params as moe_params
 from jax_ep.moe.config import MoEConfig
+from jax_ep.placement import Placement, to_slots
 
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
@@ -446,6 +447,40 @@ def test_strict_promotion(changes):
         want = step.lower(params, x).as_text()
         with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
             assert step.lower(params, x).as_text() == want
+
+
+WITH_INDICES = [dict(), dict(num_slots=12), dict(constant_experts=2)]
+
+
+@pytest.mark.parametrize("changes", quick(WITH_INDICES, WITH_INDICES[1]), ids=str)
+def test_strict_promotion_with_64_bits(changes):
+    """JAX's default integers are of 64 bits then, and ours of 32."""
+    config, x = MoEConfig(**vars(CONFIG) | changes), make_x().astype(jnp.bfloat16)
+    placement = None
+    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), make_params(shared=False))
+    if config.num_slots is not None:
+        placement = Placement.in_order(num_experts=E, num_slots=12, num_ranks=4)[0]
+        params = moe.MoEParams(**to_slots(params._asdict(), placement))
+    if config.constant_experts:
+        params = params._replace(
+            gate=jnp.ones((H, E + 2), jnp.bfloat16),
+            constant_value=jnp.ones((2, H), jnp.bfloat16),
+            constant_gate=jnp.ones((2, H, 2), jnp.bfloat16),
+        )
+
+    def total(params, x):
+        out, metrics = moe.moe_layer(params, x, config, placement=placement)
+        assert metrics.dropped_counts.dtype == metrics.expert_counts.dtype == jnp.int32
+        return jnp.sum(out.astype(jnp.float32)) + metrics.load_balance_loss
+
+    with (
+        jax.set_mesh(expert_mesh(4)),
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        gradients = jax.eval_shape(jax.grad(total), params, x)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(gradients))
 
 
 @pytest.mark.parametrize(

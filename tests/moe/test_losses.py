@@ -283,6 +283,11 @@ PROBS, IDX = jnp.full((4, 8), 0.1), jnp.zeros((4, 2), jnp.int32)
         (dict(convention="deepseek_v3"), ValueError, "num_sequences must be a number for conv"),
         (dict(num_sequences=2), ValueError, "num_sequences must be None for convention 'switch'"),
         (
+            dict(sequence_ids=jnp.zeros(4, int)),
+            ValueError,
+            "sequence_ids must be None for convention 'switch'",
+        ),
+        (
             dict(convention="deepseek_v3", num_sequences=3),
             ValueError,
             r"num_sequences must divide the 4 tokens of probs \(4, 8\), but is 3",
@@ -304,9 +309,23 @@ def test_errors_of_conventions(call, error, message):
         losses.load_balance_loss(PROBS, IDX, **call)
 
 
+def test_factors_of_any_dtype_leave_the_loss_float32():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        for dtype in (jnp.bfloat16, jnp.float64):
+            loss = losses.load_balance_loss(
+                PROBS, IDX, convention="deepseek_v3", num_sequences=2,
+                expert_factors=jnp.ones(8, dtype),
+            )  # fmt: skip
+            assert loss.dtype == jnp.float32
+
+
 def test_what_cannot_be_pooled_is_named():
     sums = losses.balance_sums(PROBS, IDX)
     with pytest.raises(ValueError, match="convention must be one of .* but is 'deepseek_v3'"):
         losses.pooled_load_balance_loss(sums, convention="deepseek_v3")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="sums must be a BalanceSums or a sequence of them"):
-        losses.pooled_load_balance_loss([])
+    for nothing in ([], None):
+        with pytest.raises(TypeError, match="sums must be a BalanceSums or a sequence of them"):
+            losses.pooled_load_balance_loss(nothing)  # type: ignore[arg-type]
+    fewer = losses.balance_sums(PROBS[:, :4], IDX)
+    with pytest.raises(ValueError, match=r"sums must all be of one number .* \[4, 8\]"):
+        losses.pooled_load_balance_loss([sums, fewer])

@@ -325,6 +325,16 @@ def products(jaxpr):
     return str(jaxpr).count(" grouped_matmul[")
 
 
+@needs_kernels  # where there are none, all are XLA's collectives
+def test_weights_travel_by_the_collectives_that_the_implementation_allows():
+    case = Case(most_ranks(4), T, H, K, E, "float32", 40, 1)
+    operands = make_operands(case)
+    for exchange, expected in ((None, True), ("xla", False)):
+        program = output_and_gradients(case, exchange, None).trace(*operands).jaxpr
+        for name in ("ep_all_gather", "ep_all_to_all"):
+            assert (name in str(program)) == expected, (exchange, name)
+
+
 def test_what_is_kept_and_what_is_computed_again():
     case = Case(1, T, H, K, E, "float32", 40, 1)
     x, topk_idx, weights, *experts, grad = (jnp.asarray(a) for a in make_operands(case))

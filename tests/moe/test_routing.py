@@ -315,10 +315,16 @@ def test_strict_promotion(dtype):
         mask = jnp.arange(T) > 3
         return results, losses.router_z_loss(logits), losses.router_z_loss(logits, mask=mask)
 
-    step, bias = jax.jit(everything), jnp.asarray(random_bias())
-    want = step.lower(logits, bias).as_text()
+    def program(bias):
+        traced = jax.jit(everything).trace(logits, bias)
+        lines = traced.lower().as_text().splitlines()
+        # A kernel's line says where it was traced, too.
+        return str(traced.jaxpr), [line for line in lines if "@mosaic_gpu" not in line]
+
+    bias = jnp.asarray(random_bias())
+    want = program(bias)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        assert step.lower(logits, bias).as_text() == want
+        assert program(bias) == want
 
 
 def test_update_expert_bias_follows_the_sign_rule():
@@ -328,6 +334,24 @@ def test_update_expert_bias_follows_the_sign_rule():
     np.testing.assert_allclose(got - bias, np.where(counts < counts.mean(), 0.01, -0.01), atol=1e-7)
     even = routing.update_expert_bias(jnp.asarray(bias), jnp.full(E, 5), 0.01)
     np.testing.assert_array_equal(even, bias)
+
+
+@pytest.mark.parametrize(("num_experts", "count"), [(7, 2000001), (160, 12345677)])
+def test_update_expert_bias_leaves_an_equal_load_alone(num_experts, count):
+    got = routing.update_expert_bias(jnp.zeros(num_experts), jnp.full(num_experts, count), 0.001)
+    np.testing.assert_array_equal(got, np.zeros(num_experts))
+
+
+def test_a_token_of_no_choice_has_no_weight_whatever_the_epsilon():
+    def weights(logits):
+        topk_idx = jnp.array([[-1, -1], [0, 1]])
+        return routing.routing_of_choices(logits, topk_idx, normalize_epsilon=0.0).topk_weights
+
+    logits = jnp.zeros((2, 4))
+    np.testing.assert_array_equal(weights(logits), [[0, 0], [0.5, 0.5]])
+    gradient = jax.grad(lambda logits: weights(logits)[1, 0])(logits)
+    np.testing.assert_array_equal(gradient[0], np.zeros(4))
+    assert np.all(np.isfinite(gradient))
 
 
 def test_update_expert_bias_balances_a_skewed_router():
@@ -433,6 +457,16 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
             lambda: routing.update_expert_bias(jnp.zeros(8), jnp.zeros(4), 0.1),
             ValueError,
             r"expert_counts must .* \(8,\).* but has shape \(4,\)",
+        ),
+        (
+            lambda: routing.update_expert_bias(jnp.zeros(8), jnp.zeros(8), jnp.ones((4, 1))),
+            ValueError,
+            r"rate must be .* \(8,\), but has shape \(4, 1\)",
+        ),
+        (
+            lambda: routing.update_expert_bias(jnp.zeros(8), jnp.zeros(8), "a"),  # type: ignore
+            TypeError,
+            "rate must be .* or a number, but is 'a'",
         ),
         (
             lambda: routing.update_expert_bias(LOGITS, LOGITS, 0.1),

@@ -15,9 +15,9 @@ from support.meshes import expert_mesh
 from jax_ep.placement import Placement, balance, choose_slots
 
 
-def slots_on_ranks(topk_idx, placed, num_ranks):
+def slots_on_ranks(topk_idx, placed, num_ranks, as_array=jnp.asarray):
     """choose_slots on every rank, each with its part of topk_idx [N, T, K]."""
-    layer = jax.tree.map(lambda a: jnp.asarray(a[0]), placed)
+    layer = jax.tree.map(lambda a: as_array(a[0]), placed)
     arrays = layer.expert_of_slot, layer.slots_of_expert, layer.num_copies
     run = jax.shard_map(
         lambda idx: choose_slots(idx[0], *arrays, axis_name="expert")[None],
@@ -52,6 +52,15 @@ def test_slots_hold_the_experts_that_were_chosen(num_ranks, dtype):
             else:
                 counts = [np.sum(used == copy) for copy in copies]
                 assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("num_slots", [8, 12])
+def test_the_arrays_of_a_placement_may_be_numpy_arrays(num_slots):
+    placed = Placement.in_order(num_experts=8, num_slots=num_slots, num_ranks=4)
+    topk_idx = np.random.default_rng(6).integers(-1, 8, (4, 10, 2), np.int32)
+    np.testing.assert_array_equal(
+        slots_on_ranks(topk_idx, placed, 4, np.asarray), slots_on_ranks(topk_idx, placed, 4)
+    )
 
 
 def test_single_choices_of_many_ranks_spread_over_copies():

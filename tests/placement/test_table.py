@@ -37,6 +37,33 @@ def test_saved_and_loaded(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, placed)
     assert loaded.num_ranks == 8
     assert (tmp_path / name).stat().st_size < 2000
+    placed[1].save(tmp_path / name)
+    loaded = Placement.load(tmp_path / name)
+    jax.tree.map(np.testing.assert_array_equal, loaded, placed[1])
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("placement.npz", ""),
+        ("placement.npz", "text"),
+        ("placement.json", ""),
+        ("placement.json", "[]"),
+        ("placement.json", '{"expert_of_slot": [[0.5]], "num_experts": 1, "num_ranks": 1}'),
+    ],
+)
+def test_a_file_without_a_placement_is_refused(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name} must hold a placement that Placement\.save"):
+        Placement.load(tmp_path / name)
+
+
+def test_load_of_ranks_of_one_layer():
+    placed = balance(LOADS, num_slots=16, num_ranks=8)
+    of_layers = placed.rank_load(LOADS)
+    assert of_layers.shape == (2, 8)
+    for layer in range(2):
+        np.testing.assert_array_equal(placed[layer].rank_load(LOADS[layer]), of_layers[layer])
 
 
 LOAD = np.ones((2, 12))
@@ -63,6 +90,16 @@ LOAD = np.ones((2, 12))
             lambda: balance(LOAD, num_slots=16, num_ranks=8).rank_load(LOAD[:1]),
             ValueError,
             r"load must have shape .*\(2, 12\), but has shape \(1, 12\)",
+        ),
+        (
+            lambda: balance(LOAD, num_slots=16, num_ranks=8)[0].rank_load(LOAD),
+            ValueError,
+            r"load must be an array of numbers \[E\], but has shape \(2, 12\)",
+        ),
+        (
+            lambda: balance(LOAD, num_slots=16, num_ranks=8)[0].rank_load(LOAD[0, :6]),
+            ValueError,
+            r"load must have shape \[E\] = \(12,\), but has shape \(6,\)",
         ),
         (
             lambda: Placement.of([[0, 1, 1, 1]], num_experts=3, num_ranks=2),

@@ -60,6 +60,15 @@ def test_slots_hold_their_experts_and_give_them_back():
         assert_same_bits(to_experts(to_slots(one, placement[1]), placement[1]), one)
 
 
+def test_sharded_weights_give_back_every_bit():
+    """Subnormals and negative zeros too, which a sum over devices would lose."""
+    placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)[0]
+    weights = {"wo": np.array([[1e-39], [-0.0], [1e-39], [-0.0], [3], [-1e-39]], np.float32)}
+    by_slot = to_slots(weights, placement)
+    sharding = NamedSharding(expert_mesh(N), P("expert"))
+    assert_same_bits(to_experts(jax.device_put(by_slot, sharding), placement), weights)
+
+
 def test_redistribution_moves_every_bit():
     rng = np.random.default_rng(2)
     weights = tree(rng)
@@ -117,6 +126,8 @@ def test_errors_name_the_argument():
     other = Placement.in_order(num_ranks=2, **options)
     with pytest.raises(ValueError, match="before and after must be of the 4 ranks .* 4 and 2"):
         redistribute({}, one, other, mesh=expert_mesh(N))
+    with pytest.raises(ValueError, match=r"axis_name \('foo',\) must name axes of the mesh"):
+        redistribute({}, one, one, mesh=expert_mesh(N), axis_name="foo")
 
 
 def test_weights_that_are_split_over_another_axis_too_stay_so():

@@ -22,7 +22,6 @@ from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.pallas import PallasCollectives, payload_unavailable_reason
-from jax_ep.collectives.selection import Refusals
 from jax_ep.runtime import availability, cuda_driver, symmetric_memory
 from jax_ep.runtime.symmetric_memory import Domain, Gpu
 from pallas_kernels.fabric import layout
@@ -141,7 +140,7 @@ def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
     found = []
 
     def note(op, algorithm, x, num_ranks, refusals):
-        found.append(refusals.kernels)
+        found.append(refusals)
         return "xla"
 
     taken_for_gpus(monkeypatch)
@@ -206,7 +205,7 @@ class Chosen:
 
     def __call__(self, algorithm: str | None = None, size: int = 1024, **options: Any) -> str:
         x = jax.ShapeDtypeStruct((size,), options.pop("dtype", jnp.bfloat16))
-        return selection.choose("all_gather", algorithm, x, 2, Refusals(**options))
+        return selection.choose("all_gather", algorithm, x, 2, **options)
 
 
 @pytest.fixture
@@ -223,7 +222,7 @@ def test_the_table_may_say_ll(chosen):
 def test_without_ll_the_next_best_serves(chosen):
     assert chosen(size=2 * MIB) == "ll" and chosen(size=2 * MIB + 8) == "direct"
     assert chosen(dtype=jnp.float8_e4m3fn) == "direct"
-    assert chosen(kernels="these are CPUs") == "xla"
+    assert chosen(refused="these are CPUs") == "xla"
     chosen.domain("the driver gives none")
     assert chosen() == "direct"
     with pytest.raises(ValueError, match='algorithm="ll" cannot run here: the driver gives none'):
@@ -232,10 +231,10 @@ def test_without_ll_the_next_best_serves(chosen):
 
 def test_programs_without_kernels_have_xla(chosen):
     reason = "it is to be exported"
-    assert chosen(kernels=reason) == chosen("xla", kernels=reason) == "xla"
+    assert chosen(refused=reason) == chosen("xla", refused=reason) == "xla"
     for algorithm in ("ll", "direct"):
         with pytest.raises(ValueError, match=f'"{algorithm}" cannot run here: {reason}'):
-            chosen(algorithm, kernels=reason)
+            chosen(algorithm, refused=reason)
     assert chosen.asked == 0
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -314,6 +315,32 @@ def assert_outputs(
     for i, name in enumerate(Outputs._fields):
         check = assert_bitwise_equal if i < sums else assert_equal
         check(*pick(getattr(actual, name), getattr(expected, name)), f"{name}, {message}")
+
+
+def check_ranks_here(
+    case: Case, mesh: Mesh, routings: Sequence[str], implementation: Implementation | None = None
+) -> None:
+    """Every output of the ranks of this process is that of the reference; for several processes."""
+    rng = np.random.default_rng(0)
+    run = program(case, implementation, True, mesh)
+    share = functools.partial(shared, sharding=NamedSharding(mesh, P(mesh.axis_names)))
+    capacity = case.capacity
+    assert capacity is not None
+    for kind in routings:
+        inputs = some_inputs(case, kind, rng, capacity)
+        outputs = run(jax.tree.map(share, inputs))
+        assert_outputs(outputs, run_reference(case, inputs), kind, of_ranks_here)
+
+
+def shared(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def of_ranks_here(array: jax.Array, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the ranks of this process hold, and what they should."""
+    pairs = [(np.asarray(s.data), expected[s.index]) for s in array.addressable_shards]
+    actual, expected = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+    return actual, expected
 
 
 def bits(array: Any) -> np.ndarray:

@@ -43,7 +43,6 @@ import pytest
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import low_latency as ll
 from pallas_kernels.fabric.layout import MAX_WORDS, NUM_COUNTERS, TILE_BYTES, num_slots
 from pallas_kernels.fabric.sentinel_words import SlotMemory
@@ -93,8 +92,38 @@ class KernelError(AssertionError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Simulated(fb.Stacked):
-    """Ranks all at once, for `simulate`, out of step at the kernel's stages."""
+class Simulated:
+    """Ranks all at once, for `simulate`, out of step at the kernel's stages.
+
+    All ranks' buffers are stacked along a leading axis of one array, and the rank is a grid axis.
+    """
+
+    num_ranks: int
+    interpret: Any
+
+    stacked = True
+    operands = ()
+
+    def scratch_types(self, num_buffers: int) -> dict[str, Any]:
+        return {}
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (self.num_ranks, *shape)
+
+    def rank(self) -> jax.Array:
+        return jax.lax.axis_index("rank")
+
+    def here(self) -> jax.Array:
+        return self.rank()
+
+    def mine(self, ref: Any) -> Any:
+        return ref.at[self.rank()]
+
+    def peer(self, ref: Any, rank: Any) -> Any:
+        return ref.at[rank]
+
+    def async_fence(self) -> None:
+        pass
 
     def barrier(self) -> None:
         _on_host(_Barrier())
@@ -112,16 +141,6 @@ class Simulated(fb.Stacked):
 
     def wait(self, kind: int, count: Any, what: str) -> None:
         _on_host(_Wait(kind, self.num_ranks, what), count)
-
-    def send_words(self, words: Any) -> None:
-        _on_host(_SendWords(), words[...])
-
-    def receive_words(self, words: Any, what: str) -> None:
-        row = jax.ShapeDtypeStruct(words.shape[1:], jnp.int32)
-        rows = _on_host(_ReceiveWords(self.num_ranks, what), returns=[row] * self.num_ranks)
-        for rank, received in enumerate(rows):
-            words[rank] = received
-        self.barrier()
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
         ranks = range(self.num_ranks) if ranks is None else ranks
@@ -375,37 +394,6 @@ class _Wait:
             with simulation.changed:
                 simulation.visible.wait(thread.block_id, seen.visible)
         simulation.lanes.barrier(thread)
-
-
-@dataclasses.dataclass(frozen=True)
-class _SendWords:
-    def run(self, simulation: _Simulation, thread: Any, words: Any) -> None:
-        with simulation.changed:
-            if thread.block_id in simulation.words:
-                raise KernelError(f"rank {thread.block_id} sends words twice in a call")
-            simulation.words[thread.block_id] = np.array(words)
-            simulation.changed.notify_all()
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReceiveWords:
-    num_ranks: int
-    what: str
-
-    def run(self, simulation: _Simulation, thread: Any) -> Any:
-        words = simulation.words
-        for rank in range(self.num_ranks):
-            simulation.wait_until(
-                lambda rank=rank: rank in words,
-                lambda rank=rank: (
-                    f"{self.what}: rank {thread.block_id} waits for the words of rank {rank}"
-                ),
-            )
-        clock, what = simulation.memory.incr_clock(thread), f"receipt of words by {thread}"
-        with simulation.changed:  # a rank's next call overwrites them
-            for rank in range(self.num_ranks):
-                simulation.remote_accesses.append((rank, clock.generic_clock, what))
-        return [words[rank] for rank in range(self.num_ranks)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -685,7 +673,6 @@ class _Simulation:
         self.num_blocks = 1
         self.finished_blocks = 0
         self.entered: set[int] = set()  # ranks
-        self.words: dict[int, np.ndarray] = {}  # by sender
         self.values: dict[tuple[int, int], dict[int, Any]] = collections.defaultdict(dict)
         self._begin_block()
 

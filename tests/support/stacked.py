@@ -237,20 +237,12 @@ class Problem:
 # The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
 
 
-def dispatch(
-    problem: Problem, plan: Plan, fabric: Fabric, *, counted: bool = True, **options: Any
-) -> Any:
-    """A call of the dispatch kernel: -> tokens, rows, counts, *layout.
-
-    `counted`: whether it is given this rank's choices of each expert; else it counts them.
-    """
-    count = functools.partial(routes.count_experts, num_experts=problem.num_experts)
-    counts = jax.vmap(count)(jnp.asarray(problem.topk_idx)).astype(jnp.int32)
+def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
+    """A call of the dispatch kernel: -> tokens, rows, counts, *layout."""
     return functools.partial(
         dispatch_kernel.dispatch,
         jnp.asarray(problem.x),
         jnp.asarray(problem.topk_idx),
-        counts if counted else None,
         num_experts=problem.num_experts,
         fabric=fabric,
         plan=plan,

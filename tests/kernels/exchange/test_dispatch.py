@@ -9,7 +9,8 @@ from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like
 
-from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric.plan import LANES, Plan
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),
@@ -61,14 +62,11 @@ CASES = {
 
 
 @simulated
-@pytest.mark.parametrize("counted", quick({"counted": True, "counting": False}, "counting"))
 @pytest.mark.parametrize("case", quick([*CASES], "overflow_of_blocks", "fair_of_blocks"))
-def test_dispatch(case, counted):
-    """`counted`: whether the kernel is given the counts that it sends to peers."""
+def test_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    call = dispatch(problem, plan, fabric, counted=counted)
-    (tokens,), rows, counts, *layout = simulate(call)
+    (tokens,), rows, counts, *layout = simulate(dispatch(problem, plan, fabric))
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")
@@ -76,6 +74,18 @@ def test_dispatch(case, counted):
     for name, got in zip(described, layout, strict=True):
         wanted = getattr(problem.layout, name)
         np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
+
+
+@simulated
+@pytest.mark.slow
+def test_choices_are_counted_in_parts(monkeypatch):
+    """Of which the last overlaps with the one before it."""
+    monkeypatch.setattr(fb, "COUNTED_AT_ONCE", LANES)
+    problem = Problem(2, 40, 32, 8, 8, "masked")
+    assert 2 * LANES < problem.topk_idx[0].size < 3 * LANES
+    _, rows, counts, *_ = simulate(dispatch(problem, Plan(2, 3), simulated_ranks(2)))
+    np.testing.assert_array_equal(rows, problem.rows, "rows")
+    np.testing.assert_array_equal(counts, problem.counts, "counts")
 
 
 LIKE_CASES = [

@@ -167,6 +167,21 @@ def test_combine_grad(problem, limits):
 
 @simulated
 @pytest.mark.slow
+def test_an_infinite_row_has_an_infinite_product():
+    """Also where a tile is repeated, whose products count once."""
+    problem = Problem(2, 2, 512, 3, 4, "masked")
+    y = problem.y.copy()
+    y[..., 0] = np.inf
+    arrays = np.ones_like(problem.g), problem.weights, y, problem.topk_idx, problem.rows
+    kernel = low_latency_combine_grad.combine_grad
+    _, dweights = Calls(problem).run(kernel, *arrays, problem.counts)
+    filled = ((problem.rows >= 0) & (problem.rows < problem.num_rows)).any(axis=0)
+    assert filled.any()
+    np.testing.assert_array_equal(dweights, np.where(filled, np.inf, 0))
+
+
+@simulated
+@pytest.mark.slow
 def test_calls_one_after_another():
     """Calls use two sets of slots in turn, whichever kernel makes them."""
     calls = Calls(*CASES["two_ranks"])

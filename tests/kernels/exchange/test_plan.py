@@ -197,14 +197,7 @@ def test_a_workspace_is_the_size_of_its_arrays():
     held = plans.dispatch_workspace(plan, top_k=6, num_experts=200, **sizes)
     entries = plans.windows(plan, 300, 6)[0].total
     assert plans.count_width(200) == 2 * LANES
-    assert held == {
-        "routes": 4 * 4 * (entries + 256),
-        "choices of each expert": 4 * 256,
-    }
-    few = sizes | dict(num_tokens=plans.FEW_TOKENS)  # which the kernel counts
-    plan = plans.dispatch(row, top_k=6, num_experts=200, **few)
-    held = plans.dispatch_workspace(plan, top_k=6, num_experts=200, **few)
-    assert held["choices of each expert"] == 0 < held["routes"]
+    assert held == {"routes": 4 * 4 * (entries + 256)}
 
 
 def test_the_kernel_allocates_what_its_plan_says(monkeypatch):

@@ -1,11 +1,12 @@
 """Whether kernels give the same bits in any number of processes, on the GPUs of this machine.
 
 `python processes_check.py` runs the same programs in one process and in one process for each GPU,
-which sees all GPUs or its own alone. It compares every result bit for bit, repeats the exchange
-while ranks are held back at random, times loops of calls, and prints a table. Before that it kills
-one of the processes in the middle of a loop: all others must end in time, and say which rank waited
-for which, in which op; nothing of theirs may stay on a GPU. It exits with 1 if anything differs.
-pytest does not collect it.
+which sees all GPUs or its own alone. It compares every result bit for bit, and those of the
+exchange and its gradients with `jax_ep.reference` under every routing of the contract's tests. It
+repeats the exchange while ranks are held back at random, times loops of calls, and prints a table.
+Before that it kills one of the processes in the middle of a loop: all others must end in time, and
+say which rank waited for which, in which op; nothing of theirs may stay on a GPU. It exits with 1
+if anything differs. pytest does not collect it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 AXIS = "expert"
 TIMEOUT_SECONDS = 5.0  # of a kernel that waits for a process that was killed
 HEARTBEAT_SECONDS = 10  # after which jax.distributed ends the processes that are left
+CALLS = 400  # of a loop that is timed
 SIZES = dict(num_experts=16, top_k=4, num_tokens=67, hidden=1024)
 
 
@@ -196,9 +198,26 @@ def run(args: Any) -> None:
                 key = f"{name}.{i} at {shard.index[0].start or 0}"
                 results[key] = np.asarray(shard.data).view(np.uint8)
     np.savez(Path(args.results) / f"{number}.npz", **results)
-    texts = [repeat(mesh, args.repeats), *times(mesh)]
+    check_contract(mesh)
+    texts = ["the contract holds", repeat(mesh, args.repeats), *times(mesh)]
     if number == 0:
         print(", ".join(texts))
+
+
+def check_contract(mesh: Any) -> None:
+    """Of rows of the low-latency protocol, one repeated tile among theirs, and of rows put."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    import jax.numpy as jnp
+    from support import contract
+
+    from pallas_kernels.exchange.plan import Row, low_latency
+
+    for hidden, few in ((5120, True), (256, False)):
+        case = contract.Case(mesh.size, 6, hidden, 3, 4 * mesh.size, "bfloat16", 20)
+        names = "num_tokens", "num_ranks", "top_k", "num_experts"
+        sizes = {name: getattr(case, name) for name in names}
+        assert (low_latency(Row(hidden, jnp.bfloat16, None), **sizes) is not None) == few
+        contract.check_ranks_here(case, mesh, contract.ROUTINGS, "pallas")
 
 
 def sharded(mesh: Any, array: np.ndarray) -> Any:
@@ -309,7 +328,7 @@ def repeat(
 
 
 def times(mesh: Any) -> list[str]:
-    """Wall microseconds of a call in a loop."""
+    """Microseconds of a call in a loop: of wall time, and of the first GPU's kernels."""
     import jax
 
     import jax_ep
@@ -345,7 +364,7 @@ def times(mesh: Any) -> list[str]:
                     out = jax.lax.optimization_barrier(function(x, c, w))
                     return x.at[0, 0].add(out[0, 0] * 0)
 
-                return jax.lax.fori_loop(0, 100, body, x, unroll=5)
+                return jax.lax.fori_loop(0, CALLS, body, x, unroll=10)
 
             program = on_ranks(mesh, loop)
             jax.block_until_ready(program(*operands))
@@ -353,9 +372,30 @@ def times(mesh: Any) -> list[str]:
             for _ in range(5):
                 start = time.perf_counter()
                 jax.block_until_ready(program(*operands))
-                walls.append((time.perf_counter() - start) * 1e4)
-            texts.append(f"{name} T={num_tokens} {np.median(walls):.1f} us")
+                walls.append((time.perf_counter() - start) / CALLS * 1e6)
+            device = device_time(program, operands)
+            texts.append(f"{name} T={num_tokens} {np.median(walls):.1f}, {device:.1f} us")
     return texts
+
+
+def device_time(program: Any, operands: Any) -> float:
+    """The microseconds of the library's kernels of a call, each kernel's median."""
+    import jax
+
+    from jax_ep.bench.timing import launches_by_device
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(program(*operands))
+        (path,) = Path(folder).glob("**/*.xplane.pb")
+        launches = launches_by_device(jax.profiler.ProfileData.from_file(str(path)))[0]
+    durations: dict[str, list[float]] = {}
+    for name, duration in launches:
+        if name.startswith("ep_"):
+            durations.setdefault(name, []).append(duration)
+    if not durations:
+        raise SystemExit("the profiler saw no kernel of the library")
+    return sum(np.median(times) * len(times) / CALLS for times in durations.values())
 
 
 if __name__ == "__main__":

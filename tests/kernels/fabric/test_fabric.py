@@ -25,7 +25,6 @@ from support.processes import output_of_a_failure
 
 import jax_ep
 from jax_ep import reference
-from jax_ep.exchange import routes
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
 from jax_ep.exchange.routes import RankRoutes
@@ -54,7 +53,6 @@ NUM_STAGES = 4
 
 def test_shapes_of_buffers():
     assert Gpus(((1, 4),), (0, 1, 2, 3)).shape((2, 3)) == (2, 3)
-    assert fb.Stacked(4).shape((2, 3)) == (4, 2, 3)
 
 
 # ------------------------------------------------------------------------------------ the programs
@@ -119,8 +117,6 @@ class Work:
         common: dict[str, Any] = dict(fabric=fabric, plan=self.plan)
         by_expert = dict(common, capacity=self.capacity, expert_alignment=self.alignment)
         by_rank = dict(common, num_experts=num_experts)
-        # Both ways: counts that the kernel makes, and those that it is given.
-        counts = routes.count_experts(topk_idx, num_experts).astype(jnp.int32)
         new = dict(by_expert, num_experts=num_experts)
 
         if self.kind == "rank":
@@ -131,12 +127,12 @@ class Work:
         if self.kind == "float8":
             by_expert["wire_dtype"] = by_rank["wire_dtype"] = WIRE
             new["wire_dtype"] = WIRE
-            sent, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, counts, **new)
+            sent, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, **new)
             again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
             ranked, *_ = rank_dispatch_kernel.rank_dispatch(x, topk_idx, None, **by_rank)
             return *sent, *again, *ranked
 
-        (tokens,), rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, None, **new)
+        (tokens,), rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, **new)
         (again,) = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
         out = combine_kernel.combine(y, weights, topk_idx, rows, **by_rank)
         plain = combine_kernel.combine(y, None, topk_idx, rows, **by_rank)
@@ -286,7 +282,8 @@ def test_a_gpu_knows_its_rank_and_its_peers(sizes, names, gpus, monkeypatch):
 
     spec = P(mesh.axis_names)
     jax.eval_shape(jax.shard_map(trace, mesh=mesh, in_specs=spec, out_specs=spec), np.zeros(8))
-    monkeypatch.setattr(mosaic, "inline", lambda *_: None)
+    for name in ("inline", "reach_peers"):
+        monkeypatch.setattr(mosaic, name, lambda *_: None)
     fabric, along = dataclasses.replace(traced[0], gpus=gpus), [mesh.shape[n] for n in names]
     assert fabric.num_ranks == np.prod(along)
     for number in range(8):

@@ -11,7 +11,7 @@ from support.kernels import needs_kernels
 from support.simulator import KernelError, interpret, simulated
 
 from jax_ep.matmul import pallas as backend
-from pallas_kernels.matmul.drhs import DrhsTiles, drhs
+from pallas_kernels.matmul.drhs import DrhsTiles, drhs_of_each
 
 
 def operands(num_rows, sizes, depth, width):
@@ -25,7 +25,7 @@ def operands(num_rows, sizes, depth, width):
 
 def run(lhs, grad, sizes, tiles):
     options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
-    return interpret(lambda: drhs(lhs, grad, sizes, **options))
+    return interpret(lambda: drhs_of_each(lhs, [grad], sizes, **options))[0]
 
 
 def reference(lhs, grad, sizes):
@@ -93,6 +93,21 @@ def test_few_steps_and_sizes_that_cannot_be(sizes, cut):
 
 @simulated
 @pytest.mark.slow
+def test_several_gradients():
+    """Each is what it is on its own, bit for bit."""
+    lhs, grad, sizes = operands(136, [3, 0, 70, 21], 192, 128)
+    grads, options = [grad, -grad, grad * 2], dict(tiles=DrhsTiles(64, 3, 1), num_blocks=2)
+    got = interpret(
+        lambda: drhs_of_each(lhs, grads, sizes, interpret=simulator.INTERPRETER, **options)
+    )
+    for mine, each in zip(got, grads, strict=True):
+        alone = run(lhs, each, sizes, options["tiles"])
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(alone))
+        assert np.any(np.asarray(alone))
+
+
+@simulated
+@pytest.mark.slow
 def test_a_race_is_found(monkeypatch):
     """Race detection is alive: a tile is sent from shared memory before all of it is there."""
     monkeypatch.setattr("pallas_kernels.matmul.drhs.plgpu.commit_smem", lambda: None)
@@ -126,4 +141,4 @@ def test_tiles_that_cannot_be_are_refused():
         DrhsTiles(128, 1, 1)
     lhs, grad, sizes = operands(64, [3, 0], 64, 192)
     with pytest.raises(ValueError, match="192 columns are not whole tiles of 128"):
-        drhs(lhs, grad, sizes, tiles=DrhsTiles(128, 2, 1), num_blocks=2)
+        drhs_of_each(lhs, [grad], sizes, tiles=DrhsTiles(128, 2, 1), num_blocks=2)
