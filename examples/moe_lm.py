@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep.linen import MoE
-from jax_ep.moe.layer import MoEMetrics
 
 SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Bytes in a sequence.")
 D_MODEL = flags.DEFINE_integer("d_model", 128, "Width of the residual stream.")
@@ -78,7 +77,7 @@ class Block(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax_ep.MoEMetrics]:
         dtype, width, heads = self.dtype, x.shape[-1], NUM_HEADS.value
         y = nn.RMSNorm(dtype=dtype)(x)
         qkv = nn.DenseGeneral((3, heads, width // heads), use_bias=False, dtype=dtype)(y)
@@ -108,7 +107,7 @@ class LanguageModel(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, MoEMetrics]:
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax_ep.MoEMetrics]:
         embed = nn.Embed(VOCAB, D_MODEL.value, dtype=self.dtype)
         x = embed(tokens)
         metrics = []

@@ -23,13 +23,14 @@ from jax_ep.exchange.rank_major import RankDispatched, RankHandle
 from jax_ep.matmul.api import grouped_matmul
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
-from jax_ep.moe.layer import MoEMetrics, moe_layer
+from jax_ep.moe.layer import moe_layer
 from jax_ep.moe.losses import (
     BalanceSums,
     load_balance_loss,
     pooled_load_balance_loss,
     router_z_loss,
 )
+from jax_ep.moe.metrics import MoEMetrics
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routed_experts import routed_experts
 from jax_ep.moe.routing import (

@@ -14,7 +14,9 @@ from jax_ep import checks
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
+from jax_ep.moe.layer import moe_layer
+from jax_ep.moe.metrics import MoEMetrics
+from jax_ep.moe.params import MoEParams
 from jax_ep.placement.table import Placement
 
 ROUTER_STATE = "router_state"
@@ -157,8 +159,8 @@ class MoE(nn.Module, _ConfigFields):
         config, init = MoEConfig.of(self), self.gate_init
         check_config(config)
         if init is not None:
-            num_routed = config.num_routed
-            self.gate = Gate(num_routed, self.selection_bias, init, self.param_dtype)
+            num_choosable = config.num_choosable
+            self.gate = Gate(num_choosable, self.selection_bias, init, self.param_dtype)
         else:
             moe_params.check_without_gate(selection_bias=self.selection_bias)
 

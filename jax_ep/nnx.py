@@ -16,9 +16,10 @@ from jax_ep.checks import as_axes
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.layer import MoEMetrics, MoEParams, moe_layer
+from jax_ep.moe.layer import moe_layer
 from jax_ep.moe.mesh import shard
-from jax_ep.moe.params import Initializer
+from jax_ep.moe.metrics import MoEMetrics
+from jax_ep.moe.params import Initializer, MoEParams
 from jax_ep.placement.table import Placement
 
 
@@ -147,7 +148,7 @@ class MoE(nnx.Module):
         make_gate = functools.partial(
             Gate,
             hidden if router_dim is None else router_dim,
-            self.config.num_routed,
+            self.config.num_choosable,
             selection_bias=selection_bias,
             param_dtype=param_dtype,
             config=self.config,

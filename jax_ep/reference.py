@@ -49,7 +49,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def default_capacity(
+def dropless_capacity(
     num_ranks: int,
     num_tokens: int,
     top_k: int,
@@ -79,14 +79,12 @@ def dispatch(
 ) -> list[Dispatched]:
     """Sends every token to the ranks that own its experts, one row per (token, choice).
 
-    (The function is long because the whole contract is one loop that is read at once.)
-
     Args:
       x_per_rank: N arrays [T, H], floating.
       topk_idx_per_rank: N arrays [T, K], integer, global expert ids. -1, like any other value
         outside 0 ... E - 1, is a choice of no expert. A token may choose an expert repeatedly.
       num_experts: E, a multiple of N.
-      capacity: R, rows of each rank's result; None: `default_capacity`, which drops nothing.
+      capacity: R, rows of each rank's result; None: `dropless_capacity`, which drops nothing.
       expert_alignment: each expert's block starts at a multiple of this. An expert that receives
         nothing has a block of no rows.
       overflow: which rows are dropped where R is too small; "tail" or "fair".
@@ -105,7 +103,7 @@ def dispatch(
     top_k = topk_idx_per_rank[0].shape[1]
     num_local = num_experts // num_ranks
     if capacity is None:
-        capacity = default_capacity(num_ranks, num_tokens, top_k, num_local, expert_alignment)
+        capacity = dropless_capacity(num_ranks, num_tokens, top_k, num_local, expert_alignment)
 
     given, topk_idx_per_rank = (
         topk_idx_per_rank,
@@ -207,7 +205,8 @@ def combine(
     Returns:
       N arrays [T, H] of y's dtype, accumulated in float32. Masked and dropped pairs add nothing.
       The sum over the rows of each host is rounded to y's dtype; then these are added in float32,
-      in the order of the hosts.
+      in the order of the hosts. (On one host the library rounds the sum over the rows of each
+      rank in the same way; this leaves that out.)
     """
     outputs, dtype = [], y_per_rank[0].dtype
     ranks_of_host = len(y_per_rank) // num_hosts

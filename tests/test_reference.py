@@ -216,11 +216,11 @@ def test_empty_experts_have_no_rows_and_ids_out_of_range_are_none():
     )
 
 
-def test_default_capacity_is_enough_for_the_worst_routing():
-    assert reference.default_capacity(1, 3, 2, 4) == 6
-    assert reference.default_capacity(2, 3, 2, 2) == 12
-    assert reference.default_capacity(2, 3, 2, 2, 4) == 20  # 12 + 2 * 3 = 18 -> 20
-    assert reference.default_capacity(1, 1, 2, 64, 8) == 16  # two pairs open two blocks at most
+def test_dropless_capacity_is_enough_for_the_worst_routing():
+    assert reference.dropless_capacity(1, 3, 2, 4) == 6
+    assert reference.dropless_capacity(2, 3, 2, 2) == 12
+    assert reference.dropless_capacity(2, 3, 2, 2, 4) == 20  # 12 + 2 * 3 = 18 -> 20
+    assert reference.dropless_capacity(1, 1, 2, 64, 8) == 16  # two pairs open two blocks at most
     everything_to_zero = [np.zeros((3, 2), np.int32)] * 2
     result = reference.dispatch(X, everything_to_zero, num_experts=4)[0]
     assert result.num_dropped == 0 and result.rows_needed == 12 == len(result.tokens)

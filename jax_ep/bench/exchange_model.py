@@ -165,7 +165,7 @@ def _deepep_v1(hosts: int, gb_per_s: float) -> Published:
         Work(4096, 256, 8, _FLOAT8_ROW, hosts_per_token=4),
         gb_per_s,
         inside_gb_per_s=153,
-        source=f"{_DEEPEP}, V1's README; counted as in tests/test_internode.py",
+        source=f"{_DEEPEP}, V1's README; counted as its tests/test_internode.py counts",
     )
 
 

@@ -1,4 +1,4 @@
-"""`python -m jax_ep bench all`: runs all bench commands.
+"""`python -m jax_ep bench all`: runs all bench commands but `balance`.
 
 Each step is one command in its own process with its own timeout, so that a step that hangs or
 crashes does not cost other steps their results. The results of a step are in the file of `--json`
@@ -73,8 +73,8 @@ _TIMER = FLAGS.choice("device_timer", "auto", TIMERS, "As in `bench`.")
 _STEP_SECONDS = FLAGS.number("step_seconds", 900.0, "End a step after this long.")
 _ALSO = FLAGS.several(
     "also",
-    "Run this shell command as a step, too, such as --also='python -m pytest -m repeats'. May be "
-    "given several times.",
+    "Run this shell command as a step, too, such as --also='python -m pytest'. May be given "
+    "several times.",
 )
 _WRITE_TABLE = FLAGS.output("write_table", "As in `bench collectives`.")
 _JSON = FLAGS.json()

@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "bench all": Command(
         "jax_ep.bench.suite",
-        "all of these, each in a process of its own; what was measured is saved as it goes",
+        "all of these but balance, each in its own process; what was measured is saved as it goes",
     ),
 }
 

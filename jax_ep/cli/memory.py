@@ -151,7 +151,9 @@ def render(facts: dict[str, Any]) -> str:
 def _name(use: dict[str, Any]) -> str:
     parts = [use["operation"]]
     if use["wire_dtype"] is not None:
-        parts.append(use["wire_dtype"] + (" kept" if use["output"] == "quantized" else ""))
+        parts.append(use["wire_dtype"])
+        if use["output"] == "quantized":
+            parts.append('output="quantized"')
     return ", ".join(parts)
 
 

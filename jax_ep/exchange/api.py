@@ -84,8 +84,6 @@ def dispatch(
 ) -> Dispatched | RankDispatched:
     """Sends each token to the ranks that own its experts. Call it inside `jax.shard_map`.
 
-    (The function is long because it documents and checks every argument.)
-
     Args:
       x: [T, H] floating: this rank's tokens.
       topk_idx: [T, K] integer: global expert ids. A value outside [0, E), such as -1, is a choice

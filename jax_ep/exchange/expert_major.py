@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def dispatch(
     expert_alignment = checks.check_integer(
         "expert_alignment", expert_alignment, most=checks.MAX_INT32
     )
-    routes.check_overflow(overflow)
+    checks.check_name("overflow", overflow, get_args(Overflow))
     if capacity is None:
         overflow = "tail"  # nothing overflows: no rows to choose from
     if host_capacity is not None:

@@ -36,6 +36,7 @@ class Config:
       overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
       host_capacity: the most rows that a rank sends to another host; None: all that it has.
       list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
+        Only the checks of shared memory read it; primitives are bound with 0.
       implementation: the exchange to run; None for the best that runs here.
       kernels: False where tracing has found that the program cannot contain kernels.
       kernels_fit: False where tracing has found that kernels cannot move these rows among all
@@ -71,7 +72,7 @@ class Config:
         starts = range(0, lax.axis_size(self.axis_name), self.group_size)
         return [list(range(start, start + self.group_size)) for start in starts]
 
-    def here(self) -> jax.Array:
+    def rank(self) -> jax.Array:
         """Returns this rank's number in its exchange, [] int32."""
         index = lax.axis_index(self.axis_name)
         return index if self.group_size is None else index % self.group_size

@@ -69,8 +69,6 @@ def workspace_bytes(
     operations and lets arrays share memory; or more where it does not fuse: up to K arrays
     [N, T, H] of the terms of a sum over a token's choices.
 
-    (The function is long because it names and checks every argument.)
-
     Args:
       operation: a function of this library; or "dispatch_grad", the gradient of a dispatch; or
         "combine_grad", the gradient of a combine, which is weighted in the expert-major layout.
@@ -512,7 +510,7 @@ def _between_hosts(
         }
     if shape.by_rank or operation == "dispatch":
         parts["routes"] = shape.routes()
-    return held | parts
+    return held | {name: size for name, size in parts.items() if size}
 
 
 def _check_kernels_run(shape: _Shape) -> None:

@@ -11,10 +11,9 @@ from typing import Any, TypedDict
 import jax
 import jax.numpy as jnp
 
-from jax_ep.exchange import routes as routing
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Received
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.exchange.routes import Layout, RankRoutes, Routes, counts_here
 from jax_ep.runtime import settings
 from jax_ep.runtime.fabric import channels_of, num_gpus, of_axis
 from pallas_kernels.exchange import combine as combine_kernel
@@ -54,7 +53,7 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
             **options,
         )
     group_sizes, expert_counts, num_dropped, rows_needed = layout
-    recv_counts = routing.counts_here(counts, config.here())
+    recv_counts = counts_here(counts, config.rank())
     dropped_counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32) - expert_counts
     totals = num_dropped.reshape(()), rows_needed.reshape(())
     described = Layout(group_sizes, expert_counts, *totals, dropped_counts)

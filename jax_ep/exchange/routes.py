@@ -24,7 +24,6 @@ Overflow = Literal["tail", "fair"]
 "tail": those past R in row order, so the last local experts lose most. "fair": expert e keeps its
 first min(c_e, q) rows of c_e, in row order, with the largest q at which all blocks fit in R.
 """
-_OVERFLOWS = ("tail", "fair")
 
 
 class Routes(NamedTuple):
@@ -58,12 +57,6 @@ class Layout(NamedTuple):
     num_dropped: jax.Array  # [] real rows that are not in the buffer
     rows_needed: jax.Array  # [] the capacity that would have dropped nothing
     dropped_counts: jax.Array  # [L] real rows of each expert that are not in the buffer
-
-
-def check_overflow(overflow: Overflow) -> None:
-    """Raises ValueError unless `overflow` is "tail" or "fair"."""
-    if overflow not in _OVERFLOWS:
-        raise ValueError(f"overflow must be one of {_OVERFLOWS}, but is {overflow!r}.")
 
 
 def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:

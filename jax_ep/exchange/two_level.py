@@ -37,11 +37,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange import quantization
-from jax_ep.exchange import routes as routing
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Exchange, Received
 from jax_ep.exchange.rail import Rail, Source
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.exchange.routes import Layout, RankRoutes, Routes, count_experts, counts_here
 from jax_ep.runtime import availability
 
 
@@ -66,14 +65,14 @@ class TwoLevel:
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
         num_words = message.size
         if rail.drops(topk_idx.shape[0]):
-            counts = [routing.count_experts(each, config.num_experts) for each in (topk_idx, kept)]
+            counts = [count_experts(each, config.num_experts) for each in (topk_idx, kept)]
             message = jnp.concatenate([message, counts[0] - counts[1]])
         most = max(config.num_experts, topk_idx.size)
         of_host = xla_exchange.stack_ranks(rail.gather(_narrow(message, most)), inside)
         messages = of_host.swapaxes(0, 1).reshape(rail.num_ranks, -1).astype(jnp.int32)
         routes, layout = xla_exchange.read_messages(messages[:, :num_words], kept, config)
         if rail.drops(topk_idx.shape[0]):
-            dropped = routing.counts_here(messages[:, num_words:], config.here())
+            dropped = counts_here(messages[:, num_words:], config.rank())
             dropped_counts = layout.dropped_counts + jnp.sum(dropped, axis=0, dtype=jnp.int32)
             layout = layout._replace(
                 num_dropped=jnp.sum(dropped_counts, dtype=jnp.int32), dropped_counts=dropped_counts

@@ -17,9 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange import quantization
-from jax_ep.exchange import routes as routing
 from jax_ep.exchange.interface import Config, Received
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.exchange.routes import (
+    Layout,
+    RankRoutes,
+    Routes,
+    count_choices,
+    counts_here,
+    layout,
+    receive_rows,
+)
 
 
 def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
@@ -32,7 +39,7 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
 
 def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
     """Packs what every rank must know of this rank's choices [T, K]: [2 T·K + E] int32."""
-    counts, places = routing.count_choices(topk_idx, config.num_experts)
+    counts, places = count_choices(topk_idx, config.num_experts)
     return jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
 
 
@@ -40,12 +47,12 @@ def read_messages(
     messages: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Routes, Layout]:
     """Computes this rank's routes and layout from the messages [N, 2 T·K + E] of all ranks."""
-    rank = config.here()
+    rank = config.rank()
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
     )
-    recv_counts = routing.counts_here(all_counts, rank)
-    rows = routing.receive_rows(
+    recv_counts = counts_here(all_counts, rank)
+    rows = receive_rows(
         all_topk_idx.reshape(-1, *topk_idx.shape),
         all_places.reshape(-1, *topk_idx.shape),
         recv_counts,
@@ -54,8 +61,8 @@ def read_messages(
         fair_capacity=config.num_rows if config.overflow == "fair" else None,
     )
     routes = Routes(topk_idx, rows, all_counts)
-    layout = routing.layout(recv_counts, config.num_rows, config.expert_alignment, config.overflow)
-    return routes, layout
+    described = layout(recv_counts, config.num_rows, config.expert_alignment, config.overflow)
+    return routes, described
 
 
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
@@ -142,7 +149,7 @@ def rank_dispatch(
     num_experts = config.num_experts
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
-    local = all_topk_idx - config.here() * num_local_experts
+    local = all_topk_idx - config.rank() * num_local_experts
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
     here &= (local >= 0) & (local < num_local_experts)
     all_bits = stack_ranks(quantization.bits(x, config.wire_dtype), config)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
 from jax_ep.exchange.api import Implementation
-from jax_ep.exchange.routes import Overflow, check_overflow
+from jax_ep.exchange.routes import Overflow
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
 from jax_ep.moe.expert_mlp import FUNCTIONS, Activation, Gating, HiddenUnit, check_unit
@@ -141,7 +141,7 @@ class MoEConfig:
         return self.zero_experts + self.identity_experts + self.constant_experts
 
     @property
-    def num_routed(self) -> int:
+    def num_choosable(self) -> int:
         """The number of experts that the router chooses among: E, and those that cost nothing."""
         return self.num_experts + self.num_free
 
@@ -178,7 +178,7 @@ def check_config(config: MoEConfig) -> None:
     if config.capacity_factor is not None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
-    check_overflow(config.overflow)
+    checks.check_name("overflow", config.overflow, get_args(Overflow))
     routing.check_weighing(config.score, config.normalize, config.normalize_epsilon, config.scale)
     if config.host_capacity_factor is not None:
         none = ", or None to send a host all that is meant for it"

@@ -14,10 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
 from jax_ep.matmul import api as gmm
+from jax_ep.matmul.backend import Gating
 from jax_ep.runtime.jax_compat import match_varying
 
 Activation = Callable[[jax.Array], jax.Array]
-Gating = Callable[[jax.Array, jax.Array], jax.Array]
 
 # The functions of a `HiddenUnit`, and what each is a function of.
 FUNCTIONS = {
@@ -286,10 +286,9 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
         return lax.dot_general(members, rows, contract, preferred_element_type=wide)
 
     sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    for value, found in (
-        (jnp.nan, jnp.isnan(rows)),
-        (jnp.inf, rows == jnp.inf),
-        (-jnp.inf, rows == -jnp.inf),
+    for value, found in (  # the sum of both is NaN
+        (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
+        (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
     ):
         sums += jnp.where(total(found.astype(rows.dtype)) > 0, jnp.asarray(value, wide), 0)
     return sums.astype(bias.dtype)

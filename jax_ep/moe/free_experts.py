@@ -67,5 +67,5 @@ def factors(config: MoEConfig) -> jax.Array | None:
     """Returns the factor of each expert's term of the load-balance loss, or None if all are 1."""
     if not config.num_free or config.free_expert_factor == 1.0:
         return None
-    is_free = jnp.arange(config.num_routed) >= config.num_experts
+    is_free = jnp.arange(config.num_choosable) >= config.num_experts
     return jnp.where(is_free, jnp.float32(config.free_expert_factor), 1.0)

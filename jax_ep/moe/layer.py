@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_ep import checks
 from jax_ep.exchange.api import dispatch
+from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import losses, routing
 from jax_ep.moe.config import MoEConfig, SameCode, check_compute_dtype, check_config
@@ -31,7 +32,7 @@ from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices
 from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ROUTED_WEIGHTS
-from jax_ep.runtime.jax_compat import match_varying, smaller
+from jax_ep.runtime.jax_compat import match_varying
 
 
 def moe_layer(
@@ -93,7 +94,7 @@ def moe_layer(
         ValueError, TypeError: at trace time, naming the argument, for whatever does not fit.
     """
     check_config(config)
-    check_params(params, config.num_routed, config.constant_experts)
+    check_params(params, config.num_choosable, config.constant_experts)
     _check_tokens(x, mask, params.wi_0.shape[1], config)
     check_placement(placement, config.num_experts, config.num_slots)
     inputs = RouterInputs(router_x, topk_idx, topk_weights)
@@ -239,14 +240,14 @@ def _on_rank(
     num_lead = len(shape) - 1
     x, mask, inputs, ids = jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_lead:]), call)
     sequences = Sequences(math.prod(shape[:-2]) if num_sequences is None else num_sequences, ids)
-    tokens = x
+    tokens = x  # for the routed experts; x stays for the shared ones, which run on all tokens
     if mask is not None:
         # Zero times the NaN of a masked token would be a NaN in the gate's gradient.
         tokens = jnp.where(mask[:, None], x, 0)
         x = jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
         if inputs.x is not None:
             inputs = inputs._replace(x=jnp.where(mask[:, None], inputs.x, 0))
-    own_tokens = tokens
+    own_tokens = tokens  # for the free experts: without those of other tensor ranks
     router_x = tokens if inputs.x is None else inputs.x
     routed, logits = route(params, router_x, inputs, mask, config)
     sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
@@ -361,7 +362,7 @@ def receive_capacity(
     if config.capacity_factor is not None:
         average = num_tokens * config.num_experts_per_token
         rows = min(rows, math.ceil(config.capacity_factor * average))
-    rows += smaller(rows, num_local_experts) * (config.expert_alignment - 1)
+    rows = dropless_capacity(rows, num_local_experts, config.expert_alignment)
     # A matmul kernel copies a receive buffer of other numbers of rows.
     multiple = math.lcm(config.expert_alignment, TILE_ROWS)
     return -(-rows // multiple) * multiple

@@ -7,7 +7,7 @@ the sums first and compute the loss from the total. `BalanceSums` holds the sums
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -119,7 +119,7 @@ def load_balance_loss(
 
 
 def pooled_load_balance_loss(
-    sums: BalanceSums | Sequence[BalanceSums],
+    sums: BalanceSums | Iterable[BalanceSums],
     *,
     convention: Convention = "transformers",
     expert_factors: jax.Array | None = None,
@@ -130,7 +130,7 @@ def pooled_load_balance_loss(
     transformers instead adds the choices and probabilities of all layers, then multiplies them.
 
     Args:
-        sums: `MoEMetrics.balance` of a layer; a sequence of them; or one with leading axes, as
+        sums: `MoEMetrics.balance` of a layer; an iterable of them; or one with leading axes, as
             `lax.scan` over layers stacks them.
         convention: "transformers" or "switch"; see `load_balance_loss`.
         expert_factors: [E] floating, or None; see `load_balance_loss`.
@@ -143,12 +143,11 @@ def pooled_load_balance_loss(
         TypeError: sums are no `BalanceSums`.
     """
     checks.check_name("convention", convention, ("transformers", "switch"))
-    given: Sequence[Any] = [sums]
-    if isinstance(sums, Sequence) and not isinstance(sums, BalanceSums):
-        given = sums
+    one_layer = isinstance(sums, BalanceSums) or not isinstance(sums, Iterable)
+    given: list[Any] = [sums] if one_layer else list(sums)
     if not given or not all(isinstance(one, BalanceSums) for one in given):
         raise TypeError(
-            "sums must be a BalanceSums or a sequence of them, such as MoEMetrics.balance of each "
+            "sums must be a BalanceSums or an iterable of them, such as MoEMetrics.balance of each "
             f"layer, but is {checks.described(sums)}."
         )
     if len(sizes := {one.choices.shape[-1] for one in given}) > 1:

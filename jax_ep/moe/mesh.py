@@ -53,7 +53,8 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
 
     Raises:
         ValueError: `config.expert_axis`, `tensor_axis` or `batch_axes` names an axis that the mesh
-            lacks or that cannot hold experts, columns or tokens.
+            lacks or that cannot hold experts, columns or tokens; or `config.mesh` is another mesh
+            than that of `jax.set_mesh`.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
@@ -64,7 +65,12 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
         return LayerMesh(expert_axes, batch_axes, None, tensor_axes)
 
     mesh: Mesh | AbstractMesh | None = config.mesh
-    if not ambient.empty and (mesh is None or mesh.shape == ambient.shape):
+    if not ambient.empty:
+        if mesh is not None and mesh.shape != ambient.shape:
+            raise ValueError(
+                f"mesh must be None, or as the one of jax.set_mesh, {dict(ambient.shape)}, but is "
+                f"{dict(mesh.shape)}."
+            )
         mesh = ambient
     elif mesh is None:
         mesh = jax_compat.mesh_of_with_statement()

@@ -68,7 +68,7 @@ def metrics_of(
     balance_loss, balance = _balance(routed, logits, mask, sequences, config, batch_axes)
     counts = balance.choices
     if config.balance_convention == "transformers":  # whose choices need not be the router's
-        counts = lax.psum(count_experts(routed.topk_idx, config.num_routed), batch_axes)
+        counts = lax.psum(count_experts(routed.topk_idx, config.num_choosable), batch_axes)
     # The ranks along the tensor axes drop the same rows.
     dropped_axes = tuple(dict.fromkeys((*batch_axes, *where.tensor_axes)))
     dropped_counts = lax.psum(dropped, dropped_axes) // where.num_tensor_ranks()
@@ -99,7 +99,7 @@ def _balance(
             topk_idx = jnp.where(mask[:, None], topk_idx, -1)
     absent = probs is None
     if probs is None:
-        probs = jnp.zeros((topk_idx.shape[0], config.num_routed), jnp.float32)
+        probs = jnp.zeros((topk_idx.shape[0], config.num_choosable), jnp.float32)
     sums = losses.sum_over_ranks(losses.balance_sums(probs, topk_idx), batch_axes)
     if absent:
         return jnp.zeros((), jnp.float32), sums

@@ -50,7 +50,7 @@ def route(
         weights = inputs.topk_weights.astype(jnp.float32)
         if mask is not None:
             weights = jnp.where(mask[:, None], weights, 0.0)
-        routed = Routing(expert_ids(inputs.topk_idx, config.num_routed), weights)
+        routed = Routing(expert_ids(inputs.topk_idx, config.num_choosable), weights)
     elif inputs.topk_idx is not None:
         assert logits is not None
         routed = routing.routing_of_choices(logits, inputs.topk_idx, **options)
@@ -148,7 +148,7 @@ def _checked(routed: Any, num_tokens: int, config: MoEConfig) -> Routing:
         raise TypeError(
             f"router must return a jax_ep.Routing, but returned {checks.described(routed)}."
         )
-    num_experts, k = config.num_routed, config.num_experts_per_token
+    num_experts, k = config.num_choosable, config.num_experts_per_token
     arrays: tuple[tuple[str, jax.Array | None, Any, int], ...] = (
         ("topk_idx", routed.topk_idx, jnp.integer, k),
         ("topk_weights", routed.topk_weights, jnp.floating, k),

@@ -334,7 +334,7 @@ def update_expert_bias(
             f"{expert_counts.shape}."
         )
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
-        checks.check_array("rate", rate, None, jnp.floating, "[] or [E], or a number")
+        checks.check_array("rate", rate, None, jnp.number, "[] or [E], or a number")
     if jnp.shape(rate) not in ((), bias.shape):
         raise ValueError(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "

@@ -119,7 +119,11 @@ class Placement:
         return share.reshape(*load.shape[:-1], self.num_ranks, -1).sum(axis=-1)
 
     def save(self, path: str | Path) -> None:
-        """Writes the placement to a file whose name ends in .json or .npz."""
+        """Writes the placement to a file.
+
+        Raises:
+            ValueError: the file's name ends in neither .json nor .npz.
+        """
         path = Path(path)
         sizes = {"num_experts": self.num_copies.shape[-1], "num_ranks": self.num_ranks}
         if _suffix(path) == ".json":

@@ -92,18 +92,24 @@ def _take(leaf: Any, index: Array) -> Any:
             spec[axis] = None
             leaf = jax.sharding.reshard(leaf, PartitionSpec(*spec))
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
-    # Bits, since XLA may gather from other devices by a sum, which is of no subnormals.
-    taken = xp.take_along_axis(_bits(leaf), xp.asarray(np.maximum(index, 0)), axis)
-    if index.min() < 0:
-        taken = xp.where(xp.asarray(index) >= 0, taken, xp.zeros((), taken.dtype))
-    return taken.view(leaf.dtype)
 
+    def gather(leaf: Any) -> Any:
+        taken = xp.take_along_axis(leaf, xp.asarray(np.maximum(index, 0)), axis)
+        if index.min() < 0:
+            taken = xp.where(xp.asarray(index) >= 0, taken, xp.zeros((), taken.dtype))
+        return taken
 
-def _bits(leaf: Any) -> Any:
-    """Returns floating numbers of whole bytes as unsigned integers."""
-    if not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 8:
-        return leaf
-    return leaf.view(f"uint{jnp.finfo(leaf.dtype).bits}")
+    if xp is np or not jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.finfo(leaf.dtype).bits < 8:
+        return gather(leaf)
+
+    # As bits: XLA may gather from other devices by a sum, which has no subnormals. Bits have no
+    # tangent, so that is gathered as it is.
+    @jax.custom_jvp
+    def gather_bits(leaf: jax.Array) -> jax.Array:
+        return gather(leaf.view(f"uint{jnp.finfo(leaf.dtype).bits}")).view(leaf.dtype)
+
+    gather_bits.defjvps(lambda tangent, taken, leaf: gather(tangent))
+    return gather_bits(leaf)
 
 
 def redistribute(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jax_ep.runtime import hosts, jax_compat, symmetric_memory
 from pallas_kernels.exchange import plan as plans
+from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 
 _OLDEST_JAX = (0, 11)
@@ -171,6 +172,8 @@ def exchange_unavailable_reason(
     if dtype not in _EXCHANGE_DTYPES:
         names = ", ".join(jnp.dtype(d).name for d in _EXCHANGE_DTYPES)
         return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
+    if plans.count_width(num_experts) > layout.MAX_VALUES:
+        return f"it takes up to {layout.MAX_VALUES} experts, not {num_experts}"
     hidden = plans.padded_hidden(hidden, dtype, wire_dtype)
     row = plans.Row(hidden, dtype, wire_dtype)
     if not plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts):

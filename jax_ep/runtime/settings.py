@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from pallas_kernels.fabric import layout
+
 _TIMEOUT_SECONDS = 100.0
 _LONGEST_TIMEOUT_SECONDS = 1e9  # kernels count nanoseconds in 64 bits
 
@@ -31,9 +33,9 @@ def num_blocks() -> int | None:
 
     If it is not set, kernels take the number that was measured to be fastest. A smaller number
     leaves part of the GPU to a kernel that runs at the same time. Raises ValueError unless it is a
-    positive integer.
+    positive integer, at most `layout.MAX_BLOCKS`.
     """
-    return _positive_int("JAX_EP_NUM_BLOCKS")
+    return _positive_int("JAX_EP_NUM_BLOCKS", most=layout.MAX_BLOCKS)
 
 
 def devices_per_host() -> int | None:
@@ -45,7 +47,7 @@ def devices_per_host() -> int | None:
     return _positive_int("JAX_EP_DEVICES_PER_HOST")
 
 
-def _positive_int(name: str) -> int | None:
+def _positive_int(name: str, most: int | None = None) -> int | None:
     """Returns the integer of an environment variable, or None if the variable is not set."""
     text = os.environ.get(name)
     if text is None:
@@ -54,6 +56,7 @@ def _positive_int(name: str) -> int | None:
         value = int(text)
     except ValueError:
         value = 0
-    if value < 1:
-        raise ValueError(f"{name} must be a positive int, but is {text!r}.")
+    if value < 1 or (most is not None and value > most):
+        bound = "" if most is None else f", at most {most}"
+        raise ValueError(f"{name} must be a positive int{bound}, but is {text!r}.")
     return value

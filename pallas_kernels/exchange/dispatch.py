@@ -35,6 +35,8 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import short_copies
 from pallas_kernels.fabric.plan import LANES, Plan, pad_last
 
+_COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
+
 
 def dispatch(
     x: jax.Array,
@@ -326,7 +328,7 @@ class _Dispatch:
     def _count(self, choices, end, bins):
         """Adds the first `end` of this rank's choices to `bins`, which counts them by expert."""
         fabric, num_choices = self.fabric, self.sender.window.total
-        width = min(fb.COUNTED_AT_ONCE, num_choices // LANES * LANES)
+        width = min(_COUNTED_AT_ONCE, num_choices // LANES * LANES)
 
         def count(i, _):
             start = jnp.minimum(i * width, num_choices - width)

@@ -31,11 +31,11 @@ from pallas_kernels.exchange.plan import LowLatencyPlan
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.layout import MAX_WORDS
+from pallas_kernels.fabric.layout import MAX_VALUES
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
-_RETURNED = MAX_WORDS // 2  # the first of the values that go back to the owners
+_RETURNED = MAX_VALUES // 2  # the first of the values that go back to the owners
 
 
 def combine_grad(

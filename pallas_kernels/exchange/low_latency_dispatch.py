@@ -30,6 +30,8 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
+_COUNTED_AT_ONCE = 1024  # choices, all loaded before the first is counted
+
 
 def dispatch(
     x: jax.Array,
@@ -296,8 +298,8 @@ class _Dispatch:
         fabric.read_halves(source, choices.at[source, pl.ds(0, num_choices)], "dispatch")
         fabric.barrier()
         earlier = lax.axis_index("block") * self.rows.plan.tokens_per_block * self.top_k
-        for start in range(0, num_choices, fb.COUNTED_AT_ONCE):
-            size = min(fb.COUNTED_AT_ONCE, align_up(num_choices - start, LANES))
+        for start in range(0, num_choices, _COUNTED_AT_ONCE):
+            size = min(_COUNTED_AT_ONCE, align_up(num_choices - start, LANES))
             experts = fb.load(fabric, choices.at[source, pl.ds(start, size)], 1)
             entries = start + fb.iota(fabric, size)
             if start + size > num_choices:

@@ -115,13 +115,11 @@ class Row:
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
     """Returns whether all kernels of the exchange can run at these sizes.
 
-    Shared memory must hold the slots that each needs, and the words that a rank sends its peers
-    must suffice for its counts.
+    Shared memory must hold the slots that each needs.
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
     return (
-        count_width(num_experts) <= layout.MAX_WORDS
-        and row.room(words) // row.slot_bytes >= 3
+        row.room(words) // row.slot_bytes >= 3
         and _combine_step(row, num_ranks, top_k) >= 1
         and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 3
     )
@@ -213,7 +211,7 @@ class LowLatencyPlan:
             1 < self.num_ranks <= layout.MAX_LOW_LATENCY_GPUS
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker <= layout.MAX_SLOTS
-            and self.num_tokens * self.top_k <= layout.MAX_WORDS // 2
+            and self.num_tokens * self.top_k <= layout.MAX_VALUES // 2
             and self.num_experts <= 2**15  # ids are sent as 16 bits
             and self.num_slots > 0
         )
@@ -228,10 +226,10 @@ def low_latency(
     num_experts: int,
     num_blocks: int | None = None,
 ) -> LowLatencyPlan | None:
-    """Returns the plan of the kernels over the low-latency protocol, or None if others are faster.
+    """Returns the plan of the kernels over the low-latency protocol, or None where others serve.
 
-    Others are also for sizes that do not fit, and for rows that are quantized. `num_blocks` is the
-    most thread blocks to use; None is the number measured to be fastest.
+    Others are for rows that are quantized, and for sizes for which `LowLatencyPlan.fits` is false.
+    `num_blocks` is the most thread blocks; None: as many as the protocol has workers for.
     """
     plan = LowLatencyPlan(
         num_tokens=num_tokens,

@@ -29,7 +29,6 @@ from pallas_kernels.fabric.plan import LANES
 
 NOWHERE = -1  # stands for "no row" and for "no expert"
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-COUNTED_AT_ONCE = 8192  # values that a warpgroup gives `count` in one call, all loaded at once
 
 
 class Ranks(Protocol):

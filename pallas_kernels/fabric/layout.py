@@ -36,14 +36,14 @@ ANY_ADDRESS = (0, 1 << 63)
 # offsets in a program do not depend on the machine.
 MAX_BLOCKS = 2048  # thread blocks of a kernel
 MAX_BUFFERS = 4  # buffers of a kernel that peers reach
-MAX_WORDS = 4096  # values that a rank sends to a peer in a call
+MAX_VALUES = 4096  # values that a rank sends to a peer in a call
 SIGNAL_KINDS = 2  # kinds of signal that a kernel may send
 COUNT_BITS = 20  # the low bits of a signal, a count; the number of the call is in the 44 above
 CALLS = HEADER_BYTES  # [MAX_GPUS, MAX_BLOCKS]: calls with each peer so far; this GPU's own
 SIGNALS = CALLS + WORD64_BYTES * MAX_GPUS * MAX_BLOCKS  # [SIGNAL_KINDS, MAX_BLOCKS, MAX_GPUS]
 ADDRESSES = SIGNALS + WORD64_BYTES * SIGNAL_KINDS * MAX_BLOCKS * MAX_GPUS  # [MAX_GPUS, MAX_BUFFERS]
-VALUES = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS  # [2 sets, MAX_GPUS, MAX_WORDS]
-TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_WORDS  # memory of the low-latency protocol
+VALUES = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS  # [2 sets, MAX_GPUS, MAX_VALUES]
+TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES  # memory of the low-latency protocol
 
 # Memory of the low-latency protocol (`low_latency`): counters of calls, then slots that tiles
 # arrive in.

@@ -345,9 +345,9 @@ class Gpus(RanksOfMesh):
         `words` [n] is of 32-bit elements in this rank's global or shared memory.
         """
         call, (count,) = self._call, words.shape
-        if count > layout.MAX_WORDS:
+        if count > layout.MAX_VALUES:
             raise ValueError(
-                f"{call.name}: a rank sends at most {layout.MAX_WORDS} values, not {count}."
+                f"{call.name}: a rank sends at most {layout.MAX_VALUES} values, not {count}."
             )
         ranks = range(self.num_ranks) if ranks is None else ranks
         to = [jnp.asarray(rank, jnp.int32) for rank in ranks]
@@ -459,7 +459,7 @@ class Gpus(RanksOfMesh):
         """Returns the address, in `owner`'s heap, of a value of GPU `sender` in a call."""
         which = arith.andi(_narrow(number), i32(1))
         of_sender = _plus(sender, (which, layout.MAX_GPUS))
-        return _at(self._heap(owner), layout.VALUES, (of_sender, 8 * layout.MAX_WORDS), (index, 8))
+        return _at(self._heap(owner), layout.VALUES, (of_sender, 8 * layout.MAX_VALUES), (index, 8))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -432,6 +432,21 @@ def test_the_exchange_between_hosts_holds_what_xla_says(
     assert 0.6 * counted <= held <= 1.5 * counted
 
 
+@on_cpus
+@pytest.mark.parametrize("name", quick(["dispatch", "dispatch_like"], "dispatch"))
+def test_float8_rows_between_hosts_are_counted(name, monkeypatch):
+    """Of which the exchange inside a host knows nothing."""
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "4")
+    model, way = model_of(SHAPES[1]), dict(layout="expert", wire_dtype="float8_e4m3fn")
+    run, arguments = operation(name, "two_level", model, "bfloat16", expert_mesh(8), **way)
+    held = run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    options = dict(num_hosts=2, dtype="bfloat16", **way)
+    buffers = memory.workspace_bytes(name, "xla", **options, **model)
+    rows = model["capacity"] * model["hidden"] * 33 // 32
+    assert buffers["received rows"] == rows
+    assert 0.6 * sum(buffers.values()) <= held <= 1.5 * sum(buffers.values())
+
+
 def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
     """On 8 hosts of 8 ranks: tokens of 24 ranks instead of 64, and of 8 where kernels run."""
     model = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=64, capacity=1152)

@@ -363,6 +363,12 @@ def test_settings_that_make_no_sense_are_refused(variable, value, monkeypatch):
         lowered(Shapes(16, 64, 2, 8), "pallas", forward)
 
 
+def test_more_blocks_than_memory_is_laid_out_for_are_refused(monkeypatch):
+    monkeypatch.setenv("JAX_EP_NUM_BLOCKS", "2049")
+    with pytest.raises(ValueError, match="JAX_EP_NUM_BLOCKS must be .* at most 2048, .* '2049'"):
+        lowered(Shapes(4096, 64, 2, 8), "pallas", forward)
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a mesh of CPUs lowers for GPUs here")
 @pytest.mark.parametrize(
     "order",

@@ -82,7 +82,7 @@ def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, m
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     rng = np.random.default_rng(0)
     run = program(case, "two_level", check_vma, mesh)
-    capacity = case.capacity or reference.default_capacity(
+    capacity = case.capacity or reference.dropless_capacity(
         8, case.num_tokens, case.top_k, case.num_experts // 8, case.expert_alignment
     )
     for kind in ROUTINGS:

@@ -227,7 +227,7 @@ def test_the_convention_of_transformers_pools_layers():
     layers[1] = layers[1][0].at[5:].set(-1), layers[1][1]
     pairs = [(probs, idx) for idx, probs in layers]
     each = [losses.balance_sums(*pair) for pair in pairs]
-    for pooled in (each, jax.tree.map(lambda *a: jnp.stack(a), *each)):
+    for pooled in (each, iter(each), jax.tree.map(lambda *a: jnp.stack(a), *each)):
         got = losses.pooled_load_balance_loss(pooled)
         np.testing.assert_allclose(got, hugging_face(*pairs), rtol=1e-6)
     got = losses.load_balance_loss(*pairs[0], convention="transformers")
@@ -324,7 +324,7 @@ def test_what_cannot_be_pooled_is_named():
     with pytest.raises(ValueError, match="convention must be one of .* but is 'deepseek_v3'"):
         losses.pooled_load_balance_loss(sums, convention="deepseek_v3")  # type: ignore[arg-type]
     for nothing in ([], None):
-        with pytest.raises(TypeError, match="sums must be a BalanceSums or a sequence of them"):
+        with pytest.raises(TypeError, match="sums must be a BalanceSums or an iterable of them"):
             losses.pooled_load_balance_loss(nothing)  # type: ignore[arg-type]
     fewer = losses.balance_sums(PROBS[:, :4], IDX)
     with pytest.raises(ValueError, match=r"sums must all be of one number .* \[4, 8\]"):

@@ -147,6 +147,14 @@ def test_callers_tokens_replicated_over_the_experts_are_refused_by_name(changes)
         in_callers_shard_map("data", True, **changes)
 
 
+def test_a_mesh_beside_another_one_that_is_set_is_refused():
+    """JAX refused it later, and Flax's layers made their weights for the other one."""
+    config = dataclasses.replace(CONFIG, mesh=mesh((8,), ("expert",)))
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
+        with pytest.raises(ValueError, match=r"mesh must be .*'data': 2.* but is \{'expert': 8\}"):
+            jax.eval_shape(lambda x: moe_layer(make_params(), x, config), make_x())
+
+
 def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
     """They were gathered on each call, silently."""
     devices = mesh((8,), ("expert",))

@@ -469,6 +469,11 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
             "rate must be .* or a number, but is 'a'",
         ),
         (
+            lambda: routing.update_expert_bias(jnp.zeros(8), jnp.zeros(8), jnp.ones(8, bool)),
+            TypeError,
+            "rate must be .* or a number, but has dtype bool",
+        ),
+        (
             lambda: routing.update_expert_bias(LOGITS, LOGITS, 0.1),
             ValueError,
             r"bias must .* but has shape \(4, 8\)",

@@ -69,6 +69,33 @@ def test_sharded_weights_give_back_every_bit():
     assert_same_bits(to_experts(jax.device_put(by_slot, sharding), placement), weights)
 
 
+def test_weights_by_slot_have_gradients():
+    """That of an expert is the sum of those of its slots; an empty slot has none."""
+    slots = [[5, *[-1] * 6, 4, 3, 2, 1, 0]]
+    placement = Placement.of(slots, num_experts=E, num_ranks=N)[0]
+    rng = np.random.default_rng(5)
+    by_expert, by_slot = (jnp.asarray(rng.integers(-9, 9, (n, 3)), jnp.float32) for n in (E, SLOTS))
+
+    def of_slots(leaf):
+        return to_slots({"wo": leaf}, placement)["wo"]
+
+    def of_experts(leaf):
+        return to_experts({"wo": leaf}, placement)["wo"]
+
+    held = np.zeros((SLOTS, E), np.float32)
+    for slot, expert in enumerate(placement.expert_of_slot):
+        held[slot, expert] = expert >= 0
+    first = np.eye(SLOTS, dtype=np.float32)[placement.slots_of_expert[:, 0]]
+    for function, matrix, x, g in (
+        (of_slots, held, by_expert, by_slot),
+        (of_experts, first, by_slot, by_expert),
+    ):
+        out, pull = jax.vjp(jax.jit(function), x)
+        np.testing.assert_array_equal(out, matrix @ x)
+        np.testing.assert_array_equal(pull(g)[0], matrix.T @ g)
+        np.testing.assert_array_equal(jax.jvp(function, (x,), (x + 1,))[1], matrix @ (x + 1))
+
+
 def test_redistribution_moves_every_bit():
     rng = np.random.default_rng(2)
     weights = tree(rng)

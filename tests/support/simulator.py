@@ -44,7 +44,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.layout import MAX_WORDS, NUM_COUNTERS, TILE_BYTES, num_slots
+from pallas_kernels.fabric.layout import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_slots
 from pallas_kernels.fabric.sentinel_words import SlotMemory
 from support.kernels import KERNELS_RUN, WHY_NOT
 
@@ -405,7 +405,7 @@ class _SendValues:
             for rank in map(int, ranks):
                 values = simulation.values[rank, thread.block_id]
                 for i, word in enumerate(np.array(words).view(np.int32), int(start)):
-                    if not 0 <= i < MAX_WORDS:
+                    if not 0 <= i < MAX_VALUES:
                         raise KernelError(f"there is no value {i}")
                     if values.setdefault(i, word) != word:
                         raise KernelError(f"rank {thread.block_id} sends two values {i} in a call")

@@ -61,7 +61,7 @@ class Problem:
     def _rows_of_any_routing(self) -> int:
         local_experts = self.num_experts // self.num_ranks
         sizes = (self.num_ranks, self.num_tokens, self.top_k, local_experts, self.alignment)
-        return reference.default_capacity(*sizes)
+        return reference.dropless_capacity(*sizes)
 
     def _generator(self) -> np.random.Generator:
         return np.random.default_rng(len(str(self)))

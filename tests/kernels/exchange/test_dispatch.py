@@ -9,7 +9,7 @@ from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like
 
-from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.exchange import dispatch as kernel
 from pallas_kernels.fabric.plan import LANES, Plan
 
 CASES = {
@@ -80,7 +80,7 @@ def test_dispatch(case):
 @pytest.mark.slow
 def test_choices_are_counted_in_parts(monkeypatch):
     """Of which the last overlaps with the one before it."""
-    monkeypatch.setattr(fb, "COUNTED_AT_ONCE", LANES)
+    monkeypatch.setattr(kernel, "_COUNTED_AT_ONCE", LANES)
     problem = Problem(2, 40, 32, 8, 8, "masked")
     assert 2 * LANES < problem.topk_idx[0].size < 3 * LANES
     _, rows, counts, *_ = simulate(dispatch(problem, Plan(2, 3), simulated_ranks(2)))

@@ -15,6 +15,7 @@ from support.meshes import cuda_mesh
 from support.selection import quick
 
 import jax_ep
+from jax_ep.runtime import availability
 from jax_ep.runtime.fabric import of_axis
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric import fabric as fb
@@ -131,7 +132,7 @@ def test_the_parts_of_a_heap_follow_each_other():
         "CALLS": layout.MAX_GPUS * layout.MAX_BLOCKS,
         "SIGNALS": layout.SIGNAL_KINDS * layout.MAX_BLOCKS * layout.MAX_GPUS,
         "ADDRESSES": layout.MAX_GPUS * layout.MAX_BUFFERS,
-        "VALUES": 2 * layout.MAX_GPUS * layout.MAX_WORDS,
+        "VALUES": 2 * layout.MAX_GPUS * layout.MAX_VALUES,
     }
     end = 8 * (layout.DELTA + layout.MAX_GPUS)
     assert max(layout.MAGIC, layout.POOL_START, layout.POOL_BYTES) < layout.DELTA
@@ -164,12 +165,16 @@ def test_tiles_are_polled_where_a_heap_is_empty():
         assert layout.NUM_COUNTERS >= layout.MAX_WORKERS * num_gpus
 
 
-def test_sizes_that_send_more_words_than_there_are_do_not_fit():
-    """A dispatch sends as many as experts, padded."""
-    row, sizes = plans.Row(64, jnp.bfloat16), dict(num_ranks=1, top_k=1)
-    assert plans.count_width(layout.MAX_WORDS) == layout.MAX_WORDS
-    assert plans.fits_shared_memory(row, num_experts=layout.MAX_WORDS, **sizes)
-    assert not plans.fits_shared_memory(row, num_experts=layout.MAX_WORDS + 1, **sizes)
+def test_more_experts_than_values_are_refused():
+    """A dispatch sends a count of each, padded."""
+
+    def reason(num_experts):
+        return availability.exchange_unavailable_reason(
+            64, jnp.bfloat16, num_ranks=1, top_k=1, num_experts=num_experts
+        )
+
+    assert reason(layout.MAX_VALUES) is None
+    assert reason(layout.MAX_VALUES + 1) == "it takes up to 4096 experts, not 4097"
 
 
 # ---------------------------------------------------------------------------- what a kernel may ask
