@@ -12,8 +12,8 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
   bounds of every access, where the interpreter would pad, clip or wrap;
   the slots of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
   errors of its own: two blocks of the grid that touch the same memory, a peer's memory that is used
-  before `connect`, a rank that leaves while a peer may still use its memory, a wait that nobody
-  ends, a signal whose count does not grow, a tile that is overtaken or that nobody takes, and
+  before `connect`, a rank that leaves while a peer may still use its memory, a call in which a rank
+  sends values and hears nothing of a peer, a wait that nobody ends, a signal whose count does not grow, a tile that is overtaken or that nobody takes, and
   threads of a warpgroup that need a barrier between them. (The interpreter runs a warpgroup as one
   thread.)
 
@@ -337,6 +337,7 @@ class _Connect:
         clock = simulation.memory.incr_clock(thread)
         with simulation.changed:
             simulation.connected[thread.block_id].append(clock)
+            simulation.hears(thread, range(self.num_ranks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,6 +394,7 @@ class _Wait:
                 memory.clocks[thread].update(seen.clock)
             with simulation.changed:
                 simulation.visible.wait(thread.block_id, seen.visible)
+                simulation.hears(thread, [rank])
         simulation.lanes.barrier(thread)
 
 
@@ -437,6 +439,8 @@ class _ReadValues:
             lambda: all(i in values for i in wanted),
             lambda: f"{self.what}: rank {thread.block_id} waits for values of rank {rank}",
         )
+        with simulation.changed:
+            simulation.hears(thread, [int(rank)])
         return [np.array([values[i] for i in wanted], np.int32).view(self.dtype)]
 
 
@@ -501,6 +505,7 @@ class _Receive:
             lambda: f"{self.what}: rank {rank} waits for a tile of {missing()}",
         )
         with simulation.changed:
+            simulation.hears(thread, [p for p, w in zip(peers, wanted, strict=True) if w])
             strange = np.full(self.shape, 77, self.dtype)  # where no tile comes
             return [tiles.pop(key) if key in comes else strange for key in keys]
 
@@ -673,6 +678,7 @@ class _Simulation:
         self.num_blocks = 1
         self.finished_blocks = 0
         self.entered: set[int] = set()  # ranks
+        self.heard: set[tuple[int, int]] = set()  # ranks, and peers that they received something of
         self.values: dict[tuple[int, int], dict[int, Any]] = collections.defaultdict(dict)
         self._begin_block()
 
@@ -760,6 +766,9 @@ class _Simulation:
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
         return not write and is_integer and access.shape != ()
 
+    def hears(self, thread: Any, peers: Any) -> None:
+        self.heard |= {(thread.block_id, peer) for peer in peers}
+
     def owns_memory(self, thread: Any, gpu: Any) -> None:
         with self.changed:
             if self.owners.setdefault(int(gpu), thread.block_id) != thread.block_id:
@@ -781,6 +790,12 @@ class _Simulation:
         self.block += 1
         self.finished_blocks += 1
         if self.finished_blocks == self.num_blocks:
+            pairs = {(sender, rank) for rank, sender in self.values if rank != sender}
+            if silent := {(rank, peer) for rank, peer in pairs if (rank, peer) not in self.heard}:
+                raise KernelError(
+                    f"a rank sends values and hears nothing of a peer, whose next call but one may "
+                    f"come before they are read: {sorted(silent)}"
+                )
             self._begin_call()
         else:
             self._begin_block()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.collectives.all_reduce import one_shot, two_shot
+from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.fabric.plan import LANES, Plan
 from pallas_kernels.fabric.tiles import tile_length
 from support import simulator
 from support.simulator import KernelError, Simulated, simulate, simulated, simulated_ranks
@@ -100,6 +103,25 @@ def test_words_that_are_never_sent_are_found(monkeypatch):
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
     with pytest.raises(KernelError, match=r"rank . waits for (values|signal 1) of"):
         simulate(dispatch(PROBLEM, PLAN, faulty(Wordless)))
+
+
+def test_a_rank_that_sends_values_and_hears_nothing_is_found():
+    """The call after next would write over what the peer has not read."""
+    ranks = simulated_ranks(2)
+
+    def body(x, out, words):
+        ranks.send_values(ranks.mine(x), 0)
+        ranks.read_values(ranks.rank(), 0, words, "test")
+        ranks.barrier()
+        ranks.mine(out)[...] = words[...]
+
+    kernel = fb.kernel(
+        ranks, body, name="test", num_blocks=1, num_warpgroups=1,
+        out_type=[jax.ShapeDtypeStruct((LANES,), jnp.int32)],
+        scratch_types=dict(words=plgpu.SMEM((LANES,), jnp.int32)),
+    )  # fmt: skip
+    with pytest.raises(KernelError, match=r"hears nothing of a peer.*\[\(0, 1\), \(1, 0\)\]"):
+        simulate(lambda: kernel(jnp.zeros((2, LANES), jnp.int32)))
 
 
 @pytest.mark.slow
