@@ -12,10 +12,10 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
   bounds of every access, where the interpreter would pad, clip or wrap;
   the slots of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
   errors of its own: two blocks of the grid that touch the same memory, a peer's memory that is used
-  before `connect`, a rank that leaves while a peer may still use its memory, a call in which a rank
-  sends values and hears nothing of a peer, a wait that nobody ends, a signal whose count does not grow, a tile that is overtaken or that nobody takes, and
-  threads of a warpgroup that need a barrier between them. (The interpreter runs a warpgroup as one
-  thread.)
+  before `connect`, a rank that leaves while a peer may still use its memory, a rank that sends
+  values and hears nothing of a peer, a wait that nobody ends, a signal whose count does not grow, a
+  tile that is overtaken or that nobody takes, and threads of a warpgroup that need a barrier
+  between them. (The interpreter runs a warpgroup as one thread.)
 
 All of this rests on private parts of JAX 0.11 and newer; where one is missing, the tests that
 need it are skipped.

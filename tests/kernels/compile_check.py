@@ -1,0 +1,205 @@
+"""Compiles the kernels for H200s, on any machine, with JAX's CUDA plugin.
+
+    python tests/kernels/compile_check.py --plugin DIR
+
+DIR is where JAX's CUDA plugin is, of the version of JAX, but not on Python's path:
+
+    pip install --no-deps --target=DIR jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
+
+Prints each kernel's registers, and bytes of registers that it spills. Fails where a kernel does not
+compile, or where ptxas makes the tensor cores' instructions wait for each other. It needs `ptxas`,
+on the PATH or in DIR (pip install --no-deps --target=DIR nvidia-cuda-nvcc).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lib import xla_client
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+AXIS = "expert"
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 device_memory_size: 150000000000 l2_cache_size: 52428800
+}
+platform_name: "CUDA"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def gpus(plugin: Path) -> list[jax.Device]:
+    """Returns eight H200s to compile for."""
+    runtime = plugin / "jax_cuda13_plugin" / "libmosaic_gpu_runtime.so"
+    os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
+    library = plugin / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
+    api = xla_client.load_pjrt_plugin_dynamically("cuda", str(library))
+    shape = "1x1x8"
+    topology = xla_client.make_c_api_device_topology(api, shape, topology=shape, target_config=H200)
+    return topology._make_compile_only_devices()
+
+
+def compiled(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes: Any) -> str:
+    """Compiles a function of each rank's arrays; returns what ptxas says."""
+    mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
+    operands = [
+        jax.ShapeDtypeStruct((num_ranks * n, *rest), dtype, sharding=NamedSharding(mesh, P(AXIS)))
+        for (n, *rest), dtype in shapes
+    ]
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
+    )
+    with written() as text:
+        jax.jit(mapped).lower(*operands).compile()
+    return text[0]
+
+
+@contextlib.contextmanager
+def written() -> Iterator[list[str]]:
+    """Yields a list that gets what this process writes meanwhile, to any stream."""
+    text: list[str] = []
+    streams = sys.stdout.fileno(), sys.stderr.fileno()
+    sys.stdout.flush()
+    kept = [os.dup(stream) for stream in streams]
+    with tempfile.TemporaryFile() as file:
+        for stream in streams:
+            os.dup2(file.fileno(), stream)
+        try:
+            yield text
+        finally:
+            for stream, copy in zip(streams, kept, strict=True):
+                os.dup2(copy, stream)
+                os.close(copy)
+            file.seek(0)
+            text.append(file.read().decode(errors="replace"))
+
+
+def exchange(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any:
+    """Dispatch and combine, and their gradients."""
+
+    def there_and_back(x, weights):
+        sent = jax_ep.dispatch(x, topk_idx, axis_name=AXIS, implementation="pallas", **options)
+        return jax_ep.combine(sent.tokens, sent.handle, topk_weights=weights)
+
+    out, pull = jax.vjp(there_and_back, x, weights)
+    return out, *pull(out)
+
+
+def by_rank(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any:
+    """Dispatch and combine in the rank-major layout."""
+    sent = jax_ep.dispatch(
+        x, topk_idx, axis_name=AXIS, topk_weights=weights, layout="rank", implementation="pallas",
+        **options,
+    )  # fmt: skip
+    return jax_ep.combine(sent.tokens, sent.handle)
+
+
+def experts(x: Any, wi_0: Any, wi_1: Any, wo: Any, sizes: Any) -> Any:
+    """The experts of a rank, and their gradients."""
+    mlp = functools.partial(jax_ep.expert_mlp, group_sizes=sizes, implementation="pallas")
+    out, pull = jax.vjp(mlp, x, wi_0, wi_1, wo)
+    return mlp(x, wi_0, wi_1, wo), *pull(out)
+
+
+def collective(name: str, algorithm: str | None, x: Any) -> Any:
+    return getattr(jax_ep.collectives, name)(x, AXIS, algorithm=algorithm)
+
+
+def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
+    """Yields the programs: a name, the number of ranks, the function, and each rank's operands."""
+    for num_ranks in (2, 4, 8):
+        for tokens, hidden, num_experts in ((128, 7168, 256), (4096, 7168, 256), (4096, 2048, 128)):
+            operands = [
+                ((tokens, hidden), jnp.bfloat16),
+                ((tokens, 8), jnp.int32),
+                ((tokens, 8), jnp.float32),
+            ]
+            model: dict[str, Any] = dict(num_experts=num_experts)
+            name = f"T={tokens} H={hidden} E={num_experts}"
+            yield name, num_ranks, functools.partial(exchange, model), operands
+            if num_ranks == 4:
+                continue
+            yield f"{name}, rank-major", num_ranks, functools.partial(by_rank, model), operands
+            float8 = model | dict(wire_dtype="float8_e4m3fn")
+            yield f"{name}, float8", num_ranks, functools.partial(exchange, float8), operands
+        for op, *algorithms in (
+            ("all_reduce", "one_shot_ll", "two_shot_ll", "one_shot", "two_shot"),
+            ("all_gather", "ll", "direct"),
+            ("reduce_scatter", "ll", "direct"),
+            ("all_to_all", "ll", "direct"),
+        ):
+            for algorithm in algorithms:
+                of_op = functools.partial(collective, op, algorithm)
+                yield f"{op}, {algorithm}", num_ranks, of_op, [((64, 4096), jnp.bfloat16)]
+    for name, rows, hidden, ffn, held in (
+        ("qwen3-moe, T=4096", 32768, 2048, 768, 64),
+        ("qwen3-moe, T=128", 1024, 2048, 768, 64),
+        ("deepseek-v3, T=4096", 32768, 7168, 2048, 128),
+        ("mixtral, T=4096", 8192, 4096, 14336, 4),
+    ):
+        matrices = [((held, *sides), jnp.bfloat16) for sides in [(hidden, ffn)] * 2]
+        operands = [((rows, hidden), jnp.bfloat16), *matrices, ((held, ffn, hidden), jnp.bfloat16)]
+        yield f"experts of {name}", 1, experts, [*operands, ((held,), jnp.int32)]
+
+
+KERNEL = re.compile(
+    r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'(.*?)Used (\d+) regis", re.S
+)
+SPILLED = re.compile(r"(\d+) bytes spill stores")
+SERIALIZED = re.compile(r"wgmma.mma_async instructions are serialized.*?function '(\w+)'")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--plugin", type=Path, required=True)
+    parser.add_argument("--only", default="", help="of programs whose name has this in it")
+    arguments = parser.parse_args()
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    os.environ["PATH"] += f"{os.pathsep}{arguments.plugin / 'nvidia' / 'cu13' / 'bin'}"
+    jax.config.update("jax_platforms", "cpu")
+    devices = gpus(arguments.plugin)
+    chosen = [program for program in programs() if arguments.only in program[0]]
+    count, faults = 0, []
+    print(f"{'program':<36}{'ranks':>6}  {'kernel':<28}{'registers':>10}{'spilled':>9}")
+    for name, num_ranks, function, operands in chosen:
+        said = compiled(function, num_ranks, devices, *operands)
+        found = KERNEL.findall(said)
+        if not found:
+            faults.append(f"{name}, {num_ranks} ranks: no kernel")
+        faults += [
+            f"{name}, {num_ranks} ranks: {k} is serialized" for k in SERIALIZED.findall(said)
+        ]
+        for kernel, properties, registers in found:
+            spilled = max(map(int, SPILLED.findall(properties)), default=0)
+            print(f"{name:<36}{num_ranks:>6}  {kernel:<28}{registers:>10}{spilled:>9}", flush=True)
+            count += 1
+    print("\n".join([f"{count} kernels compiled, {len(faults)} faults", *faults]))
+    return 1 if faults or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
