@@ -45,6 +45,7 @@ def dispatch(
     grad_wire_dtype: jax.typing.DTypeLike | None = None,
     output: Output = "dequantized",
     layout: Literal["expert"] = "expert",
+    zero_unused: bool = True,
     implementation: Implementation = None,
 ) -> Dispatched: ...
 
@@ -80,6 +81,7 @@ def dispatch(
     output: Output = "dequantized",
     layout: Literal["expert", "rank"] = "expert",
     topk_weights: jax.Array | None = None,
+    zero_unused: bool = True,
     implementation: Implementation = None,
 ) -> Dispatched | RankDispatched:
     """Sends each token to the ranks that own its experts. Call it inside `jax.shard_map`.
@@ -113,6 +115,10 @@ def dispatch(
         each (source rank, token), which has no capacity and no alignment.
       topk_weights: [T, K] floating, in the rank-major layout only: sent with the rows, for the
         experts' rank to weight its outputs. Differentiable.
+      zero_unused: whether the rows past the last expert's block are zero, in the expert-major
+        layout. False lets them hold anything, NaN too, and saves the time to write them, here and
+        in gradients of rows: a buffer for any routing is mostly of such rows, which neither
+        `grouped_matmul` nor `combine` reads.
       implementation: "pallas" (GPU kernels), "xla" (any backend), "two_level" (ranks on several
         hosts: a token crosses to each host once, see `jax_ep.exchange.two_level`), or None for the
         best that runs. Which ranks share a host is read from the devices of the mesh.
@@ -151,6 +157,8 @@ def dispatch(
                 f"expert_alignment or overflow, but they are {capacity}, {expert_alignment} and "
                 f"{overflow!r}; give them to group_by_expert."
             )
+        if zero_unused is not True:
+            raise ValueError(f'zero_unused is of layout="expert" alone, but is {zero_unused!r}.')
         return rank_major.dispatch(x, topk_idx, topk_weights, **shared)
     if layout != "expert":
         raise ValueError(f'layout must be "expert" or "rank", but is {layout!r}.')
@@ -166,6 +174,7 @@ def dispatch(
         expert_alignment=expert_alignment,
         overflow=overflow,
         host_capacity=host_capacity,
+        zero_unused=zero_unused,
         **shared,
     )
 

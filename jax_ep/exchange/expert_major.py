@@ -29,6 +29,7 @@ from jax_ep.runtime.jax_compat import register_for_export
         "expert_alignment",
         "overflow",
         "host_capacity",
+        "zero_unused",
     ],
 )
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Handle:
       expert_alignment: the alignment of each expert's block, in rows.
       overflow: which rows were kept where not all fit; see `jax_ep.exchange.routes.Overflow`.
       host_capacity: the most rows that a rank sent to each other host; None: all that it has.
+      zero_unused: whether rows past the last expert's block are zero, or may hold anything.
     """
 
     routes: Routes
@@ -52,6 +54,7 @@ class Handle:
     expert_alignment: int
     overflow: Overflow = "tail"
     host_capacity: int | None = None
+    zero_unused: bool = True
 
     @property
     def rows(self) -> jax.Array:
@@ -68,7 +71,8 @@ class Dispatched:
     """The rows that a rank received in the expert-major layout, and where they are; a pytree.
 
     Attributes:
-      tokens: [R, H], x's dtype: received rows, grouped by local expert; every other row is zero.
+      tokens: [R, H], x's dtype: received rows, grouped by local expert; every other row is zero,
+        unless the dispatch had `zero_unused=False`.
       group_sizes: [L] int32: rows of each expert's block, padding included; their sum is <= R.
       expert_counts: [L] int32: real rows in each block; they stand first in it.
       num_dropped: [] int32: (token, choice) pairs meant for this rank that did not fit in R.
@@ -103,6 +107,7 @@ def dispatch(
     expert_alignment: int,
     overflow: Overflow,
     host_capacity: int | None,
+    zero_unused: bool,
     **options: Any,
 ) -> Dispatched:
     """Dispatches x [T, H] to the expert-major layout, for `api.dispatch(layout="expert")`.
@@ -114,6 +119,7 @@ def dispatch(
         "expert_alignment", expert_alignment, most=checks.MAX_INT32
     )
     checks.check_name("overflow", overflow, get_args(Overflow))
+    checks.check_bool("zero_unused", zero_unused)
     if capacity is None:
         overflow = "tail"  # nothing overflows: no rows to choose from
     if host_capacity is not None:
@@ -138,6 +144,7 @@ def dispatch(
         expert_alignment=expert_alignment,
         overflow=overflow,
         host_capacity=host_capacity,
+        zero_unused=zero_unused,
         list_words=top_k,
         **options,
     )
@@ -146,7 +153,14 @@ def dispatch(
     layout: routes.Layout
     tokens, scales, route, layout = gradients.dispatch(config, x, topk_idx, None)
     handle = Handle(
-        route, axis_name, config.num_rows, num_experts, expert_alignment, overflow, host_capacity
+        route,
+        axis_name,
+        config.num_rows,
+        num_experts,
+        expert_alignment,
+        overflow,
+        host_capacity,
+        zero_unused,
     )
     return Dispatched(tokens, *layout, handle, scales)
 
@@ -215,6 +229,7 @@ def _static(handle: Handle) -> dict[str, Any]:
         expert_alignment=handle.expert_alignment,
         overflow=handle.overflow,
         host_capacity=handle.host_capacity,
+        zero_unused=handle.zero_unused,
         list_words=handle.rows.shape[2],
     )
 

@@ -35,6 +35,7 @@ class Config:
       expert_alignment: each expert's block starts at a multiple of this many rows.
       overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
       host_capacity: the most rows that a rank sends to another host; None: all that it has.
+      zero_unused: whether rows past the last expert's block are zero, or may hold anything.
       list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
         Only the checks of shared memory read it; primitives are bound with 0.
       implementation: the exchange to run; None for the best that runs here.
@@ -55,6 +56,7 @@ class Config:
     expert_alignment: int = 1
     overflow: Overflow = "tail"
     host_capacity: int | None = None
+    zero_unused: bool = True
     list_words: int = 1
     implementation: Implementation = None
     kernels: bool = True

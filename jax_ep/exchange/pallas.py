@@ -184,8 +184,12 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 def _layout_options(fabric: Gpus, config: Config) -> dict[str, Any]:
     """Returns the fabric, and how each expert's rows lie, as arguments of a kernel."""
-    fair = config.overflow == "fair"
-    return dict(fabric=fabric, expert_alignment=config.expert_alignment, fair=fair)
+    return dict(
+        fabric=fabric,
+        expert_alignment=config.expert_alignment,
+        fair=config.overflow == "fair",
+        zero_unused=config.zero_unused,
+    )
 
 
 def _low_latency_plan(

@@ -85,6 +85,7 @@ class Rail:
             self.config,
             group_size=self.group_size,
             num_experts=self.config.num_experts // self.num_hosts,
+            zero_unused=True,  # rows of several calls are added
             wire_dtype=None,
         )
 

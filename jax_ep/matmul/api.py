@@ -147,35 +147,42 @@ def product(
     group_sizes: jax.Array,
     implementation: Implementation,
     transpose_rhs: bool = False,
+    zero_unused: bool = True,
 ) -> jax.Array:
     """Multiplies each row of lhs [R, K] by its group's matrix of rhs [L, K, N]; returns [R, N].
 
-    rhs is [L, N, K] with `transpose_rhs`. Operands must have been checked and have one
-    varying-axes type; group_sizes must be int32.
+    rhs is [L, N, K] with `transpose_rhs`. Rows past the last group are zero; without `zero_unused`
+    they hold anything. Operands must have been checked and have one varying-axes type; group_sizes
+    must be int32.
     """
-    return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs)
+    return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs, zero_unused)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def sum_of_products(
     pairs: tuple[tuple[jax.Array, jax.Array], ...],
     group_sizes: jax.Array,
     implementation: Implementation,
     transpose_rhs: bool = False,
+    zero_unused: bool = True,
 ) -> jax.Array:
     """Sums the grouped products of (lhs, rhs) pairs, which have equal shapes and one dtype.
 
     "pallas" computes the sum in one kernel, in float32 and rounded once; the other implementations
-    round each product. Operands must have been checked and have one varying-axes type; group_sizes
-    must be int32.
+    round each product. `zero_unused` is that of `product`. Operands must have been checked and
+    have one varying-axes type; group_sizes must be int32.
     """
     operands = (operand for pair in pairs for operand in pair)
     return grouped_matmul_p.bind(
-        *operands, group_sizes, implementation=implementation, transpose_rhs=transpose_rhs
+        *operands,
+        group_sizes,
+        implementation=implementation,
+        transpose_rhs=transpose_rhs,
+        zero_unused=zero_unused,
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def gated_product(
     lhs: jax.Array,
     rhs: tuple[jax.Array, jax.Array],
@@ -183,6 +190,7 @@ def gated_product(
     gating: Gating,
     keep: bool,
     implementation: Implementation,
+    zero_unused: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, lhs [R, K] and rhs [L, K, N] each.
 
@@ -193,10 +201,17 @@ def gated_product(
 
     Returns (hidden,), [R, N] of the operands' dtype, or with `keep` (hidden, product, product).
     Rows past the last group are zero in the products; in hidden they are zero or gating of zeros.
+    Without `zero_unused` they hold anything.
     """
     return tuple(
         grouped_matmul_gated_p.bind(
-            lhs, *rhs, group_sizes, gating=gating, keep=keep, implementation=implementation
+            lhs,
+            *rhs,
+            group_sizes,
+            gating=gating,
+            keep=keep,
+            implementation=implementation,
+            zero_unused=zero_unused,
         )
     )
 
@@ -225,12 +240,12 @@ def drhs_of_each(
     )
 
 
-def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs):
-    out = sum_of_products(pairs, group_sizes, implementation, transpose_rhs)
+def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs, zero_unused):
+    out = sum_of_products(pairs, group_sizes, implementation, transpose_rhs, zero_unused)
     return out, (pairs, group_sizes)
 
 
-def _sum_of_products_bwd(implementation, transpose_rhs, saved, grad):
+def _sum_of_products_bwd(implementation, transpose_rhs, zero_unused, saved, grad):
     pairs, group_sizes = saved
 
     def one_pair(lhs, rhs):
@@ -241,12 +256,14 @@ def _sum_of_products_bwd(implementation, transpose_rhs, saved, grad):
     return tuple(one_pair(*pair) for pair in pairs), None
 
 
-def _gated_product_fwd(lhs, rhs, group_sizes, gating, keep, implementation):
-    hidden, *products = gated_product(lhs, rhs, group_sizes, gating, True, implementation)
+def _gated_product_fwd(lhs, rhs, group_sizes, gating, keep, implementation, zero_unused):
+    hidden, *products = gated_product(
+        lhs, rhs, group_sizes, gating, True, implementation, zero_unused
+    )
     return (hidden, *products) if keep else (hidden,), (lhs, rhs, group_sizes, tuple(products))
 
 
-def _gated_product_bwd(gating, keep, implementation, saved, grads):
+def _gated_product_bwd(gating, keep, implementation, zero_unused, saved, grads):
     lhs, rhs, group_sizes, products = saved
     dproducts = jax.vjp(functools.partial(gated, gating), *products)[1](grads[0])
     if keep:
@@ -291,19 +308,29 @@ def _choose(
 
 
 # Jitted, so that a program with many grouped matmuls of one shape traces each kernel once.
-@functools.partial(jax.jit, static_argnames=("implementation", "platform", "transpose_rhs"))
-def _compute_product(*operands, implementation, platform, transpose_rhs):
+@functools.partial(
+    jax.jit, static_argnames=("implementation", "platform", "transpose_rhs", "zero_unused")
+)
+def _compute_product(*operands, implementation, platform, transpose_rhs, zero_unused):
     *factors, group_sizes = operands
     pairs = list(zip(factors[::2], factors[1::2], strict=True))
     lhs, rhs = pairs[0]
     backend = _choose(implementation, platform, rhs.shape[1:], lhs.dtype)
-    return backend.sum_of_products(pairs, group_sizes, transpose_rhs=transpose_rhs)
+    return backend.sum_of_products(
+        pairs, group_sizes, transpose_rhs=transpose_rhs, zero_unused=zero_unused
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("gating", "keep", "implementation", "platform"))
-def _compute_gated(lhs, rhs_0, rhs_1, group_sizes, *, gating, keep, implementation, platform):
+@functools.partial(
+    jax.jit, static_argnames=("gating", "keep", "implementation", "platform", "zero_unused")
+)
+def _compute_gated(
+    lhs, rhs_0, rhs_1, group_sizes, *, gating, keep, implementation, platform, zero_unused
+):
     backend = _choose(implementation, platform, rhs_0.shape[1:], lhs.dtype)
-    return backend.gated_product(lhs, (rhs_0, rhs_1), group_sizes, gating, keep)
+    return backend.gated_product(
+        lhs, (rhs_0, rhs_1), group_sizes, gating, keep, zero_unused=zero_unused
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))

@@ -5,6 +5,7 @@ All backends follow one contract, with `num_rows = sum(group_sizes) <= R`:
   product(lhs [R, K], rhs [L, K, N], group_sizes [L], transpose_rhs=...) -> [R, N]
       out[r] = lhs[r] @ rhs[group of r], or lhs[r] @ rhs[group of r].T for rhs [L, N, K] with
       `transpose_rhs`; rows from num_rows on are zero, whatever lhs holds there.
+  sum_of_products and gated_product may leave these rows as they are, without `zero_unused`.
   gated_product(lhs [R, K], (rhs [L, K, N], rhs [L, K, N]), group_sizes [L], gating, keep) ->
       (hidden [R, N],), with `keep` (hidden, product, product), [R, N] each: the two products, each
       rounded to the operands' dtype, and gating of the two.
@@ -31,10 +32,6 @@ TILE_ROWS = 8
 Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs), all of the same shapes and dtype
 # An elementwise function of two arrays, float32 or wider.
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
-# From lhs, both rhs, group_sizes, gating and `keep` to what `gated_product` returns, or None.
-FusedGate = Callable[
-    [jax.Array, tuple[jax.Array, jax.Array], jax.Array, Gating, bool], tuple[jax.Array, ...] | None
-]
 # From lhs, the gradients and group_sizes to what `drhs_of_each` returns.
 FusedDrhs = Callable[[jax.Array, Sequence[jax.Array], jax.Array], tuple[jax.Array, ...]]
 
@@ -47,8 +44,23 @@ class Product(Protocol):
 
 class SumOfProducts(Protocol):
     def __call__(
-        self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool
+        self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool, zero_unused: bool
     ) -> jax.Array: ...
+
+
+class FusedGate(Protocol):
+    """Returns what `Backend.gated_product` returns, or None."""
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: tuple[jax.Array, jax.Array],
+        group_sizes: jax.Array,
+        gating: Gating,
+        keep: bool,
+        *,
+        zero_unused: bool,
+    ) -> tuple[jax.Array, ...] | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +91,13 @@ class Backend:
     platform_reason: Callable[[str], str | None] = lambda platform: None
 
     def sum_of_products(
-        self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool
+        self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool, zero_unused: bool = True
     ) -> jax.Array:
         """Sums the products of (lhs, rhs) pairs, rounded once if fused, else after each product."""
         if self.fused_sum is not None:
-            return self.fused_sum(pairs, group_sizes, transpose_rhs=transpose_rhs)
+            return self.fused_sum(
+                pairs, group_sizes, transpose_rhs=transpose_rhs, zero_unused=zero_unused
+            )
         products = (self.product(*pair, group_sizes, transpose_rhs=transpose_rhs) for pair in pairs)
         return functools.reduce(jnp.add, products)
 
@@ -94,10 +108,12 @@ class Backend:
         group_sizes: jax.Array,
         gating: Gating,
         keep: bool,
+        *,
+        zero_unused: bool = True,
     ) -> tuple[jax.Array, ...]:
         """Gates the products of lhs and both rhs; with `keep` returns the products too."""
         if self.fused_gate is not None:
-            fused = self.fused_gate(lhs, rhs, group_sizes, gating, keep)
+            fused = self.fused_gate(lhs, rhs, group_sizes, gating, keep, zero_unused=zero_unused)
             if fused is not None:
                 return fused
         products = [self.product(lhs, each, group_sizes, transpose_rhs=False) for each in rhs]

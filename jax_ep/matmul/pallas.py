@@ -72,6 +72,7 @@ def sum_of_products(
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool,
+    zero_unused: bool = True,
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """Sums the products of several (lhs, rhs) pairs in the same float32 accumulators."""
@@ -86,6 +87,7 @@ def sum_of_products(
             transpose_rhs=transpose_rhs,
             tiles=tiles or product_tiles(lhs.shape[0], rhs.shape[0], num_cols),
             num_blocks=_core_count(),
+            zero_unused=zero_unused,
         )[: lhs.shape[0]]
 
 
@@ -96,6 +98,7 @@ def gated_product(
     gating: Gating,
     keep: bool,
     *,
+    zero_unused: bool = True,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, ...] | None:
     """Gates the products of lhs and both rhs in one kernel; with `keep` returns them too.
@@ -121,6 +124,7 @@ def gated_product(
             keep=keep,
             tiles=tiles,
             num_blocks=_core_count(),
+            zero_unused=zero_unused,
         )
         return tuple(result[:num_rows] for result in results)
 

@@ -143,24 +143,32 @@ def forward(
     unit: HiddenUnit,
     implementation: gmm.Implementation,
     keep: bool = True,
+    zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
     """Returns the output [R, H] and, with `keep`, what `backward` needs.
 
-    The operands must be checked and have one varying-axes type.
+    Without `zero_unused`, rows of the output past the last group hold anything, as between the
+    matmuls they always do: no product and no gradient of a matrix reads them. The operands must be
+    checked and have one varying-axes type.
     """
     tokens = checkpoint_name(tokens, "dispatched_tokens")
     hidden: jax.Array | None = None
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
     if experts.wi_1 is not None and no_biases and _hashable(unit):
         both = experts.wi_0, experts.wi_1
-        hidden, *products = gmm.gated_product(tokens, both, group_sizes, unit, keep, implementation)
+        hidden, *products = gmm.gated_product(
+            tokens, both, group_sizes, unit, keep, implementation, zero_unused=False
+        )
     else:
         matrices = (wi for wi in (experts.wi_0, experts.wi_1) if wi is not None)
-        products = [gmm.product(tokens, wi, group_sizes, implementation) for wi in matrices]
+        products = [
+            gmm.product(tokens, wi, group_sizes, implementation, zero_unused=False)
+            for wi in matrices
+        ]
     pre = tuple(checkpoint_name(product, "expert_pre_activations") for product in products)
     if hidden is None:
         hidden = _hidden(unit, _bias_rows(experts, group_sizes, tokens), pre)
-    out = gmm.product(hidden, experts.wo, group_sizes, implementation)
+    out = gmm.product(hidden, experts.wo, group_sizes, implementation, zero_unused=zero_unused)
     if experts.wo_bias is not None:
         groups = _group_of_row(group_sizes, len(tokens))
         wide = wide_dtype(out.dtype)
@@ -175,15 +183,18 @@ def backward(
     weights: jax.Array | None,
     unit: HiddenUnit,
     implementation: gmm.Implementation,
+    zero_unused: bool = True,
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of tokens and experts, and of the weights if there are any.
+
+    Without `zero_unused`, gradients of tokens and weights hold anything past the last group.
 
     With weights [R] float32 the gradients are those of weights[:, None] * output. The weights
     multiply the hidden values instead: without its bias the output is linear in these.
     """
     tokens, pre, experts, group_sizes = saved
     biases = _bias_rows(experts, group_sizes, tokens)
-    dhidden = gmm.product(grad, experts.wo, group_sizes, implementation, True)
+    dhidden = gmm.product(grad, experts.wo, group_sizes, implementation, True, zero_unused=False)
     factors = (pre,) if weights is None else (pre, weights)
     hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
     dpre, *dfactors = hidden_vjp(dhidden)
@@ -191,7 +202,7 @@ def backward(
     dwo = gmm.drhs(hidden, grad, group_sizes, implementation)
     dwi = gmm.drhs_of_each(tokens, tuple(dpre), group_sizes, implementation)
     pairs = tuple(zip(dpre, (experts.wi_0, experts.wi_1), strict=False))
-    dtokens = gmm.sum_of_products(pairs, group_sizes, implementation, True)
+    dtokens = gmm.sum_of_products(pairs, group_sizes, implementation, True, zero_unused)
 
     dwi_1 = dwi[1] if len(dwi) > 1 else None
     dexperts = Experts(dwi[0], dwi_1, dwo)

@@ -316,6 +316,7 @@ def _routed_experts(
         overflow="tail" if config.capacity_factor is None else config.overflow,
         host_capacity=_host_capacity(config, tokens.shape[0], where),
         wire_dtype=config.wire_dtype,
+        zero_unused=False,
         implementation=config.implementation,
     )
     experts = {

@@ -130,19 +130,21 @@ def _routed_experts(config: _Config, tokens, experts, weights, group_sizes, hand
 
 def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep: bool = True):
     unit, implementation = config.unit, config.matmul_implementation
-    y, saved = forward(tokens, experts, group_sizes, unit, implementation, keep)
+    y, saved = forward(tokens, experts, group_sizes, unit, implementation, keep, zero_unused=False)
     out = combine(y, handle, weights, implementation=config.implementation)
     return out, (saved, weights, handle)
 
 
 def _backward(config, residuals, grad):
     saved, weights, handle = residuals
-    grad_rows = dispatch_like(grad, handle, implementation=config.implementation)
+    # The rows past the last group, which a buffer for any routing has many of, are never read.
+    rows_of_groups = dataclasses.replace(handle, zero_unused=False)
+    grad_rows = dispatch_like(grad, rows_of_groups, implementation=config.implementation)
     row_weights = None
     if weights is not None:
         row_weights = _choices_to_rows(weights, handle, config.implementation)
     dtokens, dexperts, drow_weights = backward(
-        saved, grad_rows, row_weights, config.unit, config.matmul_implementation
+        saved, grad_rows, row_weights, config.unit, config.matmul_implementation, zero_unused=False
     )
     if weights is None:
         return dtokens, dexperts, None, None, None

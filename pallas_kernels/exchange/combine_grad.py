@@ -52,6 +52,7 @@ def combine_grad(
     plan: Plan,
     expert_alignment: int,
     fair: bool = False,
+    zero_unused: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
@@ -69,6 +70,7 @@ def combine_grad(
       plan: number of blocks, and depth of the two rings.
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows did not fit in R kept equally many of each expert.
+      zero_unused: whether rows of dy past the last expert's are zero, or what is in memory.
 
     Returns:
       dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
@@ -79,6 +81,7 @@ def combine_grad(
     return _LongRows.run(
         g, topk_weights, y, topk_idx, rows, counts,
         fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair,
+        zero_unused=zero_unused,
     )  # fmt: skip
 
 

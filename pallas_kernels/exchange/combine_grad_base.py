@@ -63,13 +63,14 @@ class CombineGrad:
         cls, g: jax.Array, topk_weights: jax.Array, y: jax.Array, topk_idx: jax.Array,
         rows: jax.Array, counts: jax.Array, *,
         fabric: fb.Fabric, plan: Plan, expert_alignment: int, fair: bool,
+        zero_unused: bool,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """Runs the kernel; arguments and results are those of `combine_grad.combine_grad`."""
         lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
         capacity, hidden = y.shape[-2:]
         of_experts = ExpertRows(
             fabric, plan.num_blocks, counts.shape[-1], capacity, expert_alignment,
-            parts=[(hidden, y.dtype)], fair=fair,
+            parts=[(hidden, y.dtype)], fair=fair, zero_unused=zero_unused,
         )  # fmt: skip
         window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
         kernel = cls(num_tokens, hidden, top_k, y.dtype, fabric, plan, window, of_experts)

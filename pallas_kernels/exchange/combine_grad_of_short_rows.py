@@ -48,6 +48,7 @@ def combine_grad(
     plan: Plan,
     expert_alignment: int,
     fair: bool = False,
+    zero_unused: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
@@ -59,6 +60,7 @@ def combine_grad(
     return _ShortRows.run(
         g, topk_weights, y, topk_idx, rows, counts,
         fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair,
+        zero_unused=zero_unused,
     )  # fmt: skip
 
 

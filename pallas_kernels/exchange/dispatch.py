@@ -48,6 +48,7 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
     fair: bool = False,
+    zero_unused: bool = True,
     wire_dtype: Any = None,
 ) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
@@ -64,6 +65,7 @@ def dispatch(
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
+      zero_unused: whether rows past the last expert's are zero, or what is in memory.
       wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
         every 128 values; then H is a multiple of 512.
 
@@ -79,7 +81,7 @@ def dispatch(
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        routes_known=False, fair=fair, wire_dtype=wire_dtype,
+        routes_known=False, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
     results = kernel.call(x, kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE))
@@ -98,6 +100,7 @@ def dispatch_like(
     capacity: int,
     expert_alignment: int,
     fair: bool = False,
+    zero_unused: bool = True,
     wire_dtype: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
@@ -113,6 +116,7 @@ def dispatch_like(
       capacity: R, that of `dispatch`.
       expert_alignment: that of `dispatch`.
       fair: that of `dispatch`.
+      zero_unused: that of `dispatch`.
       wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
         every 128 values; then H is a multiple of 512.
 
@@ -121,7 +125,7 @@ def dispatch_like(
     """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        routes_known=True, fair=fair, wire_dtype=wire_dtype,
+        routes_known=True, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
     )  # fmt: skip
     parts = kernel.call(
         x,
@@ -143,7 +147,7 @@ class _Dispatch:
     @classmethod
     def of(
         cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *,
-        routes_known, fair, wire_dtype,
+        routes_known, fair, zero_unused, wire_dtype,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         row = x.shape[-1], x.dtype, wire_dtype
@@ -160,6 +164,7 @@ class _Dispatch:
                 alignment,
                 Row(*row).parts,
                 fair=fair,
+                zero_unused=zero_unused,
                 fetched=routes_known,
             ),
         )

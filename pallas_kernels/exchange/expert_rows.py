@@ -37,6 +37,7 @@ class ExpertRows:
       parts: columns and dtype of each part of a row.
       fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
         the first rows.
+      zero_unused: whether `fill` writes the rows past the last expert's.
       fetched: whether counts are loaded from this rank's memory, or received from peers.
     """
 
@@ -47,6 +48,7 @@ class ExpertRows:
     alignment: int
     parts: Sequence[tuple[int, Any]]
     fair: bool = False
+    zero_unused: bool = True
     fetched: bool = True
 
     @property
@@ -260,7 +262,10 @@ class ExpertRows:
             fabric.mine(rows_needed)[0] = needed
 
     def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
-        """Writes zeros to the rows of `tokens`, an array for each part, that receive no token."""
+        """Writes zeros to the rows of `tokens`, an array for each part, that receive no token.
+
+        Without `zero_unused`, only to those between experts' rows.
+        """
         rank, per_rank = self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
         for part in zeros:
@@ -287,5 +292,6 @@ class ExpertRows:
                 return carry
 
             lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, fill_padding, None)
-        fill_gap(block_ends[1, (rank + 1) * per_rank - 1], self.capacity)
+        if self.zero_unused:
+            fill_gap(block_ends[1, (rank + 1) * per_rank - 1], self.capacity)
         plgpu.wait_smem_to_gmem(0)

@@ -51,6 +51,7 @@ def combine_grad(
     plan: LowLatencyPlan,
     expert_alignment: int,
     fair: bool = False,
+    zero_unused: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
@@ -63,7 +64,7 @@ def combine_grad(
     of_rows = Rows(fabric, channels, plan, "the gradient of combine")
     of_experts = ExpertRows(
         fabric, plan.num_blocks, plan.num_experts, capacity, expert_alignment,
-        parts=[(plan.hidden, plan.dtype)], fair=fair,
+        parts=[(plan.hidden, plan.dtype)], fair=fair, zero_unused=zero_unused,
     )  # fmt: skip
     kernel = _CombineGrad(Gather(of_rows, capacity, own_first=True), of_experts)
     dy, dweights = fb.kernel(

@@ -43,6 +43,7 @@ def dispatch(
     capacity: int,
     expert_alignment: int,
     fair: bool = False,
+    zero_unused: bool = True,
 ) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
 
@@ -58,13 +59,15 @@ def dispatch(
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
+      zero_unused: whether rows past the last expert's are zero, or what is in memory.
 
     Returns:
       The results of `dispatch.dispatch` without a wire_dtype, bit for bit.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
-    kernel = _Dispatch.of(plan, capacity, expert_alignment, fair, fabric, channels, known=False)
+    options = dict(fair=fair, zero_unused=zero_unused)
+    kernel = _Dispatch.of(plan, capacity, expert_alignment, fabric, channels, options, known=False)
     width = kernel.expert_rows.count_width
     num_experts, per_rank = plan.num_experts, plan.num_experts // num_ranks
     tokens, rows, counts, *layout = kernel.call(
@@ -92,6 +95,7 @@ def dispatch_like(
     capacity: int,
     expert_alignment: int,
     fair: bool = False,
+    zero_unused: bool = True,
 ) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
 
@@ -108,13 +112,15 @@ def dispatch_like(
       capacity: R, that of `dispatch`.
       expert_alignment: that of `dispatch`.
       fair: that of `dispatch`.
+      zero_unused: that of `dispatch`.
 
     Returns:
       tokens ([R, H],).
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
-    kernel = _Dispatch.of(plan, capacity, expert_alignment, fair, fabric, channels, known=True)
+    options = dict(fair=fair, zero_unused=zero_unused)
+    kernel = _Dispatch.of(plan, capacity, expert_alignment, fabric, channels, options, known=True)
     tokens = kernel.call(
         [
             x,
@@ -137,10 +143,10 @@ class _Dispatch:
     known: bool  # whether the routes are
 
     @classmethod
-    def of(cls, plan, capacity, alignment, fair, fabric, channels, *, known):
+    def of(cls, plan, capacity, alignment, fabric, channels, options, *, known):
         of_experts = ExpertRows(
             fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
-            parts=[(plan.hidden, plan.dtype)], fair=fair,
+            parts=[(plan.hidden, plan.dtype)], **options,
         )  # fmt: skip
         return cls(Rows(fabric, channels, plan, "dispatch"), of_experts, known)
 

@@ -29,6 +29,7 @@ def gated_product(
     keep: bool,
     tiles: Tiles,
     num_blocks: int,
+    zero_unused: bool = True,
     interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) with each row's group's matrices.
@@ -43,16 +44,25 @@ def gated_product(
       keep: whether to return the products too.
       tiles: tile sizes of an output, and depth of buffers.
       num_blocks: thread blocks to use.
+      zero_unused: whether rows past the last group are zero, or what is in memory.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
-      [R, N] of the operands' dtype; with `keep` also the two products, [R, N] each. Rows past the
-      last group are zero.
+      [R, N] of the operands' dtype; with `keep` also the two products, [R, N] each.
     """
     num_rows, depth = lhs.shape
     width = rhs[0].shape[2]
     kernel = _GatedProduct(
-        tiles, num_blocks, bool(interpret), width, (depth,), num_rows, False, gating, keep
+        tiles,
+        num_blocks,
+        bool(interpret),
+        width,
+        (depth,),
+        num_rows,
+        False,
+        zero_unused,
+        gating,
+        keep,
     )
     table = row_tiles(group_sizes, tiles.heights, num_rows, interpreted=bool(interpret))
     *products, hidden = launch(

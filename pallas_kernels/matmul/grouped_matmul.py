@@ -2,7 +2,7 @@
 
 The kernel is built like the others (`pallas_kernels.matmul.kernel`). It cuts the rows of every
 group into tiles of its own. No tile covers rows past the last group; those output rows are filled
-with zeros.
+with zeros, or left as they are.
 
 Tiles start at a multiple of 8 rows, the height of the tensor cores' shared-memory tiles, so a
 tile may hold up to 7 rows of the group before.
@@ -102,6 +102,7 @@ def product(
     transpose_rhs: bool,
     tiles: Tiles,
     num_blocks: int,
+    zero_unused: bool = True,
     interpret: Any = None,
 ) -> jax.Array:
     """Multiplies each row by its group's matrix, and sums the products of all pairs.
@@ -113,17 +114,20 @@ def product(
       transpose_rhs: whether the matrices are given transposed.
       tiles: tile sizes, and depth of buffers.
       num_blocks: thread blocks to use.
+      zero_unused: whether rows past the last group are zero, or what is in memory.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       [R, N] of the operands' dtype. Sums are float32, in the same accumulators for all pairs, and
-      are rounded once. Rows past the last group are zero; the kernel reads them no further than the
-      last group's last tile.
+      are rounded once. The kernel reads rows past the last group no further than the last group's
+      last tile.
     """
     lhs, rhs = pairs[0]
     num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     depths = tuple(lhs.shape[1] for lhs, _ in pairs)
-    kernel = Product(tiles, num_blocks, bool(interpret), width, depths, num_rows, transpose_rhs)
+    kernel = Product(
+        tiles, num_blocks, bool(interpret), width, depths, num_rows, transpose_rhs, zero_unused
+    )
     table = row_tiles(group_sizes, tiles.heights, num_rows, interpreted=bool(interpret))
     return launch(
         kernel,
@@ -146,6 +150,7 @@ class Product(Kernel):
     depths: tuple[int, ...]
     num_rows: int
     transpose_rhs: bool
+    zero_unused: bool
 
     @property
     def outputs(self) -> int:
@@ -246,7 +251,8 @@ class Product(Kernel):
                 return used + steps
 
             self.each_of(total, look_up, one_tile, jnp.int32(0))
-            self._zero_tail(outs, num_live_rows, computer, scratch["plain"].at[computer])
+            if self.zero_unused:
+                self._zero_tail(outs, num_live_rows, computer, scratch["plain"].at[computer])
 
         self.take_roles(scratch, load, compute)
 

@@ -18,6 +18,9 @@ from support.selection import quick
 
 import jax_ep
 from jax_ep import reference
+from jax_ep.exchange import xla
+from jax_ep.exchange.routes import counts_here, layout
+from jax_ep.matmul.backend import Backend
 from jax_ep.moe.routed_experts import routed_experts
 
 H, F, T, K, E = 64, 64, 12, 3, 8
@@ -126,6 +129,97 @@ def test_output_and_gradients(exchange, dtype, num_ranks, name):
     assert_close(got, expected(case, *operands), dtype)
     apart = output_and_gradients(case, exchange, None, apart=True)(*operands)
     np.testing.assert_array_equal(got[0], apart[0])
+
+
+@pytest.fixture
+def unused_rows_are_nan(monkeypatch):
+    """Has the portable functions leave NaN in rows that may hold anything, as kernels may."""
+
+    def poison(rows, group_sizes):
+        unused = jnp.arange(rows.shape[0]) >= jnp.sum(group_sizes)
+        return jnp.where(unused.reshape(-1, *[1] * (rows.ndim - 1)), jnp.nan, rows)
+
+    poisoned = []
+
+    def of_matmul(function):
+        def run(self, lhs, *args, zero_unused=True, **options):
+            results = function(self, lhs, *args, zero_unused=zero_unused, **options)
+            if zero_unused:
+                return results
+            poisoned.append(function.__name__)
+            sizes = args[0] if function.__name__ == "sum_of_products" else args[1]
+            return jax.tree.map(lambda rows: poison(rows, sizes), results)
+
+        return run
+
+    for name in ("sum_of_products", "gated_product"):
+        monkeypatch.setattr(Backend, name, of_matmul(getattr(Backend, name)))
+    plain = {name: getattr(xla, name) for name in ("dispatch", "dispatch_like", "combine_grad")}
+
+    def sizes_of(routes, config):
+        counts = counts_here(routes.counts, config.rank())
+        return layout(counts, config.num_rows, config.expert_alignment, config.overflow).group_sizes
+
+    def dispatch(x, topk_idx, config):
+        received, routes, described = plain["dispatch"](x, topk_idx, config)
+        return of_exchange("dispatch", received, routes, config), routes, described
+
+    def dispatch_like(x, routes, config):
+        return of_exchange(
+            "dispatch_like", plain["dispatch_like"](x, routes, config), routes, config
+        )
+
+    def of_exchange(name, rows, routes, config):
+        if config.zero_unused:
+            return rows
+        poisoned.append(name)
+        return jax.tree.map(lambda part: poison(part, sizes_of(routes, config)), rows)
+
+    monkeypatch.setattr(xla, "dispatch", dispatch)
+    monkeypatch.setattr(xla, "dispatch_like", dispatch_like)
+    jax.clear_caches()
+    yield poisoned
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("weights_on", quick(["output", "input"], "output"))
+@pytest.mark.parametrize("name", quick([*CASES], "aligned and overflowing"))
+def test_rows_that_no_token_gets_are_never_read(name, weights_on, unused_rows_are_nan):
+    """Not by products, activations, biases, combine, or any gradient."""
+    kind, capacity, alignment = CASES[name]
+    case = Case(most_ranks(4), T, H, K, E, "float32", 80 if capacity else None, alignment)
+    x, topk_idx, weights, *experts, grad = make_operands(case, kind)
+    rng = np.random.default_rng(3)
+    biases = [
+        jnp.asarray(rng.normal(size=(*wi.shape[:2], wi.shape[3])), jnp.float32) for wi in experts
+    ]
+
+    def on_rank(with_biases, zero_unused, x, topk_idx, weights, experts, biases, grad):
+        def run(x, weights, experts, biases):
+            sent = jax_ep.dispatch(
+                x, topk_idx, axis_name=AXIS, zero_unused=zero_unused, implementation="xla",
+                **case.options,
+            )  # fmt: skip
+            named = zip(("wi_0_bias", "wi_1_bias", "wo_bias"), biases, strict=True)
+            return routed_experts(
+                sent, *experts, weights, **(dict(named) if with_biases else {}),
+                weights_on=weights_on, implementation="xla", matmul_implementation="xla",
+            )  # fmt: skip
+
+        out, vjp = jax.vjp(run, x, weights, experts, biases)
+        return out, *vjp(grad)
+
+    for with_biases in (False, True):
+        results = []
+        for zero_unused in (True, False):
+            function = functools.partial(on_rank, with_biases, zero_unused)
+            mapped = jax.jit(per_rank(function, case.num_ranks))
+            results.append(mapped(x, topk_idx, weights, experts, biases, grad))
+            poisoned = set(unused_rows_are_nan)
+            assert {"sum_of_products", "dispatch_like"} <= poisoned
+            assert ("dispatch" in poisoned) is not zero_unused or with_biases
+        jax.tree.map(np.testing.assert_array_equal, *results)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results[0]))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

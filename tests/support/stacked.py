@@ -234,6 +234,17 @@ class Problem:
         return np.stack(dy), np.stack(dweights)
 
 
+def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.ndarray:
+    """Returns rows [N, R, ...] with a value in those past each rank's last expert.
+
+    The interpreter's memory holds NaN at first.
+    """
+    used = problem.layout.group_sizes.sum(axis=1)
+    unused = np.arange(rows.shape[1]) >= used[:, None]
+    assert unused.any() and not unused.all(), "a test of nothing"
+    return np.where(unused[..., None], np.asarray(value, rows.dtype), rows)
+
+
 # The kernels' calls, on stacked arrays. Each returns a function, to be run by `simulator`.
 
 
@@ -289,6 +300,7 @@ def combine_grad(
     plan: Plan,
     fabric: Fabric,
     kernel: Callable[..., tuple[jax.Array, jax.Array]] = combine_grad_kernel.combine_grad,
+    **options: Any,
 ) -> Any:
     """A call of the kernel of a combine's gradient: -> dy, dweights."""
     return functools.partial(
@@ -300,13 +312,16 @@ def combine_grad(
         plan=plan,
         expert_alignment=problem.alignment,
         fair=problem.overflow == "fair",
+        **options,
     )
 
 
-def check_combine_grad(problem: Problem, results: Any) -> None:
+def check_combine_grad(problem: Problem, results: Any, *, zero_unused: bool = True) -> None:
     """Checks the results of `combine_grad` bit for bit: no term or sum of terms is rounded."""
     expected_dy, expected_dweights = problem.combine_grads
     dy, dweights = results
+    if not zero_unused:
+        expected_dy = with_unused_rows(problem, expected_dy, np.nan)
     assert_bitwise_equal(dy, expected_dy, "dy")
     np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
 

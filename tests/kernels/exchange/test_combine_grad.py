@@ -46,6 +46,14 @@ CASES = {
 
 
 @simulated
+@pytest.mark.slow
+def test_rows_that_no_token_has_may_stay_as_they_are():
+    problem, plan = Problem(2, 5, 32, 2, 4, "masked", alignment=4), Plan(2, 3)
+    call = combine_grad(problem, plan, simulated_ranks(2), zero_unused=False)
+    check_combine_grad(problem, simulate(call), zero_unused=False)
+
+
+@simulated
 @pytest.mark.parametrize(("problem", "plan"), quick(CASES, "dropped_of_blocks"))
 def test_combine_grad(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)

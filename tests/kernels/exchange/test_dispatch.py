@@ -7,7 +7,7 @@ import pytest
 from support.contract import assert_bitwise_equal
 from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
-from support.stacked import Problem, dispatch, dispatch_like
+from support.stacked import Problem, dispatch, dispatch_like, with_unused_rows
 
 from pallas_kernels.exchange import dispatch as kernel
 from pallas_kernels.fabric.plan import LANES, Plan
@@ -86,6 +86,16 @@ def test_choices_are_counted_in_parts(monkeypatch):
     _, rows, counts, *_ = simulate(dispatch(problem, Plan(2, 3), simulated_ranks(2)))
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")
+
+
+@simulated
+@pytest.mark.parametrize("call", quick([dispatch, dispatch_like], dispatch))
+def test_rows_that_no_token_gets_may_stay_as_they_are(call):
+    """But for those between experts' rows, which belong to a group."""
+    problem = Problem(2, 5, 32, 2, 4, "masked", alignment=4)
+    parts, *_ = simulate(call(problem, Plan(2, 3), simulated_ranks(2), zero_unused=False)), None
+    tokens = parts[0][0] if call is dispatch else parts[0]
+    assert_bitwise_equal(tokens, with_unused_rows(problem, problem.tokens, np.nan), "tokens")
 
 
 LIKE_CASES = [

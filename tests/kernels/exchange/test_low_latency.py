@@ -12,7 +12,7 @@ import pytest
 from support.contract import assert_bitwise_equal, assert_equal
 from support.selection import quick
 from support.simulator import SlotContents, simulate, simulated, simulated_channels, simulated_ranks
-from support.stacked import Problem
+from support.stacked import Problem, with_unused_rows
 
 from jax_ep import reference
 from pallas_kernels.exchange import (
@@ -93,6 +93,18 @@ class Calls:
             wanted = getattr(problem.layout, name)
             np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
 
+    def leave_unused(self) -> None:
+        """Rows that no token gets stay as they are."""
+        problem, unused = self.problem, functools.partial(with_unused_rows, self.problem)
+        arrays, options = (problem.x, problem.topk_idx), dict(capacity=problem.num_rows)
+        options |= dict(zero_unused=False)
+        (tokens,), *_ = self.run(low_latency_dispatch.dispatch, *arrays, **options)
+        assert_bitwise_equal(tokens, unused(problem.tokens, np.nan), "tokens")
+        arrays = problem.g, problem.weights, problem.y, problem.topk_idx, problem.rows
+        kernel = low_latency_combine_grad.combine_grad
+        dy, _ = self.run(kernel, *arrays, problem.counts, zero_unused=False)
+        assert_bitwise_equal(dy, unused(problem.combine_grads[0], np.nan), "dy")
+
     def dispatch_like(self) -> None:
         problem, kernel = self.problem, low_latency_dispatch.dispatch_like
         arrays = problem.x, problem.topk_idx, problem.rows, problem.counts
@@ -120,6 +132,12 @@ class Calls:
         assert_bitwise_equal(dy, expected_dy, "dy")
         # No term or sum of terms is rounded.
         np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
+
+
+@simulated
+@pytest.mark.slow
+def test_rows_that_no_token_gets_may_stay_as_they_are():
+    Calls(Problem(2, 3, 512, 2, 4, "masked", alignment=2)).leave_unused()
 
 
 def without_weights(problem: Problem) -> Problem:

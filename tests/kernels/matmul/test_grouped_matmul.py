@@ -26,11 +26,25 @@ def operands(num_rows, sizes, depth, width):
     return (*arrays, jnp.asarray(sizes, jnp.int32))
 
 
-def run(pairs, group_sizes, tiles, transpose_rhs=False):
+def run(pairs, group_sizes, tiles, transpose_rhs=False, zero_unused=True):
     """The product of a kernel that looks for races, and raises if there are any."""
     options = dict(tiles=tiles, num_blocks=2, interpret=simulator.INTERPRETER)
+    options["zero_unused"] = zero_unused
     call = functools.partial(product, pairs, group_sizes, transpose_rhs=transpose_rhs, **options)
     return interpret(call)
+
+
+@simulated
+@pytest.mark.slow
+def test_rows_past_the_last_group_may_stay_as_they_are():
+    lhs, rhs, _, group_sizes = operands(48, [3, 0, 21], 64, 128)
+    tiles = Tiles((16, 32), 128, 2, 1)
+    left, zeroed = (
+        np.asarray(run([(lhs, rhs)], group_sizes, tiles, zero_unused=zero_unused))
+        for zero_unused in (False, True)
+    )
+    np.testing.assert_array_equal(left[:24], zeroed[:24])
+    assert np.all(np.isnan(left[24:].astype(np.float32))) and not np.any(zeroed[24:])
 
 
 def assert_close(got, want):
