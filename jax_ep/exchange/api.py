@@ -116,9 +116,9 @@ def dispatch(
       topk_weights: [T, K] floating, in the rank-major layout only: sent with the rows, for the
         experts' rank to weight its outputs. Differentiable.
       zero_unused: whether the rows past the last expert's block are zero, in the expert-major
-        layout. False lets them hold anything, NaN too, and saves the time to write them, here and
-        in gradients of rows: a buffer for any routing is mostly of such rows, which neither
-        `grouped_matmul` nor `combine` reads.
+        layout. False lets them hold anything, NaN too, here and in gradients of rows, which saves
+        "pallas" the time to write them. A buffer for any routing is mostly of such rows; no result
+        of `grouped_matmul`, `routed_experts` or `combine` depends on them.
       implementation: "pallas" (GPU kernels), "xla" (any backend), "two_level" (ranks on several
         hosts: a token crosses to each host once, see `jax_ep.exchange.two_level`), or None for the
         best that runs. Which ranks share a host is read from the devices of the mesh.
@@ -157,7 +157,8 @@ def dispatch(
                 f"expert_alignment or overflow, but they are {capacity}, {expert_alignment} and "
                 f"{overflow!r}; give them to group_by_expert."
             )
-        if zero_unused is not True:
+        checks.check_bool("zero_unused", zero_unused)
+        if not zero_unused:
             raise ValueError(f'zero_unused is of layout="expert" alone, but is {zero_unused!r}.')
         return rank_major.dispatch(x, topk_idx, topk_weights, **shared)
     if layout != "expert":
@@ -214,6 +215,7 @@ def combine(
 
     Returns:
       [T, H], y's dtype. Differentiable in y and topk_weights, in reverse mode as `dispatch` is;
+      in rows of no token, the gradient of y is zero unless the dispatch had `zero_unused=False`;
       the rounding of a wire_dtype is passed straight through, and cotangents are sent in y's dtype
       or the grad_wire_dtype.
 
@@ -248,8 +250,8 @@ def dispatch_like(
       implementation: as in `dispatch`.
 
     Returns:
-      [R, H'], x's dtype, in the row order of `Dispatched.tokens`; every other row is zero. In the
-      rank-major layout, [N, T, H'].
+      [R, H'], x's dtype, in the row order of `Dispatched.tokens`; every other row is zero, unless
+      the dispatch had `zero_unused=False`. In the rank-major layout, [N, T, H'].
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it.

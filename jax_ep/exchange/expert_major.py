@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.exchange import gradients, routes
 from jax_ep.exchange.routes import Overflow, Routes
-from jax_ep.runtime.jax_compat import register_for_export
+from jax_ep.runtime.jax_compat import looks_for_nans, register_for_export
 
 
 @functools.partial(
@@ -80,7 +80,8 @@ class Dispatched:
       dropped_counts: [L] int32: `num_dropped`, by local expert.
       handle: the routes, for `combine` and `dispatch_like`.
       scales: [R, H / 128] float32 if the dispatch had `output="quantized"`, else None. A row's
-        values are tokens · scale in each block of 128 columns; a zero row has zero scales.
+        values are tokens · scale in each block of 128 columns; a zero row has zero scales, and
+        unused rows are as `tokens` says.
     """
 
     tokens: jax.Array
@@ -120,6 +121,7 @@ def dispatch(
     )
     checks.check_name("overflow", overflow, get_args(Overflow))
     checks.check_bool("zero_unused", zero_unused)
+    zero_unused = bool(zero_unused) or looks_for_nans()
     if capacity is None:
         overflow = "tail"  # nothing overflows: no rows to choose from
     if host_capacity is not None:

@@ -178,7 +178,7 @@ def sum_of_products(
         group_sizes,
         implementation=implementation,
         transpose_rhs=transpose_rhs,
-        zero_unused=zero_unused,
+        zero_unused=zero_unused or jax_compat.looks_for_nans(),
     )
 
 
@@ -211,7 +211,7 @@ def gated_product(
             gating=gating,
             keep=keep,
             implementation=implementation,
-            zero_unused=zero_unused,
+            zero_unused=zero_unused or jax_compat.looks_for_nans(),
         )
     )
 

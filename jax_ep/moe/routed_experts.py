@@ -35,7 +35,7 @@ from jax_ep.moe.expert_mlp import (
     forward,
     wide_dtype,
 )
-from jax_ep.runtime.jax_compat import match_varying
+from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
 
 WeightsOn = Literal["output", "input"]
 
@@ -137,14 +137,19 @@ def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep
 
 def _backward(config, residuals, grad):
     saved, weights, handle = residuals
-    # The rows past the last group, which a buffer for any routing has many of, are never read.
-    rows_of_groups = dataclasses.replace(handle, zero_unused=False)
+    # The rows past the last group, which a buffer for any routing has many of, change nothing here.
+    rows_of_groups = dataclasses.replace(handle, zero_unused=looks_for_nans())
     grad_rows = dispatch_like(grad, rows_of_groups, implementation=config.implementation)
     row_weights = None
     if weights is not None:
         row_weights = _choices_to_rows(weights, handle, config.implementation)
     dtokens, dexperts, drow_weights = backward(
-        saved, grad_rows, row_weights, config.unit, config.matmul_implementation, zero_unused=False
+        saved,
+        grad_rows,
+        row_weights,
+        config.unit,
+        config.matmul_implementation,
+        handle.zero_unused,
     )
     if weights is None:
         return dtokens, dexperts, None, None, None

@@ -505,6 +505,12 @@ def is_rocm(device: jax.Device) -> bool:
     return "rocm" in getattr(getattr(device, "client", None), "platform_version", "")
 
 
+def looks_for_nans() -> bool:
+    """Returns whether JAX is told to look for NaN or infinities in the results of functions."""
+    config = jax.config
+    return bool(config.jax_debug_nans or config.jax_debug_infs)  # type: ignore[attr-defined]
+
+
 def address_of(array: jax.Array) -> int:
     """Returns the address of an array on its first device.
 

@@ -74,9 +74,9 @@ def combine_grad(
 
     Returns:
       dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
-      zero in rows without a token. dweights [T, K] float32: the inner product of cotangent and row,
-      summed in an order that is the same on every run; zero for choices that are of no expert or
-      were dropped.
+      zero in rows without a token, but for `zero_unused`. dweights [T, K] float32: the inner
+      product of cotangent and row, summed in an order that is the same on every run; zero for
+      choices that are of no expert or were dropped.
     """
     return _LongRows.run(
         g, topk_weights, y, topk_idx, rows, counts,

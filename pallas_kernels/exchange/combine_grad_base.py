@@ -125,7 +125,7 @@ class CombineGrad:
         fabric.wait(_DONE, 1, "the gradient of combine")
 
     def fill(self, topk_idx: Any, counts: Any, dy: Any, dweights: Any, **scratch: Any) -> None:
-        """Writes zeros to rows of dy without a token, and to dweights of choices of no expert."""
+        """Writes zeros to dy, as `ExpertRows.fill`, and to dweights of choices of no expert."""
         fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
         of_experts.fetch_counts(
             [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)], **scratch

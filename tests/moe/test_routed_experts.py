@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -154,7 +155,7 @@ def unused_rows_are_nan(monkeypatch):
 
     for name in ("sum_of_products", "gated_product"):
         monkeypatch.setattr(Backend, name, of_matmul(getattr(Backend, name)))
-    plain = {name: getattr(xla, name) for name in ("dispatch", "dispatch_like", "combine_grad")}
+    plain = {name: getattr(xla, name) for name in ("dispatch", "dispatch_like")}
 
     def sizes_of(routes, config):
         counts = counts_here(routes.counts, config.rank())
@@ -220,6 +221,52 @@ def test_rows_that_no_token_gets_are_never_read(name, weights_on, unused_rows_ar
             assert ("dispatch" in poisoned) is not zero_unused or with_biases
         jax.tree.map(np.testing.assert_array_equal, *results)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(results[0]))
+
+
+@pytest.mark.parametrize("matmul", ["xla"])
+def test_the_gradient_of_received_rows_is_zero_where_they_are(matmul, unused_rows_are_nan):
+    """What a user computes on all rows of a buffer sums that gradient."""
+    case = Case(most_ranks(4), T, H, K, E, "float32")
+    x, topk_idx, weights, *experts, grad = make_operands(case)
+
+    def on_rank(x, topk_idx, weights, *rest):
+        *experts, grad = rest
+        sent = case.dispatch(x, topk_idx, "xla")
+
+        def run(scale, together):
+            rows = sent.tokens * scale
+            if together:
+                changed = dataclasses.replace(sent, tokens=rows)
+                return routed_experts(changed, *experts, weights, matmul_implementation=matmul)
+            y = jax_ep.expert_mlp(rows, *experts, sent.group_sizes, implementation=matmul)
+            return jax_ep.combine(y, sent.handle, weights)
+
+        both = (jax.vjp(functools.partial(run, together=t), jnp.ones(H)) for t in (True, False))
+        return [vjp(grad)[0] for _, vjp in both]
+
+    got, want = jax.jit(per_rank(on_rank, case.num_ranks))(x, topk_idx, weights, *experts, grad)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    assert "dispatch_like" in unused_rows_are_nan and np.isfinite(want).all()
+
+
+def test_who_looks_for_nans_finds_none_in_unused_rows(unused_rows_are_nan):
+    """JAX then checks what leaves every jitted function, such as what gradients keep."""
+    config = jax_ep.MoEConfig(num_experts=E, num_experts_per_token=K)
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (H, E), "wi_0": (E, H, F), "wi_1": (E, H, F), "wo": (E, F, H)}
+    params = jax_ep.MoEParams(
+        **{name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in shapes.items()}
+    )
+    mesh = jax.make_mesh((most_ranks(4),), (AXIS,), axis_types=(AxisType.Auto,))
+    x = jnp.asarray(rng.normal(size=(8, H)), jnp.float32)
+    with jax.set_mesh(mesh), jax.debug_nans(True):
+        grads = jax.grad(lambda p: jax_ep.moe_layer(p, x, config)[0].sum())(params)
+    assert not unused_rows_are_nan
+    jax.clear_caches()  # of what was traced for that
+    with jax.set_mesh(mesh):
+        again = jax.grad(lambda p: jax_ep.moe_layer(p, x, config)[0].sum())(params)
+    assert unused_rows_are_nan
+    jax.tree.map(np.testing.assert_array_equal, grads, again)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
