@@ -26,12 +26,20 @@ WRITES = "import sys; path = sys.argv[1].split('=')[1]; open(path, 'w').write('{
 
 
 def assert_gone(pid: int) -> None:
-    """No such process, but for one that is dead and waits for its parent to notice."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            assert file.read().rsplit(")")[1].split()[0] == "Z"
-    except FileNotFoundError:
-        pass
+    """No such process, but for one that is dead and waits for its parent to notice.
+
+    A process that has been killed may still take a moment to end.
+    """
+    for _ in range(100):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                state = file.read().rsplit(")")[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"process {pid} is in state {state}")
 
 
 def test_a_step_that_ends_well_hands_over_what_it_measured():
