@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_ep import checks
 from jax_ep.exchange import gradients, routes
 from jax_ep.exchange.routes import Overflow, Routes
-from jax_ep.runtime.jax_compat import looks_for_nans, register_for_export
+from jax_ep.runtime.jax_compat import register_for_export
 
 
 @functools.partial(
@@ -121,7 +121,7 @@ def dispatch(
     )
     checks.check_name("overflow", overflow, get_args(Overflow))
     checks.check_bool("zero_unused", zero_unused)
-    zero_unused = bool(zero_unused) or looks_for_nans()
+    zero_unused = bool(zero_unused)
     if capacity is None:
         overflow = "tail"  # nothing overflows: no rows to choose from
     if host_capacity is not None:

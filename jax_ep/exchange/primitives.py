@@ -32,6 +32,7 @@ from jax_ep.runtime import availability, hosts
 from jax_ep.runtime.jax_compat import (
     Program,
     define_primitive,
+    looks_for_nans,
     lowered_anew_for_other_devices,
     match_varying,
     replicated_over_explicit_axes,
@@ -173,7 +174,10 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     def bind(*operands: Any, config: Config) -> Any:
         config = _with_what_tracing_knows(config, operands[0])
         # JAX lowers equal calls once, so calls that compute the same must have an equal config.
-        config = dataclasses.replace(config, list_words=0, grad_wire_dtype=None, quantized=False)
+        zero_unused = config.zero_unused or looks_for_nans()
+        config = dataclasses.replace(
+            config, list_words=0, grad_wire_dtype=None, quantized=False, zero_unused=zero_unused
+        )
         leaves, tree = jax.tree.flatten(operands)
         leaves = match_varying(leaves, config.axis_name)
         leaves[0] = lowered_anew_for_other_devices(leaves[0])

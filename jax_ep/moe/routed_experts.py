@@ -35,7 +35,7 @@ from jax_ep.moe.expert_mlp import (
     forward,
     wide_dtype,
 )
-from jax_ep.runtime.jax_compat import looks_for_nans, match_varying
+from jax_ep.runtime.jax_compat import match_varying
 
 WeightsOn = Literal["output", "input"]
 
@@ -138,7 +138,7 @@ def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep
 def _backward(config, residuals, grad):
     saved, weights, handle = residuals
     # The rows past the last group, which a buffer for any routing has many of, change nothing here.
-    rows_of_groups = dataclasses.replace(handle, zero_unused=looks_for_nans())
+    rows_of_groups = dataclasses.replace(handle, zero_unused=False)
     grad_rows = dispatch_like(grad, rows_of_groups, implementation=config.implementation)
     row_weights = None
     if weights is not None:
