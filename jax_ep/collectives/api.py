@@ -17,7 +17,7 @@ machine it picks "xla". A named algorithm that cannot run is an error that says 
               (`pallas_kernels.fabric.low_latency`): a rank sends data to symmetric memory, which
               the receiver polls, so no rank waits for a peer before it sends. They are the fastest
               up to a few megabytes. x is at most 4 MiB in one_shot_ll and all_gather, 2 N MiB in
-              two_shot_ll, 4 N MiB in the others.
+              two_shot_ll, 4 N MiB in the others; half as much on a host of more than 4 GPUs.
   "multimem"  all_reduce: JAX's own kernels, in which the NVLink switch sums float32 and
               broadcasts. Needs multicast memory. None never picks it.
 

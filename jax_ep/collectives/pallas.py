@@ -29,6 +29,7 @@ from pallas_kernels.collectives import all_to_all as all_to_all_kernel
 from pallas_kernels.collectives import low_latency as low_latency_kernels
 from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
 from pallas_kernels.fabric import low_latency
+from pallas_kernels.fabric.layout import slots_of_channel
 from pallas_kernels.fabric.plan import align_up, vector_length
 from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
@@ -59,7 +60,7 @@ def forced_plan(plan: TilePlan | None) -> Iterator[None]:
 
 
 def payload_unavailable_reason(
-    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
+    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any
 ) -> str | None:
     """Returns why the kernel of an algorithm does not support x, or None if it does.
 
@@ -68,7 +69,6 @@ def payload_unavailable_reason(
       algorithm: one of the operation's algorithms there that is a kernel.
       shape: the shape of a rank's x.
       dtype: the dtype of x.
-      num_ranks: N.
     """
     sums = op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm")
     if (sums or is_low_latency(algorithm)) and dtype not in _DTYPES:
@@ -80,14 +80,30 @@ def payload_unavailable_reason(
         return f"x has {math.prod(shape)} elements, and the kernels count in 32 bits"
     if op == "all_reduce_rms_norm" and shape[-1] > _MAX_HIDDEN:
         return f"a row of {shape[-1]} elements is longer than {_MAX_HIDDEN}"
-    if is_low_latency(algorithm):
-        workers, slots = _workers_and_slots(op, algorithm, shape, dtype, num_ranks)
-        if workers > low_latency.MAX_WORKERS or slots > low_latency.MAX_SLOTS:
-            return (
-                f"x, {shape} {jnp.dtype(dtype).name}, is more than the low-latency protocol has "
-                f"room for: {workers} workers with {slots} slots, where it has "
-                f"{low_latency.MAX_WORKERS} with {low_latency.MAX_SLOTS}"
-            )
+    return None
+
+
+def no_room_reason(
+    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int, num_gpus: int
+) -> str | None:
+    """Returns why x is too large for a low-latency algorithm, or None if it is not.
+
+    Args:
+      op: a key of `jax_ep.collectives.algorithms.ALGORITHMS`.
+      algorithm: one of the operation's low-latency algorithms.
+      shape: the shape of a rank's x.
+      dtype: the dtype of x.
+      num_ranks: N.
+      num_gpus: how many GPUs of the host share symmetric memory; more have less room each.
+    """
+    workers, slots = _workers_and_slots(op, algorithm, shape, dtype, num_ranks)
+    most = slots_of_channel(num_gpus)
+    if workers > low_latency.MAX_WORKERS or slots > most:
+        return (
+            f"x, {shape} {jnp.dtype(dtype).name}, is more than the low-latency protocol has room "
+            f"for: {workers} workers with {slots} slots, where it has {low_latency.MAX_WORKERS} "
+            f"with {most} on a host of {num_gpus} GPUs"
+        )
     return None
 
 

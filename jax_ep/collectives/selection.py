@@ -36,26 +36,28 @@ def unavailable_reason(
         return reason
     from jax_ep.collectives import pallas  # loads Mosaic, which only programs for GPUs need
 
-    if reason := pallas.payload_unavailable_reason(op, algorithm, x.shape, x.dtype, num_ranks):
+    if reason := pallas.payload_unavailable_reason(op, algorithm, x.shape, x.dtype):
         return reason
     if reason := availability.tracing_unavailable_reason():
         return reason
     if algorithm == "multimem" and (reason := jax_compat.multimem_unavailable_reason()):
         return reason
-    if jax.default_backend() != "gpu":  # the program is for another machine, of unknown properties
-        return None
-    if algorithm == "multimem":
+    on_gpus = jax.default_backend() == "gpu"  # else the program is for another, unknown machine
+    if on_gpus and algorithm == "multimem":
         return multicast.unavailable_reason()
-    if reason := availability.unavailable_reason():
+    if on_gpus and (reason := availability.unavailable_reason()):
         return reason
-    if is_low_latency(algorithm):
+    if not is_low_latency(algorithm):
+        return None
+    num_gpus = max(num_ranks, jax.sharding.get_abstract_mesh().size)
+    if on_gpus:
         found = symmetric_memory.domain()
         if isinstance(found, str):
             return found
-        most = layout.MAX_LOW_LATENCY_GPUS
-        if found.num_gpus > most:
-            return f"it is for up to {most} GPUs of a host, and has {found.num_gpus}"
-    return None
+        num_gpus, most = found.num_gpus, layout.MAX_LOW_LATENCY_GPUS
+        if num_gpus > most:
+            return f"it is for up to {most} GPUs of a host, and has {num_gpus}"
+    return pallas.no_room_reason(op, algorithm, x.shape, x.dtype, num_ranks, num_gpus)
 
 
 def choose(

@@ -63,7 +63,7 @@ def workspace_bytes(
     the result of `combine`, cotangents and gradients. The routes are counted for the dispatch that
     makes them, and live as long as its handle; all other buffers are freed when the call returns.
     Also not counted is the heap of symmetric memory that "pallas" keeps on every GPU while the
-    process lives.
+    process lives. A host is taken to have as many GPUs as ranks; more leave less room in the heap.
 
     For "xla" the counts are of the arrays that the program names. XLA may need less, since it fuses
     operations and lets arrays share memory; or more where it does not fuse: up to K arrays
@@ -297,6 +297,7 @@ class _Shape:
             self.row,
             num_tokens=self.num_tokens,
             num_ranks=self.num_ranks,
+            num_gpus=self.num_ranks,
             top_k=self.top_k,
             num_experts=self.num_experts,
             num_blocks=settings.num_blocks(),

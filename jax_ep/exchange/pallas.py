@@ -28,7 +28,6 @@ from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.quantize import BLOCK
-from pallas_kernels.fabric import layout as memory_layout
 from pallas_kernels.fabric.plan import Plan
 from pallas_kernels.fabric.symmetric import Gpus
 
@@ -199,9 +198,12 @@ def _low_latency_plan(
 
     Returns None if these kernels do not support the rows. `sizes` are N, T and K.
     """
-    if num_gpus(fabric) > memory_layout.MAX_LOW_LATENCY_GPUS:
-        return None
-    return plans.low_latency(_row(x, config), num_experts=config.num_experts, **_sizes(sizes))
+    return plans.low_latency(
+        _row(x, config),
+        num_gpus=num_gpus(fabric),
+        num_experts=config.num_experts,
+        **_sizes(sizes),
+    )
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:

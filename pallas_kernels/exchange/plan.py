@@ -150,6 +150,7 @@ class LowLatencyPlan:
       hidden: H, padded as `padded_hidden` says.
       dtype: of rows, and of sums of rows.
       num_ranks: N.
+      num_gpus: GPUs of the ranks' host that share symmetric memory, N or more.
       top_k: K.
       num_experts: E.
       max_blocks: the most thread blocks.
@@ -160,6 +161,7 @@ class LowLatencyPlan:
     hidden: int
     dtype: jax.typing.DTypeLike
     num_ranks: int
+    num_gpus: int
     top_k: int
     num_experts: int
     warpgroups = 4  # of a block, that send and receive
@@ -208,9 +210,10 @@ class LowLatencyPlan:
     def fits(self) -> bool:
         """Returns whether the protocol and shared memory have room for these sizes."""
         return (
-            1 < self.num_ranks <= layout.MAX_LOW_LATENCY_GPUS
+            1 < self.num_ranks <= self.num_gpus <= layout.MAX_LOW_LATENCY_GPUS
             and self.hidden >= self.tile
-            and self.tokens_per_block * self.tiles_of_worker <= layout.MAX_SLOTS
+            and self.tokens_per_block * self.tiles_of_worker
+            <= layout.slots_of_channel(self.num_gpus)
             and self.num_tokens * self.top_k <= layout.MAX_VALUES // 2
             and self.num_experts <= 2**15  # ids are sent as 16 bits
             and self.num_slots > 0
@@ -222,6 +225,7 @@ def low_latency(
     *,
     num_tokens: int,
     num_ranks: int,
+    num_gpus: int,
     top_k: int,
     num_experts: int,
     num_blocks: int | None = None,
@@ -229,6 +233,7 @@ def low_latency(
     """Returns the plan of the kernels over the low-latency protocol, or None where others serve.
 
     Others are for rows that are quantized, and for sizes for which `LowLatencyPlan.fits` is false.
+    `num_gpus` counts the GPUs of the ranks' host that share symmetric memory.
     `num_blocks` is the most thread blocks; None: as many as the protocol has workers for.
     """
     plan = LowLatencyPlan(
@@ -236,6 +241,7 @@ def low_latency(
         hidden=row.hidden,
         dtype=row.dtype,
         num_ranks=num_ranks,
+        num_gpus=num_gpus,
         top_k=top_k,
         num_experts=num_experts,
     )

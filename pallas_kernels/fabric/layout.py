@@ -26,7 +26,7 @@ POOL_START = 1
 POOL_BYTES = 2
 DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
 
-VERSION = 5  # of this layout
+VERSION = 6  # of this layout
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
 
 # (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
@@ -49,11 +49,10 @@ TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES  # memory of the low-l
 # arrive in.
 EMPTY = 0xFFFFFFFF  # the sentinel: a 32-bit word that has not arrived; arithmetic makes no such NaN
 MAX_WORKERS = 512  # warpgroups of a kernel that send tiles
-MAX_SLOTS = 4  # tiles that a worker may send to a peer in one call
 MAX_LOW_LATENCY_GPUS = 8  # GPUs that send tiles to each other
 NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
-SLOT_BYTES = TILE_BYTES + 512  # a tile, and a note of each of its 128 threads
+SLOT_BYTES = TILE_BYTES + 128  # a tile, and a note, one byte, of each of its 128 threads
 
 
 def num_senders(num_gpus: int) -> int:
@@ -61,9 +60,17 @@ def num_senders(num_gpus: int) -> int:
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 
 
+def slots_of_channel(num_gpus: int) -> int:
+    """Returns how many tiles a worker may send to a peer in one call.
+
+    4, and 2 in a domain of more than 4 GPUs, where a heap has slots for more of them.
+    """
+    return 4 if num_gpus <= 4 else 2
+
+
 def num_slots(num_gpus: int) -> int:
     """Returns how many slots a heap has: two sets for each worker of each GPU that sends."""
-    return 2 * num_senders(num_gpus) * MAX_WORKERS * MAX_SLOTS
+    return 2 * num_senders(num_gpus) * MAX_WORKERS * slots_of_channel(num_gpus)
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:

@@ -32,9 +32,9 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.layout import (
     MAX_LOW_LATENCY_GPUS,
-    MAX_SLOTS,
     MAX_WORKERS,
     num_senders,
+    slots_of_channel,
 )
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import SlotMemory
@@ -182,11 +182,13 @@ class Endpoint:
 
         `calls` is how many calls the two GPUs have made; it selects one of the two sets.
         """
-        senders = num_senders(self.channels.memory.num_gpus)
+        num_gpus = self.channels.memory.num_gpus
+        senders = num_senders(num_gpus)
         # Counted from the receiver's next neighbour, so that it has no slots for itself.
         number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
         set_of_sender = (calls & 1) * senders + number
-        return (set_of_sender * MAX_WORKERS + self._worker) * MAX_SLOTS + slot
+        channel = set_of_sender * MAX_WORKERS + self._worker
+        return channel * slots_of_channel(num_gpus) + slot
 
 
 def call(
@@ -221,9 +223,10 @@ def call(
     Raises:
       ValueError: the plan has too many workers, or `body` needs too many slots.
     """
-    if plan.num_workers > MAX_WORKERS or num_slots > MAX_SLOTS:
+    slots = slots_of_channel(channels.memory.num_gpus)
+    if plan.num_workers > MAX_WORKERS or num_slots > slots:
         raise ValueError(
-            f"the low-latency protocol has {MAX_WORKERS} workers of {MAX_SLOTS} slots, but {name} "
+            f"the low-latency protocol has {MAX_WORKERS} workers of {slots} slots, but {name} "
             f"with {plan} needs {plan.num_workers} of {num_slots}."
         )
 

@@ -1,9 +1,9 @@
 """Memory of the low-latency protocol: how a warpgroup sends, polls and counts by 32-bit words.
 
 Every GPU's heap has counters of its calls, slots that each hold a tile of a peer, and for each
-slot a note from each of the sender's 128 threads. `EMPTY` is the sentinel: a word that has
-not arrived. A payload word that equals the sentinel is sent as `_INSTEAD`. Where a receiver needs
-exact bits, the sender's thread also writes a note that says which of its words were replaced.
+slot a note, one byte, from each of the sender's 128 threads. `EMPTY` is the sentinel: a word that
+has not arrived. A payload word that equals the sentinel is sent as `_INSTEAD`. Where a receiver
+needs exact bits, the sender's thread also writes a note that says which words were replaced.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vec
 from pallas_kernels.fabric.plan import VECTOR_BYTES, vector_length
 
 _INSTEAD = 0xFFFFFFFE
+_NO_NOTE = EMPTY & 0xFF
 
 _NOTES_BYTES = SLOT_BYTES - TILE_BYTES
 _WORDS = VECTOR_BYTES // 4
@@ -66,7 +67,7 @@ class SlotMemory:
                     for i, is_empty in enumerate(empty)
                 ]
                 mosaic.asm(
-                    "@$2 st.relaxed.sys.global.b32 [$0], $1;",
+                    "@$2 st.relaxed.sys.global.b8 [$0], $1;",
                     "l,r,b",
                     self._note(*where),
                     functools.reduce(arith.ori, bits),
@@ -204,11 +205,12 @@ class SlotMemory:
             pointer = self._note(gpu, slot)
 
             def ask() -> tuple[Value, list[Value]]:
-                note = ptx.load_word(pointer)
-                return _is(EMPTY, note), [note]
+                text = "ld.relaxed.sys.global.u8 $0, [$1];"
+                note = mosaic.asm(text, "=r,l", pointer, returns=i32)
+                return _is(_NO_NOTE, note), [note]
 
             (note,) = ptx.poll(ask, lambda _: give_up(), timeout_s=timeout_s, types=[i32])
-            _store_word(pointer, mosaic.i32(EMPTY))
+            mosaic.asm("st.relaxed.sys.global.b8 [$0], $1;", "l,r", pointer, mosaic.i32(_NO_NOTE))
             bits = [arith.andi(note, mosaic.i32(1 << i)) for i in range(_WORDS)]
             scf.yield_(
                 [
@@ -235,10 +237,10 @@ class SlotMemory:
         return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
 
     def _note(self, gpu: Value, slot: Value) -> Value:
-        """Emits the address of this thread's note for a slot, a 32-bit word."""
+        """Emits the address of this thread's note for a slot, a byte."""
         notes = 4 * NUM_COUNTERS + TILE_BYTES * num_slots(self.num_gpus)
         start = arith.addi(self._start(gpu), mosaic.i64(notes))
-        return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(mosaic.lane(), 4)))
+        return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(mosaic.lane(), 1)))
 
 
 def _by_slot(words: Sequence[Value]) -> list[Sequence[Value]]:

@@ -21,7 +21,7 @@ from support.meshes import cuda_mesh, expert_mesh
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.pallas import PallasCollectives, payload_unavailable_reason
+from jax_ep.collectives.pallas import PallasCollectives, no_room_reason
 from jax_ep.runtime import availability, cuda_driver, symmetric_memory
 from jax_ep.runtime.symmetric_memory import Domain, Gpu
 from pallas_kernels.fabric import layout
@@ -74,21 +74,21 @@ def test_a_mesh_of_cpus_is_refused(op, algorithm):
 @pytest.mark.parametrize(
     ("op", "algorithm", "limit"),
     [
-        ("all_reduce", "one_shot_ll", lambda n: 4 * MIB),
-        ("all_reduce", "two_shot_ll", lambda n: 2 * MIB * n),
-        ("all_gather", "ll", lambda n: 4 * MIB),  # of x, not of the result
-        ("reduce_scatter", "ll", lambda n: 4 * MIB * n),
-        ("all_to_all", "ll", lambda n: 4 * MIB * n),
+        ("all_reduce", "one_shot_ll", lambda room, n: room),
+        ("all_reduce", "two_shot_ll", lambda room, n: room // 2 * n),
+        ("all_gather", "ll", lambda room, n: room),  # of x, not of the result
+        ("reduce_scatter", "ll", lambda room, n: room * n),
+        ("all_to_all", "ll", lambda room, n: room * n),
     ],
     ids=lambda value: None if isinstance(value, str) else "limit",
 )
 def test_payloads_up_to_what_ll_holds(op, algorithm, limit, dtype, num_ranks):
     """The kernels lower for the largest; a bit more is refused, and the bytes say why."""
-    dtype = jnp.dtype(dtype)
-    per_rank = limit(num_ranks) // dtype.itemsize
+    dtype, room = jnp.dtype(dtype), (4 if num_ranks <= 4 else 2) * MIB
+    per_rank = limit(room, num_ranks) // dtype.itemsize
     step = num_ranks * 8
-    assert payload_unavailable_reason(op, algorithm, (per_rank,), dtype, num_ranks) is None
-    reason = payload_unavailable_reason(op, algorithm, (per_rank + step,), dtype, num_ranks)
+    assert no_room_reason(op, algorithm, (per_rank,), dtype, num_ranks, num_ranks) is None
+    reason = no_room_reason(op, algorithm, (per_rank + step,), dtype, num_ranks, num_ranks)
     assert (
         f"x, ({per_rank + step},) {dtype.name}, is more than the low-latency protocol has room for"
         in reason
@@ -221,6 +221,8 @@ def test_the_table_may_say_ll(chosen):
 
 def test_without_ll_the_next_best_serves(chosen):
     assert chosen(size=2 * MIB) == "ll" and chosen(size=2 * MIB + 8) == "direct"
+    chosen.domain(domain_of(5))  # more GPUs have less room each
+    assert chosen(size=MIB) == "ll" and chosen(size=MIB + 8) == "direct"
     assert chosen(dtype=jnp.float8_e4m3fn) == "direct"
     assert chosen(refused="these are CPUs") == "xla"
     chosen.domain("the driver gives none")
@@ -374,8 +376,9 @@ def test_heaps_have_room():
             end = offset + num_bytes
         assert end == layout.heap_bytes(num_gpus)
         senders = layout.num_senders(num_gpus)
-        last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * layout.MAX_SLOTS
-        assert last + layout.MAX_SLOTS == layout.num_slots(num_gpus)
+        slots = layout.slots_of_channel(num_gpus)
+        last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * slots
+        assert last + slots == layout.num_slots(num_gpus)
         slots = layout.TILES + 4 * layout.MAX_WORKERS * layout.MAX_LOW_LATENCY_GPUS
         assert end == slots + layout.SLOT_BYTES * layout.num_slots(num_gpus)
     assert layout.TILES % 128 == 0

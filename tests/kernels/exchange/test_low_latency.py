@@ -66,6 +66,7 @@ class Calls:
             hidden=problem.hidden,
             dtype=problem.dtype,
             num_ranks=ranks,
+            num_gpus=ranks,
             top_k=problem.top_k,
             num_experts=problem.num_experts,
             **self.limits,
@@ -219,7 +220,13 @@ def test_a_last_tile_that_is_moved_back():
 
 
 PLAN = LowLatencyPlan(
-    num_tokens=128, hidden=7168, dtype="bfloat16", num_ranks=8, top_k=8, num_experts=256
+    num_tokens=128,
+    hidden=7168,
+    dtype="bfloat16",
+    num_ranks=4,
+    num_gpus=4,
+    top_k=8,
+    num_experts=256,
 )
 
 
@@ -229,7 +236,8 @@ PLAN = LowLatencyPlan(
         dict(num_tokens=257),  # three tokens to a block: six slots
         dict(hidden=1023),  # a row of less than a tile
         dict(num_ranks=1),
-        dict(num_ranks=16),
+        dict(num_ranks=5),  # of four GPUs
+        dict(num_ranks=16, num_gpus=16),
         dict(num_tokens=256, top_k=9, hidden=2048),  # values of a call
         dict(dtype="float32", num_tokens=129),
     ],
@@ -239,3 +247,10 @@ def test_what_needs_more_room_than_there_is_does_not_fit(change):
     assert PLAN.fits()
     assert dataclasses.replace(PLAN, num_tokens=256).fits()
     assert not dataclasses.replace(PLAN, **change).fits()
+
+
+def test_a_host_of_more_gpus_has_less_room_for_each():
+    for num_gpus, most in ((2, 256), (4, 256), (5, 128), (8, 128)):
+        plan = dataclasses.replace(PLAN, num_ranks=2, num_gpus=num_gpus, num_tokens=most)
+        assert plan.fits()
+        assert not dataclasses.replace(plan, num_tokens=most + 1).fits()

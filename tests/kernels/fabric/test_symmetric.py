@@ -160,7 +160,7 @@ def test_tiles_are_polled_where_a_heap_is_empty():
         assert (empty, word) == (slots, layout.EMPTY) and slots % 128 == 0
         assert size == layout.SLOT_BYTES * layout.num_slots(num_gpus)
         assert layout.heap_bytes(num_gpus) == empty + size
-        slots_of_pair = 2 * layout.MAX_WORKERS * layout.MAX_SLOTS
+        slots_of_pair = 2 * layout.MAX_WORKERS * layout.slots_of_channel(num_gpus)
         assert layout.num_slots(num_gpus) == slots_of_pair * layout.num_senders(num_gpus)
         assert layout.NUM_COUNTERS >= layout.MAX_WORKERS * num_gpus
 
