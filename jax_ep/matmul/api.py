@@ -398,7 +398,7 @@ def _primitive(
             *operands, platform=default_platform(), **params
         ),
         batch=one_by_one,
-        eager=lambda *operands, **params: _jitted(primitive, **params)(*operands),
+        eager=True,
         multiple_results=several,
         platforms=(None, *_PREFERENCE),
         **options,
@@ -420,11 +420,6 @@ def _without_unused_gradients(used, params):
     """Returns the parameters, which results are left, and lhs, their grads and group_sizes."""
     left = [i for i, is_used in enumerate(used) if is_used]
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]
-
-
-@functools.cache
-def _jitted(primitive: Primitive, **params: Any) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **params))
 
 
 grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product, several=False)

@@ -189,17 +189,12 @@ def _batch(operands: Any, axes: Any, **params: Any) -> Any:
     return [x.reshape(size, -1, x.shape[-1]) for x in results], [0] * len(results)
 
 
-@functools.cache
-def _jitted(**params: Any) -> Any:
-    return jax.jit(functools.partial(_choose_p.bind, **params))
-
-
 _choose_p = define_primitive(
     "ep_choose",
     abstract_eval=_types,
     lower=_lower,
     inline=_by_xla,
     batch=_batch,
-    eager=lambda *operands, **params: _jitted(**params)(*operands),
+    eager=True,
     platforms=(None, "cuda"),
 )

@@ -266,7 +266,7 @@ def define_primitive(
     inline: Callable[..., Any],
     batch: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
-    eager: Callable[..., Any] | None = None,
+    eager: bool = False,
     multiple_results: bool = True,
     platforms: Sequence[str | None] = (None,),
     unused: Callable[..., Any] | None = None,
@@ -282,7 +282,7 @@ def define_primitive(
         None: an operand with a batch axis is refused.
       transpose: the rule of a linear primitive: (cotangents, operand types, params) -> the
         operands' cotangents. None: the primitive cannot be transposed.
-      eager: (operands, params) -> the results, outside of any trace. None: refused there.
+      eager: whether it runs outside of any trace, compiled by itself; params must be hashable.
       multiple_results: whether `bind` returns a list.
       platforms: the platforms that get a lowering of their own; None is every other platform. A
         program for several platforms branches over their lowerings, and a branch may hold no
@@ -311,11 +311,28 @@ def define_primitive(
         )
     if batch is not None:
         _batchers[primitive] = batch
-    if eager is not None:
-        primitive.def_impl(eager)
+    if eager:
+        primitive.def_impl(lambda *operands, **params: _jitted(primitive, **params)(*operands))
     if unused is not None and _dce_rules is not None:
         _dce_rules[primitive] = functools.partial(_without_unused_results, unused)
     return primitive
+
+
+@functools.cache
+def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
+    """Returns a primitive as a jitted function.
+
+    Under `jax.debug_nans`, JAX runs a jitted function that gives NaN again, op by op. It must not
+    run this one so, whose only op would be jitted here again, without end. So this one is marked as
+    JAX marks the functions of its own primitives: JAX raises the error that names it.
+    """
+
+    def function(*operands: Any) -> Any:
+        return primitive.bind(*operands, **params)
+
+    function.__qualname__ = str(primitive)
+    function._apply_primitive = True  # type: ignore[attr-defined]
+    return jax.jit(function)
 
 
 def _type_of_linear(operand: Any) -> Any:

@@ -290,6 +290,15 @@ def test_second_order_gradient():
         np.testing.assert_allclose(mine, want, rtol=0, atol=100 * TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_who_looks_for_nan_is_told_where_one_is_made(jit):
+    """JAX runs a jitted function that gives NaN again, op by op, outside of any trace."""
+    lhs = jnp.ones((8, H)).at[0, 0].set(jnp.inf)
+    rhs, sizes = jnp.zeros((2, H, F)), jnp.array([4, 4], jnp.int32)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan.* grouped_matmul"):
+        (jax.jit(grouped_matmul) if jit else grouped_matmul)(lhs, rhs, sizes)
+
+
 @jax.default_matmul_precision("highest")  # TF32 would tell one program from another
 def test_checkpoint_scan_and_vmap():
     lhs, rhs, sizes, grad = operands(64, [20, 0, 30], "float32")
