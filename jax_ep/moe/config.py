@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import importlib
 import types
@@ -11,6 +12,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
@@ -230,15 +232,19 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
 
 
 class SameCode:
-    """A function that equals another of the same code, defaults and closure.
+    """A function that equals another of the same code that reads the same values.
 
     `jax.jit` caches a program by its static arguments. A lambda written in a layer's body is a new
-    object on each call; wrapped in this class it finds the program of the call before.
+    object on each call; wrapped in this class it finds the program of the call before. A function
+    that reads what may have changed since, such as a list, equals itself alone.
     """
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
-        self._key = _code_key(function)
+        try:
+            self._key = _code_key(function, ())
+        except _MayChange:
+            self._key = _Identity(function)
 
     def __call__(self, *arrays: Any) -> Any:
         return self._function(*arrays)
@@ -250,30 +256,82 @@ class SameCode:
         return hash(self._key)
 
 
-def _code_key(value: Any) -> Any:
-    """Returns a hashable key of a function; functions with equal keys compute the same."""
+class _MayChange(Exception):
+    """A function reads a value that may change."""
+
+
+def _code_key(value: Any, callers: tuple[types.FunctionType, ...]) -> Any:
+    """Returns a hashable key of a function; functions with equal keys compute the same.
+
+    `callers` are the functions whose keys this one is to be part of. Raises _MayChange if one of
+    them, or this one, reads a value that may change.
+    """
     if isinstance(value, types.FunctionType):
-        cells = tuple(_cell_key(cell) for cell in value.__closure__ or ())
-        defaults = tuple(map(_code_key, value.__defaults__ or ()))
-        keywords = tuple((k, _code_key(v)) for k, v in (value.__kwdefaults__ or {}).items())
-        return value.__code__, _Identity(value.__globals__), cells, defaults, keywords
+        if value in callers:
+            return callers.index(value)
+        if value.__dict__:
+            raise _MayChange
+        key = functools.partial(_key_of_value, callers=(*callers, value))
+        cells = tuple(map(_contents, value.__closure__ or ()))
+        names = ((name, value.__globals__.get(name)) for name in _globals_of(value.__code__))
+        keywords = (value.__kwdefaults__ or {}).items()
+        return (
+            value.__code__,
+            _Identity(value.__globals__),
+            *(tuple(map(key, each)) for each in (cells, value.__defaults__ or ())),
+            *(tuple((k, key(v)) for k, v in each) for each in (keywords, names)),
+        )
     if isinstance(value, types.MethodType):
-        return _code_key(value.__func__), _Identity(value.__self__)
+        return _code_key(value.__func__, callers), _Identity(value.__self__)
     if isinstance(value, functools.partial):
-        keywords = tuple(sorted((k, _code_key(v)) for k, v in value.keywords.items()))
-        return _code_key(value.func), tuple(map(_code_key, value.args)), keywords
-    if isinstance(value, bool | int | float | str | None):
-        return type(value), repr(value)
+        key = functools.partial(_key_of_value, callers=callers)
+        named = tuple(sorted((k, key(v)) for k, v in value.keywords.items()))
+        return _code_key(value.func, callers), tuple(map(key, value.args)), named
     return _Identity(value)
 
 
-def _cell_key(cell: types.CellType) -> Any:
+def _key_of_value(value: Any, callers: tuple[types.FunctionType, ...]) -> Any:
+    """Returns a hashable key of a value that functions read; raises _MayChange if it may change."""
+    if isinstance(value, types.FunctionType):
+        # Its globals may be bound again where the caller's are, in a script or a notebook.
+        is_near = any(value.__globals__ is caller.__globals__ for caller in callers)
+        return _code_key(value, callers) if is_near else _Identity(value)
+    if isinstance(value, functools.partial):
+        return _code_key(value, callers)
+    if isinstance(value, types.MethodType):
+        return _code_key(value.__func__, callers), _key_of_value(value.__self__, callers)
+    if isinstance(value, types.BuiltinFunctionType):  # of a module, or a method of an object
+        return value.__name__, _key_of_value(value.__self__, callers)
+    if isinstance(value, bool | int | float | complex | str | bytes | np.generic | None):
+        return type(value), repr(value)  # 1, 1.0 and True are equal
+    if isinstance(value, tuple):
+        return type(value), tuple(_key_of_value(each, callers) for each in value)
+    kind = type(value)
+    of_jax = kind.__module__.partition(".")[0] in ("jax", "jaxlib") and callable(value)
+    if of_jax or isinstance(value, types.ModuleType | type | jax.Array):
+        return _Identity(value)
+    if kind.__hash__ in (None, object.__hash__):
+        raise _MayChange
+    return value  # its hash says that it does not change
+
+
+@functools.cache
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the global names that code reads, in the functions within it too."""
+    names = [
+        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _globals_of(constant)
+    return tuple(dict.fromkeys(names))
+
+
+def _contents(cell: types.CellType) -> Any:
     try:
-        contents = cell.cell_contents
+        return cell.cell_contents
     except ValueError:  # the variable is not bound yet
-        return _Identity(cell)
-    # A function may refer to itself: those in a closure are compared as objects.
-    return _Identity(contents) if isinstance(contents, types.FunctionType) else _code_key(contents)
+        raise _MayChange from None
 
 
 class _Identity:

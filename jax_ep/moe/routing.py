@@ -245,11 +245,11 @@ def routing_of_choices(
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
-    # Where softplus underflows, the derivative of its root would be zero times infinity.
+    # Where softplus underflows, the derivative of its root would be zero times infinity. So would
+    # that of the branch that is not taken.
     is_low = logits < -15.0
-    return jnp.where(
-        is_low, jnp.exp(0.5 * logits), jnp.sqrt(jax.nn.softplus(jnp.where(is_low, 0.0, logits)))
-    )
+    low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
+    return jnp.where(is_low, jnp.exp(0.5 * low), jnp.sqrt(jax.nn.softplus(high)))
 
 
 _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {

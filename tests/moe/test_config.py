@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +13,77 @@ import pytest
 from support.dense_moe import E, H, K, make_params, make_x
 
 from jax_ep import MoEConfig, moe_layer, top_k_routing
+from jax_ep.moe.layer import _moe_layer
 
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
 
 
+def output(**changes):
+    """Returns the output of a layer with these fields."""
+    config = MoEConfig(**vars(CONFIG) | changes)
+    return moe_layer(make_params(), make_x(), config)[0]
+
+
 @pytest.mark.slow
 def test_the_same_lambda_written_twice_compiles_once():
-    params, x = make_params(), make_x()
-    traced = []
-
     def layer(slope):
-        def activation(h):
-            traced.append(slope)
-            return jnp.maximum(h, slope * h)
+        return output(activation=lambda h: jnp.maximum(h, slope * h))
 
-        return moe_layer(params, x, MoEConfig(**vars(CONFIG) | {"activation": activation}))[0]
-
-    first, again, other = layer(0.1), layer(0.1), layer(0.5)
-    assert traced.count(0.1) == traced.count(0.5) > 0
-    np.testing.assert_array_equal(first, again)
-    assert np.abs(first - other).max() > 1e-3
-    traced.clear()
+    first = layer(0.1)
+    compiled = _moe_layer._cache_size()
+    np.testing.assert_array_equal(layer(0.1), first)
+    assert _moe_layer._cache_size() == compiled
+    assert np.abs(first - layer(0.5)).max() > 1e-3
+    compiled = _moe_layer._cache_size()
     layer(0.1)
-    assert not traced
+    assert _moe_layer._cache_size() == compiled
     for _ in range(2):
-        partial = functools.partial(jax.nn.leaky_relu, negative_slope=0.1)
-        out, _ = moe_layer(params, x, MoEConfig(**vars(CONFIG) | {"activation": partial}))
+        out = output(activation=functools.partial(jax.nn.leaky_relu, negative_slope=0.1))
         np.testing.assert_allclose(out, first, rtol=1e-4, atol=1e-5)
+    assert _moe_layer._cache_size() == compiled + 1
+
+
+FACTOR = 1.0
+FACTORS = [1.0]
+
+
+def times(h):
+    return h * FACTOR
+
+
+class Scale:
+    """An object that may change."""
+
+    factor = 1.0
+
+
+def reading(scale):
+    """Functions that read a value that changes; the activations are new ones at each call."""
+    note = FACTORS.copy
+    named = lambda h: h * named.factor  # noqa: E731
+    named.factor = scale.factor
+    return {
+        "a global": dict(activation=lambda h: h * FACTOR),
+        "a global of a helper": dict(activation=lambda h: times(h)),
+        "a function within": dict(activation=lambda h: (lambda: h * FACTOR)()),
+        "a global list": dict(activation=lambda h: h * FACTORS[0]),
+        "an object": dict(activation=lambda h: h * scale.factor),
+        "a method of a list": dict(activation=lambda h: h * note()[0]),
+        "an attribute": dict(activation=named),
+        "gating": dict(gating=lambda gate, up: gate * up * FACTOR),
+    }
+
+
+@pytest.mark.parametrize("what", reading(Scale()))
+def test_a_function_that_reads_another_value_is_another(what, monkeypatch):
+    scale = Scale()
+    first = output(**reading(scale)[what])
+    scale.factor = FACTORS[0] = 4.0  # rounds nothing
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 4.0)
+    try:
+        np.testing.assert_array_equal(output(**reading(scale)[what]), 4 * first)
+    finally:
+        FACTORS[0] = 1.0
 
 
 def module_level_activation(x):

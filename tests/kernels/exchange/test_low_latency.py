@@ -31,6 +31,8 @@ CASES: dict[str, Case] = {
         dict(max_blocks=2, max_slots=5),
     ),
     "three_ranks": (Problem(3, 3, 512, 3, 6, "skewed"), dict(max_blocks=2, max_slots=2)),
+    # More than four: two slots a channel, and more ranks than a block has warpgroups for them.
+    "five_ranks": (Problem(5, 3, 512, 2, 10, "masked"), dict(max_blocks=2)),
     "tiles_of_a_worker": (Problem(2, 2, 3584, 2, 4), {}),
     "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), dict(max_blocks=3)),
     "fair": (Problem(2, 5, 512, 3, 6, "skewed", capacity=5, overflow="fair"), {}),
