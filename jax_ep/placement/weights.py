@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def to_slots(tree: Any, placement: Placement) -> Any:
         The tree with [P, ...] or [layers, P, ...] in these leaves.
 
     Raises:
-        ValueError: a leaf of experts does not lead with E experts.
+        ValueError: a leaf of experts does not lead with E experts, or no leaf is of experts.
     """
     slots = np.asarray(placement.expert_of_slot)
     size = "E", np.shape(placement.num_copies)[-1]
@@ -73,7 +74,7 @@ def to_experts(tree: Any, placement: Placement) -> Any:
         The tree with [E, ...] or [layers, E, ...] in these leaves.
 
     Raises:
-        ValueError: a leaf of experts does not lead with P slots.
+        ValueError: a leaf of experts does not lead with P slots, or no leaf is of experts.
     """
     first = np.asarray(placement.slots_of_expert)[..., 0]
     size = "P", np.shape(placement.expert_of_slot)[-1]
@@ -147,8 +148,8 @@ def redistribute(
         The tree; leaves of experts are new arrays, and the old ones are deleted.
 
     Raises:
-        ValueError: the placements do not fit each other, the mesh or a leaf, or axis_name does not
-            fit the mesh.
+        ValueError: the placements do not fit each other, the mesh or a leaf, no leaf is of experts,
+            or axis_name does not fit the mesh.
     """
     axes = checks.as_axes(axis_name)
     if not set(axes) <= set(mesh.axis_names):
@@ -294,6 +295,12 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
     layers; `size` is ("E", E) or ("P", P), for the message.
     """
     name, number = size
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    if paths and not any(map(_of_experts, paths)):
+        raise ValueError(
+            f"tree must have leaves of experts, with one of {ROUTED_WEIGHTS} in their path, but "
+            f"has {len(paths)} leaves without, such as {jax.tree_util.keystr(paths[0])!r}."
+        )
 
     def visit(path: Any, leaf: Any) -> Any:
         if not _of_experts(path):
@@ -309,6 +316,14 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
 
 
 def _of_experts(path: Any) -> bool:
-    """Returns whether a key of a leaf's path names a parameter of experts."""
-    keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
-    return any(key in ROUTED_WEIGHTS for key in keys)
+    """Returns whether a key of a leaf's path names a parameter of experts.
+
+    A key of a flat dictionary is a path itself: a tuple, or names joined by "/" or ".".
+    """
+    for key in path:
+        key = getattr(key, "key", getattr(key, "name", None))
+        for part in key if isinstance(key, tuple) else (key,):
+            names = re.split(r"[./]", part) if isinstance(part, str) else ()
+            if any(name in ROUTED_WEIGHTS for name in names):
+                return True
+    return False

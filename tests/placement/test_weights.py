@@ -142,6 +142,32 @@ def test_pieces_are_moved_one_after_the_other_in_place(monkeypatch):
     np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
 
 
+@pytest.mark.parametrize(
+    "key",
+    [("moe", "wi_0"), ("moe", "wi_0", "value"), "moe/wi_0", "layers.3.wi_0"],
+    ids=str,
+)
+def test_flat_trees_name_experts_in_their_keys(key):
+    weights = np.random.default_rng(2).normal(size=(E, 3))
+    placement = Placement.of([[0, 1, 2, 3, 4, 5, *[5] * 6]], num_experts=E, num_ranks=N)[0]
+    want = to_slots({"wi_0": weights}, placement)["wi_0"]
+    gate = ("moe", "gate") if isinstance(key, tuple) else "moe/gate"
+    got = to_slots({key: weights, gate: weights}, placement)
+    np.testing.assert_array_equal(got[key], want)
+    assert got[gate] is weights and want.shape == (SLOTS, 3)
+
+
+@pytest.mark.parametrize("tree", [np.ones((E, 3)), {"mywo": 1.0}, [np.ones(3)]], ids=str)
+def test_a_tree_without_leaves_of_experts_is_refused(tree):
+    placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)
+    for function in (to_slots, to_experts):
+        with pytest.raises(ValueError, match="tree must have leaves of experts, with one of .*wo"):
+            function(tree, placement)
+    with pytest.raises(ValueError, match="tree must have leaves of experts"):
+        redistribute(tree, placement, placement, mesh=expert_mesh(N))
+    assert to_slots({}, placement) == {}
+
+
 def test_errors_name_the_argument():
     options = dict(num_experts=E, num_slots=SLOTS)
     one = Placement.in_order(num_ranks=N, **options)
