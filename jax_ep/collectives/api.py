@@ -158,10 +158,11 @@ def all_reduce_rms_norm(
       scale: [H] floating.
       axis_name: the mesh axis, or tuple of axes, to sum over.
       eps: added to the mean square.
-      algorithm: "fused" (one kernel, for H <= 16384; it is "fused_one_shot" or "fused_two_shot",
-        whichever is faster for the size), "fused_one_shot_ll" or "fused_two_shot_ll" (one kernel
-        over the low-latency protocol), "unfused" (the fastest `all_reduce`, then XLA), "xla"
-        (`jax.lax.psum`, then XLA), or None for the fastest that can run.
+      algorithm: "fused" (one kernel, for H <= 16384 and operands of bfloat16, float16 or float32:
+        "fused_one_shot" or "fused_two_shot", whichever is faster for the size),
+        "fused_one_shot_ll" or "fused_two_shot_ll" (one kernel over the low-latency protocol),
+        "unfused" (the fastest `all_reduce`, then XLA), "xla" (`jax.lax.psum`, then XLA), or None
+        for the fastest that can run.
 
     Returns:
       normalized (x's dtype) and new_residual (residual's dtype), both [..., H].
@@ -180,12 +181,15 @@ def all_reduce_rms_norm(
             f"{x.shape}, residual {residual.shape} and scale {scale.shape}."
         )
     checks.check_number("eps", eps, may_be_zero=True)
-    if _runs_on_xla("all_reduce_rms_norm", algorithm, x, num_ranks):
+    others = (("residual", residual), ("scale", scale))
+    reasons = (availability.dtype_unavailable_reason(name, each.dtype) for name, each in others)
+    refused = next(filter(None, reasons), None)
+    if _runs_on_xla("all_reduce_rms_norm", algorithm, x, num_ranks, refused):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
     # The results vary over the axes that any operand varies over, except those x is summed over.
-    others = varying_axes(x) - set(axes)
-    residual, scale = match_varying((residual, scale), tuple(others))
+    of_x = varying_axes(x) - set(axes)
+    residual, scale = match_varying((residual, scale), tuple(of_x))
     (x,) = match_varying((x,), (*axes, *varying_axes(residual)))
     return _fused(axes, num_ranks, float(eps), algorithm, x, residual, scale)
 
@@ -252,21 +256,25 @@ def _check_floating(name: str, array: Any) -> None:
     checks.check_array(name, array, None, jnp.floating, "(the collectives of jax.lax take any)")
 
 
-def _runs_on_xla(op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int) -> bool:
+def _runs_on_xla(
+    op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int, refused: str | None = None
+) -> bool:
     """Returns whether it is already certain, while x is traced, that XLA runs the collective.
 
-    Raises ValueError if it is already certain that the named algorithm cannot run.
+    `refused` is why no kernel takes the other operands, or None if kernels do. Raises ValueError if
+    it is already certain that the named algorithm cannot run.
     """
     if algorithm is None:
         table.current()  # reports an unusable JAX_EP_COLLECTIVES_TABLE on any machine
-        return num_ranks == 1 or availability.tracing_unavailable_reason() is not None
+        refused = refused or availability.tracing_unavailable_reason()
+        return num_ranks == 1 or refused is not None
     if algorithm not in ALGORITHMS[op]:
         raise ValueError(
             f"algorithm of {op} must be one of {ALGORITHMS[op]} or None, but is {algorithm!r}."
         )
     if algorithm == "xla":
         return True
-    refused = availability.traced_devices_unavailable_reason()
+    refused = refused or availability.traced_devices_unavailable_reason()
     if reason := selection.unavailable_reason(op, algorithm, x, num_ranks, refused):
         raise selection.refusal(op, algorithm, reason)
     return num_ranks == 1

@@ -19,7 +19,7 @@ from jax import lax
 
 from jax_ep.collectives import xla
 from jax_ep.collectives.algorithms import FUSED, is_low_latency
-from jax_ep.runtime import jax_compat
+from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.fabric import channels_of, of_axis
 from jax_ep.runtime.jax_compat import match_varying, place
 from pallas_kernels.collectives import all_gather as all_gather_kernel
@@ -35,7 +35,6 @@ from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
 Kernel = Callable[..., jax.Array]
 
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 _MAX_BLOCKS = 132  # one for each multiprocessor of a Hopper GPU
 _MAX_WARPGROUPS = 4
 _MAX_ROW_BLOCKS = 1056  # of all_reduce_rms_norm: in several waves, so that sums and norms overlap
@@ -71,9 +70,9 @@ def payload_unavailable_reason(
       dtype: the dtype of x.
     """
     sums = op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm")
-    if (sums or is_low_latency(algorithm)) and dtype not in _DTYPES:
-        names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
-        return f"x is {jnp.dtype(dtype).name}, not one of {names}"
+    if sums or is_low_latency(algorithm):
+        if reason := availability.dtype_unavailable_reason("x", dtype):
+            return reason
     if 0 in shape:
         return f"x is empty, its shape is {shape}"
     if math.prod(shape) >= 2**31:

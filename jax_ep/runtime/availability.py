@@ -22,7 +22,15 @@ from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
 
 _OLDEST_JAX = (0, 11)
 _OLDEST_CAPABILITY = 9.0
-_EXCHANGE_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def dtype_unavailable_reason(name: str, dtype: jax.typing.DTypeLike) -> str | None:
+    """Returns why kernels that compute with an array do not take its dtype, or None if they do."""
+    if dtype in _DTYPES:
+        return None
+    names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
+    return f"{name} is {jnp.dtype(dtype).name}, not one of {names}"
 
 
 def jax_unavailable_reason() -> str | None:
@@ -169,9 +177,8 @@ def exchange_unavailable_reason(
       num_experts: E.
       wire_dtype: the dtype in which rows or their sums are sent; None for `dtype`.
     """
-    if dtype not in _EXCHANGE_DTYPES:
-        names = ", ".join(jnp.dtype(d).name for d in _EXCHANGE_DTYPES)
-        return f"its dtype is {jnp.dtype(dtype).name}, not one of {names}"
+    if reason := dtype_unavailable_reason("its dtype", dtype):
+        return reason
     if plans.count_width(num_experts) > layout.MAX_VALUES:
         return f"it takes up to {layout.MAX_VALUES} experts, not {num_experts}"
     hidden = plans.padded_hidden(hidden, dtype, wire_dtype)
