@@ -158,6 +158,7 @@ class MoE(nn.Module, _ConfigFields):
     def setup(self) -> None:
         config, init = MoEConfig.of(self), self.gate_init
         check_config(config)
+        checks.check_bool("selection_bias", self.selection_bias)
         if init is not None:
             num_choosable = config.num_choosable
             self.gate = Gate(num_choosable, self.selection_bias, init, self.param_dtype)

@@ -12,6 +12,7 @@ from flax import nnx
 from flax.core import spmd
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from jax_ep import checks
 from jax_ep.checks import as_axes
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
@@ -145,6 +146,7 @@ class MoE(nnx.Module):
             num_experts=num_experts, num_experts_per_token=num_experts_per_token, **fields
         )
         check_config(self.config)
+        checks.check_bool("selection_bias", selection_bias)
         make_gate = functools.partial(
             Gate,
             hidden if router_dim is None else router_dim,

@@ -363,7 +363,7 @@ def test_training_learns_and_leaves_the_bias_alone():
     "changes, message",
     [
         (dict(num_experts=-1), "num_experts must be at least 1, but is -1"),
-        (dict(num_experts_per_token=9), "k must be between 1 and the 8 experts .* but is 9"),
+        (dict(num_experts_per_token=9), "num_experts_per_token must be at most the 8 .* but is 9"),
         (dict(num_groups=3), "num_groups must divide the 8 experts .* but is 3"),
         (dict(score="tanh"), "score must be one of .* but is 'tanh'"),
         (dict(capacity_factor=-1.0), "capacity_factor must be above 0.* but is -1.0"),

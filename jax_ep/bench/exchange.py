@@ -6,9 +6,10 @@ where there is one, and elsewhere from the wall time.
 
 Columns: "rows" are the rows of a receive buffer that tokens fill, mean over ranks: one for each
 (token, choice), or in the rank-major layout one for each (token, rank). Logical GB/s count these
-rows, wire GB/s those that cross to another rank; MB is 10^6 and GB is 10^9 bytes. "Floor" is the
-time that no implementation can beat on this machine (`jax_ep.bench.floor`), "set by" says whether
-the link or the memory sets it, and "of floor" is the floor over the measured time.
+rows, wire GB/s those that must cross to another rank, one for each (token, other rank that it
+chose), whatever an implementation sends beyond them; MB is 10^6 and GB is 10^9 bytes. "Floor" is
+the time that no implementation can beat on this machine (`jax_ep.bench.floor`), "set by" says
+whether the link or the memory sets it, and "of floor" is the floor over the measured time.
 """
 
 from __future__ import annotations
@@ -266,6 +267,8 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
     if implementations is None:
         devices = jax.devices()[: max(ranks)]
         implementations = ["xla"] if availability.unavailable_reason(devices) else ["pallas", "xla"]
+        if len(set(hosts.hosts_of(devices))) > 1:
+            implementations.insert(0, "two_level")
     baselines = _BASELINES.value
     if baselines is None:
         baselines = [name for name in BASELINES if unavailable_reason(name, platform) is None]
@@ -332,6 +335,10 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
 
 
 def _check_flags(ranks: list[int], platform: str) -> None:
+    try:
+        hosts.hosts_of(jax.devices())
+    except ValueError as error:
+        raise Error(str(error)) from error
     if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
         raise Error(f"--output: quantized rows need a wire dtype, --wire_dtypes={WIRE_DTYPES[0]}")
     for name in _BASELINES.value or []:
@@ -339,7 +346,7 @@ def _check_flags(ranks: list[int], platform: str) -> None:
             raise Error(f"--baselines: {name} cannot run here: {reason}")
     for num_ranks in ranks:
         if _NUM_EXPERTS.value % num_ranks:
-            raise Error(f"--num_experts: {_NUM_EXPERTS.value} over {num_ranks} ranks")
+            raise Error(f"--num_experts: {_NUM_EXPERTS.value} is no multiple of {num_ranks} ranks")
     if _HOST_CAPACITY.value and "two_level" not in (_IMPLEMENTATIONS.value or ()):
         raise Error("--host_capacity: is of two_level, which --implementations must name")
     if _TOP_K.value > _NUM_EXPERTS.value:

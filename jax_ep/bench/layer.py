@@ -466,7 +466,9 @@ def _check_flags(ranks: list[int], shapes: dict[str, Shape]) -> None:
     for num_ranks in ranks:
         for name, shape in shapes.items():
             if shape.num_experts % num_ranks:
-                raise Error(f"--ranks: {shape.num_experts} experts over {num_ranks} ranks")
+                raise Error(
+                    f"--ranks: {num_ranks} does not divide {name}'s {shape.num_experts} experts"
+                )
             if _WIRE_DTYPE.value != "none" and shape.hidden % quantization.BLOCK:
                 raise Error(
                     f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "

@@ -79,8 +79,11 @@ def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> d
 
     Where every timer failed, "device_error" says why. The arguments are those of `times`.
     """
-    if loop.mesh.devices.flat[0].platform != "gpu" or timer == "none":
+    if timer == "none":
         return {"device": None}
+    if loop.mesh.devices.flat[0].platform != "gpu":
+        reason = f"device_timer={timer} is of GPUs, and this is none"
+        return {"device": None} | ({} if timer == "auto" else {"device_error": reason})
     try:
         device = loop.device_time(repeats, DEVICE_TIMERS if timer == "auto" else (timer,), spaced)
     except RuntimeError as error:  # the wall time is valid without the device time

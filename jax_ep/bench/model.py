@@ -72,7 +72,7 @@ def model(hosts: int) -> list[report.Row]:
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or max(256, cluster.ranks)
     if num_experts % cluster.ranks:
-        raise Error(f"--num_experts: {num_experts} over {cluster.ranks} ranks")
+        raise Error(f"--num_experts: {num_experts} is no multiple of {cluster.ranks} ranks")
     if _TOP_K.value > num_experts:
         raise Error(f"--top_k: {_TOP_K.value} distinct of {num_experts} experts")
     limit = _HOSTS_PER_TOKEN.value

@@ -94,7 +94,8 @@ def _run() -> int:
     machine = _machine()
     on_gpu = machine["backend"] == "gpu"
     record = measuring.run_record() | {"machine": machine, "steps": []}
-    print(f"{len(machine['devices'])} x {machine['devices'][0]['kind']}", flush=True)
+    kind = machine["devices"][0]["kind"]  # on CPUs each step makes as many as it has ranks
+    print(f"{len(machine['devices'])} x {kind}" if on_gpu else kind, flush=True)
     steps = list(_chosen(on_gpu))
     for number, (name, command, measures) in enumerate(steps, 1):
         print(f"\n[{number}/{len(steps)}] {name}: {shlex.join(command)}", flush=True)

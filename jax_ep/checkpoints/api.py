@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from jax_ep import checks
 from jax_ep.checkpoints.architectures import PARAMETER_AXES
 from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
@@ -127,10 +128,16 @@ def save_moe(layer_or_params: MoE | MoEParams, directory: PathLike, layer: int) 
     Raises:
         FileNotFoundError, ValueError: as `load_moe_params`, and for parameters that are not those
             of the block or not all on devices of this process.
+        TypeError: it is neither a layer nor `MoEParams`.
     """
     if isinstance(layer_or_params, MoEParams):
         fields = layer_or_params._asdict()
         given = {name: value for name, value in fields.items() if value is not None}
+    elif not isinstance(layer_or_params, MoE):
+        raise TypeError(
+            "layer_or_params must be a jax_ep.nnx.MoE or MoEParams, but is "
+            f"{checks.described(layer_or_params)}."
+        )
     else:
         variables = _variables(layer_or_params)
         given = {name: variable.get_value() for name, variable in variables.items()}

@@ -30,9 +30,11 @@ _MIB = 2**20
 
 def run() -> int:
     if _NUM_EXPERTS.value % _RANKS.value:
-        raise Error(f"--num_experts: {_NUM_EXPERTS.value} over {_RANKS.value} ranks")
+        raise Error(f"--num_experts: {_NUM_EXPERTS.value} is no multiple of --ranks={_RANKS.value}")
     if _RANKS.value % _HOSTS.value:
-        raise Error(f"--hosts: {_RANKS.value} ranks on {_HOSTS.value} hosts")
+        raise Error(f"--hosts: {_HOSTS.value} does not divide --ranks={_RANKS.value}")
+    if _HOST_CAPACITY.value is not None and _HOSTS.value == 1:
+        raise Error("--host_capacity: is of several hosts, --hosts")
     facts = collect()
     print(json.dumps(facts, indent=2) if _JSON.value else render(facts))
     return 0

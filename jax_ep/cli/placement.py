@@ -23,7 +23,9 @@ _TRACE = FLAGS.string("trace", None, "The .npz file; examples/train_moe_lm.py --
 _RANKS = FLAGS.integer("ranks", 8, "N.")
 _HOSTS = FLAGS.integer("hosts", 1, "Hosts of these ranks.")
 _SLOTS = FLAGS.integer("slots", None, "P. Default: one more on each rank than experts need.")
-_EXPERTS = FLAGS.integer("num_experts", None, "E. Default: the largest id of the trace + 1.")
+_EXPERTS = FLAGS.integer(
+    "num_experts", None, "E. Default: the trace's num_experts, or else its largest id + 1."
+)
 _FIT = FLAGS.integer("fit_steps", None, "Steps that placements are found on. Default: half.")
 _TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank, of the predicted time.")
 _HIDDEN = FLAGS.integer("hidden", 2048, "H, of the predicted time.")
@@ -43,18 +45,20 @@ def run() -> int:
     for flag in (_DISPATCH, _COMBINE, _MATMUL):
         if not flag.value:
             raise Error(f"--{flag.name}: a rate of 0 takes forever")
-    trace = _read()
+    trace, in_file = _read()
     steps, layers, tokens, top_k = trace.shape
     fit = steps // 2 if _FIT.value is None else _FIT.value
     if not 0 < fit < steps:
         raise Error(f"--fit_steps: {fit} of {steps} steps leave none to find on, or none to show")
+    num_experts = _num_experts(trace, in_file)
     found = {
         name: [_figures(step, placement) for step in trace]
-        for name, placement in _placements(trace[:fit], _num_experts(trace)).items()
+        for name, placement in _placements(trace[:fit], num_experts).items()
     }
     print(
-        f"{steps} steps, {layers} layers, {tokens} tokens of K={top_k}; N={_RANKS.value} ranks on "
-        f"{_HOSTS.value} hosts; found on steps 0 to {fit - 1}, means over the others\n"
+        f"{steps} steps, {layers} layers, {tokens} tokens of K={top_k} of E={num_experts} experts; "
+        f"N={_RANKS.value} ranks on {_HOSTS.value} hosts; found on steps 0 to "
+        f"{fit - 1}, means over the others\n"
     )
     shown = {name: figures[fit:] for name, figures in found.items()}
     rows = [_row(name, figures) for name, figures in shown.items()]
@@ -72,8 +76,8 @@ def run() -> int:
     return 0
 
 
-def _read() -> np.ndarray:
-    """Reads the trace; raises `Error` where there is none."""
+def _read() -> tuple[np.ndarray, int | None]:
+    """Reads the trace and its num_experts, if it says it; raises `Error` where there is none."""
     path = _TRACE.value
     if path is None:
         raise Error("--trace: name an .npz file with topk_idx [steps, layers, tokens, K]")
@@ -95,13 +99,17 @@ def _read() -> np.ndarray:
             f"--trace: topk_idx must be [steps >= 2, layers, tokens >= {_RANKS.value} ranks, K] "
             f"with choices, but has shape {trace.shape}"
         )
-    return trace
+    num_experts = arrays.get("num_experts")
+    return trace, None if num_experts is None else int(num_experts)
 
 
-def _num_experts(trace: np.ndarray) -> int:
-    """Returns E; raises `Error` if the trace has an id that is not below it."""
+def _num_experts(trace: np.ndarray, in_file: int | None) -> int:
+    """Returns E; raises `Error` if the trace has an id that is not below it.
+
+    `in_file` is that of the trace's file, or None.
+    """
     largest = int(trace.max())
-    num_experts: int = _EXPERTS.value or largest + 1
+    num_experts: int = _EXPERTS.value or in_file or largest + 1
     if largest >= num_experts:
         raise Error(f"--num_experts: the trace has expert {largest}, of {num_experts}")
     return num_experts
@@ -112,11 +120,14 @@ def _placements(trace: np.ndarray, num_experts: int) -> dict[str, Placement]:
     _, layers, tokens, top_k = trace.shape
     num_ranks, hosts = _RANKS.value, _HOSTS.value
     if num_ranks % hosts:
-        raise Error(f"--hosts: {num_ranks} ranks on {hosts} hosts")
+        raise Error(f"--hosts: {hosts} does not divide --ranks={num_ranks}")
     least = -(-num_experts // num_ranks) * num_ranks
     num_slots = _SLOTS.value or least + num_ranks
     if num_slots % num_ranks or num_slots < num_experts:
-        raise Error(f"--slots: {num_slots} over {num_ranks} ranks, of {num_experts} experts")
+        raise Error(
+            f"--slots: must be a multiple of {num_ranks} ranks and at least {num_experts} experts, "
+            f"but is {num_slots}"
+        )
     flat = trace.transpose(1, 0, 2, 3).reshape(layers, -1, top_k)
     load = np.stack([np.bincount(one[one >= 0], minlength=num_experts) for one in flat])
     slots = np.tile(np.arange(least), (layers, 1))

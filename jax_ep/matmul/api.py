@@ -101,10 +101,12 @@ def grouped_matmul(
     return product(lhs, rhs, sizes, implementation)
 
 
-def check_implementation(implementation: Implementation, rhs: jax.Array) -> None:
+def check_implementation(
+    implementation: Implementation, rhs: jax.Array, name: str = "implementation"
+) -> None:
     """Raises ValueError, with the reason, if the named implementation cannot multiply by rhs.
 
-    rhs is [L, H, F]. An `implementation` of None passes.
+    rhs is [L, H, F]. An `implementation` of None passes. The message calls the argument `name`.
     """
     if implementation is None:
         return
@@ -115,12 +117,11 @@ def check_implementation(implementation: Implementation, rhs: jax.Array) -> None
             else ""
         )
         raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS} or None, but is "
-            f"{implementation!r}.{moved}"
+            f"{name} must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}.{moved}"
         )
     reason = BACKENDS[implementation].operands_reason(rhs.shape[1:], rhs.dtype)
     if reason is not None:
-        raise ValueError(f'implementation="{implementation}" cannot run here: {reason}.')
+        raise ValueError(f'{name}="{implementation}" cannot run here: {reason}.')
 
 
 def unavailable_reason(

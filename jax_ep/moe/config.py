@@ -156,6 +156,21 @@ class MoEConfig:
         """The number of experts that all ranks hold, copies counted: P, or E without slots."""
         return self.num_experts if self.num_slots is None else self.num_slots
 
+    def split_axes(self) -> dict[str, tuple[str, ...]]:
+        """Returns the axes that experts, and their columns, are split over, by the field's name.
+
+        Raises TypeError or ValueError, naming the field, if they are no names, or are the same.
+        """
+        expert_axes = checks.as_axes(self.expert_axis, "expert_axis")
+        tensor_axis = self.tensor_axis
+        tensor_axes = () if tensor_axis is None else checks.as_axes(tensor_axis, "tensor_axis")
+        if set(expert_axes) & set(tensor_axes):
+            raise ValueError(
+                f"tensor_axis must be another mesh axis than expert_axis {expert_axes}, but is "
+                f"{tensor_axes}."
+            )
+        return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
+
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the fields that hold a function."""
         fields = {name: getattr(self, name) for name in (*FUNCTIONS, "router")}
@@ -177,6 +192,7 @@ def check_config(config: MoEConfig) -> None:
     """Raises TypeError or ValueError, naming the field, for a value that no layer can have."""
     checks.check_integer("num_experts", config.num_experts)
     checks.check_integer("num_experts_per_token", config.num_experts_per_token, least=0)
+    config.split_axes()
     if config.capacity_factor is not None:
         none = ", or None to drop nothing"
         checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
@@ -200,6 +216,11 @@ def check_config(config: MoEConfig) -> None:
             )
     for name in ("zero_experts", "identity_experts", "constant_experts"):
         checks.check_integer(name, getattr(config, name), least=0)
+    if config.router is None and config.num_experts_per_token > config.num_choosable:
+        raise ValueError(
+            f"num_experts_per_token must be at most the {config.num_choosable} experts that tokens "
+            f"choose among, but is {config.num_experts_per_token}."
+        )
     checks.check_number("free_expert_factor", config.free_expert_factor)
     checks.check_integer("expert_alignment", config.expert_alignment)
     check_unit(config.unit())

@@ -311,6 +311,7 @@ def check_operands(
     group_sizes: jax.Array,
     unit: HiddenUnit,
     implementation: gmm.Implementation,
+    name_of_implementation: str = "implementation",
 ) -> None:
     """Raises TypeError or ValueError for operands that `expert_mlp` does not support."""
     shapes = dict(
@@ -351,6 +352,8 @@ def check_operands(
                 f"{given[name].dtype}; cast it with .astype."
             )
     check_unit(unit)
+    rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(tokens.dtype))
+    _check_elementwise(unit, rows)
     if experts.wi_1 is None:
         for name, value in (("gating", unit.gating), ("wi_1_bias", experts.wi_1_bias)):
             if value is not None:
@@ -358,7 +361,7 @@ def check_operands(
                     f"{name} must be None where wi_1 is None: an expert without a gate has one "
                     "pre-activation."
                 )
-    gmm.check_implementation(implementation, experts.wi_0)
+    gmm.check_implementation(implementation, experts.wi_0, name_of_implementation)
 
 
 def check_unit(unit: HiddenUnit) -> None:
@@ -371,3 +374,16 @@ def check_unit(unit: HiddenUnit) -> None:
             )
     if unit.clamp is not None:
         checks.check_number("clamp", unit.clamp, otherwise=", or None")
+
+
+def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
+    """Raises ValueError unless the unit's function keeps the shape of its arguments, and floats."""
+    name = "activation" if unit.gating is None else "gating"
+    function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
+    result = jax.eval_shape(function, *[rows] * count)
+    is_array = isinstance(result, jax.ShapeDtypeStruct) and result.shape == rows.shape
+    if not (is_array and jnp.issubdtype(result.dtype, jnp.floating)):
+        raise ValueError(
+            f"{name} must be elementwise: of {rows.dtype} {rows.shape} it must return "
+            f"floats of this shape, but returns {result}."
+        )

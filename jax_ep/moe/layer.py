@@ -93,6 +93,9 @@ def moe_layer(
     Raises:
         ValueError, TypeError: at trace time, naming the argument, for whatever does not fit.
     """
+    for name, value, kind in (("params", params, MoEParams), ("config", config, MoEConfig)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {kind.__name__}, but is {checks.described(value)}.")
     check_config(config)
     check_params(params, config.num_choosable, config.constant_experts)
     _check_tokens(x, mask, params.wi_0.shape[1], config)

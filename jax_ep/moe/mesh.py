@@ -59,7 +59,7 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.manual_axes:
         expert_axes, tensor_axes = (
-            _bound(name, axes, ambient) for name, axes in _split_axes(config).items()
+            _bound(name, axes, ambient) for name, axes in config.split_axes().items()
         )
         batch_axes = _callers_batch_axes(config, expert_axes, tensor_axes, ambient, x)
         return LayerMesh(expert_axes, batch_axes, None, tensor_axes)
@@ -75,26 +75,13 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
     elif mesh is None:
         mesh = jax_compat.mesh_of_with_statement()
     if mesh is None:
-        _split_axes(config)
+        config.split_axes()
         return LayerMesh((), ())
     expert_axes, tensor_axes = (
-        _on_mesh(name, axes, mesh, config) for name, axes in _split_axes(config).items()
+        _on_mesh(name, axes, mesh, config) for name, axes in config.split_axes().items()
     )
     batch_axes = _batch_axes(config, expert_axes, tensor_axes, mesh.axis_names)
     return LayerMesh(expert_axes, batch_axes, mesh, tensor_axes)
-
-
-def _split_axes(config: MoEConfig) -> dict[str, tuple[str, ...]]:
-    """Returns the axes that experts, and their columns, are split over, by the field's name."""
-    expert_axes = as_axes(config.expert_axis, "expert_axis")
-    tensor_axis = config.tensor_axis
-    tensor_axes = () if tensor_axis is None else as_axes(tensor_axis, "tensor_axis")
-    if set(expert_axes) & set(tensor_axes):
-        raise ValueError(
-            f"tensor_axis must be another mesh axis than expert_axis {expert_axes}, but is "
-            f"{tensor_axes}."
-        )
-    return {"expert_axis": expert_axes, "tensor_axis": tensor_axes}
 
 
 def _bound(name: str, axes: tuple[str, ...], ambient: AbstractMesh) -> tuple[str, ...]:

@@ -124,12 +124,12 @@ def test_the_command_prints_tables_and_writes_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arg", "message"),
     [
-        ("--hosts=3", "--num_experts: 256 over 24 ranks"),
+        ("--hosts=3", "--num_experts: 256 is no multiple of 24 ranks"),
         ("--hosts=0", "--hosts=0: '0' is not a positive integer"),
         ("--nic_gb_per_s=0", "--nic_gb_per_s: 0 GB/s move nothing"),
         ("--nvlink_gb_per_s=inf", "--nvlink_gb_per_s=inf: 'inf' is not a finite number"),
         ("--top_k=300", "--top_k: 300 distinct of 256 experts"),
-        ("--num_experts=16", "--num_experts: 16 over 32 ranks"),
+        ("--num_experts=16", "--num_experts: 16 is no multiple of 32 ranks"),
         ("--wire_dtype=int8", "wire_dtype=int8"),
     ],
 )

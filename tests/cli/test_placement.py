@@ -43,15 +43,29 @@ def test_every_method_is_compared(trace, tmp_path, capsys):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_experts_that_nobody_chose_are_counted(trace, tmp_path, capsys):
+    """The trace says how many there are; without, and without the flag, its largest id does."""
+    topk_idx, path = np.load(trace)["topk_idx"], tmp_path / "trace.npz"
+    num_experts = int(topk_idx.max()) + 1
+    for said, flags, count in (
+        ({}, [], num_experts),
+        ({"num_experts": num_experts + 4}, [], num_experts + 4),
+        ({"num_experts": num_experts + 4}, [f"--num_experts={num_experts + 8}"], num_experts + 8),
+    ):
+        np.savez(path, topk_idx=topk_idx, **said)
+        assert jax_ep.cli.main(["jax_ep", "placement", f"--trace={path}", "--ranks=4", *flags]) == 0
+        assert f"of E={count} experts; N=4 ranks" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "--trace: name an .npz file"),
         (["--trace=nowhere.npz"], "--trace: 'nowhere.npz' holds no array topk_idx"),
         (["--trace=TRACE", "--ranks=4", "--fit_steps=6"], "--fit_steps: 6 of 6 steps"),
-        (["--trace=TRACE", "--ranks=4", "--slots=18"], "--slots: 18 over 4 ranks"),
+        (["--trace=TRACE", "--ranks=4", "--slots=18"], "--slots: must be a multiple of 4 ranks"),
         (["--trace=TRACE", "--ranks=4", "--num_experts=9"], "--num_experts: the trace has expert"),
-        (["--trace=TRACE", "--ranks=4", "--hosts=3"], "--hosts: 4 ranks on 3 hosts"),
+        (["--trace=TRACE", "--ranks=4", "--hosts=3"], "--hosts: 3 does not divide --ranks=4"),
         (["--trace=TRACE", "--matmul_tflops=0"], "--matmul_tflops: a rate of 0"),
     ],
 )

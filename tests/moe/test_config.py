@@ -143,11 +143,23 @@ def test_a_config_can_be_pickled(activation):
         (dict(normalize="no"), TypeError, "normalize must be True or False, but is 'no'"),
         (dict(score="tanh"), ValueError, "score must be one of .* but is 'tanh'"),
         (dict(normalize_epsilon=-1.0), ValueError, "normalize_epsilon must .* but is -1.0"),
+        (dict(num_experts_per_token=E + 1), ValueError, "num_experts_per_token must be at most"),
+        (dict(expert_axis=None), TypeError, "expert_axis must"),
+        (dict(tensor_axis=4), TypeError, "tensor_axis must"),
+        (dict(tensor_axis="expert"), ValueError, "tensor_axis must be another mesh axis"),
+        (dict(matmul_implementation="q"), ValueError, "matmul_implementation must be one of"),
     ],
 )
 def test_impossible_fields_are_named(changes, error, message):
     with pytest.raises(error, match=message):
         moe_layer(make_params(), make_x(), MoEConfig(**vars(CONFIG) | changes))
+
+
+@pytest.mark.parametrize("name", ["params", "config"])
+def test_what_is_no_parameters_or_configuration_is_named(name):
+    arguments = dict(params=make_params(), x=make_x(), config=CONFIG) | {name: {}}
+    with pytest.raises(TypeError, match=f"{name} must be MoE(Params|Config), but is"):
+        moe_layer(**arguments)
 
 
 def test_impossible_weighing_is_named_where_the_gate_weighs_nothing():

@@ -415,6 +415,24 @@ def test_errors(name, shape, dtype, error, message):
         (dict(clamp=-1.0), ValueError, "clamp must be above 0.* or None, but is -1.0"),
         (dict(wi_1=None, gating=jnp.multiply), ValueError, "gating must be None where wi_1 is"),
         (dict(wi_1=None, wi_1_bias=jnp.ones((2, F))), ValueError, "wi_1_bias must be None where"),
+        (
+            dict(activation=lambda a: a[:1]),
+            ValueError,
+            r"activation must be .*\(8, 128\).*\(1, 128\)",
+        ),
+        (
+            dict(activation=lambda a: a.sum()),
+            ValueError,
+            r"activation must be elementwise.*shape=\(\)",
+        ),
+        (
+            dict(activation=lambda a: a > 0),
+            ValueError,
+            "activation must be elementwise.* returns .*bool",
+        ),
+        (dict(activation=lambda a: None), ValueError, "activation must be .* but returns None"),
+        (dict(wi_1=None, activation=lambda a: a[:1]), ValueError, "activation must be elementwise"),
+        (dict(gating=lambda a, b: a.T), ValueError, r"gating must be elementwise.*\(128, 8\)"),
     ],
 )
 def test_errors_of_units(options, error, message):

@@ -529,7 +529,7 @@ X = jnp.zeros((8, H))
         ),
         (config_with(overflow="last"), X, None, ValueError, "overflow must .* but is 'last'"),
         (config_with(expert_alignment=0), X, None, ValueError, "expert_alignment must .* but is 0"),
-        (config_with(num_experts_per_token=9), X, None, ValueError, "k must .* but is 9"),
+        (config_with(num_experts_per_token=9), X, None, ValueError, "num_experts_per_token must .* but is 9"),
         (config_with(implementation="pallas"), X, None, ValueError, "there is no mesh with that"),
         (config_with(implementation="nccl"), X, None, ValueError, "implementation must .*'nccl'"),
         (config_with(matmul_implementation="x"), X, None, ValueError, "implementation must .*'x'"),
