@@ -415,8 +415,8 @@ def main(argv: list[str]) -> None:
     if checkpoints is not None:
         checkpoints.close()  # waits until the last one is written
     if _TRACE.value and log.trace and processes.is_first():
-        arrays = {"topk_idx": np.stack(log.trace), "num_experts": moe_lm.NUM_EXPERTS.value}
-        np.savez_compressed(_TRACE.value, **arrays)
+        num_experts = moe_lm.NUM_EXPERTS.value
+        np.savez_compressed(_TRACE.value, topk_idx=np.stack(log.trace), num_experts=num_experts)
         print(f"choices of experts: {_TRACE.value}")
 
     if tokens_per_second:

@@ -429,7 +429,10 @@ def test_training_learns_and_leaves_the_bias_alone():
     [
         (layer(num_experts=-1), "num_experts must be at least 1, but is -1"),
         (layer(num_shared_experts=-1), "num_shared_experts must be at least 0, but is -1"),
-        (layer(num_experts_per_token=E + 1), "num_experts_per_token must be at most the 8 .* but is 9"),
+        (
+            layer(num_experts_per_token=E + 1),
+            "num_experts_per_token must be at most the 8 .* but is 9",
+        ),
         (layer(num_groups=3), "num_groups must divide the 8 experts .* but is 3"),
         (layer(score="tanh"), "score must be one of .* but is 'tanh'"),
         (layer(capacity_factor=-1.0), "capacity_factor must be above 0.* but is -1.0"),

@@ -2,9 +2,9 @@
 
 A dispatch and an unweighted combine are each other's transposes, so the gradient of each is a call
 of the other over the same routes. The gradient of a weighted combine is an operation of its own,
-since the weights have a gradient too. `Config.capacity` tells the layouts apart: None is
-rank-major. Gradients are in reverse mode only: JAX refuses `jax.jvp` and `jax.jacfwd` of a function
-with a custom VJP.
+since the weights have a gradient too. A dispatch is rank-major where `Config.capacity` is None;
+the other functions know the layout by the type of the routes. Gradients are in reverse mode only:
+JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom VJP.
 """
 
 from __future__ import annotations

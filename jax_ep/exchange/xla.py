@@ -1,8 +1,8 @@
 """The portable exchange, on XLA's own collectives: any backend, any number of hosts.
 
-Dispatch is an all-gather of the tokens followed by a local gather into the expert blocks; combine
-is a local partial sum per (token, rank) followed by an all-to-all and a sum in rank order. So one
-row per (token, rank) crosses the wire, and every sum has one fixed order.
+Dispatch gathers the tokens of all ranks on every rank, chosen there or not, then gathers locally
+into the experts' blocks. Combine sums per (token, rank) locally, exchanges these sums by an
+all-to-all, and adds them in rank order. So every sum has one fixed order.
 
 The functions of `jax_ep.exchange.interface.Exchange` come first; shapes are documented there.
 """

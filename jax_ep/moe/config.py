@@ -74,7 +74,7 @@ class MoEConfig:
         gating: None, or a function of two arrays in place of activation(gate) * up: of
             gate = x wi_0 and up = x wi_1, biases included.
         clamp: None, or a number above 0: before activation or gating, gate is at most this, and up
-            between minus this and this (GPT-OSS, DeepSeek-V4).
+            between minus this and this, in shared experts too (GPT-OSS, DeepSeek-V4).
         weights_on: what the weight of a choice multiplies: the "output" of its expert, or the
             "input" (Llama 4).
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 bits or more. None:

@@ -68,7 +68,8 @@ class Fabric(Ranks, Protocol):
     def connect(self) -> None:
         """Waits until every rank's buffers are known, so that this warpgroup may use `peer`."""
 
-    def rank(self) -> jax.Array: ...
+    def rank(self) -> jax.Array:
+        """Returns this rank's number along the axes, [] int32, from 0 to N - 1."""
 
     def here(self) -> jax.Array:
         """Returns the place of this rank in the mesh."""

@@ -38,7 +38,8 @@ class Plan:
     Attributes:
       num_blocks: thread blocks per rank.
       num_slots: rows that the ring in shared memory holds, if there is one.
-      store_lag: how many slots may wait until their outgoing copies have read them.
+      store_lag: how many of the latest groups of outgoing copies may still read their slots when
+        the next slot is filled; fewer than there are slots.
       window_tokens: tokens whose routes a block holds in shared memory at a time.
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
