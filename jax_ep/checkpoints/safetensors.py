@@ -27,27 +27,25 @@ import numpy as np
 INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 
-_DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(dtype)
-    for name, dtype in {
-        "F64": np.float64,
-        "F32": np.float32,
-        "F16": np.float16,
-        "BF16": jnp.bfloat16,
-        "F8_E4M3": jnp.float8_e4m3fn,
-        "F8_E5M2": jnp.float8_e5m2,
-        "F8_E8M0": jnp.float8_e8m0fnu,
-        "I64": np.int64,
-        "I32": np.int32,
-        "I16": np.int16,
-        "I8": np.int8,
-        "U64": np.uint64,
-        "U32": np.uint32,
-        "U16": np.uint16,
-        "U8": np.uint8,
-        "BOOL": np.bool_,
-    }.items()
+_TYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
 }
+_DTYPES = {name: np.dtype(kind) for name, kind in _TYPES.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Index = tuple[slice, ...]

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jax_ep.cli import other_libraries
 from jax_ep.exchange import memory, quantization
 from jax_ep.flags import Error, Flags
 from pallas_kernels.fabric import layout as heap
@@ -67,9 +68,9 @@ def collect() -> dict[str, Any]:
             "name": other.name,
             "formula": other.formula,
             "source": other.source,
-            "bytes": memory.other_libraries(**model)[other.name],
+            "bytes": other_libraries.other_libraries(**model)[other.name],
         }
-        for other in memory.OTHER_LIBRARIES
+        for other in other_libraries.OTHER_LIBRARIES
     ]
     return {
         "model": model,
@@ -77,7 +78,7 @@ def collect() -> dict[str, Any]:
         "rows": rows,
         "here": here,
         "unavailable": unavailable,
-        "message_bytes": memory.message_bytes(_HIDDEN.value),
+        "message_bytes": other_libraries.message_bytes(_HIDDEN.value),
         "others": others,
         "heap_bytes": heap.heap_bytes(_RANKS.value // _HOSTS.value),
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -94,13 +94,9 @@ def workspace_bytes(
       ValueError, TypeError: an argument does not fit, or "pallas" cannot run at these sizes; the
         message names it.
     """
-    for name, value, allowed in (
-        ("operation", operation, OPERATIONS),
-        ("implementation", implementation, IMPLEMENTATIONS),
-        ("layout", layout, LAYOUTS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, but is {value!r}.")
+    checks.check_name("operation", operation, OPERATIONS)
+    checks.check_name("implementation", implementation, IMPLEMENTATIONS)
+    checks.check_name("layout", layout, LAYOUTS)
     checks.check_sizes(
         num_tokens=num_tokens,
         hidden=hidden,
@@ -156,84 +152,6 @@ def workspace_bytes(
     else:
         held = _of_one_level(operation, implementation, shape)
     return {name: size for name, size in held.items() if size}
-
-
-class OtherLibrary(NamedTuple):
-    """The low-latency buffers of another library.
-
-    Attributes:
-      name: which, and in which state.
-      formula: bytes per rank, of B = T tokens and P bytes of a message.
-      source: where the formula comes from.
-      size: the formula, of (N, E, K, B·P).
-    """
-
-    name: str
-    formula: str
-    source: str
-    size: Callable[[int, int, int, int], int]
-
-
-def message_bytes(hidden: int) -> int:
-    """Returns P of `OTHER_LIBRARIES`, the bytes of a combine message.
-
-    A message is a bfloat16 row and two bfloat16 numbers per 128 of its values.
-    """
-    return 2 * hidden + hidden // 128 * 4
-
-
-def _flags(num_experts: int) -> int:
-    return align_up(num_experts * _WORD, 128)
-
-
-_NCCL_EP = "arXiv:2603.13606, section IV.D; NVIDIA/nccl pull request 2040"
-# Everything twice, because odd and even calls alternate between two sets of buffers.
-OTHER_LIBRARIES = (
-    OtherLibrary(
-        "DeepEP V1",
-        "2 (E·B·P sent + E·B·P received + 4 E)",
-        "LowLatencyLayout in csrc/config.hpp of deepseek-ai/DeepEP",
-        lambda n, e, k, rows: 2 * (2 * e * rows + _flags(e)),
-    ),
-    OtherLibrary(
-        "NCCL EP, before",
-        "the same",
-        f"{_NCCL_EP}: where it began",
-        lambda n, e, k, rows: 2 * (2 * e * rows + _flags(e)),
-    ),
-    OtherLibrary(
-        "NCCL EP, expert-major",
-        "2 (E·B·P sent + max(N, K)·B·P received + 4 E)",
-        f"{_NCCL_EP}: one message per (rank, token), the routes in its header; what combine sends "
-        "lies by expert",
-        lambda n, e, k, rows: 2 * (e * rows + max(n, k) * rows + _flags(e)),
-    ),
-    OtherLibrary(
-        "NCCL EP, rank-major",
-        "2 (N·B·P sent + max(N, K)·B·P received + 4 E)",
-        "as before; what combine sends lies by rank",
-        lambda n, e, k, rows: 2 * (n * rows + max(n, k) * rows + _flags(e)),
-    ),
-    OtherLibrary(
-        "NCCL EP, NVLink alone",
-        "2 max(N, K)·B·P",
-        "the least of that design: peers are written directly, so nothing is sent from a buffer",
-        lambda n, e, k, rows: 2 * max(n, k) * rows,
-    ),
-)
-
-
-def other_libraries(
-    *, num_tokens: int, hidden: int, num_experts: int, top_k: int, num_ranks: int
-) -> dict[str, int]:
-    """Returns the bytes per rank of the low-latency buffers of DeepEP and NCCL EP, by library.
-
-    `OTHER_LIBRARIES` has the formulas and their sources.
-    """
-    rows = num_tokens * message_bytes(hidden)
-    return {
-        other.name: other.size(num_ranks, num_experts, top_k, rows) for other in OTHER_LIBRARIES
-    }
 
 
 @dataclasses.dataclass(frozen=True)

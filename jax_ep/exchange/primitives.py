@@ -105,21 +105,14 @@ def _select(config: Config, program: Program) -> Exchange:
             raise _refusal(name, one if num_hosts == 1 else str(num_hosts))
     if name == "xla" or not (config.kernels and config.kernels_fit):
         return xla_exchange  # which needs no memory that GPUs share
-    return _one_level(config, availability.program_unavailable_reason(program, axis_name))
+    reason = availability.program_unavailable_reason(program, axis_name)
+    if reason is None:
+        from jax_ep.exchange import pallas as pallas_exchange
 
-
-def _one_level(config: Config, reason: str | None) -> Exchange:
-    """Selects the exchange among ranks of one host.
-
-    `reason` says why kernels cannot run, or is None if they can.
-    """
-    if config.implementation == "pallas" and reason is not None:
-        raise _refusal(config.implementation, reason)
-    if config.implementation == "xla" or reason is not None:
-        return xla_exchange
-    from jax_ep.exchange import pallas as pallas_exchange
-
-    return pallas_exchange
+        return pallas_exchange
+    if name == "pallas":
+        raise _refusal(name, reason)
+    return xla_exchange
 
 
 def _refusal(name: str, reason: str) -> ValueError:
@@ -155,10 +148,9 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
         return program.lower(run, *leaves)
 
     def inline(*leaves, tree, config):
-        reason = availability.jax_unavailable_reason()
-        if config.implementation == "two_level":
-            raise _refusal(config.implementation, f"{reason}")
-        return compute(_one_level(config, reason), *leaves, tree=tree, config=config)
+        if config.implementation in ("pallas", "two_level"):
+            raise _refusal(config.implementation, f"{availability.jax_unavailable_reason()}")
+        return compute(xla_exchange, *leaves, tree=tree, config=config)
 
     def no_batching(*_, **__):
         raise NotImplementedError(
