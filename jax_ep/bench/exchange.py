@@ -263,16 +263,16 @@ def make_work(case: dict[str, Any]) -> Work:
 def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
     on_gpu = platform == "gpu"
     tokens = _TOKENS.value or ([128, 4096] if on_gpu else [32, 128])
-    implementations = _IMPLEMENTATIONS.value
-    if implementations is None:
-        devices = jax.devices()[: max(ranks)]
-        implementations = ["xla"] if availability.unavailable_reason(devices) else ["pallas", "xla"]
-        if len(set(hosts.hosts_of(devices))) > 1:
-            implementations.insert(0, "two_level")
+    kernels_run = availability.unavailable_reason(jax.devices()[: max(ranks)]) is None
     baselines = _BASELINES.value
     if baselines is None:
         baselines = [name for name in BASELINES if unavailable_reason(name, platform) is None]
     for num_ranks in ranks:
+        implementations = _IMPLEMENTATIONS.value
+        if implementations is None:
+            two_level = len(set(hosts.hosts_of(jax.devices()[:num_ranks]))) > 1
+            found = {"two_level": two_level, "pallas": kernels_run, "xla": True}
+            implementations = [name for name, runs in found.items() if runs]
         for dtype in _DTYPES.value:
             for num_tokens in tokens:
                 for op in _OPS.value:

@@ -376,3 +376,21 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
 def test_bench_refuses_wrong_flags(arg, message, capsys):
     assert jax_ep.cli.main(["jax_ep", "bench", *ARGS, arg]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs two hosts of two devices")
+def test_by_default_all_implementations_are_timed(monkeypatch, capsys, tmp_path):
+    """Two levels, too, for the ranks that are on several hosts."""
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
+    path = tmp_path / "out.json"
+    arguments = ["--ops=dispatch", "--baselines=", "--ranks=2,4", f"--json={path}"]
+    assert jax_ep.cli.main(["jax_ep", "bench", *ARGS, *arguments]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    two_level = {row["ranks"] for row in rows if row["implementation"] == "two_level"}
+    assert two_level == {4} and {row["ranks"] for row in rows} == {2, 4}
+
+
+def test_a_bad_number_of_devices_on_a_host_is_refused_at_once(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "0")
+    assert jax_ep.cli.main(["jax_ep", "bench", *ARGS]) == 2
+    assert "JAX_EP_DEVICES_PER_HOST" in capsys.readouterr().err
