@@ -326,7 +326,7 @@ class _Body:
         self._meet(together)
         if signal:
             signal()
-        fabric.barrier()  # `together` orders the warpgroups; this orders the threads of each
+        fabric.barrier()  # for the simulator, where a warpgroup arrives as one
         total_square = squares[0]
         for i in range(1, self.plan.num_warpgroups * vectors.SUMS_OF_WARPGROUP):
             total_square = total_square + squares[i]

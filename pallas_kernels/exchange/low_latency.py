@@ -354,4 +354,4 @@ def meet(fabric: fb.Fabric, together: Any) -> None:
     """Makes the threads of all warpgroups that share the barrier `together` wait for each other."""
     plgpu.barrier_arrive(together)
     plgpu.barrier_wait(together)
-    fabric.barrier()  # `together` orders the warpgroups; this orders the threads of each
+    fabric.barrier()  # for the simulator, where a warpgroup arrives as one
