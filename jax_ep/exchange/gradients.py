@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 
-from jax_ep.exchange import primitives, quantization
+from jax_ep.exchange import primitives, quantization, xla
 from jax_ep.exchange.interface import Config, Implementation
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
 from jax_ep.runtime.jax_compat import match_varying, replicated
@@ -94,8 +94,8 @@ def _dispatch_bwd(config, residuals, cotangents):
     dx = combine(config.of_cotangents, g, None, routes)
     if not weights_were_sent:
         return dx, None, None
-    dweights = primitives.return_weights(g_weights, routes, config)
-    return dx, None, dweights
+    g_weights, *arrays = match_varying((g_weights, *routes), config.axis_name)
+    return dx, None, xla.return_weights(g_weights, RankRoutes(*arrays), config)
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

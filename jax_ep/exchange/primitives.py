@@ -11,20 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.collectives.api import all_gather, all_to_all
 from jax_ep.exchange import quantization, two_level
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import (
     IMPLEMENTATIONS,
     Config,
     Exchange,
-    Implementation,
     Received,
 )
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes
@@ -239,50 +237,3 @@ rank_combine: Callable[..., jax.Array] = _primitive(
     "rank_combine",
     lambda y, routes, config: _Shape(y.shape[1:], y.dtype),
 )
-
-
-# One number for each choice, by one collective a call: one of the library's where the exchange may
-# run on kernels, unless XLA's is faster by their table; else XLA's.
-
-
-def choices_to_rows(
-    values: jax.Array,
-    routes: Routes,
-    *,
-    axis_name: tuple[str, ...],
-    capacity: int,
-    implementation: Implementation,
-) -> jax.Array:
-    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows.
-
-    `implementation` is that of the exchange.
-    """
-    values, *arrays = match_varying((values, *routes), axis_name)
-
-    def stack(x: jax.Array) -> jax.Array:
-        return all_gather(x[None], axis_name, algorithm=_algorithm(implementation))
-
-    return xla_exchange.choices_to_rows(values, Routes(*arrays), stack=stack, capacity=capacity)
-
-
-def rows_to_choices(
-    values: jax.Array,
-    routes: Routes,
-    *,
-    axis_name: tuple[str, ...],
-    implementation: Implementation,
-) -> jax.Array:
-    """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row."""
-    values, *arrays = match_varying((values, *routes), axis_name)
-    swap = functools.partial(all_to_all, axis_name=axis_name, algorithm=_algorithm(implementation))
-    return xla_exchange.rows_to_choices(values, Routes(*arrays), swap=swap)
-
-
-def _algorithm(implementation: Implementation) -> Literal["xla"] | None:
-    return None if implementation in (None, "pallas") else "xla"
-
-
-def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Sends the cotangent g [N, T, K] of received weights to the tokens' owners: [T, K]."""
-    g, *arrays = match_varying((g, *routes), config.axis_name)
-    return xla_exchange.return_weights(g, RankRoutes(*arrays), config)

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
-from jax_ep.exchange import primitives
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
+from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
 from jax_ep.exchange.expert_major import check_weights
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe.expert_mlp import (
@@ -143,7 +143,7 @@ def _backward(config, residuals, grad):
     grad_rows = dispatch_like(grad, rows_of_groups, implementation=config.implementation)
     row_weights = None
     if weights is not None:
-        row_weights = _choices_to_rows(weights, handle, config.implementation)
+        row_weights = choices_to_rows(weights, handle, config.implementation)
     dtokens, dexperts, drow_weights = backward(
         saved,
         grad_rows,
@@ -157,7 +157,7 @@ def _backward(config, residuals, grad):
     # The weights' gradient is sent no sooner than the tokens', for which the ranks meet anyway: a
     # collective that waits for its peers takes multiprocessors from a product that runs meanwhile.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
-    dweights = _rows_to_choices(drow_weights, handle, config.implementation)
+    dweights = rows_to_choices(drow_weights, handle, config.implementation)
     return dtokens, dexperts, dweights, None, None
 
 
@@ -167,31 +167,13 @@ _routed_experts.defvjp(_forward, _backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _weight_of_row(weights: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
     """Returns [R] float32, the weight of each row's choice."""
-    return _choices_to_rows(weights, handle, implementation)
+    return choices_to_rows(weights, handle, implementation)
 
 
 _weight_of_row.defvjp(
     lambda weights, handle, implementation: (
-        _choices_to_rows(weights, handle, implementation),
+        choices_to_rows(weights, handle, implementation),
         handle,
     ),
-    lambda implementation, handle, grad: (_rows_to_choices(grad, handle, implementation), None),
+    lambda implementation, handle, grad: (rows_to_choices(grad, handle, implementation), None),
 )
-
-
-def _choices_to_rows(
-    weights: jax.Array, handle: Handle, implementation: Implementation
-) -> jax.Array:
-    return primitives.choices_to_rows(
-        weights,
-        handle.routes,
-        axis_name=handle.axis_name,
-        capacity=handle.capacity,
-        implementation=implementation,
-    )
-
-
-def _rows_to_choices(rows: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
-    return primitives.rows_to_choices(
-        rows, handle.routes, axis_name=handle.axis_name, implementation=implementation
-    )

@@ -1,0 +1,47 @@
+"""Sends one number for each choice, such as its weight, to the choice's row, and back.
+
+Each call is one collective: one of the library's where the exchange may run on kernels, unless
+XLA's is faster by their table; else XLA's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from jax_ep.collectives.api import all_gather, all_to_all
+from jax_ep.exchange import xla
+from jax_ep.exchange.expert_major import Handle
+from jax_ep.exchange.interface import Implementation
+from jax_ep.exchange.routes import Routes
+from jax_ep.runtime.jax_compat import match_varying
+
+
+def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
+    """Sends a number for each choice, [T, K], to the choice's row: [R], zero in other rows.
+
+    `implementation` is that of the exchange.
+    """
+    values, routes, collective = _operands(values, handle, implementation)
+
+    def stack(x: jax.Array) -> jax.Array:
+        return all_gather(x[None], **collective)
+
+    return xla.choices_to_rows(values, routes, stack=stack, capacity=handle.capacity)
+
+
+def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
+    """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row."""
+    values, routes, collective = _operands(values, handle, implementation)
+    return xla.rows_to_choices(values, routes, swap=functools.partial(all_to_all, **collective))
+
+
+def _operands(
+    values: jax.Array, handle: Handle, implementation: Implementation
+) -> tuple[jax.Array, Routes, dict[str, Any]]:
+    """Returns values and routes that vary over the same axes, and the collective's arguments."""
+    values, *arrays = match_varying((values, *handle.routes), handle.axis_name)
+    algorithm = None if implementation in (None, "pallas") else "xla"
+    return values, Routes(*arrays), dict(axis_name=handle.axis_name, algorithm=algorithm)
