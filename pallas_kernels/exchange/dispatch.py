@@ -78,14 +78,16 @@ def dispatch(
       that would hold all.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
-    sizes = fabric.num_ranks, num_tokens, top_k
-    kernel = Dispatch.of(
-        x, sizes, num_experts, capacity, expert_alignment, fabric, plan, routes_known=False,
-        fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
+    lead, num_ranks = x.shape[:-2], fabric.num_ranks
+    kernel = _Dispatch.of(
+        x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
+        routes_known=False, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
     )  # fmt: skip
-    flat = (*x.shape[:-2], num_tokens * top_k)
+    flat = (*lead, num_tokens * top_k)
     results = kernel.call(x, kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE))
-    return kernel.shaped(results, topk_idx.shape)
+    parts, (rows, all_counts, *layout) = kernel.split(results)
+    rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
+    return tuple(parts), rows, all_counts[..., :num_experts], *layout
 
 
 def dispatch_like(
@@ -121,7 +123,7 @@ def dispatch_like(
     Returns:
       tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]).
     """
-    kernel = Dispatch.of(
+    kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
         routes_known=True, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
     )  # fmt: skip
@@ -134,7 +136,7 @@ def dispatch_like(
 
 
 @dataclasses.dataclass(frozen=True)
-class Dispatch:
+class _Dispatch:
     """The kernel of `dispatch` and `dispatch_like`: static arguments, and the warpgroups' code."""
 
     top_k: int
@@ -190,14 +192,7 @@ class Dispatch:
         num_parts = len(self.sender.parts)
         return results[:num_parts], results[num_parts:]
 
-    def shaped(self, results: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-        """Returns what `dispatch` returns, for choices of a shape [..., T, K]."""
-        parts, (rows, counts, *layout) = self.split(results)
-        *lead, num_tokens, top_k = shape
-        rows = rows[..., : num_tokens * top_k].reshape(*lead, -1, num_tokens, top_k)
-        return tuple(parts), rows, counts[..., : self.expert_rows.num_experts], *layout
-
-    def out_type(self) -> list[jax.ShapeDtypeStruct]:
+    def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         num_ranks, of_experts = self.fabric.num_ranks, self.expert_rows
         capacity, per_rank = of_experts.capacity, of_experts.num_local_experts
         out_type = [jax.ShapeDtypeStruct((capacity, width), t) for width, t in self.sender.parts]
@@ -207,16 +202,13 @@ class Dispatch:
                 jax.ShapeDtypeStruct((num_ranks, of_experts.count_width), jnp.int32),
                 *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
             ]
-        return out_type
-
-    def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return fb.kernel(
             self.fabric,
             self,
             name="ep_dispatch_like" if self.routes_known else "ep_dispatch",
             num_blocks=self.plan.num_blocks,
             num_warpgroups=3,
-            out_type=self.out_type(),
+            out_type=out_type,
             scratch_types=self._scratch_types(),
             shared=self.shared,
         )(*operands)
@@ -239,25 +231,54 @@ class Dispatch:
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
         )
 
-    def __call__(self, *refs: Any, **scratch: Any) -> None:
+    def __call__(self, *refs: Any, laid_out: Any, connected: Any, **scratch: Any) -> None:
         warpgroup = lax.axis_index("warpgroup")
+        fabric, sender = self.fabric, self.sender
         tokens: Any  # the parts of the received rows
         layout: Any = ()
         if self.routes_known:
             x, rows, counts, *tokens = refs
-            choices, all_counts_ref = rows, counts
+            choices, all_counts_ref = rows, None
         else:
             x, choices, *results = refs
             tokens, (rows, all_counts_ref, *layout) = self.split(results)
 
         @pl.when(warpgroup == 0)
         def _sender():
-            self._send(x, choices, rows, all_counts_ref, tokens, **scratch)
+            fabric.stage(0)
+            if self.routes_known:
+                self._fetch_counts(counts, **scratch)
+            else:
+                self._send_counts(choices, **scratch)
+            sender.fetch_first(x, **scratch)
+            sources = functools.partial(self._sources, choices)
+            if self.routes_known:
+                fabric.connect()
+            sender.open_window(sources, 0, **scratch)
+            if not self.routes_known:
+                self._count_earlier(choices, **scratch)
+                self.expert_rows.receive_counts(**scratch)
+            sender.make_ready(x, 0, **scratch)
+            self.expert_rows.lay_out(all_counts_ref, **scratch)
+            plgpu.barrier_arrive(laid_out)
+            if not self.routes_known:
+                plgpu.barrier_wait(connected)
+            find = self._known_rows if self.routes_known else self._new_rows
+            sender.send(
+                x,
+                sources,
+                tokens,
+                None if self.routes_known else rows,
+                lists_for=functools.partial(find, **scratch),
+                place_of=self._first_place,
+                further_of=self._further_places,
+                **scratch,
+            )
 
         @pl.when(warpgroup == 2)
         def _filler():
-            plgpu.barrier_wait(scratch["laid_out"])
-            self.fabric.stage(3)
+            plgpu.barrier_wait(laid_out)
+            fabric.stage(3)
             if not self.routes_known:
                 self.expert_rows.describe(*layout, **scratch)
             self.expert_rows.fill(tokens, **scratch)
@@ -265,45 +286,9 @@ class Dispatch:
         @pl.when(warpgroup == 1)
         def _receiver():
             if not self.routes_known:  # connects here, to leave the sender less to do
-                self.fabric.connect()
-                plgpu.barrier_arrive(scratch["connected"])
+                fabric.connect()
+                plgpu.barrier_arrive(connected)
             self._receive(rows, tokens, **scratch)
-
-    def _send(self, x, choices, rows, counts, tokens, /, *, laid_out, connected, **scratch):
-        """Does the sender's work; see the top of this file."""
-        fabric, sender = self.fabric, self.sender
-        fabric.stage(0)
-        if self.routes_known:
-            self._fetch_counts(counts, **scratch)
-        else:
-            self._send_counts(choices, **scratch)
-        sender.fetch_first(x, **scratch)
-        sources = functools.partial(self._sources, choices)
-        if self.routes_known:
-            fabric.connect()
-        sender.open_window(sources, 0, **scratch)
-        if not self.routes_known:
-            self._count_earlier(choices, **scratch)
-            self.expert_rows.receive_counts(**scratch)
-        sender.make_ready(x, 0, **scratch)
-        self.expert_rows.lay_out(None if self.routes_known else counts, **scratch)
-        plgpu.barrier_arrive(laid_out)
-        if not self.routes_known:
-            plgpu.barrier_wait(connected)
-        self._send_rows(x, sources, tokens, None if self.routes_known else rows, **scratch)
-
-    def _send_rows(self, x, sources, tokens, rows, **scratch):
-        find = self._known_rows if self.routes_known else self._new_rows
-        self.sender.send(
-            x,
-            sources,
-            tokens,
-            rows,
-            lists_for=functools.partial(find, **scratch),
-            place_of=self._first_place,
-            further_of=self._further_places,
-            **scratch,
-        )
 
     def _fetch_counts(self, counts, **scratch):
         """Starts to load the counts of all ranks, [N, E], from this rank's memory."""
@@ -404,26 +389,8 @@ class Dispatch:
             found = found | kept
         return places[1:]
 
-    def _receive(self, rows, tokens, **scratch):
-        """Does the receiver's work; see the top of this file."""
-        fabric = self.fabric
-        others = [
-            lax.rem(fabric.rank() + i, jnp.int32(fabric.num_ranks))
-            for i in range(1, fabric.num_ranks)
-        ]
-        self._receive_from(others, 0, jnp.int32(0), rows, tokens, **scratch)
-        plgpu.wait_smem_to_gmem(0)
-
-    def _receive_from(
-        self, sources, signalled, begun, rows, tokens, *, step_rows, step_copies, copies,
-        copy_full, **_,
-    ):  # fmt: skip
-        """Receives all steps of some ranks; all ranks have signalled all steps `signalled` times.
-
-        `begun` rows have been copied before; returns how many have been after.
-        """
+    def _receive(self, rows, tokens, *, step_rows, step_copies, copies, copy_full, **_):
         fabric, num_copies = self.fabric, self.plan.num_copy_slots
-        before = signalled * self.sender.most_steps()
         first_token, num_tokens = self.sender.range()
 
         def begin(i, begun):
@@ -459,12 +426,10 @@ class Dispatch:
 
             `begun` rows were copied in earlier steps; the next slot is `begun` modulo the slots.
             """
-            fabric.wait(PUT, before + step + 1, "dispatch")
+            fabric.wait(PUT, step + 1, "dispatch")
             fabric.stage(2)
             fabric.async_fence()
-            count = self._list_copies(
-                step, sources, first_token, num_tokens, rows, step_rows, step_copies
-            )
+            count = self._list_copies(step, first_token, num_tokens, rows, step_rows, step_copies)
 
             def begin_next(i, carry):
                 begin(i, begun)
@@ -485,25 +450,26 @@ class Dispatch:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return begun + count
 
-        begun = lax.fori_loop(0, self.sender.num_steps(), receive_step, begun)
+        lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
         def _():  # no token is received, but peers may still be reading this rank's counts
-            fabric.wait(PUT, before + 1, "dispatch")
+            fabric.wait(PUT, 1, "dispatch")
 
-        return begun
+        plgpu.wait_smem_to_gmem(0)
 
-    def _list_copies(self, step, others, first_token, num_tokens, rows, step_rows, step_copies):
-        """Lists the tokens of `others` that have several rows on this rank; returns their count.
+    def _list_copies(self, step, first_token, num_tokens, rows, step_rows, step_copies):
+        """Lists the tokens of peers that have several rows on this rank; returns their count.
 
         step_copies[:count, :K] becomes the rows of each, NOWHERE for choices without one. The first
         of them has already been received. This rank's own tokens are put to all their rows by the
         sender. The block handles `num_tokens` tokens of every source
         rank, from `first_token` on.
         """
-        fabric, top_k = self.fabric, self.top_k
+        fabric, num_ranks, top_k = self.fabric, self.fabric.num_ranks, self.top_k
         step_tokens = self.sender.step_tokens
         step_token = first_token + step * step_tokens
+        others = [lax.rem(fabric.rank() + i, jnp.int32(num_ranks)) for i in range(1, num_ranks)]
         if not others:
             return jnp.int32(0)
         sources = [(source, fabric.mine(rows), source) for source in others]

@@ -261,46 +261,37 @@ class ExpertRows:
             fabric.mine(num_dropped)[0] = dropped
             fabric.mine(rows_needed)[0] = needed
 
-    def fill(self, tokens: Sequence[Any], **scratch: Any) -> None:
+    def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
         """Writes zeros to the rows of `tokens`, an array for each part, that receive no token.
 
         Without `zero_unused`, only to those between experts' rows.
         """
-        self.fill_padding(tokens, **scratch)
-        self.fill_tail(tokens, **scratch)
-
-    def fill_padding(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
-        """Writes zeros between the experts' rows; comes before `fill_tail`."""
         rank, per_rank = self.fabric.rank(), self.num_local_experts
+        block = lax.axis_index("block")
         for part in zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
         plgpu.commit_smem()
-        if self.alignment == 1:
-            return
 
-        def fill_expert(expert: Any, carry: None) -> None:
-            self._fill_gap(block_ends[0, expert], block_ends[1, expert], tokens, zeros)
-            return carry
+        def fill_gap(begin: Any, end: Any) -> None:
+            end = jnp.minimum(end, self.capacity)
+            num_blocks = jnp.int32(self.num_blocks)
+            count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
 
-        lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, fill_expert, None)
+            def fill_row(i: Any, carry: None) -> None:
+                row = begin + block + i * num_blocks
+                for part, ref, (width, _) in zip(zeros, tokens, self.parts, strict=True):
+                    plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
+                return carry
 
-    def fill_tail(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
-        """Writes zeros past the last expert's rows if `zero_unused`; waits for all zeros."""
-        last = (self.fabric.rank() + 1) * self.num_local_experts - 1
+            lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)
+
+        if self.alignment > 1:
+
+            def fill_padding(expert: Any, carry: None) -> None:
+                fill_gap(block_ends[0, expert], block_ends[1, expert])
+                return carry
+
+            lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, fill_padding, None)
         if self.zero_unused:
-            self._fill_gap(block_ends[1, last], jnp.int32(self.capacity), tokens, zeros)
+            fill_gap(block_ends[1, (rank + 1) * per_rank - 1], self.capacity)
         plgpu.wait_smem_to_gmem(0)
-
-    def _fill_gap(self, begin: Any, end: Any, tokens: Sequence[Any], zeros: Any) -> None:
-        """Writes this block's share of the zeros of rows [begin, end)."""
-        end = jnp.minimum(end, self.capacity)
-        block, num_blocks = lax.axis_index("block"), jnp.int32(self.num_blocks)
-        count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
-
-        def fill_row(i: Any, carry: None) -> None:
-            row = begin + block + i * num_blocks
-            for part, ref, (width, _) in zip(zeros, tokens, self.parts, strict=True):
-                plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
-            return carry
-
-        lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)

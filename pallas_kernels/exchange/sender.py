@@ -95,10 +95,6 @@ class Sender:
         _, num_tokens = self.range()
         return lax.div(num_tokens + (self.step_tokens - 1), jnp.int32(self.step_tokens))
 
-    def most_steps(self) -> jax.Array:
-        """Returns how often this block signals: once, if it has no step."""
-        return jnp.maximum(self.num_steps(), 1)
-
     def peers(self) -> list[jax.Array]:
         """Returns all ranks, in the order in which this block sends to them."""
         num_ranks = self.fabric.num_ranks
@@ -146,7 +142,6 @@ class Sender:
         lists_for: Callable[[jax.Array, Sequence[jax.Array]], Sequence[List]],
         place_of: Callable[[List, jax.Array], jax.Array],
         further_of: Callable[[List], Sequence[jax.Array]] = lambda words: (),
-        peers: Sequence[jax.Array] | None = None, signalled: int | None = 0,
         choices: Any, slots: Any, lists: Any, full: Any, wide_slots: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         """Sends all tokens of this block.
@@ -162,15 +157,12 @@ class Sender:
           lists_for: (a token's first entry in `choices`, peers) -> a list for each peer.
           place_of: (the i-th token's list for a peer, i) -> its row at that peer, or NOWHERE.
           further_of: a token's list for this rank -> its further rows here, each or NOWHERE.
-          peers: the ranks to send to; None for all.
-          signalled: how many times all steps have been signalled before; None to signal none.
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         num_words, lag = self.num_words, plan.store_lag
         num_slots, step_tokens = plan.num_slots, self.step_tokens
-        rank, peers = fabric.rank(), self.peers() if peers is None else peers
+        rank, peers = fabric.rank(), self.peers()
         first_token, num_tokens = self.range()
-        before = None if signalled is None else signalled * self.most_steps()
 
         def send_token(i: jax.Array, carry: None) -> None:
             in_window = lax.rem(i, jnp.int32(window.tokens))
@@ -212,18 +204,16 @@ class Sender:
             end = jnp.minimum(begin + step_tokens, num_tokens)
             lax.fori_loop(begin, end, send_token, None)
 
-            if before is not None:
-                pl.when(step > 0)(lambda: self._signal_before(step, end - begin, before))
+            pl.when(step > 0)(lambda: self._signal_before(step, end - begin))
             return carry
 
         lax.fori_loop(0, self.num_steps(), send_step, None)
         plgpu.wait_smem_to_gmem(0)
         fabric.stage(1)
-        if before is not None:
-            fabric.signal(PUT, before + self.most_steps())
+        fabric.signal(PUT, jnp.maximum(self.num_steps(), 1))
 
-    def _signal_before(self, step: jax.Array, num_sent: jax.Array, before: jax.Array) -> None:
-        """Signals `before` steps and those up to `step`, of which `num_sent` tokens have been sent.
+    def _signal_before(self, step: jax.Array, num_sent: jax.Array) -> None:
+        """Signals the steps before `step`, of which `num_sent` tokens have been sent.
 
         These steps' puts have arrived once only the puts of `step` are under way.
         """
@@ -233,7 +223,7 @@ class Sender:
             lambda: plgpu.wait_smem_to_gmem(0),
         )
         self.fabric.stage(1)
-        self.fabric.signal(PUT, before + step)
+        self.fabric.signal(PUT, step)
 
     def _put_lists(
         self,

@@ -89,15 +89,6 @@ class Fabric(Ranks, Protocol):
         `what` names the wait in the message of a timeout.
         """
 
-    def report(self, kind: int, count: Any) -> None:
-        """Reports `count` of a kind to the blocks of this rank that `await_reports` of this block.
-
-        Who sees the report also sees what this warpgroup wrote, and what it saw of peers.
-        """
-
-    def await_reports(self, kind: int, count: Any, num_blocks: int) -> None:
-        """Waits for this rank's first `num_blocks` blocks to report `count` or more of a kind."""
-
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
         """Sends words to some ranks, as values from `start` on; None: to every rank."""
 

@@ -27,7 +27,6 @@ def poll(
     *,
     timeout_s: float,
     types: Sequence[Any] = (),
-    broken: Callable[[], Value] | None = None,
 ) -> list[Value]:
     """Emits a loop in which each thread polls until its condition holds or the time is over.
 
@@ -36,7 +35,6 @@ def poll(
       late: emits what to do after the timeout, given the values of the last poll.
       timeout_s: seconds before a thread runs `late`.
       types: MLIR types of the values.
-      broken: emits whether waiting is of no use (i1), which is as a timeout.
 
     Returns:
       The values of the last poll.
@@ -52,10 +50,7 @@ def poll(
         clock = scf.IfOp(now, [i1], has_else=True)
         with ir.InsertionPoint(clock.then_block):
             waited = arith.subi(_global_timer(), start)
-            go_on = mosaic.below(waited, limit)
-            if broken is not None:
-                go_on = arith.andi(go_on, arith.xori(broken(), arith.constant(i1, 1)))
-            scf.yield_([go_on])
+            scf.yield_([mosaic.below(waited, limit)])
         with ir.InsertionPoint(clock.else_block):
             scf.yield_([arith.constant(i1, 1)])
         return clock.results[0]

@@ -180,7 +180,8 @@ class Product(Kernel):
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         *operands, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
-        order, num_tiles, num_live_rows = self.order_of(table)
+        last = table.shape[0] - 1
+        num_tiles, num_live_rows = table[last, 0], table[last, 1]
         total = num_tiles * self.columns
 
         def kind_of(tile):
@@ -191,13 +192,11 @@ class Product(Kernel):
 
         def load():
             def look_up(index):
-                tile, left_edge = self.place(index, order)
+                tile, left_edge = self.place(index, num_tiles)
                 return table[tile, GROUP], table[tile, FIRST], left_edge, kind_of(tile)
 
-            def one_tile(tile, carry):
-                used, stage = carry
+            def one_tile(tile, used):
                 group, first, left_edge, kind = tile
-                group, stage = self.await_rows(group, stage)
                 cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.block_n)
                 together = 1 + self.matrices  # operands that are loaded together
 
@@ -216,13 +215,13 @@ class Product(Kernel):
                     return used
 
                 loads = [functools.partial(load_all, height) for height in self.tiles.heights]
-                return lax.switch(kind, loads, used), stage
+                return lax.switch(kind, loads, used)
 
-            return self.each_of(total, look_up, one_tile, (jnp.int32(0), jnp.int32(0)))[0]
+            return self.each_of(total, look_up, one_tile, jnp.int32(0))
 
         def compute(computer):
             def look_up(index):
-                tile, left_edge = self.place(index, order)
+                tile, left_edge = self.place(index, num_tiles)
                 left_edge += computer * self.tiles.part
                 rows = (table[tile, column] for column in (FIRST, BEGIN, END))
                 return *rows, left_edge, kind_of(tile)
@@ -256,20 +255,6 @@ class Product(Kernel):
                 self._zero_tail(outs, num_live_rows, computer, scratch["plain"].at[computer])
 
         self.take_roles(scratch, load, compute)
-
-    def order_of(self, table: Any) -> tuple[Any, jax.Array, jax.Array]:
-        """Returns what `place` is given, and the numbers of tiles and of rows in groups."""
-        last = table.shape[0] - 1
-        num_tiles, num_live_rows = table[last, 0], table[last, 1]
-        return num_tiles, num_tiles, num_live_rows
-
-    def await_rows(self, group: jax.Array, stage: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Waits, in the loader, until a tile's rows are there, if they come while this runs.
-
-        `group` is the table's, and `stage` what this returned for the tile before, 0 for the first.
-        Returns the index of the group's matrix, and the stage.
-        """
-        return group, stage
 
     def _multiply(
         self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, slot: Any, _: Any
@@ -364,7 +349,7 @@ class Product(Kernel):
         first_chunk = lax.div(start, jnp.int32(CHUNK))
         chunks = -(-self.num_rows // CHUNK) - first_chunk
         workers = jnp.int32(self.num_blocks * COMPUTERS)
-        me = self.block() * COMPUTERS + computer
+        me = lax.axis_index("block") * COMPUTERS + computer
 
         def one_chunk(i, _):
             row, column = quotient_and_rest(me + i * workers, columns)

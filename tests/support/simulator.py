@@ -142,12 +142,6 @@ class Simulated:
     def wait(self, kind: int, count: Any, what: str) -> None:
         _on_host(_Wait(kind, self.num_ranks, what), count)
 
-    def report(self, kind: int, count: Any) -> None:
-        _on_host(_Report(kind), count)
-
-    def await_reports(self, kind: int, count: Any, num_blocks: int) -> None:
-        _on_host(_AwaitReports(kind, num_blocks), count)
-
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
         ranks = range(self.num_ranks) if ranks is None else ranks
         _on_host(_SendValues(), words[...], start, *ranks)
@@ -401,41 +395,6 @@ class _Wait:
             with simulation.changed:
                 simulation.visible.wait(thread.block_id, seen.visible)
                 simulation.hears(thread, [rank])
-        simulation.lanes.barrier(thread)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Report:
-    kind: int
-
-    def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
-        simulation.lanes.barrier(thread)
-        clock = simulation.memory.incr_clock(thread)
-        with simulation.changed:
-            block = simulation.finished_blocks
-            simulation.reports[thread.block_id, self.kind, block] = int(count), clock
-
-
-@dataclasses.dataclass(frozen=True)
-class _AwaitReports:
-    """Blocks run one after the other here, so that a report is there or will never be."""
-
-    kind: int
-    num_blocks: int
-
-    def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
-        rank = thread.block_id
-        for block in range(self.num_blocks):
-            found, clock = simulation.reports.get((rank, self.kind, block), (0, None))
-            if found < int(count):
-                raise KernelError(
-                    f"rank {rank} waits for report {int(count)} of kind {self.kind} of block "
-                    f"{block}, which reports {found}"
-                )
-            with simulation.memory.lock:
-                simulation.memory.clocks[thread].update(clock)
-        with simulation.changed:
-            simulation.told.add(rank)
         simulation.lanes.barrier(thread)
 
 
@@ -720,7 +679,6 @@ class _Simulation:
         self.finished_blocks = 0
         self.entered: set[int] = set()  # ranks
         self.heard: set[tuple[int, int]] = set()  # ranks, and peers that they received something of
-        self.reports: dict[tuple[int, int, int], Any] = {}  # by rank, kind and block
         self.values: dict[tuple[int, int], dict[int, Any]] = collections.defaultdict(dict)
         self._begin_block()
 
@@ -730,7 +688,6 @@ class _Simulation:
         self.connected: dict[int, list[Any]] = collections.defaultdict(list)  # by rank: clocks
         self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
         self.lanes = _Lanes()
-        self.told: set[int] = set()  # ranks that know of earlier blocks' writes
         self.visible = _Visible()
         self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
         self.exit_clocks: dict[int, Any] = {}
@@ -785,7 +742,7 @@ class _Simulation:
                 if not self.is_connected(thread):
                     raise KernelError(f"a rank's memory before connect: {what}")
                 self.remote_accesses.append((owner, clock, what))
-            if self.reads_ahead(thread, key, access, write):
+            if self.reads_ahead(key, access, write):
                 return
             self.visible.access(thread.block_id, key, shape, access, write, what)
             for table in (self.writers, self.readers):
@@ -793,8 +750,7 @@ class _Simulation:
             touched = [self.writers[key][access.range]]
             if write:
                 touched.append(self.readers[key][access.range])
-            told = not write and thread.block_id in self.told
-            if not told and any(np.any((b >= 0) & (b != self.block)) for b in touched):
+            if any(np.any((block >= 0) & (block != self.block)) for block in touched):
                 raise KernelError(f"block {self.block} of the grid touches another's: {what}")
             (self.writers if write else self.readers)[key][access.range] = self.block
 
@@ -805,14 +761,10 @@ class _Simulation:
             np.all(now >= clock.generic_clock.clock) for clock in self.connected[thread.block_id]
         )
 
-    def reads_ahead(self, thread: Any, key: Any, access: Any, write: bool) -> bool:
-        """Whether this loads what may come later, and then goes unused.
-
-        Vectors of routes do, and tiles of rows, which hold some of other groups.
-        """
+    def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
+        """Whether this loads a vector of routes: of entries that may come later, and go unused."""
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
-        is_tile = thread.block_id in self.told and not is_integer
-        return not write and access.shape != () and (is_integer or is_tile)
+        return not write and is_integer and access.shape != ()
 
     def hears(self, thread: Any, peers: Any) -> None:
         self.heard |= {(thread.block_id, peer) for peer in peers}
@@ -890,8 +842,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     @simulation.remembers
     def access(self: Any, key: Any, transforms: Any) -> Any:
         found = original["access"](self, key, transforms)
-        if not simulation.told:  # a tile of rows to multiply may reach past the last row
-            _check_bounds(found.range, self.buffer_shape_and_dtype(key).shape)
+        _check_bounds(found.range, self.buffer_shape_and_dtype(key).shape)
         return found
 
     def checking(name: str, write: bool) -> Callable[..., None]:
@@ -899,7 +850,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
         def check(self: Any, thread: Any, clock: Any, key: Any, access: Any, **info: Any) -> None:
             if key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.GMEM):
                 simulation.note_access(thread, clock, key, access, write)
-                if simulation.reads_ahead(thread, key, access, write):
+                if simulation.reads_ahead(key, access, write):
                     return
             try:
                 original[name](self, thread, clock, key, access, **info)

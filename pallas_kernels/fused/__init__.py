@@ -1,1 +1,0 @@
-"""Kernels that communicate and multiply at the same time, in blocks of two kinds."""
