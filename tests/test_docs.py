@@ -53,7 +53,10 @@ def test_the_memory_of_the_low_latency_protocol_is_told():
     def mib(fewer, more):
         return (layout.heap_bytes(more) - layout.heap_bytes(fewer)) / (more - fewer) / 2**20
 
-    told = f"{mib(3, 4):g} MiB for each other GPU of the host, {mib(5, 8):g} where there are over 4"
+    told = (
+        f"{mib(3, 4):g} MiB for each other GPU of the host, {mib(5, 8):g} where there are over 4,"
+    )
+    told += f" of up to {layout.num_senders(16)}."
     assert told in " ".join(PAGES["collectives.md"].split())
     assert layout.heap_bytes(8) == layout.heap_bytes(16) <= 32 * 2**20
 

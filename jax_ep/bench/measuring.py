@@ -14,7 +14,7 @@ import jax
 
 from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
 from jax_ep.flags import Error
-from jax_ep.runtime import jax_compat
+from jax_ep.runtime import hosts, jax_compat
 from jax_ep.runtime.versions import versions
 
 
@@ -22,7 +22,7 @@ def find_devices(cpu_devices: int) -> list[jax.Device]:
     """Returns all devices of JAX, which on a CPU are `cpu_devices` virtual ones.
 
     XLA_FLAGS or a backend that has started may have decided another number. Raises `Error` if JAX
-    finds no backend.
+    finds no backend, or cannot say which devices share a host.
     """
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         try:
@@ -30,9 +30,14 @@ def find_devices(cpu_devices: int) -> list[jax.Device]:
         except RuntimeError:
             pass
     try:
-        return jax_compat.devices()
+        devices = jax_compat.devices()
     except RuntimeError as error:
         raise Error(f"JAX finds no device: {error}") from error
+    try:
+        hosts.hosts_of(devices)
+    except ValueError as error:
+        raise Error(str(error)) from error
+    return devices
 
 
 def check_ranks(ranks: Iterable[int], num_devices: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_ep.cli import other_libraries
+from jax_ep.cli.other_libraries import OTHER_LIBRARIES, message_bytes, other_libraries
 from jax_ep.exchange import memory, quantization
 from jax_ep.flags import Error, Flags
 from pallas_kernels.fabric import layout as heap
@@ -63,14 +63,15 @@ def collect() -> dict[str, Any]:
             here.append(way | {"buffers": buffers})
         except ValueError as error:  # the flags were checked: kernels do not support these sizes
             unavailable.append(way | {"reason": str(error)})
+    sizes = other_libraries(**model)
     others = [
         {
             "name": other.name,
             "formula": other.formula,
             "source": other.source,
-            "bytes": other_libraries.other_libraries(**model)[other.name],
+            "bytes": sizes[other.name],
         }
-        for other in other_libraries.OTHER_LIBRARIES
+        for other in OTHER_LIBRARIES
     ]
     return {
         "model": model,
@@ -78,7 +79,7 @@ def collect() -> dict[str, Any]:
         "rows": rows,
         "here": here,
         "unavailable": unavailable,
-        "message_bytes": other_libraries.message_bytes(_HIDDEN.value),
+        "message_bytes": message_bytes(_HIDDEN.value),
         "others": others,
         "heap_bytes": heap.heap_bytes(_RANKS.value // _HOSTS.value),
     }

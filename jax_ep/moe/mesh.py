@@ -75,7 +75,6 @@ def find_mesh(config: MoEConfig, x: jax.Array) -> LayerMesh:
     elif mesh is None:
         mesh = jax_compat.mesh_of_with_statement()
     if mesh is None:
-        config.split_axes()
         return LayerMesh((), ())
     expert_axes, tensor_axes = (
         _on_mesh(name, axes, mesh, config) for name, axes in config.split_axes().items()

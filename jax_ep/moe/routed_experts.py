@@ -106,8 +106,9 @@ def routed_experts(
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
     unit = HiddenUnit(activation, gating, clamp)
-    named = matmul_implementation, "matmul_implementation"
-    check_operands(tokens, experts, group_sizes, unit, *named)
+    check_operands(
+        tokens, experts, group_sizes, unit, matmul_implementation, "matmul_implementation"
+    )
     check_weights(topk_weights, handle)
     checks.check_name("weights_on", weights_on, get_args(WeightsOn))
     weights: jax.Array | None = topk_weights.astype(jnp.float32)

@@ -320,10 +320,7 @@ def _of_experts(path: Any) -> bool:
 
     A key of a flat dictionary is a path itself: a tuple, or names joined by "/" or ".".
     """
-    for key in path:
-        key = getattr(key, "key", getattr(key, "name", None))
-        for part in key if isinstance(key, tuple) else (key,):
-            names = re.split(r"[./]", part) if isinstance(part, str) else ()
-            if any(name in ROUTED_WEIGHTS for name in names):
-                return True
-    return False
+    keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
+    parts = (part for key in keys for part in (key if isinstance(key, tuple) else (key,)))
+    names = (name for part in parts if isinstance(part, str) for name in re.split(r"[./]", part))
+    return any(name in ROUTED_WEIGHTS for name in names)

@@ -240,7 +240,8 @@ class SlotMemory:
         """Emits the address of this thread's note for a slot, a byte."""
         notes = 4 * NUM_COUNTERS + TILE_BYTES * num_slots(self.num_gpus)
         start = arith.addi(self._start(gpu), mosaic.i64(notes))
-        return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), _times(mosaic.lane(), 1)))
+        lane = arith.extui(mosaic.integer_type(64), mosaic.lane())
+        return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), lane))
 
 
 def _by_slot(words: Sequence[Value]) -> list[Sequence[Value]]:

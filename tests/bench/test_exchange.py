@@ -390,7 +390,8 @@ def test_by_default_all_implementations_are_timed(monkeypatch, capsys, tmp_path)
     assert two_level == {4} and {row["ranks"] for row in rows} == {2, 4}
 
 
-def test_a_bad_number_of_devices_on_a_host_is_refused_at_once(monkeypatch, capsys):
+@pytest.mark.parametrize("command", [["bench", *ARGS], ["bench", "layer"], ["bench", "balance"]])
+def test_a_bad_number_of_devices_on_a_host_is_refused_at_once(command, monkeypatch, capsys):
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "0")
-    assert jax_ep.cli.main(["jax_ep", "bench", *ARGS]) == 2
+    assert jax_ep.cli.main(["jax_ep", *command]) == 2
     assert "JAX_EP_DEVICES_PER_HOST" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import jax_ep.cli
-from jax_ep.cli import other_libraries
+from jax_ep.cli.other_libraries import OTHER_LIBRARIES
 from jax_ep.exchange import memory
 from pallas_kernels.fabric import layout
 
@@ -19,7 +19,7 @@ def test_the_command_prints_every_figure(capsys):
     assert "1820" in text and "receive buffer" in text and "gathered tokens" in text
     heap = layout.heap_bytes(8) / 2**20
     assert re.search(rf"heap of symmetric memory +{re.escape(f'{heap:.2f}')}\n", text)
-    for other in other_libraries.OTHER_LIBRARIES:
+    for other in OTHER_LIBRARIES:
         assert other.formula in text and other.source in text
     for implementation in memory.IMPLEMENTATIONS:
         for order in memory.LAYOUTS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ def test_the_same_lambda_written_twice_compiles_once():
 
 
 FACTOR = 1.0
-FACTORS = [1.0]
+FACTORS = {"h": 1.0}
 
 
 def times(h):
@@ -66,9 +65,9 @@ def reading(scale):
         "a global": dict(activation=lambda h: h * FACTOR),
         "a global of a helper": dict(activation=lambda h: times(h)),
         "a function within": dict(activation=lambda h: (lambda: h * FACTOR)()),
-        "a global list": dict(activation=lambda h: h * FACTORS[0]),
+        "a global dictionary": dict(activation=lambda h: h * FACTORS["h"]),
         "an object": dict(activation=lambda h: h * scale.factor),
-        "a method of a list": dict(activation=lambda h: h * note()[0]),
+        "a method of a dictionary": dict(activation=lambda h: h * note()["h"]),
         "an attribute": dict(activation=named),
         "gating": dict(gating=lambda gate, up: gate * up * FACTOR),
     }
@@ -78,12 +77,10 @@ def reading(scale):
 def test_a_function_that_reads_another_value_is_another(what, monkeypatch):
     scale = Scale()
     first = output(**reading(scale)[what])
-    scale.factor = FACTORS[0] = 4.0  # rounds nothing
-    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 4.0)
-    try:
-        np.testing.assert_array_equal(output(**reading(scale)[what]), 4 * first)
-    finally:
-        FACTORS[0] = 1.0
+    scale.factor = 4.0  # rounds nothing
+    monkeypatch.setitem(FACTORS, "h", 4.0)
+    monkeypatch.setitem(globals(), "FACTOR", 4.0)
+    np.testing.assert_array_equal(output(**reading(scale)[what]), 4 * first)
 
 
 def module_level_activation(x):

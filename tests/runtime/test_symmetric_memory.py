@@ -376,9 +376,9 @@ def test_heaps_have_room():
             end = offset + num_bytes
         assert end == layout.heap_bytes(num_gpus)
         senders = layout.num_senders(num_gpus)
-        slots = layout.slots_of_channel(num_gpus)
-        last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * slots
-        assert last + slots == layout.num_slots(num_gpus)
+        of_channel = layout.slots_of_channel(num_gpus)
+        last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * of_channel
+        assert last + of_channel == layout.num_slots(num_gpus)
         slots = layout.TILES + 4 * layout.MAX_WORKERS * layout.MAX_LOW_LATENCY_GPUS
         assert end == slots + layout.SLOT_BYTES * layout.num_slots(num_gpus)
     assert layout.TILES % 128 == 0
