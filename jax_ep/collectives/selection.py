@@ -12,7 +12,7 @@ import jax
 
 from jax_ep.collectives import table
 from jax_ep.collectives.algorithms import Algorithm, is_low_latency
-from jax_ep.runtime import availability, jax_compat, multicast, symmetric_memory
+from jax_ep.runtime import availability, jax_compat, multicast
 from pallas_kernels.fabric import layout
 
 
@@ -34,7 +34,9 @@ def unavailable_reason(
         return refused
     if reason := availability.mosaic_unavailable_reason():
         return reason
-    from jax_ep.collectives import pallas  # loads Mosaic, which only programs for GPUs need
+    # Loads Mosaic, which only programs for GPUs need.
+    from jax_ep.collectives import pallas
+    from jax_ep.runtime.fabric import domain_of
 
     if reason := pallas.payload_unavailable_reason(op, algorithm, x.shape, x.dtype):
         return reason
@@ -50,11 +52,11 @@ def unavailable_reason(
     if not is_low_latency(algorithm):
         return None
     num_gpus = max(num_ranks, jax.sharding.get_abstract_mesh().size)
-    if on_gpus:
-        found = symmetric_memory.domain()
-        if isinstance(found, str):
-            return found
-        num_gpus, most = found.num_gpus, layout.MAX_LOW_LATENCY_GPUS
+    domain = domain_of(num_gpus)
+    if isinstance(domain, str):
+        return domain
+    if domain is not None:
+        num_gpus, most = domain.num_gpus, layout.MAX_LOW_LATENCY_GPUS
         if num_gpus > most:
             return f"it is for up to {most} GPUs of a host, and has {num_gpus}"
     return pallas.no_room_reason(op, algorithm, x.shape, x.dtype, num_ranks, num_gpus)

@@ -36,7 +36,8 @@ def of_axis(axis_name: tuple[str, ...], like: jax.Array, group_size: int | None 
 
 def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     """Returns the address of GPU 0's heap, and the number of the GPU at each place of the mesh."""
-    domain = _domain(num_places)
+    domain = domain_of(num_places)
+    assert not isinstance(domain, str), domain  # availability refuses kernels without a domain
     if domain is None:
         return layout.BASE, tuple(range(num_places))
     program = jax_compat.current_program()
@@ -50,22 +51,26 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     )
 
 
-def num_gpus(fabric: Gpus) -> int:
-    """Returns how many GPUs have a heap of symmetric memory in the fabric's domain."""
-    domain = _domain(len(fabric.gpus))
-    return len(fabric.gpus) if domain is None else domain.num_gpus
-
-
 def channels_of(fabric: Gpus) -> Channels:
     """Returns the channels of the low-latency protocol between a fabric's ranks."""
     memory = SlotMemory(fabric.base, num_gpus(fabric))
     return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 
 
-def _domain(num_places: int) -> symmetric_memory.Domain | None:
-    """Returns this machine's domain, or None if a program is lowered for another machine."""
+def num_gpus(fabric: Gpus) -> int:
+    """Returns how many GPUs have a heap of symmetric memory in the fabric's domain."""
+    num_places = len(fabric.gpus)
+    domain = domain_of(num_places)
+    assert not isinstance(domain, str), domain
+    return num_places if domain is None else domain.num_gpus
+
+
+def domain_of(num_places: int) -> symmetric_memory.Domain | str | None:
+    """Returns this machine's domain, or why it has none, or None.
+
+    None is of a program for another machine: one without GPUs lowers it, or its mesh has more
+    places than there are devices here.
+    """
     if jax.default_backend() != "gpu" or num_places > jax.device_count():
         return None
-    domain = symmetric_memory.domain()
-    assert not isinstance(domain, str), domain  # availability refuses kernels without a domain
-    return domain
+    return symmetric_memory.domain()

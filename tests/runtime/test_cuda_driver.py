@@ -13,7 +13,7 @@ from support.fake_cuda import GRANULARITY, FakeCuda, open_descriptors
 from support.kernels import needs_kernels
 
 from jax_ep.cli import info
-from jax_ep.runtime import availability, cuda_driver, multicast
+from jax_ep.runtime import availability, cuda_driver, multicast, symmetric_memory
 
 SUCCESS, ERROR = 0, 1
 FIRST_HANDLE = 100  # the driver's names of GPUs are not their ordinals
@@ -154,6 +154,7 @@ def test_a_driver_that_fails_to_start_is_none(monkeypatch):
 def test_info_names_a_missing_pair(install, monkeypatch):
     install(Driver(no_access=frozenset({(0, 2)})))
     monkeypatch.setattr(jax, "devices", lambda: gpus(0, 1, 2))
+    monkeypatch.setattr(symmetric_memory, "domain", lambda: "the driver is a fake")
     facts = info.collect() | {"backend": "gpu"}
     text = info.render(facts)
     assert "(CUDA 13.0)" in text

@@ -249,6 +249,18 @@ def test_more_gpus_than_ll_is_for_are_refused(chosen):
         chosen("ll")
 
 
+def test_the_domain_is_not_asked_for_another_machine(chosen, monkeypatch):
+    """A mesh of more places than there are devices here is of one whose ranks share a host."""
+    chosen.domain(domain_of(2))
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    x = jax.ShapeDtypeStruct((MIB,), jnp.bfloat16)
+    assert selection.unavailable_reason("all_gather", "ll", x, 8) is None
+    x = jax.ShapeDtypeStruct((MIB + 8,), jnp.bfloat16)
+    reason = selection.unavailable_reason("all_gather", "ll", x, 8)
+    assert reason is not None and "room" in reason
+    assert chosen.asked == 0
+
+
 def test_the_domain_is_asked_for_ll_only(chosen):
     """Here; the program that is lowered has asked it of all kernels before."""
     chosen("direct"), chosen("xla")

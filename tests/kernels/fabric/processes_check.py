@@ -204,7 +204,7 @@ def run(args: Any) -> None:
         print(", ".join(texts))
 
 
-def check_contract(mesh: Any) -> None:
+def check_contract(mesh: Any, implementation: Any = "pallas") -> None:
     """Of rows of the low-latency protocol, one repeated tile among theirs, and of rows put."""
     sys.path.insert(0, str(Path(__file__).parents[2]))
     import jax.numpy as jnp
@@ -216,8 +216,9 @@ def check_contract(mesh: Any) -> None:
         case = contract.Case(mesh.size, 6, hidden, 3, 4 * mesh.size, "bfloat16", 20)
         names = "num_tokens", "num_ranks", "top_k", "num_experts"
         sizes = {name: getattr(case, name) for name in names}
-        assert (low_latency(Row(hidden, jnp.bfloat16, None), **sizes) is not None) == few
-        contract.check_ranks_here(case, mesh, contract.ROUTINGS, "pallas")
+        plan = low_latency(Row(hidden, jnp.bfloat16, None), num_gpus=mesh.size, **sizes)
+        assert (plan is not None) == few
+        contract.check_ranks_here(case, mesh, contract.ROUTINGS, implementation)
 
 
 def sharded(mesh: Any, array: np.ndarray) -> Any:

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import re
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from support.collectives import ranks_here
 from support.contract import Case as ContractCase
 from support.contract import assert_bitwise_equal, routing, small_integers, small_weights
 from support.kernels import needs_kernels
-from support.meshes import cuda_mesh
+from support.meshes import cuda_mesh, expert_mesh
 from support.processes import output_of_a_failure
 
 import jax_ep
@@ -53,6 +55,13 @@ NUM_STAGES = 4
 
 def test_shapes_of_buffers():
     assert Gpus(((1, 4),), (0, 1, 2, 3)).shape((2, 3)) == (2, 3)
+
+
+@needs_kernels
+def test_what_processes_check_compares_with_the_reference():
+    """pytest does not run the rest of it."""
+    path = Path(__file__).with_name("processes_check.py")
+    runpy.run_path(str(path))["check_contract"](expert_mesh(2), None)
 
 
 # ------------------------------------------------------------------------------------ the programs
