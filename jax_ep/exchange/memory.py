@@ -209,17 +209,18 @@ class _Shape:
         return plans.Row(self.padded_hidden, self.dtype, self.wire_dtype)
 
     @property
-    def low_latency(self) -> plans.LowLatencyPlan | None:
-        """The plan of the kernels over the low-latency protocol, if they take such rows."""
-        return plans.low_latency(
-            self.row,
+    def sizes(self) -> plans.Sizes:
+        return plans.Sizes(
             num_tokens=self.num_tokens,
             num_ranks=self.num_ranks,
-            num_gpus=self.num_ranks,
             top_k=self.top_k,
             num_experts=self.num_experts,
-            num_blocks=settings.num_blocks(),
         )
+
+    @property
+    def low_latency(self) -> plans.LowLatencyPlan | None:
+        """The plan of the kernels over the low-latency protocol, if they take such rows."""
+        return plans.low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
 
     def padded_rows(self, count: int) -> int:
         """Returns the bytes of padded copies of `count` rows; 0 where rows need no padding."""
@@ -228,19 +229,15 @@ class _Shape:
 
 
 def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
-    num_blocks = settings.num_blocks()
-    sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
     held: dict[str, int]
     if shape.low_latency and not shape.by_rank:
         held = shape.low_latency.dispatch_workspace()
     elif shape.by_rank:
-        sizes |= dict(list_words=shape.top_k)
-        plan = plans.rank_dispatch(shape.row, num_blocks=num_blocks, **sizes)
-        held = plans.rank_dispatch_workspace(plan, **sizes)
+        plan = plans.rank_dispatch(shape.row, shape.sizes, settings.num_blocks())
+        held = plans.rank_dispatch_workspace(plan, shape.sizes)
     else:
-        sizes |= dict(top_k=shape.top_k, num_experts=shape.num_experts)
-        plan = plans.dispatch(shape.row, num_blocks=num_blocks, **sizes)
-        held = plans.dispatch_workspace(plan, **sizes)
+        plan = plans.dispatch(shape.row, shape.sizes, settings.num_blocks())
+        held = plans.dispatch_workspace(plan, shape.sizes)
     received = shape.capacity * shape.row.sent_bytes
     if shape.padded_hidden == shape.hidden and (shape.wire_dtype is None or shape.quantized):
         received = 0  # the kernel writes them to the result
@@ -261,9 +258,8 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
     padded = {"padded rows": shape.padded_rows(shape.num_tokens + shape.capacity)}
     if shape.low_latency:  # sums are received in symmetric memory
         return padded
-    sizes = dict(num_tokens=shape.num_tokens, num_ranks=shape.num_ranks)
-    plan = plans.combine(shape.row, top_k=shape.top_k, num_blocks=settings.num_blocks(), **sizes)
-    return plans.combine_workspace(plan, shape.row, **sizes) | padded
+    plan = plans.combine(shape.row, shape.sizes, settings.num_blocks())
+    return plans.combine_workspace(plan, shape.row, shape.sizes) | padded
 
 
 def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:

@@ -6,7 +6,7 @@ over thread blocks and shared memory. Importing this module imports Mosaic.
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ def _combine(
         )
     return combine_kernel.combine(
         *operands,
-        plan=plans.combine(_row(y, config), **_sizes(rows.shape)),
+        plan=plans.combine(_row(y, config), _sizes(rows.shape, config), settings.num_blocks()),
         num_experts=config.num_experts,
         wire_dtype=config.wire_dtype,
         **options,
@@ -141,7 +141,7 @@ def combine_grad(
     if plans.has_short_rows(row):
         kernel = combine_grad_of_short_rows.combine_grad
         plan_of = plans.combine_grad_of_short_rows
-    plan = plan_of(row, num_experts=config.num_experts, **_sizes(routes.rows.shape))
+    plan = plan_of(row, _sizes(routes.rows.shape, config), settings.num_blocks())
     dy, dweights = kernel(*operands, plan=plan, **options)
     return dy[:, :hidden], dweights
 
@@ -155,10 +155,9 @@ def rank_dispatch(
     fabric = of_axis(config.axis_name, x, config.group_size)
     plan = plans.rank_dispatch(
         _row(x, config),
-        num_tokens=num_tokens,
-        num_ranks=fabric.num_ranks,
-        list_words=topk_idx.shape[1] * (1 if topk_weights is None else 2),
-        num_blocks=settings.num_blocks(),
+        _sizes((fabric.num_ranks, *topk_idx.shape), config),
+        settings.num_blocks(),
+        weighted=topk_weights is not None,
     )
     received, local_topk_idx, weights = rank_dispatch_kernel.rank_dispatch(
         x,
@@ -199,35 +198,20 @@ def _low_latency_plan(
     Returns None if these kernels do not support the rows. `sizes` are N, T and K.
     """
     return plans.low_latency(
-        _row(x, config),
-        num_gpus=num_gpus(fabric),
-        num_experts=config.num_experts,
-        **_sizes(sizes),
+        _row(x, config), _sizes(sizes, config), num_gpus(fabric), settings.num_blocks()
     )
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:
     """Returns the plan of a dispatch of padded rows x [T, H]; `sizes` are N, T and K."""
-    return plans.dispatch(_row(x, config), num_experts=config.num_experts, **_sizes(sizes))
+    return plans.dispatch(_row(x, config), _sizes(sizes, config), settings.num_blocks())
 
 
-class _Sizes(TypedDict):
-    """Arguments of the functions of `pallas_kernels.exchange.plan`."""
-
-    num_ranks: int
-    num_tokens: int
-    top_k: int
-    num_blocks: int | None
-
-
-def _sizes(sizes: tuple[int, ...]) -> _Sizes:
-    """Returns N, T and K by name, with the most thread blocks to use."""
+def _sizes(sizes: tuple[int, ...], config: Config) -> plans.Sizes:
+    """Returns N, T and K, and E, for a plan."""
     num_ranks, num_tokens, top_k = sizes
-    return _Sizes(
-        num_ranks=num_ranks,
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_blocks=settings.num_blocks(),
+    return plans.Sizes(
+        num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=config.num_experts
     )
 
 

@@ -186,9 +186,7 @@ class _Combine:
 
     @property
     def receive_types(self) -> list[jax.ShapeDtypeStruct]:
-        return combine_receive_buffer(
-            self.plan, self.row, num_tokens=self.num_tokens, num_ranks=self.num_ranks
-        )
+        return combine_receive_buffer(self.plan, self.row, self.num_tokens, self.num_ranks)
 
     def scratch_types(self) -> dict[str, Any]:
         sums = self.step_tokens * self.num_ranks

@@ -112,6 +112,23 @@ class Row:
         return SHARED_MEMORY_BYTES - WORD_BYTES * words - _PADDING_BYTES - zeros
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a call of the exchange.
+
+    Attributes:
+      num_tokens: T.
+      num_ranks: N.
+      top_k: K.
+      num_experts: E.
+    """
+
+    num_tokens: int
+    num_ranks: int
+    top_k: int
+    num_experts: int
+
+
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
     """Returns whether all kernels of the exchange can run at these sizes.
 
@@ -142,28 +159,20 @@ def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LowLatencyPlan:
+class LowLatencyPlan(Sizes):
     """How rows are spread over the workers of the low-latency protocol, for few tokens.
 
     Attributes:
-      num_tokens: T.
       hidden: H, padded as `padded_hidden` says.
       dtype: of rows, and of sums of rows.
-      num_ranks: N.
       num_gpus: GPUs of the ranks' host that share symmetric memory, N or more.
-      top_k: K.
-      num_experts: E.
       max_blocks: the most thread blocks.
       max_slots: the most rows that a kernel holds in shared memory.
     """
 
-    num_tokens: int
     hidden: int
     dtype: jax.typing.DTypeLike
-    num_ranks: int
     num_gpus: int
-    top_k: int
-    num_experts: int
     warpgroups = 4  # of a block, that send and receive
     max_blocks: int = layout.MAX_WORKERS // warpgroups
     max_slots: int = 2 * _RING_SLOTS
@@ -221,14 +230,7 @@ class LowLatencyPlan:
 
 
 def low_latency(
-    row: Row,
-    *,
-    num_tokens: int,
-    num_ranks: int,
-    num_gpus: int,
-    top_k: int,
-    num_experts: int,
-    num_blocks: int | None = None,
+    row: Row, sizes: Sizes, num_gpus: int, num_blocks: int | None = None
 ) -> LowLatencyPlan | None:
     """Returns the plan of the kernels over the low-latency protocol, or None where others serve.
 
@@ -237,13 +239,7 @@ def low_latency(
     `num_blocks` is the most thread blocks; None: as many as the protocol has workers for.
     """
     plan = LowLatencyPlan(
-        num_tokens=num_tokens,
-        hidden=row.hidden,
-        dtype=row.dtype,
-        num_ranks=num_ranks,
-        num_gpus=num_gpus,
-        top_k=top_k,
-        num_experts=num_experts,
+        **dataclasses.asdict(sizes), hidden=row.hidden, dtype=row.dtype, num_gpus=num_gpus
     )
     if num_blocks is not None:
         plan = dataclasses.replace(plan, max_blocks=min(num_blocks, plan.max_blocks))
@@ -282,25 +278,18 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     return counts + choices + lists
 
 
-def dispatch(
-    row: Row,
-    *,
-    num_tokens: int,
-    num_ranks: int,
-    top_k: int,
-    num_experts: int,
-    num_blocks: int | None = None,
-) -> Plan:
+def dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `dispatch.dispatch` and `dispatch.dispatch_like`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    few, step_tokens = num_tokens <= FEW_TOKENS, 2
+    few, step_tokens = sizes.num_tokens <= FEW_TOKENS, 2
     if not few:  # as many as the window of lists has room for at no cost
-        step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // top_k))
+        step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // sizes.top_k))
 
     def room_for_rows(step_tokens: int) -> int:
-        return row.room(_dispatch_words(num_ranks, top_k, num_experts, step_tokens))
+        words = _dispatch_words(sizes.num_ranks, sizes.top_k, sizes.num_experts, step_tokens)
+        return row.room(words)
 
     # Lists of longer steps take shared memory from the rows, of which one is sent while another is
     # copied. Steps of 2 tokens leave room for 3, or `fits_shared_memory` is false.
@@ -310,59 +299,50 @@ def dispatch(
     in_ring = room // row.slot_bytes
     num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(_COPY_SLOTS, in_ring // 3))
     num_slots = min(_RING_SLOTS, (room - num_copy_slots * row.sent_bytes) // row.slot_bytes)
-    blocks = min(num_blocks or _NUM_BLOCKS, num_tokens)
     plan = Plan(
-        num_blocks=blocks,
+        num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
         num_copy_slots=num_copy_slots,
         step_tokens=step_tokens,
     )
-    return _with_few_steps(plan, num_tokens)
+    return _with_few_steps(plan, sizes.num_tokens)
 
 
-def dispatch_workspace(
-    plan: Plan,
-    *,
-    num_tokens: int,
-    num_ranks: int,
-    top_k: int,
-    num_experts: int,
-) -> dict[str, int]:
+def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes that `dispatch.dispatch` allocates, by name of the buffer."""
-    entries = windows(plan, num_tokens, top_k)[0].total
-    return {"routes": WORD_BYTES * num_ranks * (entries + count_width(num_experts))}
+    entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
+    return {"routes": WORD_BYTES * sizes.num_ranks * (entries + count_width(sizes.num_experts))}
 
 
 def rank_dispatch(
-    row: Row, *, num_tokens: int, num_ranks: int, list_words: int, num_blocks: int | None = None
+    row: Row, sizes: Sizes, num_blocks: int | None = None, *, weighted: bool = False
 ) -> Plan:
     """Returns the plan of `rank_dispatch.rank_dispatch`.
 
-    `list_words` is K, or 2 K if weights are sent with the choices. `num_blocks` is the most thread
-    blocks to use; None is the number measured to be fastest.
+    `weighted` is whether weights are sent with the choices. `num_blocks` is the most thread blocks
+    to use; None is the number measured to be fastest.
     """
+    list_words = sizes.top_k * (2 if weighted else 1)
     choices = align_up(_WINDOW_TOKENS * list_words, LANES)
-    choices += num_ranks * align_up(2 * list_words, LANES)
-    lists = _RING_SLOTS * num_ranks * list_words
+    choices += sizes.num_ranks * align_up(2 * list_words, LANES)
+    lists = _RING_SLOTS * sizes.num_ranks * list_words
     num_slots = min(_RING_SLOTS, row.room(choices + lists) // row.slot_bytes)
     plan = Plan(
-        num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
+        num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 2,
         window_tokens=_WINDOW_TOKENS,
         step_tokens=2,
     )
-    return _with_few_steps(plan, num_tokens)
+    return _with_few_steps(plan, sizes.num_tokens)
 
 
-def rank_dispatch_workspace(
-    plan: Plan, *, num_tokens: int, num_ranks: int, list_words: int
-) -> dict[str, int]:
+def rank_dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes that `rank_dispatch.rank_dispatch` allocates, by name: its lists."""
-    entries = windows(plan, num_tokens, list_words)[0].total
-    return {"routes": WORD_BYTES * num_ranks * entries}
+    entries = windows(plan, sizes.num_tokens, sizes.top_k)[0].total
+    return {"routes": WORD_BYTES * sizes.num_ranks * entries}
 
 
 # -------------------------------------------------------------------------------------- combine
@@ -383,20 +363,18 @@ def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
     return next(fitting, 0)
 
 
-def combine(
-    row: Row, *, num_tokens: int, num_ranks: int, top_k: int, num_blocks: int | None = None
-) -> Plan:
+def combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine.combine`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
     plan = Plan(
-        num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
-        step_tokens=_combine_step(row, num_ranks, top_k),
+        num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
+        step_tokens=_combine_step(row, sizes.num_ranks, sizes.top_k),
         receive_steps=_RECEIVE_STEPS,
         num_workers=_COMBINE_WORKERS,
     )
-    return _with_few_steps(plan, num_tokens)
+    return _with_few_steps(plan, sizes.num_tokens)
 
 
 def combine_tile(row: Row) -> int:
@@ -411,7 +389,7 @@ def combine_tile(row: Row) -> int:
 
 
 def combine_receive_buffer(
-    plan: Plan, row: Row, *, num_tokens: int, num_ranks: int
+    plan: Plan, row: Row, num_tokens: int, num_ranks: int
 ) -> list[jax.ShapeDtypeStruct]:
     """Returns the types of the arrays that peers put their sums into.
 
@@ -423,9 +401,9 @@ def combine_receive_buffer(
     return [jax.ShapeDtypeStruct((*sums, columns), dtype) for columns, dtype in row.parts]
 
 
-def combine_workspace(plan: Plan, row: Row, *, num_tokens: int, num_ranks: int) -> dict[str, int]:
+def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
     """Returns the bytes that `combine.combine` allocates, by name: its receive buffer."""
-    parts = combine_receive_buffer(plan, row, num_tokens=num_tokens, num_ranks=num_ranks)
+    parts = combine_receive_buffer(plan, row, sizes.num_tokens, sizes.num_ranks)
     return {"receive buffer": sum(part.size * part.dtype.itemsize for part in parts)}
 
 
@@ -446,24 +424,16 @@ def _combine_grad_slots(
     return sent.room(window_words + count_words) // (row_bytes + WORD_BYTES * list_words)
 
 
-def combine_grad(
-    row: Row,
-    *,
-    num_tokens: int,
-    num_ranks: int,
-    top_k: int,
-    num_experts: int,
-    num_blocks: int | None = None,
-) -> Plan:
+def combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine_grad.combine_grad`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    slots = _combine_grad_slots(row, num_ranks, top_k, num_experts)
+    slots = _combine_grad_slots(row, sizes.num_ranks, sizes.top_k, sizes.num_experts)
     num_g_slots = max(1, min(6, slots // 3))
     num_slots = min(_RING_SLOTS, slots - num_g_slots)
     return Plan(
-        num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
+        num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
         num_slots=num_slots,
         store_lag=num_slots // 3,
         window_tokens=_WINDOW_TOKENS,
@@ -480,24 +450,16 @@ def has_short_rows(row: Row) -> bool:
     return row.hidden * jnp.dtype(row.dtype).itemsize <= _SHORT_ROW_BYTES
 
 
-def combine_grad_of_short_rows(
-    row: Row,
-    *,
-    num_tokens: int,
-    num_ranks: int,
-    top_k: int,
-    num_experts: int,
-    num_blocks: int | None = None,
-) -> Plan:
+def combine_grad_of_short_rows(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine_grad_of_short_rows.combine_grad`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    list_words = 2 + 3 * align_up(top_k, ROWS_OF_COTANGENT)
-    slots = _combine_grad_slots(row, num_ranks, top_k, num_experts, list_words)
+    list_words = 2 + 3 * align_up(sizes.top_k, ROWS_OF_COTANGENT)
+    slots = _combine_grad_slots(row, sizes.num_ranks, sizes.top_k, sizes.num_experts, list_words)
     num_workers = min(_GRAD_WORKERS, slots)
     return Plan(
-        num_blocks=min(num_blocks or _NUM_BLOCKS, num_tokens),
+        num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
         num_slots=num_workers * min(_GRAD_DEPTH, slots // num_workers),
         store_lag=0,
         window_tokens=_WINDOW_TOKENS,

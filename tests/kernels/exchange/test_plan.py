@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import plan as plans
-from pallas_kernels.exchange.plan import Row
+from pallas_kernels.exchange.plan import Row, Sizes
 from pallas_kernels.exchange.sender import Sender
 from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.plan import LANES, SHARED_MEMORY_BYTES, Window, padded_columns
@@ -36,6 +35,10 @@ SIZES = [  # num_tokens, num_ranks, top_k, num_experts
     (4096, 8, 8, 256),
     (300, 4, 6, 64),
 ]
+
+
+def sizes_of(num_tokens: int, num_ranks: int, top_k: int, num_experts: int = 256) -> Sizes:
+    return Sizes(num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts)
 
 
 def nbytes(columns: int, dtype: Any) -> int:
@@ -61,13 +64,13 @@ def test_padded_rows_are_whole_lines():
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts):
     """The rings of rows alone take less than there is; that the rest does, lowering checks."""
-    sizes = dict(num_tokens=num_tokens, num_ranks=num_ranks)
+    sizes = sizes_of(num_tokens, num_ranks, top_k, num_experts)
     assert plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts)
-    of_dispatch = plans.dispatch(row, top_k=top_k, num_experts=num_experts, **sizes)
-    of_ranks = plans.rank_dispatch(row, list_words=2 * top_k, **sizes)
-    of_combine = plans.combine(row, top_k=top_k, **sizes)
-    of_grad = plans.combine_grad(row, top_k=top_k, num_experts=num_experts, **sizes)
-    of_short = plans.combine_grad_of_short_rows(row, top_k=top_k, num_experts=num_experts, **sizes)
+    of_dispatch = plans.dispatch(row, sizes)
+    of_ranks = plans.rank_dispatch(row, sizes, weighted=True)
+    of_combine = plans.combine(row, sizes)
+    of_grad = plans.combine_grad(row, sizes)
+    of_short = plans.combine_grad_of_short_rows(row, sizes)
     held = {
         of_dispatch: of_dispatch.num_slots * row.slot_bytes
         + of_dispatch.num_copy_slots * row.sent_bytes,
@@ -91,15 +94,15 @@ def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
     for num_experts in (64, 1536, 2048, 3072, 3840):
         for row in (Row(512, jnp.bfloat16), Row(512, jnp.float32, WIRE), Row(1024, jnp.bfloat16)):
             if plans.fits_shared_memory(row, num_experts=num_experts, **sizes):
-                plans.dispatch(row, num_tokens=num_tokens, num_experts=num_experts, **sizes)
+                plans.dispatch(row, sizes_of(num_tokens, num_ranks, top_k, num_experts))
 
 
 def test_long_lists_leave_shared_memory_for_rows():
     """Steps are shorter where rows would else have no room, and only there."""
-    sizes = dict(num_tokens=4096, num_ranks=8, top_k=4)
-    plan = plans.dispatch(Row(512, jnp.bfloat16), num_experts=3584, **sizes)
+    row, sizes = Row(512, jnp.bfloat16), (4096, 8, 4)
+    plan = plans.dispatch(row, sizes_of(*sizes, 3584))
     assert (plan.step_tokens, plan.num_slots) == (32, 8)
-    plan = plans.dispatch(Row(512, jnp.bfloat16), num_experts=3840, **sizes)
+    plan = plans.dispatch(row, sizes_of(*sizes, 3840))
     assert (plan.step_tokens, plan.num_slots) == (12, 1)
 
 
@@ -117,48 +120,39 @@ def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire_dtype):
 
 def test_a_step_of_short_rows_has_more_tokens():
     """As many bytes as a step of long rows, up to what lists in shared memory have room for."""
-    sizes = dict(num_tokens=4096, num_ranks=8)
+    sizes = sizes_of(4096, 8, 8, 64)
     rows = {hidden: Row(hidden, jnp.bfloat16) for hidden in (64, 2048, 7168, 14336)}
-    steps = {h: plans.combine(row, top_k=8, **sizes).step_tokens for h, row in rows.items()}
+    steps = {h: plans.combine(row, sizes).step_tokens for h, row in rows.items()}
     assert steps == {64: 16, 2048: 4, 7168: 1, 14336: 1}
-    assert plans.combine(rows[64], top_k=200, **sizes).step_tokens == 5
-    of_dispatch = {
-        h: plans.dispatch(row, top_k=8, num_experts=64, **sizes) for h, row in rows.items()
-    }
-    steps = {h: plan.step_tokens for h, plan in of_dispatch.items()}
+    assert plans.combine(rows[64], sizes_of(4096, 8, 200, 64)).step_tokens == 5
+    steps = {h: plans.dispatch(row, sizes).step_tokens for h, row in rows.items()}
     assert steps == {64: 16, 2048: 8, 7168: 2, 14336: 2}
-    assert plans.dispatch(rows[64], top_k=40, num_experts=64, **sizes).step_tokens == 3
-    few = sizes | dict(num_tokens=plans.FEW_TOKENS)
-    assert plans.dispatch(rows[64], top_k=8, num_experts=64, **few).step_tokens == 2
+    assert plans.dispatch(rows[64], sizes_of(4096, 8, 40, 64)).step_tokens == 3
+    assert plans.dispatch(rows[64], sizes_of(plans.FEW_TOKENS, 8, 8, 64)).step_tokens == 2
 
 
 @pytest.mark.parametrize("num_blocks", [1, 20, 500])
 def test_blocks_can_be_limited(num_blocks):
-    row, sizes = ROWS[0], dict(num_tokens=128, num_ranks=8, num_blocks=num_blocks)
-    for plan in (
-        plans.dispatch(row, top_k=8, num_experts=256, **sizes),
-        plans.rank_dispatch(row, list_words=16, **sizes),
-        plans.combine(row, top_k=8, **sizes),
-        plans.combine_grad(row, top_k=8, num_experts=256, **sizes),
-        plans.combine_grad_of_short_rows(row, top_k=8, num_experts=256, **sizes),
+    for plan_of in (
+        plans.dispatch,
+        plans.rank_dispatch,
+        plans.combine,
+        plans.combine_grad,
+        plans.combine_grad_of_short_rows,
     ):
+        plan = plan_of(ROWS[0], sizes_of(128, 8, 8), num_blocks)
         assert plan.num_blocks == min(num_blocks, 128)
 
 
 def test_a_signal_can_count_the_steps_of_a_block():
     """More than 2**16 of them, as one block has for that many long rows; or the plan is refused."""
     row, most = ROWS[0], 2**layout.COUNT_BITS - 1
-    options = dict(num_ranks=8, num_blocks=1)
-    functions = [
-        (1, functools.partial(plans.combine, row, top_k=8, **options)),
-        (2, functools.partial(plans.dispatch, row, top_k=8, num_experts=256, **options)),
-        (2, functools.partial(plans.rank_dispatch, row, list_words=16, **options)),
-    ]
-    for step_tokens, plan_of in functions:
+    for step_tokens, plan_of in (1, plans.combine), (2, plans.dispatch), (2, plans.rank_dispatch):
         num_tokens = most * step_tokens
-        assert plan_of(num_tokens=num_tokens).steps_per_block(num_tokens) == most > 2**16
+        plan = plan_of(row, sizes_of(num_tokens, 8, 8), 1)
+        assert plan.steps_per_block(num_tokens) == most > 2**16
         with pytest.raises(ValueError, match=r"NUM_BLOCKS\) must be at least 2 .* is 1\."):
-            plan_of(num_tokens=num_tokens + 1)
+            plan_of(row, sizes_of(num_tokens + 1, 8, 8), 1)
 
 
 def test_rows_that_are_too_long():
@@ -170,9 +164,7 @@ def test_rows_that_are_too_long():
 
 @pytest.mark.parametrize(("num_tokens", "num_ranks", "top_k", "num_experts"), SIZES)
 def test_windows_of_a_sender_and_a_step_are_of_one_array(num_tokens, num_ranks, top_k, num_experts):
-    plan = plans.dispatch(
-        ROWS[0], num_tokens=num_tokens, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts
-    )
+    plan = plans.dispatch(ROWS[0], sizes_of(num_tokens, num_ranks, top_k, num_experts))
     of_sender, of_step = plans.windows(plan, num_tokens, top_k)
     assert of_sender.total == of_step.total >= num_tokens * top_k
     for window, tokens in ((of_sender, plan.window_tokens), (of_step, plan.step_tokens)):
@@ -184,17 +176,17 @@ def test_windows_of_a_sender_and_a_step_are_of_one_array(num_tokens, num_ranks, 
 
 
 def test_a_workspace_is_the_size_of_its_arrays():
-    sizes = dict(num_tokens=300, num_ranks=4)
+    sizes = sizes_of(300, 4, 6, 200)
     row = Row(1024, jnp.bfloat16, WIRE)
-    plan = plans.combine(row, top_k=6, **sizes)
-    values, scales = plans.combine_receive_buffer(plan, row, **sizes)
+    plan = plans.combine(row, sizes)
+    values, scales = plans.combine_receive_buffer(plan, row, 300, 4)
     assert values.shape == (128, 1, 4, 3, 1024) and values.dtype == WIRE  # 3 tokens to a block
     assert scales.shape == (128, 1, 4, 3, 8) and scales.dtype == jnp.float32
-    assert plans.combine_workspace(plan, row, **sizes) == {
+    assert plans.combine_workspace(plan, row, sizes) == {
         "receive buffer": math.prod(values.shape) + 4 * math.prod(scales.shape),
     }
-    plan = plans.dispatch(row, top_k=6, num_experts=200, **sizes)
-    held = plans.dispatch_workspace(plan, top_k=6, num_experts=200, **sizes)
+    plan = plans.dispatch(row, sizes)
+    held = plans.dispatch_workspace(plan, sizes)
     entries = plans.windows(plan, 300, 6)[0].total
     assert plans.count_width(200) == 2 * LANES
     assert held == {"routes": 4 * 4 * (entries + 256)}
@@ -209,15 +201,15 @@ def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
         return lambda *operands: [operands[0][: options["out_type"][0].shape[0]]]
 
     monkeypatch.setattr(combine_kernel.fb, "kernel", kernel)
-    row, sizes = Row(512, jnp.float32), dict(num_tokens=7, num_ranks=2)
-    plan = plans.combine(row, top_k=2, **sizes)
+    row = Row(512, jnp.float32)
+    plan = plans.combine(row, sizes_of(7, 2, 2))
     combine_kernel.combine(
         jnp.zeros((20, 512)), None, jnp.zeros((7, 2), jnp.int32), jnp.zeros((2, 7, 2), jnp.int32),
         fabric=Gpus(((1, 2),), (0, 1)), plan=plan, num_experts=4,
     )  # fmt: skip
     out, *received = asked["out_type"]
     assert out.shape == (7, 512)
-    assert received == plans.combine_receive_buffer(plan, row, **sizes)
+    assert received == plans.combine_receive_buffer(plan, row, 7, 2)
     assert asked["shared"] == (4,)  # of three operands, the result and the buffer
 
 
