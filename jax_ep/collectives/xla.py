@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ep.dtypes import wide_dtype
+
 
 @dataclasses.dataclass(frozen=True)
 class XlaCollectives:
@@ -80,7 +82,7 @@ def unfused(
 
 def add_residual(total: jax.Array, residual: jax.Array) -> jax.Array:
     """Adds two arrays of one shape, in float32 or wider; rounds the sum to residual's dtype."""
-    wide = _wide(residual.dtype)
+    wide = wide_dtype(residual.dtype)
     return (total.astype(wide) + residual.astype(wide)).astype(residual.dtype)
 
 
@@ -96,14 +98,9 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, dtype: Any) -> jax.Arra
     Returns:
       [..., H] in `dtype`.
     """
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     x = x.astype(wide)
     factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     # Broadcast explicitly: jnp refuses to under jax_numpy_rank_promotion="raise".
     scale = lax.broadcast_in_dim(scale.astype(wide), x.shape, (x.ndim - 1,))
     return (x * factor * scale).astype(dtype)
-
-
-def _wide(dtype: Any) -> Any:
-    """Returns float32, or `dtype` if it is wider; valid under strict dtype promotion."""
-    return dtype if jnp.finfo(dtype).bits > 32 else jnp.float32

@@ -27,6 +27,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jax_ep.dtypes import wide_dtype
+
 # Rows of a tile of the kernels for GPUs: with another number of rows an operand is copied first.
 TILE_ROWS = 8
 Pairs = Sequence[tuple[jax.Array, jax.Array]]  # (lhs, rhs), all of the same shapes and dtype
@@ -132,12 +134,7 @@ class Backend:
 def gated(gating: Gating, *products: jax.Array) -> jax.Array:
     """Returns gating of the products, computed in float32 or wider and rounded to their dtype."""
     dtype = products[0].dtype
-    return gating(*(product.astype(accumulator(dtype)) for product in products)).astype(dtype)
-
-
-def accumulator(dtype: Any) -> Any:
-    """Returns the dtype in which products of operands of a dtype are summed: float32 or float64."""
-    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    return gating(*(product.astype(wide_dtype(dtype)) for product in products)).astype(dtype)
 
 
 def pad_rows(x: jax.Array) -> jax.Array:

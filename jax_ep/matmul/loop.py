@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.matmul.backend import Backend, accumulator
+from jax_ep.dtypes import wide_dtype
+from jax_ep.matmul.backend import Backend
 from jax_ep.runtime.jax_compat import match_varying
 
 _PRODUCT_TILE = 32
@@ -35,7 +36,7 @@ def product(
             first, live = _tile_rows(lhs, ends, group_sizes, group, i, tile)
             rows = lax.dynamic_slice_in_dim(lhs, first, tile)
             products = lax.dot_general(
-                rows, matrix, contract, preferred_element_type=accumulator(lhs.dtype)
+                rows, matrix, contract, preferred_element_type=wide_dtype(lhs.dtype)
             ).astype(out.dtype)
             old = lax.dynamic_slice_in_dim(out, first, tile)
             new = jnp.where(live[:, None], products, old)
@@ -50,7 +51,7 @@ def product(
 
 def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     tile = min(_DRHS_TILE, lhs.shape[0])
-    dtype = accumulator(lhs.dtype)
+    dtype = wide_dtype(lhs.dtype)
     group_sizes = jnp.minimum(group_sizes, lhs.shape[0])
     tiles = (group_sizes + (tile - 1)) // tile
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)

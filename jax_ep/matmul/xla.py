@@ -7,7 +7,8 @@ import functools
 import jax
 from jax import lax
 
-from jax_ep.matmul.backend import Backend, accumulator, zero_tail
+from jax_ep.dtypes import wide_dtype
+from jax_ep.matmul.backend import Backend, zero_tail
 
 
 def product(
@@ -18,7 +19,7 @@ def product(
         rhs,
         group_sizes,
         product_dims(transpose_rhs),
-        preferred_element_type=accumulator(lhs.dtype),
+        preferred_element_type=wide_dtype(lhs.dtype),
     )
     return zero_tail(out.astype(lhs.dtype), group_sizes)
 
@@ -29,7 +30,7 @@ def drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
         zero_tail(grad, group_sizes),
         group_sizes,
         _drhs_dims(),
-        preferred_element_type=accumulator(lhs.dtype),
+        preferred_element_type=wide_dtype(lhs.dtype),
     ).astype(lhs.dtype)
 
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
+from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
 from jax_ep.runtime.jax_compat import match_varying
@@ -253,11 +254,6 @@ def _hashable(unit: HiddenUnit) -> bool:
     except TypeError:
         return False
     return True
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """Returns the dtype that rows are computed with between matmuls: float32, or a wider one."""
-    return jnp.float32 if dtype.itemsize < 4 else dtype
 
 
 def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
+from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
 from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
 from jax_ep.exchange.expert_major import check_weights
@@ -33,7 +34,6 @@ from jax_ep.moe.expert_mlp import (
     backward,
     check_operands,
     forward,
-    wide_dtype,
 )
 from jax_ep.runtime.jax_compat import match_varying
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
-from jax_ep.moe.expert_mlp import wide_dtype
+from jax_ep.dtypes import wide_dtype
 from jax_ep.placement.choice import choose_slots
 from jax_ep.placement.table import Placement
 
