@@ -39,7 +39,7 @@ from jax_ep.collectives.algorithms import ALGORITHMS
 from jax_ep.flags import Error
 
 if TYPE_CHECKING:
-    from pallas_kernels.fabric.tiles import TilePlan
+    from pallas_kernels.collectives.tiles import TilePlan
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce": collectives.all_reduce,
@@ -449,7 +449,7 @@ def _no_kernels(on_gpu: bool) -> str | None:
 
 
 def _plan(text: str) -> TilePlan:
-    from pallas_kernels.fabric.tiles import TilePlan  # not on a machine without GPUs
+    from pallas_kernels.collectives.tiles import TilePlan  # not on a machine without GPUs
 
     num_blocks, num_warpgroups, num_vectors = map(int, text.split("x"))
     return TilePlan(num_blocks, num_warpgroups, num_vectors)

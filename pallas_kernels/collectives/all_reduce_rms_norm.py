@@ -24,10 +24,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.collectives import low_latency, tiles
+from pallas_kernels.collectives.tiles import TilePlan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import low_latency, tiles, vectors
+from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.plan import vector_length
-from pallas_kernels.fabric.tiles import TilePlan
 
 # Kind of signal: this block has put the sums of its share (two_shot) or read all inputs (one_shot).
 _SUMMED = 0

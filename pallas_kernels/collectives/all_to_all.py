@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.collectives import tiles
+from pallas_kernels.collectives.tiles import FlatTiles, TilePlan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import FlatTiles, TilePlan
 
 
 def all_to_all(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.collectives import tiles
+from pallas_kernels.collectives.tiles import FlatTiles, TilePlan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import tiles
-from pallas_kernels.fabric.tiles import FlatTiles, TilePlan
 
 
 def reduce_scatter(x: jax.Array, *, fabric: fb.Fabric, plan: TilePlan) -> jax.Array:

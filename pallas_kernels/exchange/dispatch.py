@@ -27,12 +27,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.exchange import short_copies
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.plan import Row
 from pallas_kernels.exchange.sender import PUT, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import short_copies
 from pallas_kernels.fabric.plan import LANES, Plan, pad_last
 
 _COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted

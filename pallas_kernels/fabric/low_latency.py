@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,7 +38,6 @@ from pallas_kernels.fabric.layout import (
 )
 from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import SlotMemory
-from pallas_kernels.fabric.tiles import TilePlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,60 +188,3 @@ class Endpoint:
         set_of_sender = (calls & 1) * senders + number
         channel = set_of_sender * MAX_WORKERS + self._worker
         return channel * slots_of_channel(num_gpus) + slot
-
-
-def call(
-    body: Callable[..., None],
-    place: jax.Array,
-    operands: Sequence[jax.Array],
-    out_type: Sequence[jax.ShapeDtypeStruct],
-    *,
-    channels: Channels,
-    plan: TilePlan,
-    num_slots: int,
-    name: str,
-    scratch_types: dict[str, Any] | None = None,
-) -> list[jax.Array]:
-    """Runs a kernel over the low-latency protocol.
-
-    Args:
-      body: called with a worker's `Endpoint`, references to operands and results, and scratch by
-        name.
-      place: [1] int32, the place of this GPU in the mesh.
-      operands: the kernel's inputs.
-      out_type: shape and dtype of each result on one rank.
-      channels: the ranks, and the memory that they reach each other by.
-      plan: number of blocks, and of warpgroups per block.
-      num_slots: slots of each channel that `body` uses; it receives from each that it sends to.
-      name: the kernel's name in profiles and messages.
-      scratch_types: the scratch that `body` takes, by name.
-
-    Returns:
-      The results.
-
-    Raises:
-      ValueError: the plan has too many workers, or `body` needs too many slots.
-    """
-    slots = slots_of_channel(channels.memory.num_gpus)
-    if plan.num_workers > MAX_WORKERS or num_slots > slots:
-        raise ValueError(
-            f"the low-latency protocol has {MAX_WORKERS} workers of {slots} slots, but {name} "
-            f"with {plan} needs {plan.num_workers} of {num_slots}."
-        )
-
-    def run(place_ref: Any, *refs: Any, **scratch: Any) -> None:
-        endpoint = Endpoint(channels, channels.place(place_ref), plan.worker(), name)
-        endpoint.stage(0)
-        body(endpoint, *(channels.mine(ref) for ref in refs), **scratch)
-        endpoint.stage(2)
-        endpoint.close()
-
-    return fb.kernel(
-        channels,
-        run,
-        name=name,
-        num_blocks=plan.num_blocks,
-        num_warpgroups=plan.num_warpgroups,
-        out_type=out_type,
-        scratch_types=scratch_types or {},
-    )(place, *operands)

@@ -19,8 +19,8 @@ from pallas_kernels.collectives.all_gather import all_gather
 from pallas_kernels.collectives.all_reduce import one_shot, two_shot
 from pallas_kernels.collectives.all_to_all import all_to_all
 from pallas_kernels.collectives.reduce_scatter import reduce_scatter
+from pallas_kernels.collectives.tiles import TilePlan
 from pallas_kernels.fabric.symmetric import Gpus
-from pallas_kernels.fabric.tiles import TilePlan
 from support.meshes import cuda_mesh
 
 AXIS = "expert"

@@ -35,8 +35,8 @@ from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
 from jax_ep.collectives.algorithms import FUSED
 from pallas_kernels.collectives.all_reduce_rms_norm import all_reduce_rms_norm
+from pallas_kernels.collectives.tiles import FlatTiles, TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.tiles import FlatTiles, TilePlan, tile_length
 
 # ------------------------------------------------------------------------------------ simulated
 

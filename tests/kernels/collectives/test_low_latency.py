@@ -48,14 +48,15 @@ from support.simulator import (
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import pallas as pallas_collectives
 from jax_ep.runtime import availability, jax_compat, symmetric_memory
-from pallas_kernels.collectives import low_latency as ll_collectives
+from pallas_kernels.collectives import low_latency as ll
+from pallas_kernels.collectives import tiles
 from pallas_kernels.collectives.all_reduce_rms_norm import low_latency_all_reduce_rms_norm
+from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import layout, tiles
-from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.low_latency import Endpoint
+from pallas_kernels.fabric import layout
+from pallas_kernels.fabric.layout import MAX_WORKERS
+from pallas_kernels.fabric.low_latency import Channels, Endpoint
 from pallas_kernels.fabric.sentinel_words import SlotMemory
-from pallas_kernels.fabric.tiles import TilePlan, tile_length
 
 simulated = simulator.simulated
 LL_LOWERED = [case for case in LOWERED if case[1].endswith("ll")]
@@ -67,7 +68,7 @@ def one_axis(num_ranks: int, **options: Any) -> SimulatedChannels:
 
 def run(name: str, x: np.ndarray, channels: SimulatedChannels, plan: TilePlan) -> np.ndarray:
     """x and the result are stacked by place in the mesh."""
-    kernel = getattr(ll_collectives, name)
+    kernel = getattr(ll, name)
     return simulate(lambda: kernel(places(len(x)), jnp.asarray(x), channels=channels, plan=plan))
 
 
@@ -211,7 +212,7 @@ def test_all_reduce_rms_norm(case, two_shot):
 
 @needs_kernels
 def test_what_needs_more_than_there_is_is_refused():
-    channels = ll.Channels(((1, 2),), (0, 1), SlotMemory(layout.BASE, 2))
+    channels = Channels(((1, 2),), (0, 1), SlotMemory(layout.BASE, 2))
     for name, size, plan in (
         ("all_gather", 5 * 512, TilePlan(1, 1)),  # five slots
         ("two_shot", 3 * 512, TilePlan(1, 1)),  # six
@@ -221,7 +222,7 @@ def test_what_needs_more_than_there_is_is_refused():
         with pytest.raises(
             ValueError, match=r"protocol has 512 workers of 4 slots, but .*TilePlan.* needs"
         ):
-            getattr(ll_collectives, name)(places(2)[0], x, channels=channels, plan=plan)
+            getattr(ll, name)(places(2)[0], x, channels=channels, plan=plan)
     for two_shot, rows, hidden in ((False, 5, 512), (False, 3, 1024), (True, 2, 1536)):
         x = jnp.zeros((rows, hidden))
         options = dict(
@@ -491,8 +492,8 @@ def test_every_slot_has_a_place_of_its_own(num_gpus):
     """Of both sets, all senders, workers and slots: a dense numbering of what a GPU has."""
     endpoint = Endpoint.__new__(Endpoint)
     memory = SlotMemory(layout.BASE, num_gpus)
-    endpoint.channels = ll.Channels(((1, num_gpus),), tuple(range(num_gpus)), memory)
-    endpoint._worker = jnp.arange(ll.MAX_WORKERS)
+    endpoint.channels = Channels(((1, num_gpus),), tuple(range(num_gpus)), memory)
+    endpoint._worker = jnp.arange(MAX_WORKERS)
     count = layout.num_slots(num_gpus)
     for receiver in range(num_gpus):
         found = [
@@ -699,28 +700,28 @@ def test_plans_give_workers_as_many_tiles_as_ll_holds():
         workers = plan.num_blocks * plan.num_warpgroups
         rounds = -(-num_tiles // workers)
         assert (
-            workers <= ll.MAX_WORKERS
+            workers <= MAX_WORKERS
             and rounds <= layout.slots_of_channel(2)
             and plan.num_vectors == 1
         )
-        assert rounds == -(-num_tiles // ll.MAX_WORKERS)
+        assert rounds == -(-num_tiles // MAX_WORKERS)
         assert (plan.num_blocks - 1) * plan.num_warpgroups * rounds < num_tiles
 
 
 # ------------------------------------------------------------------- on GPUs that are out of step
 
 
-def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: Any) -> ll.Channels:
+def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: Any) -> Channels:
     """Within a shard_map over the mesh."""
     strides = {name: math.prod(mesh.axis_sizes[i + 1 :]) for i, name in enumerate(mesh.axis_names)}
     axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
     if isinstance(mesh, AbstractMesh):  # this is lowered only
         devices = tuple(range(mesh.size))
-        return ll.Channels(axes, devices, SlotMemory(layout.BASE, mesh.size), **options)
+        return Channels(axes, devices, SlotMemory(layout.BASE, mesh.size), **options)
     domain = symmetric_memory.domain()
     assert not isinstance(domain, str), domain
     devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)
-    return ll.Channels(axes, devices, SlotMemory(domain.base, domain.num_gpus), **options)
+    return Channels(axes, devices, SlotMemory(domain.base, domain.num_gpus), **options)
 
 
 # Kernels, tiles and plans of the calls that follow each other in a loop.
@@ -757,7 +758,7 @@ def loop_of_steps(mesh: Any, calls: int, **options: Any) -> Any:
         channels, place = channels_here(mesh, **options), jax_compat.place()
         for name, num_tiles, plan in STEPS:
             x = operand_of(name, state, num_tiles * tile_length("float32"), num_ranks)
-            out = getattr(ll_collectives, name)(place, x, channels=channels, plan=plan)
+            out = getattr(ll, name)(place, x, channels=channels, plan=plan)
             state = next_state(state, out, lax.axis_index(AXIS))
         return state
 
@@ -953,7 +954,7 @@ def test_all_reduce_rms_norm_out_of_step(two_shot, num_ranks):
             def call(_, results):
                 # Depends on the calls before.
                 again = x[0] + jnp.isnan(results[1][0, 0]).astype(x.dtype)
-                gathered = ll_collectives.all_gather(
+                gathered = ll.all_gather(
                     jax_compat.place(), again[0], channels=channels, plan=TilePlan(1, 1)
                 )
                 again = again + jnp.isnan(gathered[0, 0]).astype(x.dtype)
@@ -1025,7 +1026,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from support.kernels import needs_kernels
 from support.meshes import expert_mesh
-from test_low_latency import AXIS, TilePlan, channels_here, jax_compat, ll_collectives
+from test_low_latency import AXIS, TilePlan, channels_here, jax_compat, ll
 
 LATE_RANK, DELAY_NS = 1, 2_000_000_000
 mesh = expert_mesh(2)
@@ -1034,7 +1035,7 @@ mesh = expert_mesh(2)
 def run(x):
     delays = tuple(DELAY_NS * (rank == LATE_RANK) for rank in range(2))
     channels = channels_here(mesh, timeout_s=0.25, delays_ns=(delays,))
-    return ll_collectives.all_gather(jax_compat.place(), x, channels=channels, plan=TilePlan(2, 1))
+    return ll.all_gather(jax_compat.place(), x, channels=channels, plan=TilePlan(2, 1))
 
 
 spec = P(AXIS)

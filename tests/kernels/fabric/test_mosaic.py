@@ -129,7 +129,7 @@ from jax.experimental.pallas import mosaic_gpu
 from pallas_kernels.collectives.all_gather import all_gather
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.symmetric import Gpus
-from pallas_kernels.fabric.tiles import TilePlan
+from pallas_kernels.collectives.tiles import TilePlan
 fabric = Gpus((), (0,), jnp.zeros((1,), jnp.int32))
 x = jax.ShapeDtypeStruct((1024,), jnp.float32)
 try:
