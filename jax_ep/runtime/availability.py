@@ -114,7 +114,8 @@ def program_unavailable_reason(
     Args:
       program: the program that is being lowered.
       axis_name: the mesh axes of the kernels' ranks.
-      group_size: None if all of these reach each other; else the length of the runs that do.
+      group_size: None if all of these reach each other; else the length of the runs that do, each
+        on a host. Then the answer is the same on all hosts.
     """
     if reason := jax_unavailable_reason():
         return reason
@@ -137,24 +138,34 @@ def program_unavailable_reason(
                 f"along axes of sizes {sizes} are none"
             )
     is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
+    if not is_here and jax.default_backend() != "gpu" and jax_compat.gpus():
+        default = jax.default_backend()
+        return f"it needs GPUs as JAX's default backend, which is {default} (see JAX_PLATFORMS)"
     if not is_here:  # the program is lowered for another machine
         return None
     if reason := unavailable_reason() or jax_compat.devices_unavailable_reason():
         return reason
-    if mesh is None:
-        return symmetric_memory.unavailable_reason(jax.local_devices()[:1])
     devices = program.mesh_devices
+    if devices is None and mesh is None:
+        return "it needs to know which GPU it runs on, and this JAX does not say"
     if devices is None:
         return (
             "it needs to know the order of the GPUs, and shard_map was given an abstract mesh; use "
             "jax.set_mesh or a mesh of devices"
         )
-    for ranks in hosts.groups(devices, mesh.axis_names, axis_name):
+    names = () if mesh is None else mesh.axis_names
+    for ranks in hosts.groups(devices, names, axis_name):
         for start in range(0, len(ranks), group_size or len(ranks)):
             group = ranks[start : start + (group_size or len(ranks))]
             if any(device.process_index == jax.process_index() for device in group):
                 if reason := symmetric_memory.unavailable_reason(group):
                     return f"it needs GPUs that share memory, and {reason}"
+    if group_size is not None:  # ranks of several hosts, whose programs must communicate alike
+        for process in sorted({device.process_index for device in devices.flat}):
+            if process == jax.process_index():
+                continue
+            if reason := symmetric_memory.unavailable_reason_of(process):
+                return f"it needs GPUs that share memory on every host, and {reason}"
     return None
 
 

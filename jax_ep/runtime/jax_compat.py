@@ -204,9 +204,12 @@ class Program:
         """The devices of the program's mesh, in its shape; None where they are not known.
 
         An abstract mesh stands for the mesh of `jax.set_mesh`, if the two have equal axes and this
-        JAX has the means to tell.
+        JAX has the means to tell. Without a mesh, these are all devices of the program.
         """
         mesh = self.mesh
+        if mesh is None:
+            devices = getattr(self._axis_context, "device_assignment", None)
+            return None if devices is None else np.asarray(devices, object)
         if isinstance(mesh, AbstractMesh):
             ambient = None if _concrete_mesh is None else _concrete_mesh()
             same = isinstance(ambient, Mesh) and ambient.shape_tuple == mesh.shape_tuple
@@ -435,6 +438,14 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     if jax.default_backend() == "gpu" and mesh.size <= jax.device_count():
         return _devices_p.bind(x)
     return x
+
+
+def gpus() -> list[jax.Device]:
+    """Returns the GPUs that JAX has here, whatever its default backend is."""
+    try:
+        return jax.devices("gpu")
+    except RuntimeError:
+        return []
 
 
 # ------------------------------------------------------------------------------------- other state

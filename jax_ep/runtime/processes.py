@@ -2,7 +2,7 @@
 
 Processes find each other through the key-value service of `jax.distributed`, and then communicate
 over UNIX sockets. Each socket is in a new folder that only this user can open. A `Meeting` is held
-once, ends within its timeout, and leaves no thread and no file behind.
+once, ends within twice its timeout, and leaves no thread and no file behind.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from jax_ep.runtime import jax_compat
 
 _KEY = "jax_ep/symmetric_memory/{process}"
+_OUTCOME_KEY = "jax_ep/symmetric_memory/outcome/{process}"
 _FOLDER = "jax_ep-"
 _SOCKET = "socket"
 _MAX_PATH = 100  # characters in a UNIX socket's path, a little less than Linux allows
@@ -50,6 +51,28 @@ def store() -> Store | None:
     """Returns the key-value service of `jax.distributed.initialize`; None if it was not called."""
     client: Store | None = jax_compat.distributed_client()
     return client
+
+
+def report(store: Store, process: int, reason: str | None) -> None:
+    """Tells the processes of all hosts why this one's GPUs do not share memory; None: they do."""
+    store.key_value_set(_OUTCOME_KEY.format(process=process), json.dumps(reason))
+
+
+def reported(store: Store, process: int, timeout_s: float) -> str | None:
+    """Returns what a process has told by `report`; waits for it.
+
+    Raises RuntimeError if it takes longer than `timeout_s` seconds.
+    """
+    key = _OUTCOME_KEY.format(process=process)
+    try:
+        text = store.blocking_key_value_get(key, max(1, int(1000 * timeout_s)))
+    except Exception as error:
+        raise RuntimeError(
+            f"process {process} has not said within {timeout_s:g} s (JAX_EP_TIMEOUT_SECONDS) "
+            f"whether its GPUs share memory; each must lower the program: {error}"
+        ) from error
+    reason: str | None = json.loads(text)
+    return reason
 
 
 def host_id() -> str:
@@ -91,7 +114,7 @@ class Meeting:
     Args:
       store: the key-value service by which the processes find each other.
       process: the number of this process.
-      timeout_s: seconds from now within which the whole meeting must end.
+      timeout_s: seconds from now within which all must have exchanged, and from there agreed.
     """
 
     def __init__(self, store: Store, process: int, timeout_s: float) -> None:
@@ -174,6 +197,8 @@ class Meeting:
         Raises `Refused` if a message has a "failure", or a process ended or took too long.
         """
         messages = {self._process: message}
+        # Others may have begun as late as this process's deadline, and count on it once told.
+        self._deadline = max(self._deadline, time.monotonic() + self._timeout_s)
         try:
             self._tell(message)
             for process in sorted(self._from):

@@ -27,6 +27,10 @@ from jax_ep.runtime import cuda_driver, jax_compat, processes, settings
 from jax_ep.runtime.processes import Message, Refused
 from pallas_kernels.fabric import layout
 
+_NO_STORE = (
+    "several processes share memory only after jax.distributed.initialize(), in a JAX that has "
+    f"jax._src.distributed.global_state.client; this is {jax.__version__}"
+)
 # Matches XLA_FLAGS that let kernels of a program overlap; by default XLA runs them in turn.
 _CONCURRENT = re.compile(r"xla_gpu_command_buffer_scheduling_mode=.?concurrent")
 
@@ -114,6 +118,18 @@ def unavailable_reason(devices: Iterable[jax.Device]) -> str | None:
     return None
 
 
+def unavailable_reason_of(process: int) -> str | None:
+    """Returns why the GPUs of a process, on another host, do not all share memory; None: they do.
+
+    Waits until that process has made the first call of `domain`, and raises RuntimeError if that
+    takes longer than JAX_EP_TIMEOUT_SECONDS: it may yet find that they do, and then run a program
+    that communicates otherwise.
+    """
+    if (store := processes.store()) is None:
+        return _NO_STORE
+    return processes.reported(store, process, settings.timeout_seconds())
+
+
 def describe() -> list[str]:
     """Describes symmetric memory in lines of plain text, for `python -m jax_ep info`."""
     found = domain()
@@ -163,6 +179,20 @@ class Participant:
 
 @functools.cache
 def _domain() -> Domain | str:
+    """Sets up the domain of this process's host, and tells the processes of other hosts."""
+    found = _set_up_here()
+    if (store := processes.store()) is not None:
+        reason = (
+            found if isinstance(found, str) else next((why for *_, why in found.no_access), None)
+        )
+        try:
+            processes.report(store, jax.process_index(), reason)
+        except Exception as error:
+            return f"process {jax.process_index()} cannot tell of its GPUs: {error}"
+    return found
+
+
+def _set_up_here() -> Domain | str:
     if _CONCURRENT.search(os.environ.get("XLA_FLAGS", "").lower()):
         return (
             "symmetric memory needs kernels to run one at a time, and XLA_FLAGS let those of a "
@@ -200,10 +230,7 @@ def set_up(me: Participant) -> Domain | str:
         if not me.others:
             meeting = processes.Alone(me.process)
         elif me.store is None:
-            raise Refused(
-                "several processes share memory only after jax.distributed.initialize(), in a JAX "
-                f"that has jax._src.distributed.global_state.client; this is {jax.__version__}"
-            )
+            raise Refused(_NO_STORE)
         else:
             meeting = processes.Meeting(me.store, me.process, me.timeout_s)
         with contextlib.ExitStack() as undo, meeting:
@@ -228,7 +255,7 @@ def _card(me: Participant) -> Message:
         "layout": layout.VERSION,
         "jax_ep": me.jax_ep_version,
         "jax": me.jax_version,
-        "host": processes.host_id(),
+        "host": processes.host_id() if me.others else "",
         "uid": os.getuid(),
         "gpus": [],
     }

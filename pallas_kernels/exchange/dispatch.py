@@ -453,7 +453,7 @@ class _Dispatch:
         lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
-        def _():  # no token is received, but peers may still be reading this rank's counts
+        def _():  # no token is received, but peers may still read this rank's rows, if known
             fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)

@@ -7,9 +7,10 @@ peer's buffer. A signal is a word that only grows: the number of the call in its
 in its low bits. So nothing is zeroed between calls, and ranks meet in one trip over the link.
 
 Why the memory of one call may be used by the next: a call ends at a rank when every peer's last
-signal has arrived, and a peer's block sends it after it has read all that this rank sent it. Two
-ranks make their calls in the same order, one at a time. So when a rank begins a call, each of its
-peers has ended every earlier call of the two, or has nothing of it left to read.
+signal has arrived, and a peer's block sends it after it has read what this rank sent to its heap.
+Two ranks make their calls in the same order, one at a time. So when a rank begins a call, each of
+its peers has ended every earlier call of the two, or has nothing of it left to read but addresses
+that a block without work does not use.
 """
 
 from __future__ import annotations
@@ -157,9 +158,11 @@ class Gpus(RanksOfMesh):
         """Sends the address of buffer i // N to rank i % N, in thread i."""
         buffer = arith.divui(lane, i32(self.num_ranks))
         rank = arith.remui(lane, i32(self.num_ranks))
-        address = _of_lane([mosaic.address(ref) for ref in refs] or [i64(0)], buffer)
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
         start = _load(_at(heap, 8 * layout.POOL_START))
+        # Without buffers, an address in the pool: a block without work of a peer's earlier call may
+        # take this word for that call's, and must not find the flag in it.
+        address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
         size = _load(_at(heap, 8 * layout.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
         flag = arith.select(outside, i64(_NOT_SHARED), i64(0))

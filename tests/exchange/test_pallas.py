@@ -428,6 +428,26 @@ def test_kernels_know_which_gpus_are_at_the_places_of_a_mesh(order, gpus, fabric
     assert {fabric.gpus for fabric in fabrics} == {tuple(3 - i for i in order)}
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="CPUs are taken for GPUs here")
+def test_a_program_of_one_gpu_uses_that_gpus_memory(gpus, fabrics):
+    """Without a `shard_map`, too; each of the machine's GPUs may run such a program."""
+    for i, device in enumerate(gpus(4)):
+        x, topk_idx = (
+            jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+            for shape, dtype in (((300, 512), jnp.bfloat16), ((300, 4), jnp.int32))
+        )
+        function = jax.jit(
+            lambda x, topk_idx: (
+                jax_ep.dispatch(
+                    x, topk_idx, num_experts=8, axis_name=(), implementation="pallas"
+                ).tokens
+            )
+        )
+        assert kernels(function.trace(x, topk_idx).lower(lowering_platforms=("cuda",)).as_text())
+        fabric = fabrics.pop()
+        assert fabric.gpus == (3 - i,) and fabric.num_ranks == 1 and not fabrics
+
+
 SHAPES_OF_TWO = Shapes(8, 64, 2, 8, "float32")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,24 @@ import jax_ep
 from jax_ep.runtime import availability, jax_compat
 
 S = jax.ShapeDtypeStruct
+
+
+@needs_kernels
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs are the default backend here")
+def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
+    """As with JAX_PLATFORMS=cpu,cuda; on a machine without any, the program is for another one."""
+    program: Any = types.SimpleNamespace(
+        platforms=("cuda",), for_export=False, mesh=None, mesh_devices=None
+    )
+    assert availability.program_unavailable_reason(program, ()) is None
+    monkeypatch.setattr(jax_compat, "gpus", lambda: ["a GPU"])
+    reason = availability.program_unavailable_reason(program, ())
+    assert reason == "it needs GPUs as JAX's default backend, which is cpu (see JAX_PLATFORMS)"
+
+
+def test_gpus_whatever_the_default_backend_is():
+    gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    assert jax_compat.gpus() == gpus
 
 
 def exchanged(implementation: str | None) -> Callable[..., jax.Array]:

@@ -8,7 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -187,6 +190,30 @@ def test_a_late_process_and_the_others_refuse(run, folder):
     for reason in (first, second):
         assert "process 2 has not begun to share memory within 0.4 s" in reason
     assert "process 0 ended, or had given up" in late
+
+
+def test_who_began_first_waits_for_those_it_has_told(folder):
+    """A process that began just before the first one's timeout may take as long as that one."""
+    found: dict[int, Any] = {}
+
+    def take_part(number: int, late_s: float, maps_s: float) -> None:
+        time.sleep(late_s)
+        with processes.Meeting(Store(str(folder)), number, 2.0) as meeting:
+            cards = meeting.introduce({"host": "here"}, range(3))
+            meeting.exchange(cards, {})
+            time.sleep(maps_s)  # maps what the others have sent
+            try:
+                found[number] = sorted(meeting.agree({"maps": number}))
+            except processes.Refused as reason:
+                found[number] = str(reason)
+
+    parts = [(0, 0.0, 0.0), (1, 1.5, 0.0), (2, 1.5, 1.0)]
+    threads = [threading.Thread(target=take_part, args=part) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(range(3), [0, 1, 2])
 
 
 def test_a_socket_of_another_user_is_not_written_to(run, folder):

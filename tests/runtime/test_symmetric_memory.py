@@ -13,7 +13,7 @@ import pytest
 from jax import export
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.domain_processes import gpus_of_process
+from support.domain_processes import Store, gpus_of_process
 from support.fake_cuda import FakeCuda, open_descriptors
 from support.kernels import needs_kernels
 from support.meshes import cuda_mesh, expert_mesh
@@ -22,7 +22,7 @@ from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
 from jax_ep.collectives.pallas import PallasCollectives, no_room_reason
-from jax_ep.runtime import availability, cuda_driver, symmetric_memory
+from jax_ep.runtime import availability, cuda_driver, processes, symmetric_memory
 from jax_ep.runtime.symmetric_memory import Domain, Gpu
 from pallas_kernels.fabric import layout
 
@@ -497,13 +497,49 @@ def test_programs_are_refused_where_there_is_no_domain(machine, monkeypatch, mes
     machine(0, refuses="cuMemCreate")
     taken_for_gpus(monkeypatch)
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=None
+        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=np.empty(1, object)
     )
-    if mesh is not None:
-        program.mesh_devices = np.empty(1, object)
-        program.mesh_devices[0] = jax.devices()[0]
-    reason = availability.program_unavailable_reason(program, ("a",))
+    program.mesh_devices[0] = jax.devices()[0]
+    reason = availability.program_unavailable_reason(program, () if mesh is None else ("a",))
     assert reason is not None and "cuMemCreate: out of memory" in reason
+    program.mesh_devices = None
+    assert availability.program_unavailable_reason(program, ()) is not None
+
+
+@pytest.mark.parametrize("refuses", [None, "cuMemCreate"])
+def test_processes_of_other_hosts_are_told(machine, monkeypatch, tmp_path, refuses):
+    store = Store(str(tmp_path))
+    monkeypatch.setattr(processes, "store", lambda: store)
+    monkeypatch.setenv("JAX_EP_TIMEOUT_SECONDS", "0.1")
+    machine(0, 1, **({} if refuses is None else dict(refuses=refuses)))
+    with pytest.raises(RuntimeError, match="process 0 has not said within 0.1 s"):
+        symmetric_memory.unavailable_reason_of(0)
+    found = symmetric_memory.domain()
+    assert isinstance(found, str) == (refuses is not None)
+    assert symmetric_memory.unavailable_reason_of(0) == (None if refuses is None else found)
+    monkeypatch.setattr(processes, "store", lambda: None)
+    assert "only after jax.distributed.initialize()" in symmetric_memory.unavailable_reason_of(0)
+
+
+@needs_kernels
+def test_kernels_run_on_all_hosts_or_none(monkeypatch, tmp_path):
+    """Programs that communicate otherwise on one host would wait for each other without end."""
+    store = Store(str(tmp_path))
+    monkeypatch.setattr(processes, "store", lambda: store)
+    taken_for_gpus(monkeypatch)
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)
+    devices = np.empty(4, object)
+    devices[:] = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(4)]
+    mesh = types.SimpleNamespace(size=4, axis_names=("a",), shape={"a": 4})
+    program: Any = types.SimpleNamespace(
+        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
+    )
+    processes.report(store, 1, "the driver gives none")
+    reason = availability.program_unavailable_reason(program, ("a",), 2)
+    assert reason == "it needs GPUs that share memory on every host, and the driver gives none"
+    processes.report(store, 1, None)
+    assert availability.program_unavailable_reason(program, ("a",), 2) is None
 
 
 def test_a_pool_of_another_kind_serves_one_process(machine):
