@@ -292,9 +292,16 @@ drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
 
 
 def _choose(
-    implementation: Implementation, platform: str, matrix_shape: Sequence[int], dtype: Any
+    implementation: Implementation, platform: str, lhs: jax.Array, matrix_shape: Sequence[int]
 ) -> Backend:
     """Chooses the backend to lower to; raises ValueError if a named one cannot run there."""
+    if checks.is_symbolic(lhs.shape[0]):
+        if implementation not in (None, "xla"):
+            raise ValueError(
+                f'implementation="{implementation}" cannot run here: the number of rows is '
+                'symbolic, as it may be for jax.export. "xla" can.'
+            )
+        return BACKENDS["xla"]
     if implementation is not None:
         backend = BACKENDS[implementation]
         reason = backend.platform_reason(platform)
@@ -304,7 +311,7 @@ def _choose(
     return next(
         backend
         for backend in _PREFERENCE.get(platform, _PREFERENCE_ELSEWHERE)
-        if unavailable_reason(backend, platform, matrix_shape, dtype) is None
+        if unavailable_reason(backend, platform, matrix_shape, lhs.dtype) is None
     )
 
 
@@ -316,7 +323,7 @@ def _compute_product(*operands, implementation, platform, transpose_rhs, zero_un
     *factors, group_sizes = operands
     pairs = list(zip(factors[::2], factors[1::2], strict=True))
     lhs, rhs = pairs[0]
-    backend = _choose(implementation, platform, rhs.shape[1:], lhs.dtype)
+    backend = _choose(implementation, platform, lhs, rhs.shape[1:])
     return backend.sum_of_products(
         pairs, group_sizes, transpose_rhs=transpose_rhs, zero_unused=zero_unused
     )
@@ -328,7 +335,7 @@ def _compute_product(*operands, implementation, platform, transpose_rhs, zero_un
 def _compute_gated(
     lhs, rhs_0, rhs_1, group_sizes, *, gating, keep, implementation, platform, zero_unused
 ):
-    backend = _choose(implementation, platform, rhs_0.shape[1:], lhs.dtype)
+    backend = _choose(implementation, platform, lhs, rhs_0.shape[1:])
     return backend.gated_product(
         lhs, (rhs_0, rhs_1), group_sizes, gating, keep, zero_unused=zero_unused
     )
@@ -337,7 +344,7 @@ def _compute_gated(
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_drhs(lhs, *operands, implementation, platform):
     *grads, group_sizes = operands
-    backend = _choose(implementation, platform, (lhs.shape[1], grads[0].shape[1]), lhs.dtype)
+    backend = _choose(implementation, platform, lhs, (lhs.shape[1], grads[0].shape[1]))
     return backend.drhs_of_each(lhs, grads, group_sizes)
 
 

@@ -354,12 +354,22 @@ def _routed_experts(
 
 def receive_capacity(
     config: MoEConfig, num_tokens: int, num_ranks: int, distinct: bool = True
-) -> int:
-    """Returns R, the rows of a receive buffer.
+) -> int | None:
+    """Returns R, the rows of a receive buffer; None, for any routing, if `num_tokens` is symbolic.
 
     Where the choices of a token are `distinct`, a rank receives at most one row for each of its
     experts from a token.
+
+    Raises ValueError if a factor is given, and `num_tokens` is symbolic.
     """
+    if checks.is_symbolic(num_tokens):
+        for name in ("capacity_factor", "host_capacity_factor"):
+            if (factor := getattr(config, name)) is not None:
+                raise ValueError(
+                    f"{name} must be None where the number of tokens is symbolic, as it may be for "
+                    f"jax.export, but is {factor}."
+                )
+        return None
     num_local_experts = config.num_held // num_ranks
     choices = config.num_experts_per_token
     rows = num_ranks * num_tokens * (min(choices, num_local_experts) if distinct else choices)

@@ -6,7 +6,8 @@ weights to the slots of another placement.
 
 All three take any pytree, such as a train state. They change only the leaves whose path has a key
 that names an expert's parameter, such as "wi_0", "wi_1" or "wo": the parameters themselves, and
-what an optimizer keeps for them.
+what an optimizer keeps for them. A leaf of one element stays as it is, as optax has for moments
+that it does not keep.
 """
 
 from __future__ import annotations
@@ -305,6 +306,8 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
     def visit(path: Any, leaf: Any) -> Any:
         if not _of_experts(path):
             return leaf
+        if np.shape(leaf)[: len(lead)] != lead and np.shape(leaf) in ((), (1,)):
+            return leaf  # what an optimizer has in place of moments that it does not keep
         if np.shape(leaf)[: len(lead)] != lead:
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} must lead with {lead}, of {name}={number}, as the "

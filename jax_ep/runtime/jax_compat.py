@@ -440,6 +440,17 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     return x
 
 
+_trace_state = _find("jax._src.core.get_opaque_trace_state")  # None where JAX lacks it
+
+
+def trace_state() -> Any:
+    """Returns what equals that of a later call only if no other tracing has begun or ended between.
+
+    Where JAX lacks the means, it equals no other.
+    """
+    return object() if _trace_state is None else _trace_state(convention="flax")
+
+
 def gpus() -> list[jax.Device]:
     """Returns the GPUs that JAX has here, whatever its default backend is."""
     try:

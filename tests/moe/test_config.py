@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
+import types
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,20 @@ class Scale:
 
     factor = 1.0
 
+    def act(self, h):
+        return h * self.factor
+
+
+class OfClass:
+    factor = 1.0
+
+
+settings = types.ModuleType("settings")
+settings.factor = 1.0  # type: ignore[attr-defined]
+exec("def act(h):\n    return h * factor", settings.__dict__)
+settings.inner = types.ModuleType("settings.inner")  # type: ignore[attr-defined]
+settings.inner.factor = 1.0  # type: ignore[attr-defined]
+
 
 def reading(scale):
     """Functions that read a value that changes; the activations are new ones at each call."""
@@ -70,6 +86,12 @@ def reading(scale):
         "a method of a dictionary": dict(activation=lambda h: h * note()["h"]),
         "an attribute": dict(activation=named),
         "gating": dict(gating=lambda gate, up: gate * up * FACTOR),
+        "an attribute of a class": dict(activation=lambda h: h * OfClass.factor),
+        "an attribute of a module": dict(activation=lambda h: h * settings.factor),
+        "of a module in it": dict(activation=lambda h: h * settings.inner.factor),
+        "of a module, by name": dict(activation=lambda h: h * getattr(settings, "factor")),  # noqa: B009
+        "a global of another module": dict(activation=lambda h: settings.act(h)),
+        "a module as a default": dict(activation=lambda h, module=settings: h * module.factor),
     }
 
 
@@ -80,7 +102,48 @@ def test_a_function_that_reads_another_value_is_another(what, monkeypatch):
     scale.factor = 4.0  # rounds nothing
     monkeypatch.setitem(FACTORS, "h", 4.0)
     monkeypatch.setitem(globals(), "FACTOR", 4.0)
+    monkeypatch.setattr(OfClass, "factor", 4.0)
+    monkeypatch.setattr(settings, "factor", 4.0)
+    monkeypatch.setattr(settings.inner, "factor", 4.0)
     np.testing.assert_array_equal(output(**reading(scale)[what]), 4 * first)
+
+
+def test_a_program_that_is_traced_again_reads_its_values_again():
+    """A bound method of one object is the same function, and its caller is traced once more."""
+    scale = Scale()
+    config = dataclasses.replace(CONFIG, activation=scale.act)
+    params, x = make_params(), make_x()
+
+    def layer(_):
+        return moe_layer(params, x, config)[0]
+
+    first = jax.jit(layer)(0)
+    scale.factor = 4.0
+    np.testing.assert_array_equal(jax.jit(lambda i: layer(i))(0), 4 * first)
+
+
+def test_a_router_that_reads_another_value_is_another(monkeypatch):
+    def routed():
+        return output(router=lambda x, logits: top_k_routing(logits, K, scale=settings.factor))
+
+    first = routed()
+    monkeypatch.setattr(settings, "factor", 4.0)
+    expected = output(router=lambda x, logits: top_k_routing(logits, K, scale=4.0))
+    np.testing.assert_array_equal(routed(), expected)
+    assert np.abs(first - expected).max() > 1e-3
+
+
+def test_what_reads_constants_is_compiled_once():
+    """Also by functions of other modules, and under a caller that is traced again."""
+    new = [
+        lambda: dict(activation=lambda h: h * settings.factor),
+        lambda: dict(activation=jax.nn.silu),
+    ]
+    for make in new:
+        output(**make())
+        compiled = _moe_layer._cache_size()
+        output(**make())
+        assert _moe_layer._cache_size() == compiled
 
 
 def module_level_activation(x):

@@ -492,6 +492,28 @@ def test_results_and_parameters_are_registered_for_export(kind):
         jax.export.register_namedtuple_serialization(kind, serialized_name="jax_ep.another")
 
 
+@pytest.mark.parametrize("options", [{}, dict(num_groups=2, groups_kept=1)], ids=str)
+def test_the_number_of_tokens_may_be_symbolic(options):
+    config = MoEConfig(num_experts=E, num_experts_per_token=K, **options)
+    params = make_params()
+    (batch,) = jax.export.symbolic_shape("b")
+    layer = jax.jit(lambda x: moe.moe_layer(params, x, config)[0])
+    exported = jax.export.export(layer)(jax.ShapeDtypeStruct((batch, SEQUENCE, H), jnp.float32))
+    x = make_x()
+    np.testing.assert_allclose(exported.call(x), layer(x), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("capacity_factor", 2.0), ("matmul_implementation", "loop")]
+)
+def test_what_needs_the_number_of_tokens_refuses_a_symbolic_one(name, value):
+    config = config_with(**{name: value})
+    (batch,) = jax.export.symbolic_shape("b")
+    layer = jax.jit(lambda x: moe.moe_layer(make_params(), x, config)[0])
+    with pytest.raises(ValueError, match=f"{name.removeprefix('matmul_')}.*symbolic"):
+        jax.export.export(layer)(jax.ShapeDtypeStruct((batch, H), jnp.float32))
+
+
 def config_with(**changes) -> MoEConfig:
     return MoEConfig(**(dict(num_experts=E, num_experts_per_token=K) | changes))
 

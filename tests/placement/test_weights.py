@@ -157,6 +157,21 @@ def test_flat_trees_name_experts_in_their_keys(key):
     assert got[gate] is weights and want.shape == (SLOTS, 3)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+def test_what_stands_for_moments_that_an_optimizer_does_not_keep_stays(shape):
+    """Adafactor keeps a row's and a column's moments for each matrix, and a zero for the whole."""
+    weights = np.random.default_rng(4).normal(size=(E, 3)).astype(np.float32)
+    placement = Placement.of([[0, 1, 2, 3, 4, 5, *[5] * 6]], num_experts=E, num_ranks=N)[0]
+    other = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)[0]
+    placeholder = np.zeros(shape, np.float32)
+    state = {"v": {"wi_0": placeholder}, "v_row": {"wi_0": weights}}
+    by_slot = to_slots(state, placement)
+    moved = redistribute(by_slot, placement, other, mesh=expert_mesh(N))
+    for tree in (by_slot, moved, to_experts(by_slot, placement)):
+        assert tree["v"]["wi_0"] is placeholder
+    assert_same_bits(to_experts(moved, other)["v_row"], state["v_row"])
+
+
 @pytest.mark.parametrize("tree", [np.ones((E, 3)), {"mywo": 1.0}, [np.ones(3)]], ids=str)
 def test_a_tree_without_leaves_of_experts_is_refused(tree):
     placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)
