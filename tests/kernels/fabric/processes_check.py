@@ -7,11 +7,15 @@ repeats the exchange while ranks are held back at random, times loops of calls, 
 Before that it kills one of the processes in the middle of a loop: all others must end in time, and
 say which rank waited for which, in which op; nothing of theirs may stay on a GPU. It exits with 1
 if anything differs. pytest does not collect it.
+
+`python processes_check.py --share=8` does so with 8 processes on one GPU, which runs their kernels
+in turns: what 8 ranks compute, on a machine of one GPU, but no times.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import signal
@@ -31,11 +35,13 @@ TIMEOUT_SECONDS = 5.0  # of a kernel that waits for a process that was killed
 HEARTBEAT_SECONDS = 10  # after which jax.distributed ends the processes that are left
 CALLS = 400  # of a loop that is timed
 SIZES = dict(num_experts=16, top_k=4, num_tokens=67, hidden=1024)
+ALL, OWN, SHARED = "all", "own", "shared"  # the GPUs that a process sees
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=1000)
+    parser.add_argument("--share", type=int, help="processes, all on the first GPU")
     parser.add_argument("--process", help="NUMBER/COUNT, for those that are started")
     parser.add_argument("--coordinator")
     parser.add_argument("--results")
@@ -44,19 +50,22 @@ def main() -> int:
     if args.process is not None:
         run(args)
         return 0
-    count = number_of_gpus()
+    count = args.share or number_of_gpus()
+    if args.share:
+        ways = {"on one GPU": (count, SHARED)}
+    else:
+        ways = {"one process": (1, ALL), "a process a GPU": (count, ALL)}
+        ways["each sees its own"] = (count, OWN)
     with tempfile.TemporaryDirectory() as folder:
-        ways = {"one process": (1, False), "a process a GPU": (count, False)}
-        ways["each sees its own"] = (count, True)
         expected, failed = None, 0
         if count > 1:
             path = Path(folder) / "killed"
-            said = after_one_is_killed(count, path)
+            said = after_one_is_killed(count, SHARED if args.share else ALL, path)
             print(f"{'one is killed':<20}{said or 'FAILED'}", flush=True)
             failed += not said
-        for name, (processes, own) in ways.items():
+        for name, (processes, sees) in ways.items():
             path = Path(folder) / name.replace(" ", "_")
-            texts = start(processes, own, path, args.repeats)
+            texts = start(processes, sees, path, args.repeats)
             found = gather(path)
             same = "reference" if expected is None else differences(expected, found)
             expected = expected or found
@@ -70,9 +79,9 @@ def number_of_gpus() -> int:
     return len(lines.stdout.splitlines())
 
 
-def start(processes: int, own: bool, path: Path, repeats: int) -> str:
+def start(processes: int, sees: str, path: Path, repeats: int) -> str:
     """Runs the programs in so many processes; returns what the first one printed."""
-    running = launch(processes, own, path, "--repeats", str(repeats))
+    running = launch(processes, sees, path, "--repeats", str(repeats))
     texts = [process.communicate(timeout=300)[0] for process in running]
     if any(process.returncode for process in running):
         raise SystemExit(
@@ -82,7 +91,7 @@ def start(processes: int, own: bool, path: Path, repeats: int) -> str:
 
 
 def launch(
-    processes: int, own: bool, path: Path, *flags: str, **options: Any
+    processes: int, sees: str, path: Path, *flags: str, **options: Any
 ) -> list[subprocess.Popen[str]]:
     path.mkdir()
     with socket.socket() as free:
@@ -90,8 +99,12 @@ def launch(
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     running = []
     for i in range(processes):
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(i)} if own else dict(os.environ)
-        environment |= options.get("environment", {})
+        environment = os.environ | options.get("environment", {})
+        if sees != ALL:
+            environment["CUDA_VISIBLE_DEVICES"] = str(i if sees == OWN else 0)
+        if sees == SHARED:
+            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.8 / processes:.3f}"
+            flags = (*flags, "--share", str(processes))
         command = [sys.executable, __file__, "--process", f"{i}/{processes}"]
         command += ["--coordinator", coordinator, "--results", str(path), *flags]
         running.append(
@@ -106,11 +119,11 @@ def launch(
     return running
 
 
-def after_one_is_killed(processes: int, path: Path) -> str:
+def after_one_is_killed(processes: int, sees: str, path: Path) -> str:
     """Kills the last process in its loop; returns how the others ended, "" if not as they must."""
     seconds = {"JAX_EP_TIMEOUT_SECONDS": str(TIMEOUT_SECONDS)}
     running = launch(
-        processes, False, path, "--endless", environment=seconds, stderr=subprocess.STDOUT
+        processes, sees, path, "--endless", environment=seconds, stderr=subprocess.STDOUT
     )
     try:
         for process in running:
@@ -177,6 +190,8 @@ def run(args: Any) -> None:
     import jax
 
     number, count = map(int, args.process.split("/"))
+    if args.share:
+        pass_for_another_gpu(number)
     if count > 1:
         ids = None if "CUDA_VISIBLE_DEVICES" in os.environ else [number]
         seconds = HEARTBEAT_SECONDS if args.endless else 100
@@ -190,18 +205,30 @@ def run(args: Any) -> None:
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()), (AXIS,))
     if args.endless:
         repeat(mesh, sys.maxsize, lambda i: i or print("looping", flush=True), loss=False)
-    results = {}
-    for name, program, operands in programs(mesh):
+    results, loss = {}, not args.share
+    for name, program, operands, want in programs(mesh, loss):
         shards = jax.tree.leaves(program(*operands))
         for i, array in enumerate(shards):
             for shard in array.addressable_shards:
-                key = f"{name}.{i} at {shard.index[0].start or 0}"
+                rank = shard.index[0].start or 0
+                key = f"{name}.{i} at {rank}"
                 results[key] = np.asarray(shard.data).view(np.uint8)
+                if want is not None and np.asarray(shard.data).tobytes() != want[rank].tobytes():
+                    raise SystemExit(f"{key} is wrong")
     np.savez(Path(args.results) / f"{number}.npz", **results)
     check_contract(mesh)
-    texts = ["the contract holds", repeat(mesh, args.repeats), *times(mesh)]
+    texts = ["the contract holds", repeat(mesh, args.repeats, loss=loss)]
+    texts += [] if args.share else times(mesh)
     if number == 0:
         print(", ".join(texts))
+
+
+def pass_for_another_gpu(number: int) -> None:
+    """Lets this process's GPU pass for one that no other process has."""
+    from jax_ep.runtime import cuda_driver
+
+    uuid = cuda_driver.uuid
+    cuda_driver.uuid = lambda ordinal: f"{uuid(ordinal)}, {number}"
 
 
 def check_contract(mesh: Any, implementation: Any = "pallas") -> None:
@@ -228,14 +255,21 @@ def sharded(mesh: Any, array: np.ndarray) -> Any:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def inputs(mesh: Any, *, num_experts: int, top_k: int, num_tokens: int, hidden: int) -> list[Any]:
+def inputs(mesh: Any, **sizes: int) -> list[Any]:
+    return [sharded(mesh, array) for array in arrays(mesh.size, **sizes)]
+
+
+def arrays(
+    num_ranks: int, *, num_experts: int, top_k: int, num_tokens: int, hidden: int
+) -> tuple[np.ndarray, ...]:
+    """Tokens, choices and weights of all ranks, [N T, ...]."""
     import jax.numpy as jnp
 
-    rng, rows = np.random.default_rng(0), mesh.size * num_tokens
+    rng, rows = np.random.default_rng(0), num_ranks * num_tokens
     choices = np.stack([rng.permutation(num_experts)[:top_k] for _ in range(rows)])
     x = rng.standard_normal((rows, hidden)).astype(jnp.bfloat16)
     weights = rng.random((rows, top_k)).astype(np.float32)
-    return [sharded(mesh, a) for a in (x, choices.astype(np.int32), weights)]
+    return x, choices.astype(np.int32), weights
 
 
 def on_ranks(mesh: Any, function: Any) -> Any:
@@ -275,15 +309,27 @@ def exchange(num_experts: int, capacity: int, loss: bool = True) -> Any:
     return step
 
 
-def programs(mesh: Any) -> Any:
+def programs(mesh: Any, loss: bool) -> Any:
+    """Yields a name, a program, its operands, and what each rank must get, or None."""
     import jax.numpy as jnp
 
     import jax_ep
 
     operands = inputs(mesh, **SIZES)
     capacity = 3 * SIZES["num_tokens"] * SIZES["top_k"] // 4
-    yield "exchange", on_ranks(mesh, exchange(SIZES["num_experts"], capacity)), operands
+    yield "exchange", on_ranks(mesh, exchange(SIZES["num_experts"], capacity, loss)), operands, None
     x = operands[0]
+    num_rows = 64 // mesh.size * mesh.size
+    all_tokens = arrays(mesh.size, **SIZES)[0]
+    sent = all_tokens.reshape(mesh.size, SIZES["num_tokens"], -1)[:, :num_rows]
+    total = functools.reduce(np.add, sent.astype(np.float32)).astype(sent.dtype)
+    parts = sent.reshape(mesh.size, mesh.size, -1, SIZES["hidden"])
+    want = {  # bit for bit
+        "all_reduce": [total] * mesh.size,
+        "all_gather": [sent.reshape(-1, SIZES["hidden"])] * mesh.size,
+        "reduce_scatter": np.split(total, mesh.size),
+        "all_to_all": parts.swapaxes(0, 1).reshape(sent.shape),
+    }
     for operation, algorithms in (
         ("all_reduce", ("one_shot", "two_shot", "one_shot_ll", "two_shot_ll")),
         ("all_gather", ("direct", "ll")),
@@ -294,11 +340,11 @@ def programs(mesh: Any) -> Any:
             function = getattr(jax_ep, operation)
 
             def collective(x: Any, function: Any = function, algorithm: str = algorithm) -> Any:
-                rows = x[: 32 * mesh.size]
-                out = function(rows, AXIS, algorithm=algorithm)
+                out = function(x[:num_rows], AXIS, algorithm=algorithm)
                 return out + jnp.zeros_like(x[:1])  # it varies over the ranks
 
-            yield f"{operation} {algorithm}", on_ranks(mesh, collective), [x]
+            name = f"{operation} {algorithm}"
+            yield name, on_ranks(mesh, collective), [x], want[operation]
 
 
 def repeat(
