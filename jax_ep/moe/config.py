@@ -218,10 +218,15 @@ def check_config(config: MoEConfig) -> None:
             )
     for name in ("zero_experts", "identity_experts", "constant_experts"):
         checks.check_integer(name, getattr(config, name), least=0)
-    if config.router is None and config.num_experts_per_token > config.num_choosable:
-        raise ValueError(
-            f"num_experts_per_token must be at most the {config.num_choosable} experts that tokens "
-            f"choose among, but is {config.num_experts_per_token}."
+    if config.router is None:
+        routing.check_choosing(
+            config.num_choosable,
+            config.num_experts_per_token,
+            config.choose_by,
+            config.num_groups,
+            config.groups_kept,
+            config.group_score,
+            k_name="num_experts_per_token",
         )
     checks.check_number("free_expert_factor", config.free_expert_factor)
     checks.check_integer("expert_alignment", config.expert_alignment)

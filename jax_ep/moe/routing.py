@@ -199,9 +199,10 @@ def top_k_routing(
         TypeError: logits or bias that are not floating, a number or a bool that is none.
     """
     check_weighing(score, normalize, normalize_epsilon, scale)
-    checks.check_name("choose_by", choose_by, get_args(ChooseBy))
-    checks.check_name("group_score", group_score, get_args(GroupScore))
-    k, num_groups, groups_kept = _check_router(logits, k, bias, num_groups, groups_kept)
+    _check_logits(logits, bias)
+    k, num_groups, groups_kept = check_choosing(
+        logits.shape[1], k, choose_by, num_groups, groups_kept, group_score
+    )
     logits = logits.astype(jnp.float32)
     groups = None
     if groups_kept < num_groups:
@@ -267,43 +268,53 @@ def check_weighing(score: Any, normalize: Any, normalize_epsilon: Any, scale: An
     checks.check_number("scale", scale, may_be_zero=True)
 
 
-def _check_router(
-    logits: jax.Array,
-    k: int,
-    bias: jax.Array | None,
-    num_groups: int,
-    groups_kept: int,
+def check_choosing(
+    num_experts: int,
+    k: Any,
+    choose_by: Any,
+    num_groups: Any,
+    groups_kept: Any,
+    group_score: Any,
+    *,
+    k_name: str = "k",
 ) -> tuple[int, int, int]:
-    """Checks the arguments of `top_k_routing`; returns k, num_groups and groups_kept as ints."""
-    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
-    num_experts = logits.shape[1]
-    k = checks.check_integer("k", k, least=0)
-    num_groups = checks.check_integer("num_groups", num_groups, least=0)
-    groups_kept = checks.check_integer("groups_kept", groups_kept, least=0)
-    if num_groups < 1 or num_experts % num_groups:
+    """Raises TypeError or ValueError for what cannot choose k of the experts, naming it.
+
+    Returns k, num_groups and groups_kept as ints; `k_name` is what messages call k.
+    """
+    checks.check_name("choose_by", choose_by, get_args(ChooseBy))
+    checks.check_name("group_score", group_score, get_args(GroupScore))
+    k = checks.check_integer(k_name, k)
+    num_groups = checks.check_integer("num_groups", num_groups)
+    groups_kept = checks.check_integer("groups_kept", groups_kept)
+    if num_experts % num_groups:
         raise ValueError(
-            f"num_groups must divide the {num_experts} experts of logits {logits.shape}, "
-            f"but is {num_groups}."
+            f"num_groups must divide the {num_experts} experts that tokens choose among, but is "
+            f"{num_groups}."
         )
-    if not 1 <= groups_kept <= num_groups:
+    if groups_kept > num_groups:
         raise ValueError(
-            f"groups_kept must be between 1 and num_groups={num_groups}, but is {groups_kept}."
+            f"groups_kept must be at most num_groups={num_groups}, but is {groups_kept}."
         )
     selectable = num_experts // num_groups * groups_kept
-    if not 1 <= k <= selectable:
+    if k > selectable:
         raise ValueError(
-            f"k must be between 1 and the {selectable} experts a token may choose from "
-            f"(num_experts={num_experts}, num_groups={num_groups}, groups_kept={groups_kept}), "
-            f"but is {k}."
+            f"{k_name} must be at most the {selectable} experts that a token may choose from "
+            f"({num_experts} experts, num_groups={num_groups}, groups_kept={groups_kept}), but is "
+            f"{k}."
         )
+    return k, num_groups, groups_kept
+
+
+def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
+    checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
     if bias is not None:
         checks.check_array("bias", bias, None, jnp.floating, "[E]")
-        if bias.shape != (num_experts,):
+        if bias.shape != logits.shape[1:]:
             raise ValueError(
-                f"bias must have one value per expert, shape ({num_experts},), but has shape "
+                f"bias must have one value per expert, shape {logits.shape[1:]}, but has shape "
                 f"{bias.shape}."
             )
-    return k, num_groups, groups_kept
 
 
 def update_expert_bias(
