@@ -19,7 +19,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 # These plan kernels, and import none of what kernels need.
 PLANS = {"pallas_kernels", "pallas_kernels.exchange", "pallas_kernels.fabric"}
 PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.exchange.quantize"}
-PLANS |= {"pallas_kernels.fabric.layout", "pallas_kernels.fabric.plan"}
+PLANS |= {"pallas_kernels.fabric.layout", "pallas_kernels.fabric.hardware"}
 PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan"}
 
 

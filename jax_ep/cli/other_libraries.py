@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pallas_kernels.fabric.plan import WORD_BYTES, align_up
+from pallas_kernels.fabric.hardware import WORD_BYTES, align_up
 
 
 class OtherLibrary(NamedTuple):

@@ -78,7 +78,12 @@ def dispatch(
         received, routes, rest = primitives.rank_dispatch(x, topk_idx, topk_weights, config=config)
     else:
         received, routes, rest = primitives.dispatch(x, topk_idx, config=config)
-    return *quantization.handed_out(received, x.dtype, config.quantized), routes, rest
+    scales = None
+    if config.quantized:
+        tokens, scales = received
+    else:
+        tokens = quantization.dequantized(received, x.dtype)
+    return tokens, scales, routes, rest
 
 
 def _dispatch_fwd(config, x, topk_idx, topk_weights):
@@ -108,7 +113,7 @@ def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array:
         received, _, _ = primitives.rank_dispatch(x, routes.topk_idx, None, config=config)
     else:
         received = primitives.dispatch_like(x, routes, config=config)
-    return quantization.handed_out(received, x.dtype, False)[0]
+    return quantization.dequantized(received, x.dtype)
 
 
 dispatch_like.defvjp(

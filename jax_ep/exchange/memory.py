@@ -19,7 +19,7 @@ from jax_ep import checks
 from jax_ep.exchange import quantization, routes
 from jax_ep.runtime import availability, settings
 from pallas_kernels.exchange import plan as plans
-from pallas_kernels.fabric.plan import LANES, align_up
+from pallas_kernels.fabric.hardware import LANES, align_up
 
 Operation = Literal[
     "dispatch",

@@ -27,8 +27,8 @@ from pallas_kernels.exchange import (
 from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
+from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.exchange.quantize import BLOCK
-from pallas_kernels.fabric.plan import Plan
 from pallas_kernels.fabric.symmetric import Gpus
 
 

@@ -86,18 +86,10 @@ def check_output(output: str, wire_dtype: jax.typing.DTypeLike | None) -> None:
         raise ValueError('output="quantized" needs a wire_dtype, such as jnp.float8_e4m3fn.')
 
 
-def handed_out(
-    received: tuple[jax.Array, ...], dtype: jax.typing.DTypeLike, quantized: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns received rows and their scales in the form that the caller asked for.
-
-    `received` is (rows,) or (float8 rows, scales). Float8 rows are returned as they are if
-    `quantized`, and else dequantized to `dtype`, with None for scales.
-    """
-    if len(received) == 1:
-        return received[0], None
-    rows, scales = received
-    return (rows, scales) if quantized else (dequantize(rows, scales, dtype), None)
+def dequantized(received: tuple[jax.Array, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns received rows, dequantized to `dtype` if they are (float8 rows, scales)."""
+    rows, *scales = received
+    return dequantize(rows, scales[0], dtype) if scales else rows
 
 
 def row_bytes(

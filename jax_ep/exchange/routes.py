@@ -208,7 +208,7 @@ def receive_rows(
     return jnp.where(mine, rows, -1)
 
 
-def layout(
+def lay_out(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
 ) -> Layout:
     """Returns the layout of the experts' blocks in a receive buffer of `capacity` rows.

@@ -134,7 +134,7 @@ class TwoLevel:
             dy, own, others = grads or (None, None, jnp.zeros_like(weights))
             rows = _from_words(rail.rows(words, sent, source), g, config.wire_dtype)
             part, dweights = exchange.combine_grad(
-                quantization.handed_out(rows, g.dtype, False)[0],
+                quantization.dequantized(rows, g.dtype),
                 rail.rows(topk_weights, weights, source),
                 y,
                 self._routes(rail, routes, source, choices),
@@ -263,10 +263,8 @@ def _add(returned: Iterable[jax.Array], y: jax.Array, wire_dtype: jnp.dtype | No
     """Adds what each host returned, bits of [T, ...], in float32; returns the sum in y's dtype."""
     total: Any = None
     for bits in returned:
-        rows, *scales = quantization.parts(bits, y, wire_dtype)
-        rows = rows.astype(jnp.float32)
-        if scales:
-            rows = quantization.dequantize(rows, scales[0], jnp.float32)
+        parts = quantization.parts(bits, y, wire_dtype)
+        rows = quantization.dequantized(parts, jnp.float32).astype(jnp.float32)
         total = rows if total is None else total + rows
     return total.astype(y.dtype)
 

@@ -24,7 +24,7 @@ from jax_ep.exchange.routes import (
     Routes,
     count_choices,
     counts_here,
-    layout,
+    lay_out,
     receive_rows,
 )
 
@@ -61,8 +61,8 @@ def read_messages(
         fair_capacity=config.num_rows if config.overflow == "fair" else None,
     )
     routes = Routes(topk_idx, rows, all_counts)
-    described = layout(recv_counts, config.num_rows, config.expert_alignment, config.overflow)
-    return routes, described
+    layout = lay_out(recv_counts, config.num_rows, config.expert_alignment, config.overflow)
+    return routes, layout
 
 
 def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
@@ -105,7 +105,7 @@ def combine_grad(
 
     `send` is the `dispatch_like` of the exchange that sends g.
     """
-    g_rows, _ = quantization.handed_out(send(g, routes, config), g.dtype, False)
+    g_rows = quantization.dequantized(send(g, routes, config), g.dtype)
     stack, swap = (functools.partial(f, config=config) for f in (stack_ranks, _swap_ranks))
     row_weights = choices_to_rows(topk_weights, routes, stack=stack, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)

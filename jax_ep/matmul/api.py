@@ -250,7 +250,7 @@ def _sum_of_products_bwd(implementation, transpose_rhs, zero_unused, saved, grad
     pairs, group_sizes = saved
 
     def one_pair(lhs, rhs):
-        dlhs = product(grad, rhs, group_sizes, implementation, not transpose_rhs)
+        dlhs = product(grad, rhs, group_sizes, implementation, transpose_rhs=not transpose_rhs)
         operands = (grad, lhs) if transpose_rhs else (lhs, grad)
         return dlhs, drhs(*operands, group_sizes, implementation)
 
@@ -270,7 +270,7 @@ def _gated_product_bwd(gating, keep, implementation, zero_unused, saved, grads):
     if keep:
         dproducts = tuple(map(jnp.add, dproducts, grads[1:]))
     pairs = tuple(zip(dproducts, rhs, strict=True))
-    dlhs = sum_of_products(pairs, group_sizes, implementation, True)
+    dlhs = sum_of_products(pairs, group_sizes, implementation, transpose_rhs=True)
     return dlhs, drhs_of_each(lhs, dproducts, group_sizes, implementation), None
 
 
@@ -281,8 +281,8 @@ def _drhs_fwd(lhs, grads, group_sizes, implementation):
 def _drhs_bwd(implementation, saved, cts):
     lhs, grads, group_sizes = saved
     pairs = tuple(zip(grads, cts, strict=True))
-    dlhs = sum_of_products(pairs, group_sizes, implementation, True)
-    dgrads = tuple(product(lhs, ct, group_sizes, implementation, False) for ct in cts)
+    dlhs = sum_of_products(pairs, group_sizes, implementation, transpose_rhs=True)
+    dgrads = tuple(product(lhs, ct, group_sizes, implementation) for ct in cts)
     return dlhs, dgrads, None
 
 

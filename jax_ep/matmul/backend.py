@@ -5,10 +5,11 @@ All backends follow one contract, with `num_rows = sum(group_sizes) <= R`:
   product(lhs [R, K], rhs [L, K, N], group_sizes [L], transpose_rhs=...) -> [R, N]
       out[r] = lhs[r] @ rhs[group of r], or lhs[r] @ rhs[group of r].T for rhs [L, N, K] with
       `transpose_rhs`; rows from num_rows on are zero, whatever lhs holds there.
-  sum_of_products and gated_product may leave these rows as they are, without `zero_unused`.
+  sum_of_products([(lhs, rhs), ...], group_sizes, transpose_rhs=..., zero_unused=...) -> [R, N]
+      the sum of these products; without `zero_unused`, rows from num_rows on hold anything.
   gated_product(lhs [R, K], (rhs [L, K, N], rhs [L, K, N]), group_sizes [L], gating, keep) ->
       (hidden [R, N],), with `keep` (hidden, product, product), [R, N] each: the two products, each
-      rounded to the operands' dtype, and gating of the two.
+      rounded to the operands' dtype, and gating of the two; `zero_unused` as above.
   drhs(lhs [R, K], grad [R, N], group_sizes [L]) -> [L, K, N]
       out[l] = lhs[rows of l].T @ grad[rows of l]; zero for an empty group; rows from num_rows on
       contribute nothing, whatever the two operands hold there.

@@ -195,7 +195,9 @@ def backward(
     """
     tokens, pre, experts, group_sizes = saved
     biases = _bias_rows(experts, group_sizes, tokens)
-    dhidden = gmm.product(grad, experts.wo, group_sizes, implementation, True, zero_unused=False)
+    dhidden = gmm.product(
+        grad, experts.wo, group_sizes, implementation, transpose_rhs=True, zero_unused=False
+    )
     factors = (pre,) if weights is None else (pre, weights)
     hidden, hidden_vjp = jax.vjp(functools.partial(_hidden, unit, biases), *factors)
     dpre, *dfactors = hidden_vjp(dhidden)
@@ -203,7 +205,9 @@ def backward(
     dwo = gmm.drhs(hidden, grad, group_sizes, implementation)
     dwi = gmm.drhs_of_each(tokens, tuple(dpre), group_sizes, implementation)
     pairs = tuple(zip(dpre, (experts.wi_0, experts.wi_1), strict=False))
-    dtokens = gmm.sum_of_products(pairs, group_sizes, implementation, True, zero_unused)
+    dtokens = gmm.sum_of_products(
+        pairs, group_sizes, implementation, transpose_rhs=True, zero_unused=zero_unused
+    )
 
     dwi_1 = dwi[1] if len(dwi) > 1 else None
     dexperts = Experts(dwi[0], dwi_1, dwo)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax_ep.runtime import hosts, jax_compat, symmetric_memory
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric import layout
-from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
+from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 
 _OLDEST_JAX = (0, 11)
 _OLDEST_CAPABILITY = 9.0

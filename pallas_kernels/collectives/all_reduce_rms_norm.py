@@ -28,7 +28,7 @@ from pallas_kernels.collectives import low_latency, tiles
 from pallas_kernels.collectives.tiles import TilePlan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import vector_length
+from pallas_kernels.fabric.hardware import vector_length
 
 # Kind of signal: this block has put the sums of its share (two_shot) or read all inputs (one_shot).
 _SUMMED = 0

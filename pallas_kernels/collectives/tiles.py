@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, vector_length
+from pallas_kernels.fabric.hardware import LANES, vector_length
 
 _DONE = 0  # kind of signal: this block has made its last access to another rank's memory
 

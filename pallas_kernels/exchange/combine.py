@@ -32,7 +32,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import (
     ROWS_OF_SUM,
+    Plan,
     Row,
+    Window,
     combine_receive_buffer,
     combine_tile,
 )
@@ -40,7 +42,7 @@ from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, Window, align_up, vector_length
+from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
 
 _PUT, _READ = 0, 1  # kinds of signal: a step's sums are in the receive buffer; they are read
 
@@ -81,24 +83,21 @@ def combine(
     lead = rows.shape[:-3]
     window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
     call = _Combine(
-        num_ranks=num_ranks,
         num_tokens=num_tokens,
-        hidden=y.shape[-1],
+        row=Row(y.shape[-1], y.dtype, wire_dtype),
         top_k=top_k,
         num_local_experts=num_experts // num_ranks,
         capacity=y.shape[-2],
-        dtype=y.dtype,
         weighted=topk_weights is not None,
         by_rank=by_rank,
         fabric=fabric,
         plan=plan,
         window=window,
-        wire_dtype=wire_dtype,
     )
     operands = [
         y,
         topk_idx.reshape(*lead, num_tokens * top_k),
-        window.pad(rows.reshape(*lead, num_ranks, num_tokens * top_k), -1),
+        window.pad(rows.reshape(*lead, num_ranks, num_tokens * top_k), fb.NOWHERE),
     ]
     if topk_weights is not None:
         operands.append(window.pad(topk_weights.reshape(*lead, num_tokens * top_k), 0))
@@ -119,19 +118,16 @@ def combine(
 class _Combine:
     """The kernel of `combine`: its static arguments, and the warpgroups' code."""
 
-    num_ranks: int
     num_tokens: int
-    hidden: int
+    row: Row
     top_k: int
     num_local_experts: int
     capacity: int
-    dtype: Any
     weighted: bool
     by_rank: bool
     fabric: fb.Fabric
     plan: Plan
     window: Window
-    wire_dtype: Any = None
 
     @property
     def steps_per_block(self) -> int:
@@ -146,12 +142,8 @@ class _Combine:
         return min(self.plan.step_tokens, self.plan.tokens_per_block(self.num_tokens))
 
     @property
-    def row(self) -> Row:
-        return Row(self.hidden, self.dtype, self.wire_dtype)
-
-    @property
     def vector(self) -> int:
-        return vector_length(self.dtype)
+        return vector_length(self.row.dtype)
 
     @property
     def tile(self) -> int:
@@ -160,7 +152,7 @@ class _Combine:
 
     @property
     def num_tiles(self) -> int:
-        return self.hidden // self.tile
+        return self.row.hidden // self.tile
 
     @property
     def listed_rows(self) -> int:
@@ -186,14 +178,14 @@ class _Combine:
 
     @property
     def receive_types(self) -> list[jax.ShapeDtypeStruct]:
-        return combine_receive_buffer(self.plan, self.row, self.num_tokens, self.num_ranks)
+        return combine_receive_buffer(self.plan, self.row, self.num_tokens, self.fabric.num_ranks)
 
     def scratch_types(self) -> dict[str, Any]:
-        sums = self.step_tokens * self.num_ranks
+        sums = self.step_tokens * self.fabric.num_ranks
         workers = plgpu.Barrier(num_arrivals=self.plan.num_workers, num_barriers=2)
         return dict(
-            window_rows=plgpu.SMEM((self.num_ranks, self.window.width), jnp.int32),
-            window_weights=plgpu.SMEM((self.num_ranks, self.window.width), jnp.float32),
+            window_rows=plgpu.SMEM((self.fabric.num_ranks, self.window.width), jnp.int32),
+            window_weights=plgpu.SMEM((self.fabric.num_ranks, self.window.width), jnp.float32),
             # Of the sums of two steps: how many rows, which ones, and their weights.
             list_counts=plgpu.SMEM((2, sums), jnp.int32),
             list_rows=plgpu.SMEM((2, sums, self.listed_rows), jnp.int32),
@@ -263,7 +255,7 @@ class _Combine:
         list_counts, list_rows, list_weights, **_,
     ):  # fmt: skip
         """Lists, for every sum of a step, the rows to add and their weights."""
-        fabric, top_k, num_ranks = self.fabric, self.top_k, self.num_ranks
+        fabric, top_k, num_ranks = self.fabric, self.top_k, self.fabric.num_ranks
         first_token, num_tokens = self._range()[:2]
         token = first_token + step * self.step_tokens
         held: list[Any] = [
@@ -279,7 +271,7 @@ class _Combine:
             step_token, owner = lax.div(i, num_ranks), lax.rem(i, num_ranks)
             entry = (token + step_token) * top_k - start
             places = [window_rows[owner, entry + choice] for choice in range(top_k)]
-            sent = fb.any_of(places)
+            sent = fb.any_row(places)
             factors = [jnp.float32(1)] * top_k
             if self.weighted:
                 factors = [window_weights[owner, entry + choice] for choice in range(top_k)]
@@ -350,8 +342,8 @@ class _Combine:
 
         def put(token, item):
             peer, tile = lax.div(item, self.num_tiles), lax.rem(item, self.num_tiles)
-            owner = lax.rem(peer + offset, jnp.int32(self.num_ranks))
-            index = token * self.num_ranks + owner
+            owner = lax.rem(peer + offset, jnp.int32(self.fabric.num_ranks))
+            index = token * self.fabric.num_ranks + owner
             columns = pl.ds(tile * self.tile, self.tile)
             count = list_counts[half, index]
 
@@ -384,17 +376,17 @@ class _Combine:
                     fabric.peer(ref, owner).at[block, place, rank, token, part]
                     for ref, part in zip(received, self._columns(tile), strict=True)
                 ]
-                if self.wire_dtype is None:
-                    vectors.store_part(fabric, there[0], total.astype(self.dtype), self.vector)
+                if self.row.wire_dtype is None:
+                    vectors.store_part(fabric, there[0], total.astype(self.row.dtype), self.vector)
                 else:
                     values, scales = there
                     quantized_rows.put_row(fabric, total, values, scales, self.vector)
 
-        self._each(step, worker, self.num_ranks * self.num_tiles, put)
+        self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put)
 
     def _columns(self, tile: jax.Array) -> list[Any]:
         """Returns where a tile lies in each part of a sum."""
-        parts = [self.tile] if self.wire_dtype is None else [self.tile, self.tile // BLOCK]
+        parts = [self.tile] if self.row.wire_dtype is None else [self.tile, self.tile // BLOCK]
         return [pl.ds(tile * size, size) for size in parts]
 
     @property
@@ -414,24 +406,24 @@ class _Combine:
             columns = pl.ds(tile * self.tile, self.tile)
             experts = [fabric.mine(topk_idx)[token * top_k + choice] for choice in range(top_k)]
             sent = [
-                fb.any_of_them([(e >= low) & (e < low + per_rank) for e in experts])
-                for low in range(0, self.num_ranks * per_rank, per_rank)
+                fb.any_of([(e >= low) & (e < low + per_rank) for e in experts])
+                for low in range(0, self.fabric.num_ranks * per_rank, per_rank)
             ]
             sums = [
                 [
                     fabric.mine(ref).at[block, place, source, step_token, part]
-                    for source in range(self.num_ranks)
+                    for source in range(self.fabric.num_ranks)
                 ]
                 for ref, part in zip(received, self._columns(tile), strict=True)
             ]
-            if self.wire_dtype is None:
+            if self.row.wire_dtype is None:
                 total = vectors.constant(fabric, self.held, 0.0, self.vector)  # no sum is -0.0
                 for part in vectors.load_each(fabric, sums[0], sent, self.vector):
                     total = total + part.astype(jnp.float32)
-                total, elements = total.astype(self.dtype), self.vector
+                total, elements = total.astype(self.row.dtype), self.vector
             else:
                 values, scales = sums
-                total = quantized_rows.add_rows(fabric, values, scales, sent, self.dtype)
+                total = quantized_rows.add_rows(fabric, values, scales, sent, self.row.dtype)
                 elements = quantized_rows.elements_of_sum(self.tile)
             vectors.store_part(fabric, fabric.mine(out).at[token, columns], total, elements)
 

@@ -18,8 +18,6 @@ This is the form for long rows; `combine_grad_of_short_rows` is faster for short
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -29,11 +27,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.combine_grad_base import CombineGrad
+from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, padded_columns, vector_length
+from pallas_kernels.fabric.hardware import LANES, padded_columns, vector_length
 
 # Bits of the kind of a slot of the ring of rows: the first and the last row of a cotangent (both
 # may be set), and the end of a window.
@@ -169,7 +168,7 @@ class _LongRows(CombineGrad):
 
                 dropped = [place >= capacity for place in places]
 
-                @pl.when(functools.reduce(operator.or_, dropped))
+                @pl.when(fb.any_of(dropped))
                 def _():
                     for choice in range(top_k):
 

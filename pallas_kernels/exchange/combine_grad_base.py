@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.plan import Plan, Window, pad_last
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan, Window, pad_last
 
 _DONE = 0  # kind of signal, sent once
 
@@ -127,9 +127,7 @@ class CombineGrad:
     def fill(self, topk_idx: Any, counts: Any, dy: Any, dweights: Any, **scratch: Any) -> None:
         """Writes zeros to dy, as `ExpertRows.fill`, and to dweights of choices of no expert."""
         fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
-        of_experts.fetch_counts(
-            [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)], **scratch
-        )
+        of_experts.fetch_counts(counts, **scratch)
 
         def clear_token(token: jax.Array, _: None) -> None:
             entries = [token * top_k + choice for choice in range(top_k)]

@@ -25,12 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.combine_grad_base import CombineGrad
-from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT
+from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT, Plan
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.plan import LANES, Plan, align_up, padded_columns, vector_length
+from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vector_length
 
 _END = -1  # instead of a number of rows: the worker has taken its last cotangent
 _VECTORS_AT_ONCE = 2  # of 16 bytes of a row, for each thread

@@ -29,11 +29,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange import short_copies
 from pallas_kernels.exchange.expert_rows import ExpertRows
-from pallas_kernels.exchange.plan import Row
+from pallas_kernels.exchange.plan import Plan, Row, pad_last
 from pallas_kernels.exchange.sender import PUT, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import LANES, Plan, pad_last
+from pallas_kernels.fabric.hardware import LANES
 
 _COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
 
@@ -150,22 +150,22 @@ class _Dispatch:
         routes_known, fair, zero_unused, wire_dtype,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
-        row = x.shape[-1], x.dtype, wire_dtype
+        row = Row(x.shape[-1], x.dtype, wire_dtype)
         sources = num_ranks if routes_known else 1  # of rows, or of experts
         return cls(
             top_k,
             routes_known,
-            Sender(fabric, plan, num_tokens, *row, num_words=top_k, num_sources=sources),
+            Sender(fabric, plan, num_tokens, row, num_words=top_k, num_sources=sources),
             ExpertRows(
                 fabric,
                 plan.num_blocks,
                 num_experts,
                 capacity,
                 alignment,
-                Row(*row).parts,
+                row.parts,
                 fair=fair,
                 zero_unused=zero_unused,
-                fetched=routes_known,
+                count_arrivals=None if routes_known else 1,
             ),
         )
 
@@ -180,22 +180,23 @@ class _Dispatch:
     @property
     def shared(self) -> tuple[int, ...]:
         first = 3 if self.routes_known else 2  # after the operands
-        tokens = range(first, first + len(self.sender.parts))
+        tokens = range(first, first + len(self.sender.row.parts))
         return (1, *tokens) if self.routes_known else (*tokens, tokens.stop)
 
     @property
     def quantized(self) -> bool:
-        return self.sender.wire_dtype is not None
+        return self.sender.row.wire_dtype is not None
 
     def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Splits the kernel's results into the parts of received rows, and all others."""
-        num_parts = len(self.sender.parts)
+        num_parts = len(self.sender.row.parts)
         return results[:num_parts], results[num_parts:]
 
     def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         num_ranks, of_experts = self.fabric.num_ranks, self.expert_rows
         capacity, per_rank = of_experts.capacity, of_experts.num_local_experts
-        out_type = [jax.ShapeDtypeStruct((capacity, width), t) for width, t in self.sender.parts]
+        parts = self.sender.row.parts
+        out_type = [jax.ShapeDtypeStruct((capacity, width), t) for width, t in parts]
         if not self.routes_known:
             out_type += [
                 jax.ShapeDtypeStruct((num_ranks, self.sender.window.total), jnp.int32),
@@ -225,7 +226,7 @@ class _Dispatch:
             **self.expert_rows.scratch_types(),
             step_rows=plgpu.SMEM((ranks, sender.step_window.width), jnp.int32),
             step_copies=plgpu.SMEM((sender.step_tokens * ranks, self.top_k), jnp.int32),
-            copies=[plgpu.SMEM((copies, width), t) for width, t in sender.parts],
+            copies=[plgpu.SMEM((copies, width), t) for width, t in sender.row.parts],
             laid_out=plgpu.Barrier(),
             connected=plgpu.Barrier(),
             copy_full=plgpu.Barrier(num_barriers=(copies,)),
@@ -247,7 +248,7 @@ class _Dispatch:
         def _sender():
             fabric.stage(0)
             if self.routes_known:
-                self._fetch_counts(counts, **scratch)
+                self.expert_rows.fetch_counts(counts, **scratch)
             else:
                 self._send_counts(choices, **scratch)
             sender.fetch_first(x, **scratch)
@@ -289,11 +290,6 @@ class _Dispatch:
                 fabric.connect()
                 plgpu.barrier_arrive(connected)
             self._receive(rows, tokens, **scratch)
-
-    def _fetch_counts(self, counts, **scratch):
-        """Starts to load the counts of all ranks, [N, E], from this rank's memory."""
-        sources = [(peer, self.fabric.mine(counts).at[peer]) for peer in self.sender.peers()]
-        self.expert_rows.fetch_counts(sources, **scratch)
 
     def _send_counts(self, choices, /, *, next_rows, **_):
         """Counts this rank's choices of each expert, and sends the counts to every rank.

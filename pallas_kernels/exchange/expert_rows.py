@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import count_width
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import padded_columns
+from pallas_kernels.fabric.hardware import padded_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ExpertRows:
       fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
         the first rows.
       zero_unused: whether `fill` writes the rows past the last expert's.
-      fetched: whether counts are loaded from this rank's memory, or received from peers.
+      count_arrivals: arrivals after which the counts are complete; None: those of `fetch_counts`.
     """
 
     fabric: fb.Fabric
@@ -49,7 +49,7 @@ class ExpertRows:
     parts: Sequence[tuple[int, Any]]
     fair: bool = False
     zero_unused: bool = True
-    fetched: bool = True
+    count_arrivals: int | None = None
 
     @property
     def num_local_experts(self) -> int:
@@ -67,14 +67,13 @@ class ExpertRows:
             scan=plgpu.SMEM((2 * width,), jnp.int32),
             block_ends=plgpu.SMEM((2, width), jnp.int32),  # ends without and with padding
             zeros=[plgpu.SMEM((padded_columns(columns, t),), t) for columns, t in self.parts],
-            counts_full=plgpu.Barrier(num_arrivals=ranks if self.fetched else 1),
+            counts_full=plgpu.Barrier(num_arrivals=self.count_arrivals or ranks),
         )
 
-    def fetch_counts(
-        self, sources: Sequence[tuple[Any, Any]], *, all_counts: Any, counts_full: Any, **_: Any
-    ) -> None:
-        """Starts to load all ranks' counts; `sources` pairs each rank with its counts [E]."""
-        for rank, source in sources:
+    def fetch_counts(self, counts: Any, *, all_counts: Any, counts_full: Any, **_: Any) -> None:
+        """Starts to load the counts of all ranks, [N, E], from this rank's memory."""
+        for rank in range(self.fabric.num_ranks):
+            source = self.fabric.mine(counts).at[rank]
             plgpu.copy_gmem_to_smem(source, all_counts.at[rank], counts_full, oob_mode=fb.IN_BOUNDS)
 
     def receive_counts(self, *, all_counts: Any, counts_full: Any, **_: Any) -> None:

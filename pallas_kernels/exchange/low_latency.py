@@ -1,4 +1,6 @@
-"""What the exchange's kernels over the low-latency protocol share: tiles of rows, and their plan.
+"""What the exchange's kernels over the low-latency protocol share.
+
+`Rows` sends and receives tiles of rows; `Gather` lists and fetches the rows of a block's tokens.
 
 For few tokens per rank. Block b of every rank handles the same range of tokens of every rank. A row
 is cut into tiles of 2 KiB, of which each of the block's first four warpgroups takes its share: it
@@ -39,7 +41,8 @@ class Rows:
       channels: how their warpgroups do.
       plan: how rows are spread over blocks and warpgroups.
       what: names the kernel in the messages of timeouts.
-      warpgroup: the warpgroup's number, None until `of`. A look-up is a shuffle, so there is one.
+      warpgroup: the warpgroup's number, None until `for_warpgroup`: looking it up is a shuffle, and
+        so is done once.
     """
 
     fabric: fb.Fabric
@@ -48,7 +51,7 @@ class Rows:
     what: str
     warpgroup: Any = None
 
-    def of(self, warpgroup: jax.Array) -> Rows:
+    def for_warpgroup(self, warpgroup: jax.Array) -> Rows:
         """Returns a copy for the warpgroup of this number."""
         return dataclasses.replace(self, warpgroup=warpgroup)
 
@@ -199,9 +202,9 @@ class Gather:
     by_rank: bool = False
     own_first: bool = False
 
-    def of(self, warpgroup: jax.Array) -> Gather:
+    def for_warpgroup(self, warpgroup: jax.Array) -> Gather:
         """Returns a copy for the warpgroup of this number."""
-        return dataclasses.replace(self, rows=self.rows.of(warpgroup))
+        return dataclasses.replace(self, rows=self.rows.for_warpgroup(warpgroup))
 
     @property
     def fabric(self) -> fb.Fabric:
@@ -268,7 +271,7 @@ class Gather:
         ]
         used = jnp.int32(0)
         for (pair, _, token, exists, owner), of_choices in zip(self.pairs(), found, strict=True):
-            sent = fb.any_of(of_choices) & exists
+            sent = fb.any_row(of_choices) & exists
             if self.by_rank:
                 place = owner * self.rows.plan.num_tokens + token
                 of_choices = [jnp.where(sent, place, fb.NOWHERE)]
@@ -335,7 +338,7 @@ class Gather:
 
 
 def is_among(ranks: Sequence[jax.Array], rank: jax.Array | int) -> jax.Array:
-    return fb.any_of_them([other == rank for other in ranks])
+    return fb.any_of([other == rank for other in ranks])
 
 
 def hello(function: Callable[..., None], *args: Any, **options: Any) -> None:

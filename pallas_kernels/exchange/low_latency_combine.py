@@ -109,7 +109,7 @@ class _Combine:
 
         @pl.when(warpgroup < warpgroups)
         def _summers():
-            summer = dataclasses.replace(self, gather=self.gather.of(warpgroup))
+            summer = dataclasses.replace(self, gather=self.gather.for_warpgroup(warpgroup))
             summer._sum(topk_idx, weights_ref, out, ring, **scratch)
 
         @pl.when(warpgroup == warpgroups)

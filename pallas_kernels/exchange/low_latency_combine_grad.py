@@ -27,13 +27,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.low_latency import Gather, Rows, meet
-from pallas_kernels.exchange.plan import LowLatencyPlan
+from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
 from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.layout import MAX_VALUES
 from pallas_kernels.fabric.low_latency import Channels
-from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
 _RETURNED = MAX_VALUES // 2  # the first of the values that go back to the owners
 
@@ -129,13 +129,12 @@ class _CombineGrad:
 
         @pl.when(warpgroup < warpgroups)
         def _weighers():
-            weigher = dataclasses.replace(self, gather=self.gather.of(warpgroup))
+            weigher = dataclasses.replace(self, gather=self.gather.for_warpgroup(warpgroup))
             weigher._weigh(g, weights_ref, topk_idx, dy, dweights, ring, **scratch)
 
         @pl.when(warpgroup == warpgroups)
         def _scout():
-            sources = [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)]
-            self.expert_rows.fetch_counts(sources, **scratch)
+            self.expert_rows.fetch_counts(counts, **scratch)
             sums = scratch["sums"]
             for start in range(0, sums.shape[0], LANES):
                 sums[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.float32)

@@ -25,10 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.expert_rows import ExpertRows
 from pallas_kernels.exchange.low_latency import Rows, hello, meet
-from pallas_kernels.exchange.plan import LowLatencyPlan
+from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
 from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
-from pallas_kernels.fabric.plan import LANES, align_up, pad_last
 
 _COUNTED_AT_ONCE = 1024  # choices, all loaded before the first is counted
 
@@ -66,8 +66,10 @@ def dispatch(
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
-    options = dict(fair=fair, zero_unused=zero_unused)
-    kernel = _Dispatch.of(plan, capacity, expert_alignment, fabric, channels, options, known=False)
+    kernel = _Dispatch.of(
+        plan, capacity, expert_alignment, fabric, channels,
+        routes_known=False, fair=fair, zero_unused=zero_unused,
+    )  # fmt: skip
     width = kernel.expert_rows.count_width
     num_experts, per_rank = plan.num_experts, plan.num_experts // num_ranks
     tokens, rows, counts, *layout = kernel.call(
@@ -119,8 +121,10 @@ def dispatch_like(
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
     lead, num_experts = x.shape[:-2], counts.shape[-1]
-    options = dict(fair=fair, zero_unused=zero_unused)
-    kernel = _Dispatch.of(plan, capacity, expert_alignment, fabric, channels, options, known=True)
+    kernel = _Dispatch.of(
+        plan, capacity, expert_alignment, fabric, channels,
+        routes_known=True, fair=fair, zero_unused=zero_unused,
+    )  # fmt: skip
     tokens = kernel.call(
         [
             x,
@@ -140,15 +144,16 @@ class _Dispatch:
 
     rows: Rows
     expert_rows: ExpertRows
-    known: bool  # whether the routes are
+    routes_known: bool
 
     @classmethod
-    def of(cls, plan, capacity, alignment, fabric, channels, options, *, known):
+    def of(cls, plan, capacity, alignment, fabric, channels, *, routes_known, **options):
         of_experts = ExpertRows(
             fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
-            parts=[(plan.hidden, plan.dtype)], **options,
+            parts=[(plan.hidden, plan.dtype)],
+            count_arrivals=None if routes_known else plan.warpgroups, **options,
         )  # fmt: skip
-        return cls(Rows(fabric, channels, plan, "dispatch"), of_experts, known)
+        return cls(Rows(fabric, channels, plan, "dispatch"), of_experts, routes_known)
 
     @property
     def top_k(self) -> int:
@@ -180,7 +185,7 @@ class _Dispatch:
         plan, ranks = self.rows.plan, self.fabric.num_ranks
         width = self.expert_rows.count_width
         types = self.expert_rows.scratch_types()
-        if not self.known:
+        if not self.routes_known:
             types |= dict(
                 choices=plgpu.SMEM((ranks, align_up(self.num_choices, LANES)), jnp.int32),
                 # Of each source, the next row of each expert; entries after the last expert take
@@ -188,7 +193,6 @@ class _Dispatch:
                 next_rows_from=plgpu.SMEM((ranks, width + LANES), jnp.int32),
                 block_starts=plgpu.SMEM((width,), jnp.int32),
                 token_rows=plgpu.SMEM((ranks, plan.tokens_per_block, self.top_k), jnp.int32),
-                counts_full=plgpu.Barrier(num_arrivals=plan.warpgroups),
                 laid_out=plgpu.Barrier(),
                 together=plgpu.Barrier(num_arrivals=plan.warpgroups),
             )
@@ -196,7 +200,7 @@ class _Dispatch:
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         layout: Any = ()
-        if self.known:
+        if self.routes_known:
             x, topk_idx, rows, counts, tokens = refs
         else:
             x, topk_idx, tokens, rows, counts, *layout = refs
@@ -204,7 +208,7 @@ class _Dispatch:
 
         @pl.when(warpgroup < self.rows.plan.warpgroups)
         def _movers():
-            mover = dataclasses.replace(self, rows=self.rows.of(warpgroup))
+            mover = dataclasses.replace(self, rows=self.rows.for_warpgroup(warpgroup))
             mover._move(x, topk_idx, rows, tokens, **scratch)
 
         @pl.when(warpgroup == self.rows.plan.warpgroups)
@@ -213,10 +217,9 @@ class _Dispatch:
 
     def _lay_out(self, counts, layout, tokens, **scratch):
         fabric, of_experts = self.fabric, self.expert_rows
-        if self.known:
+        if self.routes_known:
             hello(fabric.signal, release=False)
-            sources = [(rank, fabric.mine(counts).at[rank]) for rank in range(fabric.num_ranks)]
-            of_experts.fetch_counts(sources, **scratch)
+            of_experts.fetch_counts(counts, **scratch)
             of_experts.lay_out(**scratch)
         else:
             of_experts.lay_out(counts, **scratch)
@@ -224,18 +227,18 @@ class _Dispatch:
             of_experts.describe(*layout, **scratch)
         fabric.stage(3)
         of_experts.fill([tokens], **scratch)
-        if self.known:
+        if self.routes_known:
             hello(fabric.wait, "dispatch")
 
     def _move(self, x, topk_idx, rows, tokens, **scratch):
         fabric, of_rows = self.fabric, self.rows
         fabric.stage(0)
         endpoint = of_rows.open()
-        if not self.known:
+        if not self.routes_known:
             self._send_choices(topk_idx)
         sent = of_rows.send_tokens(endpoint, x, topk_idx, exact=True)
         fabric.stage(1)
-        if not self.known:
+        if not self.routes_known:
             self._find_rows(rows, **scratch)
         here = [endpoint.rank, *endpoint.peers]
         for i, (token, exists) in enumerate(of_rows.tokens()):
@@ -246,7 +249,7 @@ class _Dispatch:
             places = [[jnp.where(exists, p, fb.NOWHERE) for p in row] for row in places]
             for j, tile in enumerate(sent[i]):
                 self._store(tokens, j, tile, places[0])
-            comes = [fb.any_of(row) for row in places[1:]]
+            comes = [fb.any_row(row) for row in places[1:]]
             for j, arrived in enumerate(of_rows.receive(endpoint, i, comes, exact=True)):
                 for tile, row in zip(arrived, places[1:], strict=True):
                     self._store(tokens, j, tile, row)
@@ -271,7 +274,7 @@ class _Dispatch:
 
     def _row_of(self, rows, source, i, token, choice, *, token_rows=None, **_):
         """Reads the row on this rank of a choice of the block's i-th token of rank `source`."""
-        if self.known:
+        if self.routes_known:
             return self.fabric.mine(rows)[source, token * self.top_k + choice]
         return token_rows[source, i, choice]
 

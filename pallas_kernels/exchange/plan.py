@@ -17,12 +17,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.exchange.quantize import BLOCK, ROW_MULTIPLE
 from pallas_kernels.fabric import layout
-from pallas_kernels.fabric.plan import (
+from pallas_kernels.fabric.hardware import (
     LANES,
     SHARED_MEMORY_BYTES,
     WORD_BYTES,
-    Plan,
-    Window,
     align_up,
     padded_columns,
     vector_length,
@@ -67,6 +65,81 @@ def padded_hidden(
     """
     columns = _ROW_BYTES // jnp.dtype(dtype).itemsize
     return align_up(hidden, columns if wire_dtype is None else ROW_MULTIPLE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static choices of one call of an exchange kernel.
+
+    Attributes:
+      num_blocks: thread blocks per rank.
+      num_slots: rows that the ring in shared memory holds, if there is one.
+      store_lag: how many of the latest groups of outgoing copies may still read their slots when
+        the next slot is filled; fewer than there are slots.
+      window_tokens: tokens whose routes a block holds in shared memory at a time.
+      step_tokens: tokens between two signals.
+      num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
+      receive_steps: steps that a combine's receive buffer holds.
+      num_g_slots: cotangents that the gradient of a combine of long rows holds in a second ring.
+      num_workers: warpgroups of a block that share its sums, or cotangents.
+    """
+
+    num_blocks: int
+    num_slots: int = 2
+    store_lag: int = 1
+    window_tokens: int = 16
+    step_tokens: int = 1
+    num_copy_slots: int = 2
+    receive_steps: int = 3
+    num_g_slots: int = 2
+    num_workers: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.store_lag < self.num_slots:
+            raise ValueError(f"store_lag must be less than num_slots, but the plan is {self}.")
+        # While a step is summed, the one before it is read, and the one after it is listed.
+        if self.receive_steps < 3:
+            raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
+
+    def tokens_per_block(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.num_blocks)
+
+    def steps_per_block(self, num_tokens: int) -> int:
+        return -(-self.tokens_per_block(num_tokens) // self.step_tokens)
+
+    def tokens_of_block(self, block: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+        """Returns a block's first token and the number of its tokens, the same on every rank."""
+        per_block = self.tokens_per_block(num_tokens)
+        first = block * per_block
+        return first, jnp.clip(num_tokens - first, 0, per_block)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The part of a flat array of routes, [T·K], that a block holds in shared memory at a time."""
+
+    tokens: int  # tokens of a window
+    width: int  # entries loaded: tokens · K, rounded up to whole vectors
+    total: int  # entries of the (padded) flat array
+
+    @classmethod
+    def of(cls, tokens: int, plan: Plan, num_tokens: int, top_k: int) -> Window:
+        tokens = min(tokens, plan.tokens_per_block(num_tokens))
+        width = align_up(tokens * top_k, LANES)
+        return cls(tokens, width, max(width, num_tokens * top_k))
+
+    def start(self, entry: jax.Array) -> jax.Array:
+        """Returns the first entry to load so that the window holds `entry` and is in bounds."""
+        return jnp.minimum(entry, self.total - self.width)
+
+    def pad(self, flat: jax.Array, value: int) -> jax.Array:
+        return pad_last(flat, self.total - flat.shape[-1], value)
+
+
+def pad_last(array: jax.Array, amount: int, value: int = 0) -> jax.Array:
+    """Appends `amount` entries of `value` to the last axis of an array."""
+    widths = [(0, 0)] * (array.ndim - 1) + [(0, amount)]
+    return jnp.pad(array, widths, constant_values=value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +279,9 @@ class LowLatencyPlan(Sizes):
     def num_slots(self) -> int:
         """Rows that shared memory holds next to the words of the kernel with the most of them."""
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
-        sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k  # of a gradient
+        # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
+        sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
+        # The layout, and the next rows from each rank; the rest is spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
         row = Row(self.hidden, self.dtype)
         return min(self.max_slots, row.room(words + max(choices, sums)) // row.slot_bytes)
@@ -232,7 +307,7 @@ class LowLatencyPlan(Sizes):
 def low_latency(
     row: Row, sizes: Sizes, num_gpus: int, num_blocks: int | None = None
 ) -> LowLatencyPlan | None:
-    """Returns the plan of the kernels over the low-latency protocol, or None where others serve.
+    """Returns the plan of the kernels over the low-latency protocol, or None where others run.
 
     Others are for rows that are quantized, and for sizes for which `LowLatencyPlan.fits` is false.
     `num_gpus` counts the GPUs of the ranks' host that share symmetric memory.
@@ -269,13 +344,18 @@ def count_width(num_experts: int) -> int:
     return align_up(num_experts, LANES)
 
 
+def _layout_words(num_ranks: int, num_experts: int) -> int:
+    """Returns the int32 words of all counts, the scan and the blocks' ends of `ExpertRows`."""
+    return (num_ranks + 2 + 2) * count_width(num_experts)
+
+
 def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: int = 2) -> int:
     """Returns the int32 words of routes, lists and counts that a dispatch has in shared memory."""
     windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
     choices = num_ranks * windows
     lists = (_RING_SLOTS + step_tokens) * num_ranks * top_k
-    counts = (5 + num_ranks) * count_width(num_experts) + LANES
-    return counts + choices + lists
+    next_rows = count_width(num_experts) + LANES
+    return _layout_words(num_ranks, num_experts) + next_rows + choices + lists
 
 
 def dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
@@ -418,7 +498,7 @@ def _combine_grad_slots(
     Each is a row of y or a cotangent, with a list of so many words.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
-    count_words = (4 + num_ranks) * count_width(num_experts)
+    count_words = _layout_words(num_ranks, num_experts)
     sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
     row_bytes = padded_columns(row.hidden, row.dtype) * jnp.dtype(row.dtype).itemsize
     return sent.room(window_words + count_words) // (row_bytes + WORD_BYTES * list_words)

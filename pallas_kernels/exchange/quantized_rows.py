@@ -20,8 +20,8 @@ from pallas_kernels.exchange.quantize import (
 )
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic, vectors
+from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.fabric.plan import LANES, WARP
 
 _VALUES = BLOCK // WARP  # values of a block that a thread holds
 _INFINITY = 0x7F800000  # the bits of a float32 infinity; those of NaNs are larger

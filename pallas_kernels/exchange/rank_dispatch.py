@@ -23,10 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.exchange.plan import Plan, Row
 from pallas_kernels.exchange.sender import PUT, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan, padded_columns
+from pallas_kernels.fabric.hardware import padded_columns
 
 
 def rank_dispatch(
@@ -66,7 +67,8 @@ def rank_dispatch(
         bits = lax.bitcast_convert_type(topk_weights, jnp.int32)
         choices = jnp.concatenate([topk_idx, bits], axis=-1)
     width = choices.shape[-1]
-    sender = Sender(fabric, plan, num_tokens, x.shape[-1], x.dtype, wire_dtype, num_words=width)
+    row = Row(x.shape[-1], x.dtype, wire_dtype)
+    sender = Sender(fabric, plan, num_tokens, row, num_words=width)
     kernel = _RankDispatch(num_experts, top_k, sender)
     flat = choices.reshape(*lead, num_tokens * width)
     *parts, lists = kernel.call(x, sender.window.pad(flat, fb.NOWHERE))
@@ -99,11 +101,11 @@ class _RankDispatch:
             num_blocks=sender.plan.num_blocks,
             num_warpgroups=2,
             out_type=[
-                *(jax.ShapeDtypeStruct((num_rows, width), t) for width, t in sender.parts),
+                *(jax.ShapeDtypeStruct((num_rows, width), t) for width, t in sender.row.parts),
                 jax.ShapeDtypeStruct((num_ranks, sender.window.total), jnp.int32),
             ],
             scratch_types=self._scratch_types(),
-            shared=tuple(range(2, 3 + len(sender.parts))),
+            shared=tuple(range(2, 3 + len(sender.row.parts))),
         )(*operands)
 
     def _scratch_types(self) -> dict[str, Any]:
@@ -111,7 +113,7 @@ class _RankDispatch:
         return dict(
             **sender.scratch_types(),
             step_rows=plgpu.SMEM((self.fabric.num_ranks, sender.step_window.width), jnp.int32),
-            zeros=[plgpu.SMEM((padded_columns(width, t),), t) for width, t in sender.parts],
+            zeros=[plgpu.SMEM((padded_columns(width, t),), t) for width, t in sender.row.parts],
         )
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
@@ -167,7 +169,7 @@ class _RankDispatch:
         return jnp.where(self._any_expert(words), token, fb.NOWHERE)
 
     def _any_expert(self, words):
-        return fb.any_of(words[: self.top_k])
+        return fb.any_row(words[: self.top_k])
 
     def _receive_lists(self, lists_ref, tokens, *, step_rows, zeros, **_):
         fabric, sender, window = self.fabric, self.sender, self.sender.step_window
@@ -189,7 +191,7 @@ class _RankDispatch:
                 entry = (step_token + i) * width - start
                 words = [step_rows[source, entry + word] for word in range(self.top_k)]
                 row = source * sender.num_tokens + step_token + i
-                for part, ref, (columns, _) in zip(zeros, tokens, sender.parts, strict=True):
+                for part, ref, (columns, _) in zip(zeros, tokens, sender.row.parts, strict=True):
                     fb.put_if(
                         fabric,
                         ~self._any_expert(words),

@@ -20,10 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange import quantized_rows
-from pallas_kernels.exchange.plan import Parts, Row, windows
+from pallas_kernels.exchange.plan import Plan, Row, Window, windows
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan, Window
 
 PUT = 0  # kind of signal: sent after each step, and once by a block that has no step
 
@@ -41,9 +40,7 @@ class Sender:
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the ring.
       num_tokens: T.
-      hidden: H, the columns of an input row.
-      dtype: the dtype of an input row.
-      wire_dtype: the dtype that rows are quantized to, or None.
+      row: the size of an input row, and of the form in which it is sent.
       num_words: int32 words of routes for each token, and words of a list.
       num_sources: how many arrays hold routes of this rank's tokens.
     """
@@ -51,15 +48,9 @@ class Sender:
     fabric: fb.Fabric
     plan: Plan
     num_tokens: int
-    hidden: int
-    dtype: Any
-    wire_dtype: Any
+    row: Row
     num_words: int
     num_sources: int = 1
-
-    @property
-    def parts(self) -> Parts:
-        return Row(self.hidden, self.dtype, self.wire_dtype).parts
 
     @property
     def step_tokens(self) -> int:
@@ -79,12 +70,12 @@ class Sender:
         slots = self.plan.num_slots
         types: dict[str, Any] = dict(
             choices=plgpu.SMEM((self.num_sources, self.window.width), jnp.int32),
-            slots=[plgpu.SMEM((slots, columns), t) for columns, t in self.parts],
+            slots=[plgpu.SMEM((slots, columns), t) for columns, t in self.row.parts],
             lists=plgpu.SMEM((slots, self.fabric.num_ranks, self.num_words), jnp.int32),
             full=plgpu.Barrier(num_barriers=(slots,)),
         )
-        if self.wire_dtype is not None:  # input rows, before they are quantized
-            types["wide_slots"] = plgpu.SMEM((slots, self.hidden), self.dtype)
+        if self.row.wire_dtype is not None:  # input rows, before they are quantized
+            types["wide_slots"] = plgpu.SMEM((slots, self.row.hidden), self.row.dtype)
         return types
 
     def range(self) -> tuple[jax.Array, jax.Array]:

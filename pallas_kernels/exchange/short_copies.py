@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES
 from pallas_kernels.fabric.mosaic import Value, arith
-from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES
 
 
 def begin(fabric: fb.Fabric, source: Any, destination: Any) -> None:

@@ -1,5 +1,7 @@
-"""Loads windows of routes, parts of flat arrays of words that a block holds in shared memory, and
-sorts what they say into lists."""
+"""Loads windows of routes, and sorts what they say into lists.
+
+A window is the part of a flat array of words that a block holds in shared memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.exchange.plan import Window
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Window
 
 
 def open_window(

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import ptx
-from pallas_kernels.fabric.plan import LANES
+from pallas_kernels.fabric.hardware import LANES
 
 NOWHERE = -1  # stands for "no row" and for "no expert"
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
@@ -108,7 +108,11 @@ class Fabric(Ranks, Protocol):
         """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
 
     def stage(self, number: int) -> None:
-        """Names a point of a kernel at which a test may hold ranks back by different times."""
+        """Names a point of a kernel at which a test may hold ranks back by different times.
+
+        0: the call begins. 1: writes to peers are made, and their signal may follow. 2: what peers
+        sent is awaited, or was. 3: the warpgroup that fills gaps begins.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,12 +303,13 @@ def first_peer(fabric: Fabric) -> jax.Array:
     return fabric.rank() + lax.axis_index("block")
 
 
-def any_of(places: Sequence[jax.Array]) -> jax.Array:
+def any_row(places: Sequence[jax.Array]) -> jax.Array:
     """Returns whether any of the places is a row's index, so not NOWHERE."""
-    return any_of_them([place >= 0 for place in places])
+    return any_of([place >= 0 for place in places])
 
 
-def any_of_them(conditions: Sequence[jax.Array]) -> jax.Array:
+def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
+    """Returns whether any of the conditions, [] bool each, holds."""
     return functools.reduce(operator.or_, conditions)
 
 

@@ -30,13 +30,13 @@ from jax import lax
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric.hardware import vector_length
 from pallas_kernels.fabric.layout import (
     MAX_LOW_LATENCY_GPUS,
     MAX_WORKERS,
     num_senders,
     slots_of_channel,
 )
-from pallas_kernels.fabric.plan import vector_length
 from pallas_kernels.fabric.sentinel_words import SlotMemory
 
 
@@ -163,7 +163,7 @@ class Endpoint:
         self.channels.memory.write(self._here, self._counters, calls)
 
     def stage(self, number: int) -> None:
-        """Names a point of a kernel at which a test may hold ranks back by different times."""
+        """See `fabric.Fabric.stage`."""
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:

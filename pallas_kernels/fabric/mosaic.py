@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.plan import LANES
+from pallas_kernels.fabric.hardware import LANES
 
 # What this module and the kernels use, by module.
 _REQUIRED = {

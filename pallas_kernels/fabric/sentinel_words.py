@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic, ptx
+from pallas_kernels.fabric.hardware import VECTOR_BYTES, vector_length
 from pallas_kernels.fabric.layout import (
     EMPTY,
     NUM_COUNTERS,
@@ -28,7 +29,6 @@ from pallas_kernels.fabric.layout import (
     num_slots,
 )
 from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
-from pallas_kernels.fabric.plan import VECTOR_BYTES, vector_length
 
 _INSTEAD = 0xFFFFFFFE
 _NO_NOTE = EMPTY & 0xFF

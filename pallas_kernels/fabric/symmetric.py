@@ -26,8 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import layout, mosaic, ptx
 from pallas_kernels.fabric.fabric import RanksOfMesh
+from pallas_kernels.fabric.hardware import LANES
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i64, scalar
-from pallas_kernels.fabric.plan import LANES
 
 # A word that gives a buffer's address holds, from the highest bit: the address without its last
 # four bits, a flag, and a tag, the low bits of the call's number.
@@ -56,7 +56,7 @@ class Gpus(RanksOfMesh):
         ptx.async_fence()
 
     def stage(self, number: int) -> None:
-        """Names a point of a kernel at which a test may hold ranks back by different times.
+        """See `fabric.Fabric.stage`.
 
         Stage 0 is where a rank enters a call; there `enter` itself holds ranks back.
         """

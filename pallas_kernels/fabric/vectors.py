@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.hardware import LANES, VECTOR_BYTES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.fabric.plan import LANES, VECTOR_BYTES, WARP
 
 GLOBAL_MEMORY = 1  # address space
 SUMS_OF_WARPGROUP = LANES // WARP  # that `partial_sums` makes: one for each warp

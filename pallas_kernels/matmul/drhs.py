@@ -33,7 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
+from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -160,12 +160,12 @@ class _Drhs(Kernel):
         tiles = self.tiles
         # The last tile may reach past K. What it reads there is zero, and is not stored.
         tile_rows = -(-self.height // BLOCK_M)
-        num_tiles = jnp.int32(self.num_grads * self.num_groups * tile_rows * self.columns)
+        num_tiles = jnp.int32(self.num_grads * self.num_groups * tile_rows * self.tile_columns)
 
         def look_up(index):
             # Tiles at one place, of all gradients, follow each other: they read the same of lhs.
             index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
-            group, rest = quotient_and_rest(index, jnp.int32(tile_rows * self.columns))
+            group, rest = quotient_and_rest(index, jnp.int32(tile_rows * self.tile_columns))
             row, left_edge = self.place(rest, jnp.int32(tile_rows))
             steps = tuple(table[group, i] for i in range(4))
             return which, group, row * BLOCK_M, left_edge, *steps

@@ -59,10 +59,10 @@ def gated_product(
         width,
         (depth,),
         num_rows,
-        False,
-        zero_unused,
-        gating,
-        keep,
+        transpose_rhs=False,
+        zero_unused=zero_unused,
+        gating=gating,
+        keep=keep,
     )
     table = row_tiles(group_sizes, tiles.heights, num_rows, interpreted=bool(interpret))
     *products, hidden = launch(

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.plan import SHARED_MEMORY_BYTES
+from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
@@ -126,7 +126,14 @@ def product(
     num_rows, width = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     depths = tuple(lhs.shape[1] for lhs, _ in pairs)
     kernel = Product(
-        tiles, num_blocks, bool(interpret), width, depths, num_rows, transpose_rhs, zero_unused
+        tiles,
+        num_blocks,
+        bool(interpret),
+        width,
+        depths,
+        num_rows,
+        transpose_rhs=transpose_rhs,
+        zero_unused=zero_unused,
     )
     table = row_tiles(group_sizes, tiles.heights, num_rows, interpreted=bool(interpret))
     return launch(
@@ -182,7 +189,7 @@ class Product(Kernel):
         outs = refs[-self.outputs :]
         last = table.shape[0] - 1
         num_tiles, num_live_rows = table[last, 0], table[last, 1]
-        total = num_tiles * self.columns
+        total = num_tiles * self.tile_columns
 
         def kind_of(tile):
             """Returns the index in `tiles.heights` of the lowest that holds the tile's rows."""

@@ -43,7 +43,7 @@ class Kernel:
         return 1
 
     @property
-    def columns(self) -> int:
+    def tile_columns(self) -> int:
         """Returns how many tiles are side by side; the last may reach past the output."""
         return -(-self.width // self.tiles.block_n)
 
@@ -123,8 +123,8 @@ class Kernel:
         band = jnp.int32(self.tiles.band)
         whole, rest = quotient_and_rest(index, jnp.maximum(rows * band, 1))
         in_band = band
-        if self.columns % self.tiles.band:
-            in_band = jnp.minimum(band, self.columns - whole * band)
+        if self.tile_columns % self.tiles.band:
+            in_band = jnp.minimum(band, self.tile_columns - whole * band)
         row, column = quotient_and_rest(rest, in_band)
         return row, (whole * band + column) * self.tiles.block_n
 

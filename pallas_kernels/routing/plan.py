@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.fabric.plan import WARP
+from pallas_kernels.fabric.hardware import WARP
 
 MOST_COLUMNS = 1024  # so that a row fits into the registers of a warp
 MOST_CHOICES = WARP  # each is stored by a lane of its own

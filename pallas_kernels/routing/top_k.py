@@ -31,8 +31,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.fabric.plan import LANES, WARP
 from pallas_kernels.routing.plan import Groups, Weighing, unavailable_reason
 
 _ROWS = LANES // WARP  # rows of a block

@@ -49,7 +49,7 @@ from jax_ep.moe.layer import moe_layer
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
-from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.exchange.plan import Plan
 
 WIRE = jnp.float8_e4m3fn
 CHECK = Path(__file__).with_name("two_level_check.py")

@@ -20,7 +20,7 @@ from support.selection import quick
 import jax_ep
 from jax_ep import reference
 from jax_ep.exchange import xla
-from jax_ep.exchange.routes import counts_here, layout
+from jax_ep.exchange.routes import counts_here, lay_out
 from jax_ep.matmul.backend import Backend
 from jax_ep.moe.routed_experts import routed_experts
 
@@ -159,7 +159,9 @@ def unused_rows_are_nan(monkeypatch):
 
     def sizes_of(routes, config):
         counts = counts_here(routes.counts, config.rank())
-        return layout(counts, config.num_rows, config.expert_alignment, config.overflow).group_sizes
+        return lay_out(
+            counts, config.num_rows, config.expert_alignment, config.overflow
+        ).group_sizes
 
     def dispatch(x, topk_idx, config):
         received, routes, described = plain["dispatch"](x, topk_idx, config)

@@ -17,8 +17,8 @@ from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
+from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric.fabric import Fabric
-from pallas_kernels.fabric.plan import Plan
 from support.contract import (
     Case,
     assert_bitwise_equal,

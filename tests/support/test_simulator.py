@@ -12,8 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.collectives import tiles
 from pallas_kernels.collectives.all_reduce import one_shot, two_shot
 from pallas_kernels.collectives.tiles import tile_length
+from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import LANES, Plan
+from pallas_kernels.fabric.hardware import LANES
 from support import simulator
 from support.simulator import KernelError, Simulated, simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine, dispatch

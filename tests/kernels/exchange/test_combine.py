@@ -9,7 +9,7 @@ from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, combine
 
-from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.exchange.plan import Plan
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1)),

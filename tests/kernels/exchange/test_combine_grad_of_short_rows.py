@@ -8,7 +8,7 @@ from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, check_combine_grad, combine_grad
 
 from pallas_kernels.exchange import combine_grad_of_short_rows
-from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.exchange.plan import Plan
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),

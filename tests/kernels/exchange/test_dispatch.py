@@ -10,7 +10,8 @@ from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like, with_unused_rows
 
 from pallas_kernels.exchange import dispatch as kernel
-from pallas_kernels.fabric.plan import LANES, Plan
+from pallas_kernels.exchange.plan import Plan
+from pallas_kernels.fabric.hardware import LANES
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),

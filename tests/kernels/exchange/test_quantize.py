@@ -19,9 +19,9 @@ from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
 from jax_ep import reference
 from jax_ep.runtime import availability
 from pallas_kernels.exchange import quantized_rows
+from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.plan import Plan
 from pallas_kernels.fabric.symmetric import Gpus
 
 WIRE = jnp.float8_e4m3fn

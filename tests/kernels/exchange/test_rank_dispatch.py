@@ -18,7 +18,7 @@ from support.stacked import Problem, rank_combine, rank_dispatch
 
 import jax_ep
 from jax_ep import reference
-from pallas_kernels.fabric.plan import Plan
+from pallas_kernels.exchange.plan import Plan
 
 CASES = {
     "one_rank": (Problem(1, 3, 128, 2, 4), Plan(1, 2)),

@@ -36,9 +36,9 @@ from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
+from pallas_kernels.exchange.plan import Plan
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.plan import Plan
 from pallas_kernels.fabric.symmetric import Gpus
 
 NUM_DEVICES = len(jax.devices())
