@@ -251,7 +251,7 @@ def memory() -> None:
     """The portable exchange gathers every rank's rows."""
     model = dict(num_tokens=T, hidden=H, num_experts=E, top_k=K, num_ranks=N)
     held = jax_ep.workspace_bytes("dispatch", "xla", **model, dtype="float32")
-    assert held["gathered tokens"] == N * T * H * 4
+    assert held.get("gathered tokens", 0) == (N * T * H * 4 if N > 1 else 0)
 
 
 @pytest.mark.parametrize("name", CHECKS)

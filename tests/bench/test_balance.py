@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-import jax
 import numpy as np
 import pytest
+from support.meshes import needs_two_devices
 
 import jax_ep.cli
 from jax_ep.bench import balance, layer
@@ -24,7 +24,7 @@ def test_choices_are_distinct_and_follow_the_popularity():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+@needs_two_devices
 def test_every_case_is_checked_and_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(layer.SMALL_SHAPES, "qwen3-moe", layer.Shape(32, 16, 8, 2))
     path = tmp_path / "balance.json"

@@ -195,6 +195,8 @@ def run(args: Any) -> None:
     if count > 1:
         ids = None if "CUDA_VISIBLE_DEVICES" in os.environ else [number]
         seconds = HEARTBEAT_SECONDS if args.endless else 100
+        if args.endless and args.share:  # a GPU that runs kernels in turns ends one late
+            seconds *= 2
         jax.distributed.initialize(
             args.coordinator,
             count,
