@@ -52,6 +52,11 @@ def layer(seed: int = 0, **changes) -> Any:
     return MoE(H, F, **(sizes | changes), rngs=nnx.Rngs(seed))
 
 
+def test_an_initializer_may_be_a_function_of_three_arguments():
+    module = layer(kernel_init=lambda key, shape, dtype: jnp.full(shape, 0.5, dtype))
+    np.testing.assert_array_equal(module.wo.get_value(), np.full((E, F, H), 0.5))
+
+
 def layer_of(params: MoEParams, **changes) -> Any:
     shared = 0 if params.shared_wo is None else S
     zeros = jax.nn.initializers.zeros

@@ -74,7 +74,8 @@ class MoEConfig:
         activation: a function of one array, used in every MLP, shared experts' too:
             (activation(x wi_0) * (x wi_1)) wo, or activation(x wi_0) wo where there is no wi_1.
         gating: None, or a function of two arrays in place of activation(gate) * up: of
-            gate = x wi_0 and up = x wi_1, biases included.
+            gate = x wi_0 and up = x wi_1, biases included. Like activation it is a static argument:
+            what it reads besides is a constant, which is not trained.
         clamp: None, or a number above 0: before activation or gating, gate is at most this, and up
             between minus this and this, in shared experts too (GPT-OSS, DeepSeek-V4).
         weights_on: what the weight of a choice multiplies: the "output" of its expert, or the

@@ -16,7 +16,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
-from jax_ep.runtime.jax_compat import match_varying
+from jax_ep.runtime.jax_compat import is_traced, match_varying
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -377,10 +377,19 @@ def check_unit(unit: HiddenUnit) -> None:
 
 
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    """Raises ValueError unless the unit's function keeps the shape of its arguments, and floats."""
+    """Raises ValueError unless the unit's function keeps the shape of its arguments, and floats.
+
+    It may read no traced array: what it reads is a constant of the program, without a gradient.
+    """
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
-    result = jax.eval_shape(function, *[rows] * count)
+    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*[rows] * count)
+    for constant in jaxpr.consts:
+        if is_traced(constant):
+            raise ValueError(
+                f"{name} must be a function of its arguments alone, but reads a traced array, "
+                f"{jax.typeof(constant)}. Only constants may be read besides."
+            )
     is_array = isinstance(result, jax.ShapeDtypeStruct) and result.shape == rows.shape
     if not (is_array and jnp.issubdtype(result.dtype, jnp.floating)):
         raise ValueError(

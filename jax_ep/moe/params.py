@@ -245,10 +245,11 @@ def per_expert(init: Initializer) -> Initializer:
     def init_experts(
         key: jax.Array, shape: Any, dtype: Any = None, out_sharding: Any = None
     ) -> jax.Array:
+        options = () if out_sharding is None else (out_sharding,)  # a function of three will do
         if len(shape) == 2:
-            return init(key, shape, dtype, out_sharding)
+            return init(key, shape, dtype, *options)
         keys = jax.random.split(key, shape[0])
-        return jax.vmap(lambda key: init(key, shape[1:], dtype, out_sharding))(keys)
+        return jax.vmap(lambda key: init(key, shape[1:], dtype, *options))(keys)
 
     return init_experts
 

@@ -174,11 +174,21 @@ def redistribute(
     unsplit = PartitionSpec(*(None,) * axis, axes)
     plan = jax.device_put(plan, NamedSharding(mesh, unsplit))
     total = sum(leaf.nbytes for path, leaf in jax.tree.leaves_with_path(tree) if _of_experts(path))
-    done = 0
+    size = "P", shape[-1]
+    _map_experts(lambda leaf: leaf, tree, shape, size)  # raises before any leaf is donated
+    done, moved_leaves = 0, dict[int, jax.Array]()
     here = set(mesh.devices.flat)
 
     def move(leaf: jax.Array) -> jax.Array:
         nonlocal done
+        if id(leaf) not in moved_leaves:  # a tree may hold one array twice
+            moved_leaves[id(leaf)] = move_one(leaf)
+        done += leaf.nbytes
+        if progress is not None:
+            progress(done, total)
+        return moved_leaves[id(leaf)]
+
+    def move_one(leaf: jax.Array) -> jax.Array:
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
         along = spec[axis] if axis < len(spec) else None
@@ -186,13 +196,9 @@ def redistribute(
         if sharding is None or sharding.device_set != here or not is_split:
             spec = unsplit
         leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
-        moved = _mover(mesh, axes, PartitionSpec(*spec), axis, implementation)(leaf, plan)
-        done += moved.nbytes
-        if progress is not None:
-            progress(done, total)
-        return moved
+        return _mover(mesh, axes, PartitionSpec(*spec), axis, implementation)(leaf, plan)
 
-    return _map_experts(move, tree, shape, ("P", shape[-1]))
+    return _map_experts(move, tree, shape, size)
 
 
 def _destinations(before: Placement, after: Placement) -> Array:

@@ -315,10 +315,15 @@ def define_primitive(
     if batch is not None:
         _batchers[primitive] = batch
     if eager:
-        primitive.def_impl(lambda *operands, **params: _jitted(primitive, **params)(*operands))
+        primitive.def_impl(functools.partial(_run_jitted, primitive))
     if unused is not None and _dce_rules is not None:
         _dce_rules[primitive] = functools.partial(_without_unused_results, unused)
     return primitive
+
+
+def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    with jax.disable_jit(False):  # what is not jitted comes here again, without end
+        return _jitted(primitive, **params)(*operands)
 
 
 @functools.cache
@@ -440,15 +445,27 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     return x
 
 
-_trace_state = _find("jax._src.core.get_opaque_trace_state")  # None where JAX lacks it
+# None where JAX lacks them.
+_trace_state = _find("jax._src.core.get_opaque_trace_state")
+_trace_state_clean = _find("jax._src.core.trace_state_clean")
 
 
 def trace_state() -> Any:
-    """Returns what equals that of a later call only if no other tracing has begun or ended between.
+    """Returns what equals that of a later call only while the same function is being traced.
 
-    Where JAX lacks the means, it equals no other.
+    Outside of any trace, and where JAX lacks the means, it equals no other.
     """
-    return object() if _trace_state is None else _trace_state(convention="flax")
+    if _trace_state is None or _trace_state_clean is None or _trace_state_clean():
+        return object()
+    return _trace_state(convention="flax")
+
+
+_tracer = _find("jax.core.Tracer")
+
+
+def is_traced(x: Any) -> bool:
+    """Returns whether an array has no value yet; False where JAX does not say."""
+    return _tracer is not None and isinstance(x, _tracer)
 
 
 def gpus() -> list[jax.Device]:

@@ -122,6 +122,34 @@ def test_a_program_that_is_traced_again_reads_its_values_again():
     np.testing.assert_array_equal(jax.jit(lambda i: layer(i))(0), 4 * first)
 
 
+def test_what_may_change_is_read_again_outside_of_jit():
+    scale = Scale()
+    config = dataclasses.replace(CONFIG, activation=scale.act)
+    first = moe_layer(make_params(), make_x(), config)[0]
+    scale.factor = 4.0
+    np.testing.assert_array_equal(moe_layer(make_params(), make_x(), config)[0], 4 * first)
+
+
+@pytest.mark.parametrize("name", ["activation", "gating"])
+def test_functions_read_no_traced_array(name):
+    """Its gradient would be zero."""
+    functions = {
+        "activation": lambda b: lambda h: h * b,
+        "gating": lambda b: lambda g, u: g * u * b,
+    }
+
+    def loss(b, params):
+        config = dataclasses.replace(CONFIG, **{name: functions[name](b)})
+        return jnp.sum(moe_layer(params, make_x(), config)[0])
+
+    for wrap in (jax.jit, lambda f: f):
+        for argnums in (0, (0, 1)):
+            with pytest.raises(
+                ValueError, match=f"{name} must be .* reads a traced array, .?float32"
+            ):
+                wrap(jax.grad(loss, argnums))(1.5, make_params())
+
+
 def test_a_router_that_reads_another_value_is_another(monkeypatch):
     def routed():
         return output(router=lambda x, logits: top_k_routing(logits, K, scale=settings.factor))

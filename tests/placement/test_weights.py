@@ -172,6 +172,30 @@ def test_what_stands_for_moments_that_an_optimizer_does_not_keep_stays(shape):
     assert_same_bits(to_experts(moved, other)["v_row"], state["v_row"])
 
 
+def test_nothing_is_donated_where_a_leaf_does_not_fit():
+    placement = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
+    devices = expert_mesh(2)
+    held = jax.device_put(np.ones((4, 3)), NamedSharding(devices, P("expert")))
+    with pytest.raises(ValueError, match="wo_bias.*must lead with"):
+        redistribute({"wi_0": held, "wo_bias": np.ones((3, 4))}, placement, placement, mesh=devices)
+    assert not held.is_deleted()
+
+
+def test_an_array_that_a_tree_holds_twice_is_moved_once():
+    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
+    after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+    devices, weights = expert_mesh(2), np.random.default_rng(3).random((4, 3), np.float32)
+    held = jax.device_put(weights, NamedSharding(devices, P("expert")))
+    seen: list[tuple[int, int]] = []
+    moved = redistribute(
+        {"params": {"wo": held}, "average": {"wo": held}}, before, after, mesh=devices,
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    for tree in moved.values():
+        np.testing.assert_array_equal(tree["wo"], weights[[3, 1, 0, 2]])
+    assert seen == [(48, 96), (96, 96)]
+
+
 @pytest.mark.parametrize("tree", [np.ones((E, 3)), {"mywo": 1.0}, [np.ones(3)]], ids=str)
 def test_a_tree_without_leaves_of_experts_is_refused(tree):
     placement = Placement.in_order(num_experts=E, num_slots=SLOTS, num_ranks=N)

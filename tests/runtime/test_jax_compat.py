@@ -354,3 +354,12 @@ def test_operands_outside_of_shard_map_stay_as_they_are():
     x, y = jnp.ones(2), jnp.zeros(3)
     matched = jax_compat.match_varying((x, y), ())
     assert matched[0] is x and matched[1] is y
+
+
+def test_primitives_run_where_jit_is_disabled():
+    lhs, rhs = jnp.ones((4, 8)), jnp.ones((2, 8, 3))
+    with jax.disable_jit():
+        out = jax_ep.grouped_matmul(lhs, rhs, jnp.array([1, 3]))
+        routed = jax_ep.top_k_routing(jnp.arange(8.0).reshape(2, 4), 2)
+    np.testing.assert_array_equal(out, np.full((4, 3), 8.0))
+    np.testing.assert_array_equal(routed.topk_idx, [[3, 2]] * 2)
