@@ -78,12 +78,10 @@ def dispatch(
         received, routes, rest = primitives.rank_dispatch(x, topk_idx, topk_weights, config=config)
     else:
         received, routes, rest = primitives.dispatch(x, topk_idx, config=config)
-    scales = None
     if config.quantized:
         tokens, scales = received
-    else:
-        tokens = quantization.dequantized(received, x.dtype)
-    return tokens, scales, routes, rest
+        return tokens, scales, routes, rest
+    return quantization.dequantized(received, x.dtype), None, routes, rest
 
 
 def _dispatch_fwd(config, x, topk_idx, topk_weights):

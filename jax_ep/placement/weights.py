@@ -173,9 +173,10 @@ def redistribute(
     axis = len(shape) - 1  # of the slots
     unsplit = PartitionSpec(*(None,) * axis, axes)
     plan = jax.device_put(plan, NamedSharding(mesh, unsplit))
-    total = sum(leaf.nbytes for path, leaf in jax.tree.leaves_with_path(tree) if _of_experts(path))
     size = "P", shape[-1]
-    _map_experts(lambda leaf: leaf, tree, shape, size)  # raises before any leaf is donated
+    leaves: list[jax.Array] = []
+    _map_experts(leaves.append, tree, shape, size)  # raises before any leaf is donated
+    total = sum(leaf.nbytes for leaf in leaves)
     done, moved_leaves = 0, dict[int, jax.Array]()
     here = set(mesh.devices.flat)
 
@@ -312,14 +313,15 @@ def _map_experts(function: Any, tree: Any, lead: tuple[int, ...], size: tuple[st
     def visit(path: Any, leaf: Any) -> Any:
         if not _of_experts(path):
             return leaf
-        if np.shape(leaf)[: len(lead)] != lead and np.shape(leaf) in ((), (1,)):
+        shape = np.shape(leaf)
+        if shape[: len(lead)] == lead:
+            return function(leaf)
+        if shape in ((), (1,)):
             return leaf  # what an optimizer has in place of moments that it does not keep
-        if np.shape(leaf)[: len(lead)] != lead:
-            raise ValueError(
-                f"{jax.tree_util.keystr(path)} must lead with {lead}, of {name}={number}, as the "
-                f"placement does, but has shape {np.shape(leaf)}."
-            )
-        return function(leaf)
+        raise ValueError(
+            f"{jax.tree_util.keystr(path)} must lead with {lead}, of {name}={number}, as the "
+            f"placement does, but has shape {shape}."
+        )
 
     return jax.tree.map_with_path(visit, tree)
 

@@ -166,7 +166,11 @@ def test_what_stands_for_moments_that_an_optimizer_does_not_keep_stays(shape):
     placeholder = np.zeros(shape, np.float32)
     state = {"v": {"wi_0": placeholder}, "v_row": {"wi_0": weights}}
     by_slot = to_slots(state, placement)
-    moved = redistribute(by_slot, placement, other, mesh=expert_mesh(N))
+    seen: list[tuple[int, int]] = []
+    moved = redistribute(
+        by_slot, placement, other, mesh=expert_mesh(N), progress=lambda *bytes: seen.append(bytes)
+    )
+    assert seen[-1][0] == seen[-1][1]
     for tree in (by_slot, moved, to_experts(by_slot, placement)):
         assert tree["v"]["wi_0"] is placeholder
     assert_same_bits(to_experts(moved, other)["v_row"], state["v_row"])
