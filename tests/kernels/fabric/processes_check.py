@@ -97,6 +97,8 @@ def launch(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    if sees == SHARED:
+        flags = (*flags, "--share", str(processes))
     running = []
     for i in range(processes):
         environment = os.environ | options.get("environment", {})
@@ -104,7 +106,6 @@ def launch(
             environment["CUDA_VISIBLE_DEVICES"] = str(i if sees == OWN else 0)
         if sees == SHARED:
             environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.8 / processes:.3f}"
-            flags = (*flags, "--share", str(processes))
         command = [sys.executable, __file__, "--process", f"{i}/{processes}"]
         command += ["--coordinator", coordinator, "--results", str(path), *flags]
         running.append(
@@ -317,12 +318,12 @@ def programs(mesh: Any, loss: bool) -> Any:
 
     import jax_ep
 
-    operands = inputs(mesh, **SIZES)
+    all_tokens, *others = arrays(mesh.size, **SIZES)
+    operands = [sharded(mesh, array) for array in (all_tokens, *others)]
     capacity = 3 * SIZES["num_tokens"] * SIZES["top_k"] // 4
     yield "exchange", on_ranks(mesh, exchange(SIZES["num_experts"], capacity, loss)), operands, None
     x = operands[0]
     num_rows = 64 // mesh.size * mesh.size
-    all_tokens = arrays(mesh.size, **SIZES)[0]
     sent = all_tokens.reshape(mesh.size, SIZES["num_tokens"], -1)[:, :num_rows]
     total = functools.reduce(np.add, sent.astype(np.float32)).astype(sent.dtype)
     parts = sent.reshape(mesh.size, mesh.size, -1, SIZES["hidden"])
