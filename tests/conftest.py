@@ -37,10 +37,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Skips what has not begun by JAX_EP_TESTS_END, seconds of the epoch: CI has so much time."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what there is no time or not enough devices for.
+
+    No test begins after JAX_EP_TESTS_END, seconds of the epoch: CI has so much time.
+    """
     if time.time() > float(os.environ.get("JAX_EP_TESTS_END", "inf")):
         pytest.skip("no time is left")
+    if needed := max((mark.args[0] for mark in item.iter_markers("needs_devices")), default=0):
+        import jax  # not before the tests' devices are settled
+
+        if jax.device_count() < needed:
+            pytest.skip(f"needs {needed} devices, this machine has {jax.device_count()}")
 
 
 @pytest.hookimpl(optionalhook=True)  # there may be no pytest-xdist

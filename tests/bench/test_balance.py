@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from support.meshes import needs_two_devices
 
 import jax_ep.cli
 from jax_ep.bench import balance, layer
@@ -24,7 +23,7 @@ def test_choices_are_distinct_and_follow_the_popularity():
 
 
 @pytest.mark.slow
-@needs_two_devices
+@pytest.mark.needs_devices(2)
 def test_every_case_is_checked_and_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(layer.SMALL_SHAPES, "qwen3-moe", layer.Shape(32, 16, 8, 2))
     path = tmp_path / "balance.json"

@@ -7,7 +7,6 @@ import re
 
 import jax
 import pytest
-from support.meshes import needs_two_devices
 
 import jax_ep.cli
 from jax_ep.bench import collectives as bench_collectives
@@ -62,7 +61,7 @@ def test_every_collective_can_be_measured():
         pytest.param(
             ["--rows=7", "--ranks=2"],
             "--rows: 7 is not a multiple of 2",
-            marks=needs_two_devices,
+            marks=pytest.mark.needs_devices(2),
         ),
         (["--plans=4x4"], "--plans: '4x4' is not like"),
         (["--ranks=4096"], "--ranks: 4096 ranks, but"),

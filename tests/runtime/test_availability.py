@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.kernels import needs_kernels
-from support.meshes import cuda_mesh, mesh, needs_two_devices
+from support.meshes import cuda_mesh, mesh
 
 import jax_ep
 from jax_ep.runtime import availability, jax_compat
@@ -162,7 +162,7 @@ def test_programs_for_cpus_do_not_ask_for_mosaic(monkeypatch):
 
 
 @needs_kernels
-@needs_two_devices
+@pytest.mark.needs_devices(2)
 def test_multimem_is_refused_where_jax_lacks_its_kernels(monkeypatch):
     assert "mosaic_gpu" in lower(reduced("multimem"), "cuda")
     missing = "jax.experimental.pallas.ops.gpu.all_gather_mgpu"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from support.domain_processes import Store, gpus_of_process
 from support.fake_cuda import FakeCuda, open_descriptors
 from support.kernels import needs_kernels
-from support.meshes import cuda_mesh, expert_mesh, needs_two_devices
+from support.meshes import cuda_mesh, expert_mesh
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
@@ -134,7 +134,7 @@ def test_a_program_to_export_holds_no_addresses(op, algorithm, monkeypatch):
 
 
 @needs_kernels
-@needs_two_devices
+@pytest.mark.needs_devices(2)
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
     """An abstract mesh has no order of devices, unless `jax.set_mesh` says which it is of."""
@@ -597,7 +597,7 @@ def test_the_domain_of_this_machine():
 
 
 @needs_kernels
-@needs_two_devices
+@pytest.mark.needs_devices(2)
 @pytest.mark.parametrize("op", ["all_gather", "all_reduce_rms_norm"])
 def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
     """Kernels know GPUs by number, and JAX would run what it lowered for some on others."""

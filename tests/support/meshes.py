@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 RANK_COUNTS = (1, 2, 4, 8)
-needs_two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
 
 
 def expert_mesh(num_ranks: int, axis_name: str = "expert") -> Mesh:

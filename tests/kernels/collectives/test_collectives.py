@@ -27,7 +27,7 @@ from support.collectives import (
     ranks_here,
 )
 from support.kernels import needs_kernels
-from support.meshes import RANK_COUNTS, expert_mesh, needs_two_devices
+from support.meshes import RANK_COUNTS, expert_mesh
 from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 
@@ -144,7 +144,7 @@ def test_all_reduce_rms_norm_lowers_for_cuda(algorithm, num_ranks, hidden, dtype
 
 
 @needs_kernels
-@needs_two_devices
+@pytest.mark.needs_devices(2)
 def test_multimem_lowers_to_jax_own_kernels():
     text = lower_for_cuda(
         lambda x: collectives.all_reduce(x, AXIS, algorithm="multimem"),

@@ -34,7 +34,7 @@ from support.collectives import (
     operand,
 )
 from support.kernels import needs_kernels
-from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh, needs_two_devices
+from support.meshes import RANK_COUNTS, cuda_mesh, expert_mesh
 from support.processes import output_of_a_failure
 from support.selection import quick
 from support.simulator import (
@@ -1045,7 +1045,7 @@ jax.block_until_ready(jax.jit(mapped)(np.zeros(2 * 1024, np.float32)))
 
 
 @on_gpus
-@needs_two_devices
+@pytest.mark.needs_devices(2)
 def test_a_rank_that_never_comes_ends_the_program():
     """With a message that says which op, which rank waits, and for whom; not with a hang."""
     output = output_of_a_failure(LATE, __file__)
