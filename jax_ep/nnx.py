@@ -231,7 +231,7 @@ class MoE(nnx.Module):
         Call it once per training step.
 
         Args:
-          expert_counts: [E]: `MoEMetrics.expert_counts` of the step.
+          expert_counts: [E]: `MoEMetrics.expert_counts` of the step; [layers, E] for a stack.
           rate: the step of the bias.
 
         Raises:
@@ -271,11 +271,11 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
             spec[0] = None
         _check_divides(value, spec[0], mesh)
     flax_can = not ambient.empty and len(set(mesh.axis_types)) == 1
-    if flax_can and spec[0] == rules.get(str(axes[0]), spec[0]):
-        metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
-        return nnx.Param(value, out_sharding=axes, eager_sharding=True, **metadata)
-    value = shard(value, mesh, PartitionSpec(*spec))
-    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+    flax_can = flax_can and spec[0] == rules.get(str(axes[0]), spec[0])
+    if not flax_can:
+        value = shard(value, mesh, PartitionSpec(*spec))
+    metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
+    return nnx.Param(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
 
 
 def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -489,13 +489,13 @@ def router_z_loss(logits: Array) -> float:
 
 
 def update_expert_bias(bias: Array, expert_counts: Array, rate: float) -> Array:
-    """Returns the routing bias [E] after a step of DeepSeek-V3's load balancing (2.1.2).
+    """Returns the routing bias [..., E] after a step of DeepSeek-V3's load balancing (2.1.2).
 
-    The bias of an expert with fewer tokens than the mean of `expert_counts` [E] is raised by
-    `rate`, that of an expert with more is lowered.
+    The bias of an expert with fewer tokens than the mean of `expert_counts` [..., E] over E is
+    raised by `rate`, that of an expert with more is lowered.
     """
     counts = expert_counts.astype(np.float64)
-    return bias + rate * np.sign(counts.mean() - counts)
+    return bias + rate * np.sign(counts.mean(axis=-1, keepdims=True) - counts)
 
 
 # --------------------------------------------------------------------------------------- experts

@@ -201,6 +201,16 @@ def test_experts_are_born_sharded_whatever_rules_there_are(rules, kind):
             assert abstract.sharding.spec[0] in ("expert", ("expert",))
 
 
+def test_flax_finds_where_the_parameters_of_a_mesh_of_their_own_are():
+    devices = mesh((2, 4), ("data", "expert"))
+    module = layer(mesh=devices, kernel_init=jax.nn.initializers.ones)
+    params = nnx.state(module, nnx.Param)
+    named = nnx.get_named_sharding(params, devices)
+    same = jax.tree.map(lambda n, p: n.is_equivalent_to(p.sharding, p.ndim), named, params)
+    assert jax.tree.leaves(same) == [True] * 4
+    assert module.wi_0.get_value().addressable_shards[0].data.shape == (E // 4, H, F)
+
+
 @pytest.mark.slow
 def test_output_does_not_depend_on_where_parameters_are_born():
     with jax.set_mesh(mesh((2, 4), ("data", "expert"))):
@@ -340,6 +350,19 @@ def test_selection_bias_changes_when_told_and_only_then():
     with jax.set_mesh(expert_mesh(8)):
         _, moved = call(module, make_x())
     assert np.std(moved.expert_counts) != np.std(counts)
+
+
+def test_a_stack_of_layers_is_stepped_at_once():
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def make(rngs):
+        return MoE(H, F, num_experts=E, num_experts_per_token=K, selection_bias=True, rngs=rngs)
+
+    stack = make(nnx.Rngs(0))
+    counts = jnp.stack([jnp.arange(E), jnp.arange(E)[::-1]])
+    stack.update_bias(counts, 0.5)
+    bias = stack.gate.bias.get_value()
+    np.testing.assert_array_equal(bias, 0.5 * np.sign((E - 1) / 2 - counts))
 
 
 @pytest.mark.slow

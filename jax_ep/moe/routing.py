@@ -326,32 +326,36 @@ def update_expert_bias(
     training step, outside the gradient, with the counts of that step's tokens on all ranks.
 
     Args:
-        bias: [E] floating.
-        expert_counts: [E] tokens that chose each expert, summed over ranks.
-        rate: the step, a number or an array [] or [E]; DeepSeek-V3 used 0.001.
+        bias: [..., E] floating: one router's, or those of a stack of layers.
+        expert_counts: [..., E] tokens that chose each expert, summed over ranks.
+        rate: the step, a number or an array [] or of bias's shape; DeepSeek-V3 used 0.001.
 
     Returns:
-        [E] bias.dtype.
+        [..., E] bias.dtype.
 
     Raises:
         ValueError: shapes that differ, naming the argument.
         TypeError: bias not floating, or rate not a number.
     """
-    checks.check_array("bias", bias, 1, jnp.floating, "[E]")
-    checks.check_array("expert_counts", expert_counts, None, jnp.number, "[E]")
+    checks.check_array("bias", bias, None, jnp.floating, "[..., E]", may_be_empty=False)
+    checks.check_array("expert_counts", expert_counts, None, jnp.number, "[..., E]")
+    if bias.ndim == 0:
+        raise ValueError(f"bias must be a floating array [..., E], but has shape {bias.shape}.")
     if expert_counts.shape != bias.shape:
         raise ValueError(
             f"expert_counts must have the shape of bias {bias.shape}, but has shape "
             f"{expert_counts.shape}."
         )
     if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
-        checks.check_array("rate", rate, None, jnp.number, "[] or [E], or a number")
+        checks.check_array("rate", rate, None, jnp.number, "[] or [..., E], or a number")
     if jnp.shape(rate) not in ((), bias.shape):
         raise ValueError(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
             f"{jnp.shape(rate)}."
         )
     # Differences are exact where counts are not, as float32.
-    counts = (expert_counts - jnp.min(expert_counts)).astype(jnp.float32)
-    step = jnp.asarray(rate, jnp.float32) * jnp.sign(jnp.mean(counts) - counts)
+    least = jnp.min(expert_counts, axis=-1, keepdims=True)
+    counts = (expert_counts - least).astype(jnp.float32)
+    sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
+    step = jnp.asarray(rate, jnp.float32) * sign
     return (bias.astype(jnp.float32) + step).astype(bias.dtype)

@@ -336,6 +336,18 @@ def test_update_expert_bias_follows_the_sign_rule():
     np.testing.assert_array_equal(even, bias)
 
 
+def test_update_expert_bias_takes_a_stack_of_layers():
+    bias = np.stack([random_bias(), random_bias() + 1])
+    counts = np.random.default_rng(0).integers(0, 9, (2, E)) * np.array([[1], [1000]])
+    got = routing.update_expert_bias(jnp.asarray(bias), jnp.asarray(counts, jnp.int32), 0.01)
+    each = [
+        routing.update_expert_bias(jnp.asarray(b), jnp.asarray(c, jnp.int32), 0.01)
+        for b, c in zip(bias, counts, strict=True)
+    ]
+    np.testing.assert_array_equal(got, each)
+    np.testing.assert_allclose(got, reference.update_expert_bias(bias, counts, 0.01), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("num_experts", "count"), [(7, 2000001), (160, 12345677)])
 def test_update_expert_bias_leaves_an_equal_load_alone(num_experts, count):
     got = routing.update_expert_bias(jnp.zeros(num_experts), jnp.full(num_experts, count), 0.001)
@@ -474,9 +486,14 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
             "rate must be .* or a number, but has dtype bool",
         ),
         (
-            lambda: routing.update_expert_bias(LOGITS, LOGITS, 0.1),
+            lambda: routing.update_expert_bias(LOGITS, LOGITS[0], 0.1),
             ValueError,
-            r"bias must .* but has shape \(4, 8\)",
+            r"expert_counts must .* \(4, 8\).* but has shape \(8,\)",
+        ),
+        (
+            lambda: routing.update_expert_bias(jnp.zeros([]), jnp.zeros([]), 0.1),
+            ValueError,
+            r"bias must .* but has shape \(\)",
         ),
         (
             lambda: routing.update_expert_bias(jnp.zeros(8, jnp.int32), jnp.zeros(8), 0.1),
