@@ -248,16 +248,16 @@ def _on_rank(
         # Zero times the NaN of a masked token would be a NaN in the gate's gradient.
         tokens = jnp.where(mask[:, None], x, 0)
         x = jnp.where(mask[:, None] | jnp.isfinite(x), x, 0)
-        if inputs.x is not None:
-            inputs = inputs._replace(x=jnp.where(mask[:, None], inputs.x, 0))
+        if inputs.router_x is not None:
+            inputs = inputs._replace(router_x=jnp.where(mask[:, None], inputs.router_x, 0))
     own_tokens = tokens  # for the free experts: without those of other tensor ranks
-    router_x = tokens if inputs.x is None else inputs.x
+    router_x = tokens if inputs.router_x is None else inputs.router_x
     routed, logits = route(params, router_x, inputs, mask, config)
     sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
     arrays = tokens, x, sent, routed.topk_weights
     tokens, x, topk_idx, topk_weights = _for_all_tensor_ranks(arrays, where)
     distinct = makes_distinct_choices(inputs, config)
-    out, dropped = _routed_experts(
+    out, dropped = _run_routed_experts(
         params, tokens, topk_idx, topk_weights, placement, distinct, config, where
     )
     if params.shared_wo is not None:
@@ -294,7 +294,7 @@ def _sum_over_tensor_ranks(out: jax.Array, where: LayerMesh) -> jax.Array:
     return lax.psum(out, where.tensor_axes) if where.tensor_axes else out
 
 
-def _routed_experts(
+def _run_routed_experts(
     params: MoEParams,
     tokens: jax.Array,
     topk_idx: jax.Array,

@@ -23,12 +23,12 @@ class RouterInputs(NamedTuple):
     """The arrays that a call of the layer gives its router, [..., d] or None; a pytree.
 
     Attributes:
-        x: [..., H'] what the gate multiplies; None: the layer's tokens.
+        router_x: [..., H'] what the gate multiplies; None: the layer's tokens.
         topk_idx: [..., K] integer expert ids, -1 for none: choices made by the caller.
         topk_weights: [..., K] floating: their weights; None: weights computed from the gate.
     """
 
-    x: jax.Array | None = None
+    router_x: jax.Array | None = None
     topk_idx: jax.Array | None = None
     topk_weights: jax.Array | None = None
 
@@ -87,7 +87,7 @@ def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: 
         ("topk_idx", jnp.integer, f"K={k}"),
         ("topk_weights", jnp.floating, f"K={k}"),
     ):
-        array = inputs.x if name == "router_x" else getattr(inputs, name)
+        array = getattr(inputs, name)
         if array is None:
             continue
         checks.check_array(name, array, None, kind, f"[..., {last}]")
@@ -98,17 +98,17 @@ def check_router(params: MoEParams, x: jax.Array, inputs: RouterInputs, config: 
             )
     if inputs.topk_weights is not None and inputs.topk_idx is None:
         raise ValueError("topk_weights must be given together with topk_idx, but topk_idx is None.")
-    if inputs.topk_weights is not None and inputs.x is not None:
+    if inputs.topk_weights is not None and inputs.router_x is not None:
         raise ValueError(
             "router_x must be None where topk_weights is given: no router runs then that could "
-            f"read it, but it is an array of shape {inputs.x.shape}."
+            f"read it, but it is an array of shape {inputs.router_x.shape}."
         )
     if config.router is not None:
         _check_own_router(params, inputs)
     if params.gate is None:
         _check_without_gate(params, inputs, config)
         return
-    name, array = ("x", x) if inputs.x is None else ("router_x", inputs.x)
+    name, array = ("x", x) if inputs.router_x is None else ("router_x", inputs.router_x)
     if inputs.topk_weights is None and array.shape[-1] != params.gate.shape[0]:
         raise ValueError(
             f"{name} must be [..., H={params.gate.shape[0]}] for gate {params.gate.shape}, but has "
