@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
@@ -165,6 +166,8 @@ class _Choices(_List):
 def _check_output(flag: str, path: str) -> None:
     if flag == "plot":
         _check_plot(path)
+    if Path(path).is_fifo():
+        return  # its reader would take the end of this check for the end of the file
     existed = os.path.lexists(path)
     try:
         with open(path, "a", encoding="utf-8"):

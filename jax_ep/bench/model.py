@@ -27,7 +27,7 @@ _NVLINK = FLAGS.number("nvlink_gb_per_s", 450.0, "GB/s of a rank's NVLink, one w
 _TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank.")
 _HIDDEN = FLAGS.integer("hidden", 7168, "H.")
 _NUM_EXPERTS = FLAGS.integer(
-    "num_experts", None, "E. Default: 256, or one for each rank where there are more ranks."
+    "num_experts", None, "E. Default: 256, or the next multiple of the ranks."
 )
 _TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts per token.")
 _HOSTS_PER_TOKEN = FLAGS.integer(
@@ -45,8 +45,15 @@ def run() -> int:
     for flag in (_NIC, _NVLINK):
         if not flag.value:
             raise Error(f"--{flag.name}: 0 GB/s move nothing")
+    if not _HOSTS.value:
+        raise Error("--hosts: name one number of hosts or more")
     rows = [row for hosts in _HOSTS.value for row in model(hosts)]
     comparisons = [exchange_model.compare(figure) for figure in exchange_model.PUBLISHED]
+    if _JSON.value:  # files come first: the reader of what is printed may end early
+        facts = {"rows": rows, "published": [_comparison_record(found) for found in comparisons]}
+        measuring.save_json(_JSON.value, measuring.run_record() | facts)
+    if _PLOT.value:
+        plot(rows, _PLOT.value)
     limit = _HOSTS_PER_TOKEN.value
     print(
         f"T={_TOKENS.value} tokens a rank, H={_HIDDEN.value} as {_WIRE_DTYPE.value}, "
@@ -59,18 +66,13 @@ def run() -> int:
     print(comparison_table(comparisons))
     print("", *(exchange_model.why(found) for found in comparisons), sep="\n")
     print("", *dict.fromkeys(found.published.source for found in comparisons), sep="\n")
-    if _JSON.value:
-        facts = {"rows": rows, "published": [_comparison_record(found) for found in comparisons]}
-        measuring.save_json(_JSON.value, measuring.run_record() | facts)
-    if _PLOT.value:
-        plot(rows, _PLOT.value)
     return 0
 
 
 def model(hosts: int) -> list[report.Row]:
     """Computes a row of the table for each design; raises `Error` if flags do not fit the hosts."""
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
-    num_experts = _NUM_EXPERTS.value or max(256, cluster.ranks)
+    num_experts = _NUM_EXPERTS.value or -(-256 // cluster.ranks) * cluster.ranks
     if num_experts % cluster.ranks:
         raise Error(f"--num_experts: {num_experts} is no multiple of {cluster.ranks} ranks")
     if _TOP_K.value > num_experts:

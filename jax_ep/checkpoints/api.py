@@ -114,7 +114,9 @@ def save_moe(layer_or_params: MoE | MoEParams, directory: PathLike, layer: int) 
     and encodings that they have there, and all other tensors stay. Unchanged numbers keep their
     bytes, so that loading and saving changes no byte of a file. Changed numbers are rounded to the
     stored dtype, with new scales for the changed blocks of float8 and MXFP4. Each file of the block
-    is copied, changed and put in the place of the old one, which needs free space of its size.
+    is copied, changed and put in the place of the old one, which needs free space of its size. One
+    save at a time may write to a directory; one that was killed leaves a folder .rewriting-* there,
+    which may be removed.
 
     Where the directory has config.json and no such block, the block is written to a file of its
     own, in the dtypes of the parameters, and added to the index.

@@ -282,8 +282,11 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     if not file.exists():
         raise FileNotFoundError(f"{path} must hold {CONFIG} as published, but does not.")
-    config = json.loads(file.read_text())
-    nested = config.get("text_config")
+    try:
+        config = json.loads(file.read_text())
+        nested = config.get("text_config")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} must be a JSON object, as published.") from error
     if nested is None:
         return config
     return {key: config[key] for key in config.keys() & {"quantization_config"}} | nested

@@ -16,6 +16,7 @@ import mmap
 import operator
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -171,6 +172,9 @@ def _read_index(file: Path) -> dict[str, str]:
             raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} must have a weight_map from tensors to files.") from error
+    for name in set(files.values()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{file} must name files in its own folder, but names {name!r}.")
     return files
 
 
@@ -249,6 +253,7 @@ def rewriting(directory: Directory, names: Iterable[str]) -> Iterator[Directory]
     files = sorted({directory.files[name] for name in names})
     with _scratch(directory.path) as scratch:
         for file in files:
+            (scratch / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(directory.path / file, scratch / file)
         if (directory.path / INDEX).exists():
             shutil.copyfile(directory.path / INDEX, scratch / INDEX)
@@ -279,7 +284,7 @@ def adding(
         if (directory.path / INDEX).exists():
             index = json.loads((directory.path / INDEX).read_text())
         added = sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
-        metadata = index.get("metadata", {})
+        metadata = index.get("metadata") or {}
         metadata["total_size"] = metadata.get("total_size", 0) + added
         _write_index(scratch, index["weight_map"] | dict.fromkeys(tensors, file), metadata)
         os.replace(scratch / file, directory.path / file)
@@ -293,9 +298,8 @@ def _write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[
 
 @contextlib.contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
-    """Makes a temporary folder of this process in the directory, and removes it afterwards."""
-    scratch = path / f".rewriting-{os.getpid()}"
-    scratch.mkdir()
+    """Makes a temporary folder in the directory, and removes it afterwards."""
+    scratch = Path(tempfile.mkdtemp(prefix=".rewriting-", dir=path))
     try:
         yield scratch
     finally:

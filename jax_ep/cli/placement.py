@@ -50,29 +50,31 @@ def run() -> int:
     fit = steps // 2 if _FIT.value is None else _FIT.value
     if not 0 < fit < steps:
         raise Error(f"--fit_steps: {fit} of {steps} steps leave none to find on, or none to show")
+    empty = np.argwhere(np.all(trace[fit:] < 0, axis=(2, 3)))
+    if len(empty):
+        raise Error(f"--trace: no token chose in step {fit + empty[0, 0]}, layer {empty[0, 1]}")
     num_experts = _num_experts(trace, in_file)
     found = {
         name: [_figures(step, placement) for step in trace]
         for name, placement in _placements(trace[:fit], num_experts).items()
     }
+    shown = {name: figures[fit:] for name, figures in found.items()}
+    rows, ages = [_row(name, figures) for name, figures in shown.items()], _by_age(shown)
+    if _JSON.value:  # files come first: the reader of what is printed may end early
+        facts = {"rows": rows, "by_age": ages, "shape": trace.shape, "fit_steps": fit}
+        measuring.save_json(_JSON.value, measuring.run_record() | facts)
+    if _PLOT.value:
+        _plot(found, fit, _PLOT.value)
     print(
         f"{steps} steps, {layers} layers, {tokens} tokens of K={top_k} of E={num_experts} experts; "
         f"N={_RANKS.value} ranks on {_HOSTS.value} hosts; found on steps 0 to "
         f"{fit - 1}, means over the others\n"
     )
-    shown = {name: figures[fit:] for name, figures in found.items()}
-    rows = [_row(name, figures) for name, figures in shown.items()]
     print(_table(rows))
     print("\nbusiest rank over mean, by layer")
     print(_by_layer(shown))
-    ages = _by_age(shown)
     print("\nbusiest rank over mean, by steps since the placement was found")
     print(_age_table(ages, steps - fit))
-    if _JSON.value:
-        facts = {"rows": rows, "by_age": ages, "shape": trace.shape, "fit_steps": fit}
-        measuring.save_json(_JSON.value, measuring.run_record() | facts)
-    if _PLOT.value:
-        _plot(found, fit, _PLOT.value)
     return 0
 
 
@@ -94,13 +96,17 @@ def _read() -> tuple[np.ndarray, int | None]:
     except (TypeError, ValueError) as error:
         raise Error(f"--trace: {error}") from error
     trace = trace.astype(np.int64)
-    if trace.shape[0] < 2 or trace.shape[2] < _RANKS.value or trace.max() < 0:
+    if trace.shape[0] < 2 or trace.shape[2] < _RANKS.value:
         raise Error(
-            f"--trace: topk_idx must be [steps >= 2, layers, tokens >= {_RANKS.value} ranks, K] "
-            f"with choices, but has shape {trace.shape}"
+            f"--trace: topk_idx must be [steps >= 2, layers, tokens >= {_RANKS.value} ranks, K], "
+            f"but has shape {trace.shape}"
         )
     num_experts = arrays.get("num_experts")
-    return trace, None if num_experts is None else int(num_experts)
+    if num_experts is None:
+        return trace, None
+    if num_experts.ndim or not np.issubdtype(num_experts.dtype, np.integer) or num_experts < 1:
+        raise Error(f"--trace: num_experts must be a positive integer, but is {num_experts}")
+    return trace, int(num_experts)
 
 
 def _num_experts(trace: np.ndarray, in_file: int | None) -> int:

@@ -158,12 +158,16 @@ def test_unknown_models_are_refused(tmp_path):
     assert "n_shared_experts*moe_intermediate_size of" in said and "['two', 12]" in said
 
 
-def test_a_missing_config_is_named(tmp_path):
+def test_a_missing_or_damaged_config_is_named(tmp_path):
     config, tensors = mixtral()
     folder = publish(tmp_path, config, tensors)
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="must hold config.json"):
         open_block(folder, 1)
+    for damaged in ("{", "[]", '"text"'):
+        (folder / "config.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"config.json must be a JSON object"):
+            open_block(folder, 1)
 
 
 def test_a_layer_without_experts_is_named_with_those_that_have_them(tmp_path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.published import publish, safetensors_bytes
 
-from jax_ep.checkpoints.safetensors import Directory, create, read_header, rewriting
+from jax_ep.checkpoints.safetensors import INDEX, Directory, adding, create, read_header, rewriting
 
 WHOLE = slice(None)
 
@@ -101,6 +102,49 @@ def test_rewriting_replaces_whole_files_or_nothing(tmp_path):
     assert Directory(folder).read("x", (WHOLE,)).tolist() == [1, 1]
     assert not first.is_symlink() and cache.read_bytes() == before[first.name]
     assert {p.name for p in folder.iterdir()} == set(before)
+
+
+def test_a_save_that_was_killed_hinders_none(tmp_path):
+    """Not even one of a process of the same number, as in a container that starts again."""
+    x = np.zeros(2, np.float32)
+    publish(tmp_path, {}, {"x": x}, {"y": x})
+    (tmp_path / f".rewriting-{os.getpid()}").mkdir()
+    with rewriting(Directory(tmp_path), ["x"]) as new, rewriting(Directory(tmp_path), ["y"]):
+        new.write("x", (WHOLE,), x + 1)
+    assert Directory(tmp_path).read("x", (WHOLE,)).tolist() == [1, 1]
+
+
+def test_rewrites_files_in_subfolders_and_no_others(tmp_path):
+    x, folder = np.zeros(2, np.float32), tmp_path / "model"
+    publish(folder, {}, {"x": x}, {"y": x})
+    index = json.loads((folder / INDEX).read_text())
+    name = index["weight_map"]["x"]
+    (folder / "parts").mkdir()
+    (folder / name).rename(folder / "parts" / name)
+
+    def name_in_index(file):
+        index["weight_map"]["x"] = str(file)
+        (folder / INDEX).write_text(json.dumps(index))
+
+    name_in_index(f"parts/{name}")
+    with rewriting(Directory(folder), ["x"]) as new:
+        new.write("x", (WHOLE,), x + 1)
+    assert Directory(folder).read("x", (WHOLE,)).tolist() == [1, 1]
+    for elsewhere in ("../x.safetensors", tmp_path / "x.safetensors"):
+        name_in_index(elsewhere)
+        with pytest.raises(ValueError, match="must name files in its own folder, but names '"):
+            Directory(folder)
+
+
+def test_an_index_without_metadata_gets_some(tmp_path):
+    x = np.zeros(2, np.float32)
+    publish(tmp_path, {}, {"x": x}, {"y": x})
+    index = json.loads((tmp_path / INDEX).read_text()) | {"metadata": None}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with adding(Directory(tmp_path), "z.safetensors", {"z": (x.dtype, x.shape)}) as new:
+        new.write("z", (WHOLE,), x + 1)
+    assert json.loads((tmp_path / INDEX).read_text())["metadata"] == {"total_size": x.nbytes}
+    assert Directory(tmp_path).read("z", (WHOLE,)).tolist() == [1, 1]
 
 
 def test_errors_name_the_file_and_the_tensor(tmp_path):

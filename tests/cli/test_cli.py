@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
 from support.processes import run_jax_ep
@@ -58,3 +63,18 @@ def test_help_lists_every_command(capsys):
     assert jax_ep.cli.main(["jax_ep", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(command in out for command in jax_ep.cli.COMMANDS)
+
+
+def test_files_are_written_though_nobody_reads_what_is_printed(tmp_path):
+    """The reader of a named pipe gets all of a file, and gets it once."""
+    file, pipe = tmp_path / "out.json", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (file, pipe):
+        command = [sys.executable, "-m", "jax_ep", "model", "--hosts=2,4,8,16,32", f"--json={path}"]
+        read, written = os.pipe()
+        os.close(read)
+        with subprocess.Popen(command, stdout=written) as started:
+            os.close(written)
+            text = pipe.read_text() if path is pipe else ""
+            assert started.wait(timeout=100) == 0
+        assert json.loads(text or file.read_text())["rows"][-1]["hosts"] == 32

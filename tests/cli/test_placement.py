@@ -76,6 +76,8 @@ def test_wrong_flags_are_refused(arguments, message, trace, capsys):
 
 
 CHOICES = np.arange(64).reshape(4, 2, 4, 2) % 8
+EMPTY = CHOICES.copy()
+EMPTY[3, 1] = -1
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,15 @@ CHOICES = np.arange(64).reshape(4, 2, 4, 2) % 8
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES * 1.5), "dtype float64"),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:, :0]), "shape (4, 0, 4, 2)"),
         ("t.npz", lambda path: np.savez(path, topk_idx=CHOICES[:1]), "shape (1, 2, 4, 2)"),
+        ("t.npz", lambda path: np.savez(path, topk_idx=EMPTY), "no token chose in step 3, layer 1"),
+        *(
+            (
+                "t.npz",
+                lambda path, number=number: np.savez(path, topk_idx=CHOICES, num_experts=number),
+                f"num_experts must be a positive integer, but is {number}",
+            )
+            for number in (0, -8, 8.0, "8", np.array([8, 8]))
+        ),
     ],
 )
 def test_what_is_no_trace_is_refused(name, write, message, tmp_path, capsys):
