@@ -92,7 +92,8 @@ def _take(leaf: Any, index: Array) -> Any:
         spec = list(jax.typeof(leaf).sharding.spec)
         if axis < len(spec) and spec[axis] is not None:  # no gather along an Explicit axis
             spec[axis] = None
-            leaf = jax.sharding.reshard(leaf, PartitionSpec(*spec))
+            mesh = jax.typeof(leaf).sharding.mesh  # there may be no ambient one
+            leaf = jax.sharding.reshard(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
     index = index.reshape(*index.shape, *(1,) * (leaf.ndim - index.ndim))
 
     def gather(leaf: Any) -> Any:
@@ -171,8 +172,6 @@ def redistribute(
         )
     plan = _destinations(before, after)
     axis = len(shape) - 1  # of the slots
-    unsplit = PartitionSpec(*(None,) * axis, axes)
-    plan = jax.device_put(plan, NamedSharding(mesh, unsplit))
     size = "P", shape[-1]
     leaves: list[jax.Array] = []
     _map_experts(leaves.append, tree, shape, size)  # raises before any leaf is donated
@@ -190,14 +189,17 @@ def redistribute(
         return moved_leaves[id(leaf)]
 
     def move_one(leaf: jax.Array) -> jax.Array:
+        spec = PartitionSpec(*(None,) * axis, axes)
         sharding = getattr(leaf, "sharding", None)
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
-        along = spec[axis] if axis < len(spec) else None
-        is_split = along is not None and checks.as_axes(along) == axes
-        if sharding is None or sharding.device_set != here or not is_split:
-            spec = unsplit
-        leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
-        return _mover(mesh, axes, PartitionSpec(*spec), axis, implementation)(leaf, plan)
+        if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == dict(mesh.shape):
+            along = sharding.spec[axis] if axis < len(sharding.spec) else None
+            is_split = along is not None and checks.as_axes(along) == axes
+            if is_split and sharding.device_set == here:
+                spec = sharding.spec
+        of_plan = NamedSharding(mesh, PartitionSpec(*spec[: axis + 1]))
+        return _mover(mesh, axes, spec, axis, implementation)(
+            jax.device_put(leaf, NamedSharding(mesh, spec)), jax.device_put(plan, of_plan)
+        )
 
     return _map_experts(move, tree, shape, size)
 
@@ -239,7 +241,7 @@ def _mover(
 
     `layers` is the number of axes before the slots, 0 or 1.
     """
-    of_plan = PartitionSpec(*(None,) * layers, axes)
+    of_plan = PartitionSpec(*spec[: layers + 1])  # the leaf's layers may be split, too
 
     def on_rank(leaf: jax.Array, plan: jax.Array) -> jax.Array:
         lead = leaf.shape[: layers + 1]
@@ -247,7 +249,7 @@ def _mover(
         columns = _row_length(leaf.shape[layers + 1 :], dtype.itemsize)
         rows = lax.bitcast_convert_type(leaf, f"uint{8 * dtype.itemsize}")
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
-        plan = plan.reshape(*rows.shape[:2], -1)
+        plan = plan.reshape(*rows.shape[:2], plan.shape[-1])
         rows = _move_rows(rows, plan, axes, implementation)
         return lax.bitcast_convert_type(rows.reshape(leaf.shape), dtype)
 

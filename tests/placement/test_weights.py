@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.contract import random_bits
 from support.loads import random_loads
@@ -235,4 +235,35 @@ def test_weights_that_are_split_over_another_axis_too_stay_so():
     held = jax.device_put(weights, NamedSharding(devices, spec))
     moved = redistribute({"wo": held}, before, after, mesh=devices)
     assert moved["wo"].sharding.is_equivalent_to(NamedSharding(devices, spec), 3)
+    np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [P(None, "expert"), P("stage", "expert"), P(None, "expert", None, "stage"), P("expert"), P()],
+    ids=str,
+)
+def test_layers_may_be_split_too(spec, kind):
+    devices = mesh((2, 2), ("stage", "expert"), kind)
+    before, after = (balance(np.random.default_rng(i).random((2, 4)), num_slots=6, num_ranks=2)
+                     for i in (0, 1))  # fmt: skip
+    weights = {"wo": np.random.default_rng(4).random((2, 4, 5, 6), np.float32)}
+    held = jax.device_put(to_slots(weights, before), NamedSharding(devices, spec))
+    moved = redistribute(held, before, after, mesh=devices)
+    expected = to_slots(weights, after)["wo"]
+    np.testing.assert_array_equal(moved["wo"], expected)
+    stays = spec if spec[1:2] == ("expert",) else P(None, "expert")
+    assert moved["wo"].sharding.is_equivalent_to(NamedSharding(devices, stays), 4)
+    np.testing.assert_array_equal(to_experts(moved, after)["wo"], weights["wo"])
+
+
+def test_weights_on_a_mesh_of_other_axes_are_moved():
+    ours = mesh((2, 2), ("expert", "fsdp"))
+    theirs = mesh((2, 2), ("expert", "tensor"))
+    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
+    after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+    weights = np.random.default_rng(4).random((4, 5, 6), np.float32)
+    held = jax.device_put(weights, NamedSharding(theirs, P("expert", None, "tensor")))
+    moved = redistribute({"wo": held}, before, after, mesh=ours)
     np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
