@@ -36,7 +36,9 @@ from jax_ep.checkpoints.safetensors import Directory, create
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "Directory of a Qwen3-MoE as published.")
 _PROMPT = flags.DEFINE_list("prompt", None, "Token ids of every prompt; by default, random ones.")
-_PROMPT_LENGTH = flags.DEFINE_integer("prompt_length", 32, "Tokens of a random prompt.")
+_PROMPT_LENGTH = flags.DEFINE_integer(
+    "prompt_length", 32, "Tokens of a random prompt.", lower_bound=1
+)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences, over all devices.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 32, "Tokens to decode for each.", lower_bound=1)
 

@@ -23,13 +23,15 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep.linen import MoE
 
-SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Bytes in a sequence.")
-D_MODEL = flags.DEFINE_integer("d_model", 128, "Width of the residual stream.")
-NUM_LAYERS = flags.DEFINE_integer("num_layers", 2, "Transformer blocks.")
-NUM_HEADS = flags.DEFINE_integer("num_heads", 4, "Attention heads.")
-NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "Experts in each block.")
-TOP_K = flags.DEFINE_integer("experts_per_token", 2, "Experts that each byte is sent to.")
-MLP_DIM = flags.DEFINE_integer("mlp_dim", 128, "Hidden width of one expert.")
+SEQ_LEN = flags.DEFINE_integer("seq_len", 128, "Bytes in a sequence.", lower_bound=1)
+D_MODEL = flags.DEFINE_integer("d_model", 128, "Width of the residual stream.", lower_bound=1)
+NUM_LAYERS = flags.DEFINE_integer("num_layers", 2, "Transformer blocks.", lower_bound=1)
+NUM_HEADS = flags.DEFINE_integer("num_heads", 4, "Attention heads.", lower_bound=1)
+NUM_EXPERTS = flags.DEFINE_integer("num_experts", 8, "Experts in each block.", lower_bound=1)
+TOP_K = flags.DEFINE_integer(
+    "experts_per_token", 2, "Experts that each byte is sent to.", lower_bound=1
+)
+MLP_DIM = flags.DEFINE_integer("mlp_dim", 128, "Hidden width of one expert.", lower_bound=1)
 WIRE_DTYPE = flags.DEFINE_enum(
     "wire_dtype",
     None,

@@ -53,10 +53,13 @@ def run(main: Callable[[list[str]], None]) -> None:
         _join()
         try:
             main(argv)
-        except (Exception, KeyboardInterrupt):
-            if jax.process_count() == 1:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if jax.process_count() == 1 or (isinstance(error, SystemExit) and not error.code):
                 raise
-            traceback.print_exc()
+            if isinstance(error, SystemExit):  # its text says what the user did wrong
+                print(error, file=sys.stderr)
+            else:
+                traceback.print_exc()
             print(
                 f"process {jax.process_index()} of {jax.process_count()} failed, see above. A "
                 "connection that was closed means that another process ended first. Start all "
@@ -76,6 +79,8 @@ def _join() -> None:
     if missing and len(missing) < len(named):
         raise app.UsageError(f"give {', '.join(missing)} too: a process needs all three")
     if not missing or _is_started_by_cluster():
+        # Else SIGTERM, by which clusters end programs, would be noted and otherwise ignored.
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             _COORDINATOR.value,
             _NUM_PROCESSES.value,

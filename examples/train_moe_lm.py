@@ -44,7 +44,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from moe_lm import LanguageModel, cross_entropy, windows
 
 _STEPS = flags.DEFINE_integer("steps", 800, "Steps to train.", lower_bound=0)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences in a step, over all devices.")
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 8, "Sequences in a step, over all devices.", lower_bound=1
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the weights, the batches and the sample.")
 _LEARNING_RATE = flags.DEFINE_float("learning_rate", 4e-3, "Adam's highest learning rate.")
 _CHECKPOINT_DIR = flags.DEFINE_string(
@@ -62,10 +64,18 @@ _PLOT = flags.DEFINE_string(
     "plot", "train_moe_lm.png", "File for a plot of loss and expert load; '': no plot."
 )
 _TRACE = flags.DEFINE_string(
-    "trace", None, "File for the experts that each token chose, for `python -m jax_ep placement`."
+    "trace",
+    None,
+    "File .npz for the experts that each token chose, for `python -m jax_ep placement`.",
+)
+flags.register_validator(
+    "trace", lambda path: path is None or path.endswith(".npz"), "--trace must end in .npz"
 )
 _EXPERT_PARALLEL = flags.DEFINE_integer(
-    "expert_parallel", None, "Ranks to spread the experts over. Default: as many as can be."
+    "expert_parallel",
+    None,
+    "Ranks to spread the experts over. Default: as many as can be.",
+    lower_bound=1,
 )
 # A checkpoint and the run that continues it must agree on these.
 RUN_FLAGS = (_BATCH_SIZE, _SEED, _LEARNING_RATE, *moe_lm.MODEL_FLAGS)
@@ -416,6 +426,7 @@ def main(argv: list[str]) -> None:
         checkpoints.close()  # waits until the last one is written
     if _TRACE.value and log.trace and processes.is_first():
         num_experts = moe_lm.NUM_EXPERTS.value
+        Path(_TRACE.value).parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(_TRACE.value, topk_idx=np.stack(log.trace), num_experts=num_experts)
         print(f"choices of experts: {_TRACE.value}")
 

@@ -339,6 +339,43 @@ def test_a_killed_process_ends_the_other_and_both_resume_exactly(tmp_path):
     assert metrics_file.read_text().splitlines()[:5] == before
 
 
+FAILING = """
+import sys, time
+sys.path.insert(0, "examples")
+import jax, processes
+
+def main(argv):
+    print("on", jax.device_count(), "devices", flush=True)
+    if jax.process_index():
+        raise SystemExit("--batch_size=7 is odd")
+    time.sleep(1000)
+
+processes.run(main)
+"""
+
+
+@on_cpus
+@pytest.mark.slow
+def test_a_process_ends_at_once_where_a_flag_is_wrong_or_it_is_told_to_end():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    waiting, failing = (
+        start_command(
+            ["-c", FAILING], f"--coordinator={address}", "--num_processes=2", f"--process_id={i}",
+            **FOUR_DEVICES,
+        )
+        for i in range(2)
+    )  # fmt: skip
+    output, _ = failing.communicate(timeout=100)
+    assert "--batch_size=7 is odd\nprocess 1 of 2 failed" in output and "Traceback" not in output
+    assert failing.returncode == 1
+    assert waiting.stdout is not None and waiting.stdout.readline() == "on 8 devices\n"
+    waiting.terminate()
+    waiting.communicate(timeout=20)
+    assert waiting.returncode == -signal.SIGTERM
+
+
 @pytest.mark.slow
 def test_a_process_needs_all_three_flags():
     program = "import sys; sys.path.insert(0, 'examples'); import processes; processes.run(print)"

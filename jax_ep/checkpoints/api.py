@@ -20,7 +20,7 @@ from jax_ep.checkpoints.architectures import PARAMETER_AXES
 from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
 from jax_ep.checks import as_axes, as_floating
-from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams
 from jax_ep.nnx import MoE
 from jax_ep.runtime import jax_compat
@@ -64,14 +64,26 @@ def load_moe_params(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the architecture or quantization is unknown, the layer has no MoE block, a
-            tensor of the block is missing, misshapen or unknown, or experts or F do not divide
-            over the mesh; the message names it.
-        TypeError: `dtype` is not floating, or a keyword is no field of `jax_ep.MoEConfig`.
+            tensor of the block is missing, misshapen or unknown, a field has no meaning or not
+            the stored number of experts, or experts or F do not divide over the mesh; the message
+            names it.
+        TypeError: `dtype` is not floating, `mesh` has no devices, or a keyword is no field of
+            `jax_ep.MoEConfig`.
     """
     if dtype is not None:
         as_floating("dtype", dtype)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh of devices, but is {checks.described(mesh)}."
+        )
     block = open_block(directory, layer)
     config = MoEConfig(**(dict(block.fields) | {"mesh": mesh} | fields))
+    check_config(config)
+    if config.num_experts != block.fields["num_experts"]:
+        raise ValueError(
+            f"num_experts must be {block.fields['num_experts']}, as stored, but is "
+            f"{config.num_experts}."
+        )
     if mesh is None:
         mesh = _ambient_mesh()
     shardings = {name: _sharding(name, block, config, mesh) for name in block.params()}

@@ -85,7 +85,7 @@ class MoEConfig:
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over.
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
-            the axes that x varies over.
+            the axes that x varies over, which must run the same layer.
         tensor_axis: None, or a mesh axis, or tuple of axes, that F is split over, of every expert
             and of the shared experts. Ranks along it hold the same tokens, or each its own where
             it is among `batch_axes`; see `jax_ep.moe_layer`. A mesh without it splits nothing.

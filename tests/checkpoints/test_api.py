@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.meshes import expert_mesh, mesh
 from support.processes import environment_of_program
@@ -500,6 +500,12 @@ def test_errors_name_the_argument(tmp_path):
         checkpoints.load_moe_params(tmp_path, 1, wings=2)
     with pytest.raises(ValueError, match="multiple of the 3 ranks along expert_axis .* has 8"):
         checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(3))
+    with pytest.raises(TypeError, match="mesh must be a jax.sharding.Mesh of devices, but is"):
+        checkpoints.load_moe(tmp_path, 1, mesh=AbstractMesh((2,), ("expert",)))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_experts must be 8, as stored, but is 4"):
+        checkpoints.load_moe(tmp_path, 1, num_experts=4)
+    with pytest.raises(ValueError, match="num_experts_per_token must be"):
+        checkpoints.load_moe(tmp_path, 1, num_experts_per_token=9)
     params = checkpoints.load_moe_params(tmp_path, 1)[1]
     before = files_of(tmp_path)
     for layer in (-1, 1.5, True):
