@@ -14,6 +14,7 @@ checkpoints and metrics, report, main.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.util
 import json
@@ -22,7 +23,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 # XLA reads the flags once, when JAX starts; a user's own flags win. The first is for CPUs. The
 # second makes sums on GPUs repeatable, so that a resumed run gives the same bits.
@@ -193,6 +194,8 @@ def make_train_step(
 
 # Checkpoints and metrics ----------------------------------------------------------------------
 
+_locks: list[IO] = []  # open as long as this process lives
+
 
 def open_checkpoints(directory: str | None) -> ocp.CheckpointManager | None:
     """Opens the folder of checkpoints; returns None for None.
@@ -202,8 +205,29 @@ def open_checkpoints(directory: str | None) -> ocp.CheckpointManager | None:
     """
     if directory is None:
         return None
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        if processes.is_first():
+            _lock(Path(directory))
+    except OSError as error:
+        raise SystemExit(f"--checkpoint_dir={directory}: {error.strerror}") from error
     options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
     return ocp.CheckpointManager(Path(directory).absolute(), options=options)
+
+
+def _lock(directory: Path) -> None:
+    """Keeps other runs out of a folder for as long as this process lives.
+
+    Raises BlockingIOError if another run is there.
+    """
+    lock = (directory / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(error.errno, "another run uses this folder") from error
+    except OSError:  # a file system without locks
+        return
+    _locks.append(lock)
 
 
 def save(checkpoints: ocp.CheckpointManager, state: TrainState, step: int) -> None:
@@ -222,6 +246,12 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState) -> TrainState
     step = checkpoints.latest_step()
     if step is None:
         return state
+    folder = checkpoints.directory / str(step)
+    if missing := [name for name in ("config", "state") if not (folder / name).exists()]:
+        raise SystemExit(
+            f"{folder} is no whole checkpoint, it lacks {' and '.join(missing)}: remove it to go "
+            "on from the one before"
+        )
     args = ocp.args.Composite(config=ocp.args.JsonRestore())
     config = checkpoints.restore(step, args=args)["config"]
     for flag in RUN_FLAGS:
@@ -266,6 +296,8 @@ class MetricsLog:
                 record = json.loads(line)
             except json.JSONDecodeError:  # a line that was half written when the run died
                 continue
+            if not isinstance(record, dict) or "expert_counts" not in record:
+                raise SystemExit(f"{path} is no metrics file of this program: it has {line!r}")
             if record["step"] < start_step:
                 self.records.append(record)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -409,6 +441,8 @@ def main(argv: list[str]) -> None:
     checkpoints = open_checkpoints(_CHECKPOINT_DIR.value)
     if checkpoints is not None:
         state = restore(checkpoints, state)
+    if int(state.step) > _STEPS.value:
+        raise SystemExit(f"--steps={_STEPS.value}: the checkpoint is of step {int(state.step)}")
     log = MetricsLog(metrics_path(), int(state.step))
 
     num_params = sum(x.size for x in jax.tree.leaves(state.params))

@@ -91,6 +91,9 @@ def main(argv: Sequence[str]) -> int:
     except Error as error:
         print(f"{error}\nTry: python -m jax_ep {name} --help", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as shells have it for a command that SIGINT ended
     except BrokenPipeError:  # the reader of the output, such as `| head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

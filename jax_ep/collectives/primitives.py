@@ -153,11 +153,21 @@ def _rms_norm_types(x: Any, residual: Any, scale: Any, **_: Any) -> list[Any]:
     return [result_type(x, x.shape, varying=varying_axes(residual)), residual]
 
 
-def _batch_rms_norm(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "ep_all_reduce_rms_norm cannot be batched by jax.vmap: fold the batch axis into the rows "
-        '(x [B, T, H] is as good as [T, H]), or take algorithm="xla".'
+def _batch_rms_norm(operands: Any, axes: Any, **params: Any) -> Any:
+    x, residual, scale = operands
+    if axes[2] is not None:
+        raise NotImplementedError(
+            "all_reduce_rms_norm cannot be batched by jax.vmap over scale; take algorithm="
+            '"xla", or multiply by scale afterwards.'
+        )
+    size = x.shape[axes[0]] if axes[0] is not None else residual.shape[axes[1]]
+    x, residual = (
+        jnp.broadcast_to(array, (size, *array.shape))
+        if axis is None
+        else jnp.moveaxis(array, axis, 0)
+        for array, axis in ((x, axes[0]), (residual, axes[1]))
     )
+    return ep_all_reduce_rms_norm_p.bind(x, residual, scale, **params), [0, 0]
 
 
 ep_all_reduce_rms_norm_p = _primitive(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
+from jax_ep.runtime.jax_compat import register_for_export
 
 
 @functools.partial(
@@ -64,3 +65,6 @@ class LoadTracker:
     def load(self) -> jax.Array:
         """The average counts of a step; zeros before the first update."""
         return self.total / jnp.maximum(self.weight, jnp.finfo(jnp.float32).tiny)
+
+
+register_for_export(LoadTracker)

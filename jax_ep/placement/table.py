@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import checks
+from jax_ep.runtime.jax_compat import register_for_export
 
 Array = np.ndarray[Any, Any]
 
@@ -24,7 +25,7 @@ Array = np.ndarray[Any, Any]
     data_fields=["expert_of_slot", "slots_of_expert", "num_copies"],
     meta_fields=["num_ranks"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
     """Which slot holds which expert, layer by layer. A pytree of int32 arrays.
 
@@ -45,6 +46,16 @@ class Placement:
     slots_of_expert: Array
     num_copies: Array
     num_ranks: int
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether all slots of two placements, outside of jit, hold the same experts."""
+        if not isinstance(other, Placement):
+            return NotImplemented
+        same = self.num_ranks == other.num_ranks
+        names = ("expert_of_slot", "slots_of_expert")
+        return same and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def of(cls, expert_of_slot: Any, *, num_experts: int, num_ranks: int) -> Placement:
@@ -155,6 +166,9 @@ class Placement:
         return placed[0] if slots.ndim == 1 else placed
 
 
+register_for_export(Placement)
+
+
 def read_arrays(path: str | Path) -> dict[str, Array]:
     """Reads the arrays of an .npz file. Raises ValueError if the file is none."""
     try:
@@ -167,9 +181,11 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 def checked_load(load: Any, shape: str = "[layers, E]", ndim: int = 2) -> Array:
     load = np.asarray(load)
     checks.check_array("load", load, ndim, jnp.number, shape, may_be_empty=False)
+    if np.iscomplexobj(load):
+        raise TypeError(f"load must be an array of real numbers, but has dtype {load.dtype}.")
     load = load.astype(np.float64)
-    if not np.all(np.isfinite(load)) or load.min() < 0:
-        raise ValueError("load must be finite and not negative, but is not.")
+    if not np.isfinite(load.sum()) or load.min() < 0:
+        raise ValueError("load must be finite, as must its sum, and not negative, but is not.")
     return load
 
 

@@ -138,7 +138,8 @@ def redistribute(
     Args:
         tree: a pytree, such as a train state; its leaves of experts are [P, ...], or
             [layers, P, ...] if the placements are of several layers. They are split over
-            `axis_name` first where they are not, and may be split over other axes too.
+            `axis_name` alone where they are not, and may be split over other axes too, in other
+            dimensions. They stay in the kind of memory that they are in.
         before: the placement that the tree has, of one layer or of several.
         after: the placement to move to, with as many layers, experts, slots and ranks.
         mesh: the mesh of the weights.
@@ -174,7 +175,18 @@ def redistribute(
     axis = len(shape) - 1  # of the slots
     size = "P", shape[-1]
     leaves: list[jax.Array] = []
-    _map_experts(leaves.append, tree, shape, size)  # raises before any leaf is donated
+
+    def note(leaf: jax.Array) -> None:  # raises before any leaf is donated
+        kinds = (jnp.integer, jnp.floating, jnp.bool_)
+        real = any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
+        if not real or "int2" in str(leaf.dtype) or "t4" in str(leaf.dtype):  # (u)int4, float4
+            raise ValueError(
+                "tree must have leaves of experts that are real numbers of whole bytes, but one of "
+                f"shape {np.shape(leaf)} has dtype {leaf.dtype}."
+            )
+        leaves.append(leaf)
+
+    _map_experts(note, tree, shape, size)
     total = sum(leaf.nbytes for leaf in leaves)
     done, moved_leaves = 0, dict[int, jax.Array]()
     here = set(mesh.devices.flat)
@@ -197,9 +209,16 @@ def redistribute(
             if is_split and sharding.device_set == here:
                 spec = sharding.spec
         of_plan = NamedSharding(mesh, PartitionSpec(*spec[: axis + 1]))
-        return _mover(mesh, axes, spec, axis, implementation)(
-            jax.device_put(leaf, NamedSharding(mesh, spec)), jax.device_put(plan, of_plan)
-        )
+        split = jax.device_put(leaf, NamedSharding(mesh, spec))
+        if split.size == 0:
+            return split
+        moved = _mover(mesh, axes, spec, axis, implementation)(split, jax.device_put(plan, of_plan))
+        if isinstance(leaf, jax.Array):
+            leaf.delete()  # if it was split anew, the copy was donated
+        kind: str | None = getattr(sharding, "memory_kind", None)
+        if kind in (None, moved.sharding.memory_kind):
+            return moved
+        return jax.device_put(moved, NamedSharding(mesh, spec, memory_kind=kind))
 
     return _map_experts(move, tree, shape, size)
 
@@ -247,11 +266,13 @@ def _mover(
         lead = leaf.shape[: layers + 1]
         dtype = leaf.dtype
         columns = _row_length(leaf.shape[layers + 1 :], dtype.itemsize)
-        rows = lax.bitcast_convert_type(leaf, f"uint{8 * dtype.itemsize}")
+        bits = f"uint{8 * dtype.itemsize}"
+        rows = leaf.astype(bits) if dtype == jnp.bool_ else lax.bitcast_convert_type(leaf, bits)
         rows = rows.reshape(math.prod(lead[:-1]), lead[-1], -1, columns)
         plan = plan.reshape(*rows.shape[:2], plan.shape[-1])
         rows = _move_rows(rows, plan, axes, implementation)
-        return lax.bitcast_convert_type(rows.reshape(leaf.shape), dtype)
+        rows = rows.reshape(leaf.shape)
+        return rows.astype(dtype) if dtype == jnp.bool_ else lax.bitcast_convert_type(rows, dtype)
 
     moved = jax.shard_map(on_rank, mesh=mesh, in_specs=(spec, of_plan), out_specs=spec)
     return jax.jit(moved, donate_argnums=0)

@@ -482,7 +482,7 @@ def gpus() -> list[jax.Device]:
 def register_for_export(kind: type) -> None:
     """Lets `jax.export` serialize a dataclass that is a pytree, or a NamedTuple.
 
-    The static fields of a dataclass must be strings, integers, None, and tuples of them. Where JAX
+    The static fields of a dataclass must be strings, numbers, None, and tuples of them. Where JAX
     lacks `jax.export`, nothing is registered, and serializing raises JAX's own error.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"

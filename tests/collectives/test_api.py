@@ -216,6 +216,33 @@ def test_transforms(op):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("in_axes", [(0, 0), (1, None), (None, 1)], ids=str)
+def test_a_batch_of_rms_norms(in_axes):
+    num_ranks = min(2, len(jax.devices()))
+    x, scale = normal((num_ranks, 3, 3, 5)), normal((5,))
+
+    def norms(x, algorithm):
+        norm = functools.partial(
+            all_reduce_rms_norm, scale=scale, axis_name="expert", algorithm=algorithm
+        )
+        x, residual = (x if axis is not None else x[0] for axis in in_axes)
+        return jnp.stack(jax.vmap(lambda *xs: norm(*xs), in_axes)(x, residual))
+
+    got, want = (run(lambda x, a=a: norms(x, a), num_ranks, x) for a in (None, "xla"))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.needs_devices(2)
+def test_a_batch_of_scales_is_refused():
+    def norms(x):
+        norm = functools.partial(all_reduce_rms_norm, axis_name="expert")
+        return jax.vmap(lambda scale: norm(x, x, scale)[0])(x)
+
+    with pytest.raises(NotImplementedError, match="by jax.vmap over scale; take algorithm="):
+        run(norms, 2, normal((2, 3, 3)))
+
+
 def test_types_vary_as_those_of_lax():
     def varies(apply):
         found = []

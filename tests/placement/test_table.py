@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from jax import export
 from support.loads import random_loads
 
 from jax_ep import placement
-from jax_ep.placement import Placement, balance, place_by_affinity
+from jax_ep.placement import LoadTracker, Placement, balance, place_by_affinity
 
 LOADS = random_loads("zipf", 2, 12, np.random.default_rng(0))
 
@@ -56,6 +57,28 @@ def test_a_file_without_a_placement_is_refused(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=rf"{name} must hold a placement that Placement\.save"):
         Placement.load(tmp_path / name)
+
+
+def test_placements_of_the_same_slots_are_equal():
+    options = dict(num_experts=3, num_slots=4, num_ranks=2)
+    one, same = Placement.in_order(**options), Placement.in_order(**options)
+    assert one == same and one == jax.device_put(same) and one[0] == same[0]
+    other = Placement.of([[0, 1, 2, 2]], num_experts=3, num_ranks=2)
+    assert one != other and one[0] != other[0] and one != "placement"
+
+
+def test_a_program_that_takes_a_placement_can_be_exported():
+    placement = Placement.in_order(num_experts=3, num_slots=4, num_ranks=1)[0]
+    tracker = LoadTracker.of((3,))
+
+    @jax.jit
+    def copies(placement, tracker):
+        return placement.num_copies + tracker.load, placement, tracker
+
+    exported = export.export(copies)(placement, tracker).serialize()
+    results = export.deserialize(exported).call(placement, tracker)
+    np.testing.assert_array_equal(results[0], [2, 1, 1])
+    assert results[1] == placement and results[2].decay == tracker.decay
 
 
 def test_load_of_ranks_of_one_layer():

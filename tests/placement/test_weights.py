@@ -267,3 +267,39 @@ def test_weights_on_a_mesh_of_other_axes_are_moved():
     held = jax.device_put(weights, NamedSharding(theirs, P("expert", None, "tensor")))
     moved = redistribute({"wo": held}, before, after, mesh=ours)
     np.testing.assert_array_equal(moved["wo"], weights[[3, 1, 0, 2]])
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, jnp.int4, "key"], ids=str)
+def test_what_cannot_be_moved_is_refused_before_anything_is_donated(dtype):
+    before, after, *_ = placements()
+    held = {"wi_0": jnp.ones((LAYERS, SLOTS, 4)), "wo": jnp.ones((LAYERS, SLOTS, 4), jnp.int8)}
+    keys = jax.random.split(jax.random.key(0), (LAYERS, SLOTS))
+    held["wo"] = keys if dtype == "key" else held["wo"].astype(dtype)
+    with pytest.raises(ValueError, match="real numbers of whole bytes, but one of shape"):
+        redistribute(held, before, after, mesh=expert_mesh(N))
+    assert not held["wi_0"].is_deleted()
+
+
+def test_bools_move_and_empty_arrays_stay_empty():
+    before, after, *_ = placements()
+    experts = {"wi_0": np.random.default_rng(0).random((LAYERS, E, 4)) < 0.5}
+    held = to_slots(experts, before) | {"wo": jnp.ones((LAYERS, SLOTS, 3, 0))}
+    moved = redistribute(held, before, after, mesh=expert_mesh(N))
+    np.testing.assert_array_equal(moved["wi_0"], to_slots(experts, after)["wi_0"])
+    assert moved["wi_0"].dtype == bool and moved["wo"].shape == (LAYERS, SLOTS, 3, 0)
+
+
+@pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
+@pytest.mark.parametrize("spec", [P(None, "expert"), P(), P("fsdp")], ids=str)
+def test_the_old_weights_are_deleted_and_the_kind_of_memory_stays(spec, memory_kind):
+    devices = mesh((4, 2), ("expert", "fsdp"))
+    kinds = {memory.kind for memory in devices.devices.flat[0].addressable_memories()}
+    if memory_kind not in kinds:
+        pytest.skip(f"the devices have the memories {kinds}")
+    before, after, *_ = placements()
+    experts = {"wo": np.random.default_rng(0).random((LAYERS, E, 16), np.float32)}
+    sharding = NamedSharding(devices, spec, memory_kind=memory_kind)
+    held = jax.device_put(to_slots(experts, before), sharding)
+    moved = redistribute(held, before, after, mesh=devices)["wo"]
+    assert held["wo"].is_deleted() and moved.sharding.memory_kind == memory_kind
+    np.testing.assert_array_equal(moved, to_slots(experts, after)["wo"])
