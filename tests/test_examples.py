@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
 import re
@@ -374,6 +375,26 @@ def test_a_process_ends_at_once_where_a_flag_is_wrong_or_it_is_told_to_end():
     waiting.terminate()
     waiting.communicate(timeout=20)
     assert waiting.returncode == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_folder_of_checkpoints_that_cannot_be_used_is_named(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "4" / "config").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text("5\n")
+    (tmp_path / "file").touch()
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for flags, message in (
+            ([f"--checkpoint_dir={folder}"], "another run uses this folder"),
+            ([f"--checkpoint_dir={tmp_path}/file"], "/file: File exists"),
+            ([f"--metrics_file={tmp_path}/metrics.jsonl"], "no metrics file of this program"),
+            (["--trace=trace"], "--trace must end in .npz"),
+        ):
+            output, _ = (process := start_training(*flags)).communicate(timeout=100)
+            assert process.returncode == 1 and message in output, output
+    output, _ = (process := start_training(f"--checkpoint_dir={folder}")).communicate(timeout=100)
+    assert process.returncode == 1 and "no whole checkpoint, it lacks state" in output, output
 
 
 @pytest.mark.slow

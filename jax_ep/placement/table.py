@@ -184,7 +184,9 @@ def checked_load(load: Any, shape: str = "[layers, E]", ndim: int = 2) -> Array:
     if np.iscomplexobj(load):
         raise TypeError(f"load must be an array of real numbers, but has dtype {load.dtype}.")
     load = load.astype(np.float64)
-    if not np.isfinite(load.sum()) or load.min() < 0:
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(load.sum())
+    if not is_finite or load.min() < 0:
         raise ValueError("load must be finite, as must its sum, and not negative, but is not.")
     return load
 

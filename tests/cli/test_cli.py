@@ -78,3 +78,12 @@ def test_files_are_written_though_nobody_reads_what_is_printed(tmp_path):
             text = pipe.read_text() if path is pipe else ""
             assert started.wait(timeout=100) == 0
         assert json.loads(text or file.read_text())["rows"][-1]["hosts"] == 32
+
+
+def test_an_interrupted_command_says_so(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jax_ep.bench.model.run", interrupt)
+    assert jax_ep.cli.main(["jax_ep", "model"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

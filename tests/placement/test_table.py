@@ -97,6 +97,8 @@ LOAD = np.ones((2, 12))
     [
         (lambda: balance(LOAD[0], num_slots=16, num_ranks=8), ValueError, r"load must .*\(12,\)"),
         (lambda: balance(-LOAD, num_slots=16, num_ranks=8), ValueError, "load must .*negative"),
+        (lambda: balance(LOAD * 1e308, num_slots=16, num_ranks=8), ValueError, "load .* its sum"),
+        (lambda: balance(LOAD * 1j, num_slots=16, num_ranks=8), TypeError, "load .* real numbers"),
         (lambda: balance(LOAD, num_slots=12, num_ranks=8), ValueError, "num_slots must .* is 12"),
         (lambda: balance(LOAD, num_slots=8, num_ranks=8), ValueError, "num_slots must .* is 8"),
         (
