@@ -23,7 +23,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 # XLA reads the flags once, when JAX starts; a user's own flags win. The first is for CPUs. The
 # second makes sums on GPUs repeatable, so that a resumed run gives the same bits.
@@ -194,8 +194,6 @@ def make_train_step(
 
 # Checkpoints and metrics ----------------------------------------------------------------------
 
-_locks: list[IO] = []  # open as long as this process lives
-
 
 def open_checkpoints(directory: str | None) -> ocp.CheckpointManager | None:
     """Opens the folder of checkpoints; returns None for None.
@@ -216,18 +214,17 @@ def open_checkpoints(directory: str | None) -> ocp.CheckpointManager | None:
 
 
 def _lock(directory: Path) -> None:
-    """Keeps other runs out of a folder for as long as this process lives.
+    """Keeps other runs out of a folder for as long as this process lives, which holds a file open.
 
-    Raises BlockingIOError if another run is there.
+    Raises SystemExit if another run is there.
     """
-    lock = (directory / ".lock").open("w")
+    lock = os.open(directory / ".lock", os.O_WRONLY | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise BlockingIOError(error.errno, "another run uses this folder") from error
+        raise SystemExit(f"--checkpoint_dir={directory}: another run uses this folder") from error
     except OSError:  # a file system without locks
-        return
-    _locks.append(lock)
+        pass
 
 
 def save(checkpoints: ocp.CheckpointManager, state: TrainState, step: int) -> None:

@@ -80,6 +80,8 @@ def check_array(
         raise ValueError(f"{wanted}, but has shape {array.shape}.")
     if not jnp.issubdtype(array.dtype, kind):
         raise TypeError(f"{wanted}, but has dtype {array.dtype}.")
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{name} must hold real numbers, but has dtype {array.dtype}.")
     if kind is jnp.floating and jnp.finfo(array.dtype).bits < 8:
         raise TypeError(f"{wanted} of 8 bits or more, but has dtype {array.dtype}.")
     if not may_be_empty and 0 in array.shape:

@@ -270,8 +270,8 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
         if not held:  # data parallelism: every rank has all experts
             spec[0] = None
         _check_divides(value, spec[0], mesh)
-    flax_can = not ambient.empty and len(set(mesh.axis_types)) == 1
-    flax_can = flax_can and spec[0] == rules.get(str(axes[0]), spec[0])
+    one_type = len(set(mesh.axis_types)) == 1
+    flax_can = not ambient.empty and one_type and spec[0] == rules.get(str(axes[0]), spec[0])
     if not flax_can:
         value = shard(value, mesh, PartitionSpec(*spec))
     metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}

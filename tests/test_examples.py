@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from support.processes import environment_of_program
+from support.processes import environment_of_program, free_address
 from support.selection import quick
 
 ROOT = Path(__file__).parents[1]
@@ -284,9 +283,7 @@ on_cpus = pytest.mark.skipif(jax.default_backend() == "gpu", reason="compares wi
 
 def start_two_processes(*flags: object) -> list[subprocess.Popen]:
     """Starts the training program on a mesh of 2 processes x 4 CPU devices."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = free_address()
     flags = f"--coordinator={address}", "--num_processes=2", *flags
     return [start_training(f"--process_id={i}", *flags, **FOUR_DEVICES) for i in range(2)]
 
@@ -358,9 +355,7 @@ processes.run(main)
 @on_cpus
 @pytest.mark.slow
 def test_a_process_ends_at_once_where_a_flag_is_wrong_or_it_is_told_to_end():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = free_address()
     waiting, failing = (
         start_command(
             ["-c", FAILING], f"--coordinator={address}", "--num_processes=2", f"--process_id={i}",

@@ -55,8 +55,6 @@ class Placement:
         names = ("expert_of_slot", "slots_of_expert")
         return same and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)
 
-    __hash__ = None  # type: ignore[assignment]
-
     @classmethod
     def of(cls, expert_of_slot: Any, *, num_experts: int, num_ranks: int) -> Placement:
         """Makes a placement of `expert_of_slot` [layers, P] integers, -1 where a slot is empty.
@@ -181,8 +179,6 @@ def read_arrays(path: str | Path) -> dict[str, Array]:
 def checked_load(load: Any, shape: str = "[layers, E]", ndim: int = 2) -> Array:
     load = np.asarray(load)
     checks.check_array("load", load, ndim, jnp.number, shape, may_be_empty=False)
-    if np.iscomplexobj(load):
-        raise TypeError(f"load must be an array of real numbers, but has dtype {load.dtype}.")
     load = load.astype(np.float64)
     with np.errstate(over="ignore"):
         is_finite = np.isfinite(load.sum())

@@ -177,9 +177,7 @@ def redistribute(
     leaves: list[jax.Array] = []
 
     def note(leaf: jax.Array) -> None:  # raises before any leaf is donated
-        kinds = (jnp.integer, jnp.floating, jnp.bool_)
-        real = any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
-        if not real or "int2" in str(leaf.dtype) or "t4" in str(leaf.dtype):  # (u)int4, float4
+        if not _is_of_whole_bytes(leaf.dtype):
             raise ValueError(
                 "tree must have leaves of experts that are real numbers of whole bytes, but one of "
                 f"shape {np.shape(leaf)} has dtype {leaf.dtype}."
@@ -189,7 +187,6 @@ def redistribute(
     _map_experts(note, tree, shape, size)
     total = sum(leaf.nbytes for leaf in leaves)
     done, moved_leaves = 0, dict[int, jax.Array]()
-    here = set(mesh.devices.flat)
 
     def move(leaf: jax.Array) -> jax.Array:
         nonlocal done
@@ -201,13 +198,8 @@ def redistribute(
         return moved_leaves[id(leaf)]
 
     def move_one(leaf: jax.Array) -> jax.Array:
-        spec = PartitionSpec(*(None,) * axis, axes)
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and dict(sharding.mesh.shape) == dict(mesh.shape):
-            along = sharding.spec[axis] if axis < len(sharding.spec) else None
-            is_split = along is not None and checks.as_axes(along) == axes
-            if is_split and sharding.device_set == here:
-                spec = sharding.spec
+        spec = _split_spec(sharding, mesh, axes, axis)
         of_plan = NamedSharding(mesh, PartitionSpec(*spec[: axis + 1]))
         split = jax.device_put(leaf, NamedSharding(mesh, spec))
         if split.size == 0:
@@ -221,6 +213,29 @@ def redistribute(
         return jax.device_put(moved, NamedSharding(mesh, spec, memory_kind=kind))
 
     return _map_experts(move, tree, shape, size)
+
+
+def _is_of_whole_bytes(dtype: Any) -> bool:
+    """Returns whether a dtype is of bools or real numbers of 8 bits or more."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    return jnp.issubdtype(dtype, jnp.bool_)
+
+
+def _split_spec(sharding: Any, mesh: Mesh, axes: tuple[str, ...], axis: int) -> PartitionSpec:
+    """Returns how a leaf with slots along `axis` is split while it is moved.
+
+    As it is, if it is on this mesh and its slots are split over `axes`; else over `axes` alone.
+    """
+    if isinstance(sharding, NamedSharding) and axis < len(sharding.spec):
+        along = sharding.spec[axis]
+        same_mesh = dict(sharding.mesh.shape) == dict(mesh.shape)
+        same_devices = sharding.device_set == set(mesh.devices.flat)
+        if along is not None and checks.as_axes(along) == axes and same_mesh and same_devices:
+            return sharding.spec
+    return PartitionSpec(*(None,) * axis, axes)
 
 
 def _destinations(before: Placement, after: Placement) -> Array:

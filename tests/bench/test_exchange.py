@@ -378,7 +378,7 @@ def test_bench_refuses_wrong_flags(arg, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs two hosts of two devices")
+@pytest.mark.needs_devices(4)
 def test_by_default_all_implementations_are_timed(monkeypatch, capsys, tmp_path):
     """Two levels, too, for the ranks that are on several hosts."""
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.meshes import expert_mesh, mesh
-from support.processes import environment_of_program
+from support.processes import environment_of_program, free_address
 from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
 
 import jax_ep
@@ -289,9 +288,7 @@ def test_a_process_reads_the_experts_of_its_devices(tmp_path):
     config, tensors = mixtral()
     publish(tmp_path, config, tensors)
     np.save(tmp_path / "x.npy", X)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = free_address()
     environment = environment_of_program(
         JAX_PLATFORMS="cpu",
         XLA_FLAGS="--xla_force_host_platform_device_count=2",

@@ -379,7 +379,7 @@ def test_all_reduce_rms_norm_without_implicit_promotion(algorithm):
 # ---------------------------------------------------------------------------- Explicit mesh axes
 
 
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.needs_devices(4)
 @pytest.mark.parametrize("check_vma", quick([True, False], True))
 @pytest.mark.parametrize(
     "spec",
@@ -415,7 +415,7 @@ def test_a_shard_map_that_leaves_out_explicit_axes(op, spec, check_vma):
         np.testing.assert_allclose(np.asarray(ours), np.asarray(laxs), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.needs_devices(4)
 def test_all_reduce_rms_norm_where_explicit_axes_are_left_out():
     explicit = jax.make_mesh((2, 2), ("data", AXIS), axis_types=(AxisType.Explicit,) * 2)
     x, residual, scale = normal((2, 6, 32)), normal((6, 32), seed=1), normal((32,), seed=2)

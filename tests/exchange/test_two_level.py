@@ -6,7 +6,6 @@ What one level does too is compared with `jax_ep.reference`, or with "xla" bit f
 from __future__ import annotations
 
 import functools
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +36,7 @@ from support.contract import (
 from support.dense_moe import E, K, make_params, make_x
 from support.hlo import received_from_other_hosts
 from support.kernels import needs_kernels
-from support.processes import environment_of_program
+from support.processes import environment_of_program, free_address
 from support.selection import quick
 from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem
@@ -459,9 +458,7 @@ LAYOUTS = {"small": (2, 4, ["--small"]), "two hosts": (2, 4, []), "four hosts": 
 @pytest.mark.parametrize("processes, devices, flags", quick(LAYOUTS, "small"))
 def test_between_processes(processes, devices, flags):
     """A process is a host: contract and bytes are checked in each of them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = free_address()
     environment = environment_of_program(
         fast=bool(flags),
         XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",

@@ -496,6 +496,11 @@ LOGITS, IDX = jnp.zeros((4, 8)), jnp.zeros((4, 2), jnp.int32)
             r"bias must .* but has shape \(\)",
         ),
         (
+            lambda: routing.update_expert_bias(jnp.zeros(8), jnp.zeros(8, jnp.complex64), 0.1),
+            TypeError,
+            "expert_counts must hold real numbers",
+        ),
+        (
             lambda: routing.update_expert_bias(jnp.zeros(8, jnp.int32), jnp.zeros(8), 0.1),
             TypeError,
             "bias must be a floating array",

@@ -28,6 +28,12 @@ def placements():
     yield Placement.of(slots, num_experts=E, num_ranks=N)
 
 
+def permutation():
+    """Placements of 4 experts in 4 slots of 2 ranks: in order, and [3, 1, 0, 2]."""
+    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
+    return before, Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+
+
 def tree(rng):
     """Like a train state: weights, what an optimizer keeps of them, and leaves of other kinds."""
     weights = {
@@ -130,8 +136,7 @@ def test_redistribution_moves_every_bit():
 def test_pieces_are_moved_one_after_the_other_in_place(monkeypatch):
     monkeypatch.setattr("jax_ep.placement.weights._PIECE_BYTES", 100)
     devices = expert_mesh(2)
-    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
-    after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+    before, after = permutation()
     weights = np.random.default_rng(3).random((4, 6, 10, 3), np.float32)
     held = jax.device_put(weights, NamedSharding(devices, P("expert")))
     once = redistribute({"wo": weights}, before, after, mesh=devices)  # not on the mesh yet
@@ -186,8 +191,7 @@ def test_nothing_is_donated_where_a_leaf_does_not_fit():
 
 
 def test_an_array_that_a_tree_holds_twice_is_moved_once():
-    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
-    after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+    before, after = permutation()
     devices, weights = expert_mesh(2), np.random.default_rng(3).random((4, 3), np.float32)
     held = jax.device_put(weights, NamedSharding(devices, P("expert")))
     seen: list[tuple[int, int]] = []
@@ -228,8 +232,7 @@ def test_errors_name_the_argument():
 
 def test_weights_that_are_split_over_another_axis_too_stay_so():
     devices = mesh((2, 2), ("expert", "model"))
-    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
-    after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+    before, after = permutation()
     weights = np.random.default_rng(4).random((4, 5, 6), np.float32)
     spec = P("expert", None, "model")
     held = jax.device_put(weights, NamedSharding(devices, spec))
@@ -261,8 +264,7 @@ def test_layers_may_be_split_too(spec, kind):
 def test_weights_on_a_mesh_of_other_axes_are_moved():
     ours = mesh((2, 2), ("expert", "fsdp"))
     theirs = mesh((2, 2), ("expert", "tensor"))
-    before = Placement.in_order(num_experts=4, num_slots=4, num_ranks=2)[0]
-    after = Placement.of([[3, 1, 0, 2]], num_experts=4, num_ranks=2)[0]
+    before, after = permutation()
     weights = np.random.default_rng(4).random((4, 5, 6), np.float32)
     held = jax.device_put(weights, NamedSharding(theirs, P("expert", None, "tensor")))
     moved = redistribute({"wo": held}, before, after, mesh=ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import MutableMapping
@@ -49,6 +50,13 @@ def compile_fast(environment: MutableMapping[str, str], jaxlib: str | None = Non
     if tuple(map(int, version.split(".")[:2])) < (0, 11):
         flags = environment.get("XLA_FLAGS", "").split()
         environment["XLA_FLAGS"] = " ".join([f for f in flags if f not in FAST_FLAGS] + FAST_FLAGS)
+
+
+def free_address() -> str:
+    """HOST:PORT of this machine at which no program listens."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
 
 
 def environment_of_program(fast: bool = False, **changes: str) -> dict[str, str]:

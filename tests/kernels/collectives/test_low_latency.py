@@ -1005,7 +1005,7 @@ def test_calls_that_do_not_depend_on_each_other(num_ranks):
 
 
 @on_gpus
-@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.needs_devices(4)
 def test_programs_of_some_of_the_gpus_take_turns():
     """Nobody waits between them, and the GPUs that have no part in one are ahead in the next."""
     rng, outs = np.random.default_rng(0), []
