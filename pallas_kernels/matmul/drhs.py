@@ -44,6 +44,7 @@ from pallas_kernels.matmul.kernel import (
     launch,
     quotient_and_rest,
     row_numbers,
+    run_one,
     transposed,
     zeros,
 )
@@ -59,31 +60,25 @@ class DrhsTiles:
     Attributes:
       block_n: width of a block's output tile, a multiple of 64 up to 256.
       num_slots: depth of the ring, in operand tiles of 64 rows, at least 2.
-      num_staged: 64 x 64 chunks of its results that a computer may stage on their way to memory, a
-        divisor of block_n / 64.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
     """
 
     block_n: int
     num_slots: int
-    num_staged: int
     band: int = 1
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns tiles with room to stage one chunk, and the deepest ring that fits, up to 6."""
-        staging = 2 * BLOCK_M * CHUNK
+        """Returns tiles with the deepest ring that fits, of at most 6 slots."""
+        staged = 2 * BLOCK_M * CHUNK
         slot = 2 * CHUNK * (BLOCK_M + block_n)
-        slots = (SHARED_MEMORY_BYTES - OTHER_BYTES - staging) // slot
-        return cls(block_n, min(slots, 6), 1, band)
+        slots = (SHARED_MEMORY_BYTES - OTHER_BYTES - staged) // slot
+        return cls(block_n, min(slots, 6), band)
 
     def __post_init__(self) -> None:
         check_buffers(self)
-        if not 64 <= self.block_n <= 256 or self.block_n % (CHUNK * self.num_staged):
-            raise ValueError(
-                "a tile is of columns in multiples of 64 up to 256, which are staged in equal "
-                f"parts, not {self}."
-            )
+        if not 64 <= self.block_n <= 256 or self.block_n % CHUNK:
+            raise ValueError(f"a tile is of columns in multiples of 64 up to 256, not {self}.")
 
 
 def drhs_of_each(
@@ -151,7 +146,7 @@ class _Drhs(Kernel):
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
         left, right = (CHUNK, BLOCK_M), (CHUNK, tiles.block_n)
-        return self.ring(dtype, left, right, (tiles.num_staged, CHUNK)) | dict(
+        return self.ring(dtype, left, right, (1, CHUNK)) | dict(
             cleared=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.num_slots),
         )
 
@@ -211,7 +206,38 @@ class _Drhs(Kernel):
             return used
 
         def compute(computer):
-            def one_tile(tile, used):
+            staged, dtype = scratch["staged"].at[computer, 0], outs[0].dtype
+            chunks = tiles.block_n // CHUNK
+
+            def store(tile, chunk):
+                """Stores a chunk of columns of this computer's part of a tile."""
+                (which, group, top, left_edge), values = tile
+
+                def of_columns(first):
+                    @pl.when(top < self.height)
+                    def _():
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        staged[...] = values[:, first : first + CHUNK]
+                        plgpu.commit_smem()
+                        rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
+                        cols = pl.ds(pl.multiple_of(left_edge + first, CHUNK), CHUNK)
+                        copies = [
+                            functools.partial(
+                                plgpu.copy_smem_to_gmem, staged, out.at[group, rows, cols]
+                            )
+                            for out in outs
+                        ]
+                        lax.switch(which, copies)
+
+                columns = range(0, tiles.block_n, CHUNK)
+                run_one([functools.partial(of_columns, first) for first in columns], chunk)
+
+            def store_from(tile, chunk):
+                left = jnp.maximum(chunks - chunk, 0)
+                lax.fori_loop(0, left, lambda i, _: store(tile, chunk + i), None)
+
+            def one_tile(tile, carry):
+                used, before = carry
                 which, group, top, left_edge, steps, first, begin, end = tile
 
                 def multiply(accumulator, slot, i):
@@ -224,21 +250,18 @@ class _Drhs(Kernel):
                     mine = left.at[:, pl.ds(computer * CHUNK, CHUNK)]
                     plgpu.wgmma(accumulator, transposed(mine), right)
 
-                total = self.accumulate(scratch, used, steps, (CHUNK, tiles.block_n), multiply)
-                top += computer * CHUNK
+                shape, meanwhile = (CHUNK, tiles.block_n), functools.partial(store, before)
+                total = self.accumulate(scratch, used, steps, shape, multiply, meanwhile)
+                store_from(before, steps)
+                place = which, group, top + computer * CHUNK, left_edge
+                return used + steps, (place, total.astype(dtype))
 
-                for i, out in enumerate(outs):
-
-                    @pl.when((top < self.height) & (which == i))
-                    def _(out=out):
-                        rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
-                        cols = pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)
-                        place = out.at[group, rows, cols]
-                        self._store(total, place, scratch["staged"].at[computer])
-
-                return used + steps
-
-            self.each_of(num_tiles, look_up, one_tile, jnp.int32(0))
+            zero = jnp.int32(0)
+            nowhere = zero, zero, jnp.int32(self.height), zero
+            shape, layout = (CHUNK, tiles.block_n), plgpu.Layout.WGMMA
+            nothing = nowhere, zeros(shape, dtype, layout, self.interpreted)
+            _, last = self.each_of(num_tiles, look_up, one_tile, (zero, nothing))
+            store_from(last, 0)
 
         self.take_roles(scratch, load, compute)
 
@@ -290,18 +313,6 @@ class _Drhs(Kernel):
                     )
 
                 row += row & height
-
-    def _store(self, total: jax.Array, place: Any, staged: Any) -> None:
-        """Stores a computer's part of a tile, as many chunks at a time as it may stage."""
-        together = self.tiles.num_staged
-        for first in range(0, self.tiles.block_n // CHUNK, together):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            columns = [slice((first + i) * CHUNK, (first + i + 1) * CHUNK) for i in range(together)]
-            for i, column in enumerate(columns):
-                staged.at[i][...] = total[:, column].astype(place.dtype)
-            plgpu.commit_smem()
-            for i, column in enumerate(columns):
-                plgpu.copy_smem_to_gmem(staged.at[i], place.at[:, column])
 
 
 # Of 8 rows of 64 columns, a warp holds two rows in registers, and a thread four neighbours of one.

@@ -8,7 +8,6 @@ to them as it stores the tile.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -90,15 +89,18 @@ class _GatedProduct(Product):
     def outputs(self) -> int:
         return 3 if self.keep else 1
 
+    @property
+    def holds(self) -> bool:
+        return not self.keep
+
     def results(
-        self, total: jax.Array, columns: slice, rows: slice, dtype: Any
-    ) -> Iterator[jax.Array]:
+        self, total: jax.Array, dtype: Any, columns: slice, rows: slice
+    ) -> tuple[jax.Array, ...]:
         block_m = self.tiles.block_m
-        products = [
+        products = tuple(
             total[columns, i * block_m + rows.start : i * block_m + rows.stop].astype(dtype)
             for i in range(self.matrices)
-        ]
-        if self.keep:
-            yield from products
-        wide = [product.astype(jnp.float32) for product in products]
-        yield self.gating(*wide, interpreted=self.interpreted).astype(dtype)
+        )
+        wide = (product.astype(jnp.float32) for product in products)
+        hidden = self.gating(*wide, interpreted=self.interpreted).astype(dtype)
+        return (*products, hidden) if self.keep else (hidden,)

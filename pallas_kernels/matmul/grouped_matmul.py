@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,12 +32,14 @@ from pallas_kernels.matmul.kernel import (
     check_buffers,
     launch,
     quotient_and_rest,
+    run_one,
     transposed,
     zeros,
 )
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, row_tiles
 
 STORED_ROWS = 32  # rows that a computer stores at a time
+_STAGING = "staged", "plain"  # scratch of each computer's own; the second if interpreted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Tiles:
         A slot holds tiles of as many `matrices` of a group.
         """
         operand, chunk = 2 * CHUNK, 2 * CHUNK * STORED_ROWS
-        room = SHARED_MEMORY_BYTES - OTHER_BYTES - COMPUTERS * 2 * CHUNK * CHUNK  # zeros
+        room = SHARED_MEMORY_BYTES - OTHER_BYTES
         slot = operand * (heights[-1] + matrices * block_n)
         slots = min((room - COMPUTERS * 2 * chunk) // slot, 6)
         staged = min((room - slots * slot) // (COMPUTERS * chunk), 8)
@@ -92,6 +94,8 @@ class Tiles:
                 "a tile is of rows in multiples of 8 up to 256, heights in rising order, and of "
                 f"128 or 256 columns, not {self}."
             )
+        if self.num_staged < 1:
+            raise ValueError(f"num_staged must be positive, not {self}.")
         check_buffers(self)
 
 
@@ -150,8 +154,7 @@ class Product(Kernel):
     """The kernel of `product`: sums over pairs of the given depths, K.
 
     The tensor cores compute tiles transposed, columns of the output by rows: the number of rows of
-    an instruction is then free in steps of 8, and a tile is as high as its rows need. Each height
-    has a loop of its own.
+    an instruction is then free in steps of 8, and a tile is as high as its rows need.
     """
 
     depths: tuple[int, ...]
@@ -178,18 +181,17 @@ class Product(Kernel):
         if self.matrices > 1:
             right = self.matrices, *right
         left, staged = (tiles.block_m, CHUNK), (tiles.num_staged, STORED_ROWS)
-        return self.ring(dtype, left, right, staged) | dict(
-            # Zeros, to store by single rows, which a swizzled tile does not allow. Interpreted
-            # kernels store the rows of a group's ends from here, too.
-            plain=plgpu.SMEM((COMPUTERS, CHUNK, CHUNK), dtype),
-        )
+        ring = self.ring(dtype, left, right, staged)
+        if self.interpreted:  # to store single rows, which a swizzled tile does not allow
+            ring["plain"] = plgpu.SMEM((COMPUTERS, STORED_ROWS, CHUNK), dtype)
+        return ring
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         *operands, table = refs[: -self.outputs]
         outs = refs[-self.outputs :]
         last = table.shape[0] - 1
         num_tiles, num_live_rows = table[last, 0], table[last, 1]
-        total = num_tiles * self.tile_columns
+        total_tiles = num_tiles * self.tile_columns
 
         def kind_of(tile):
             """Returns the index in `tiles.heights` of the lowest that holds the tile's rows."""
@@ -224,47 +226,76 @@ class Product(Kernel):
                 loads = [functools.partial(load_all, height) for height in self.tiles.heights]
                 return lax.switch(kind, loads, used)
 
-            return self.each_of(total, look_up, one_tile, jnp.int32(0))
+            return self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
 
         def compute(computer):
+            own = {name: scratch[name].at[computer] for name in _STAGING if name in scratch}
+            steps = sum(self.depths) // CHUNK
+            chunks = self._chunks()
+            at_a_step = -(-len(chunks) // steps)
+            dtype, whole = outs[0].dtype, (slice(0, self.tiles.part), slice(0, self.tiles.block_m))
+
+            def stores_of(place, results):
+                """Returns functions that store a tile: each a chunk of it, in order."""
+                return [
+                    functools.partial(self._store, i, *chunk, place, results, outs, own)
+                    for i, chunk in enumerate(chunks)
+                ]
+
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
                 left_edge += computer * self.tiles.part
                 rows = (table[tile, column] for column in (FIRST, BEGIN, END))
                 return *rows, left_edge, kind_of(tile)
 
-            def one_tile(tile, used):
-                top, begin, end, left_edge, kind = tile
-                steps = sum(self.depths) // CHUNK
+            def one_tile(tile, carry):
+                used, (place_before, held) = carry
+                *place, kind = tile
 
-                def multiply_all(height, used):
-                    return self.accumulate(
-                        scratch,
-                        used,
-                        steps,
-                        (self.tiles.part, self.matrices * self.tiles.block_m),
-                        functools.partial(self._multiply, scratch, computer, height),
-                    )
+                def multiply(accumulator, slot, _):
+                    of_heights = [
+                        functools.partial(
+                            self._multiply, scratch, computer, height, accumulator, slot
+                        )
+                        for height in self.tiles.heights
+                    ]
+                    lax.switch(kind, of_heights)
 
-                products = [
-                    functools.partial(multiply_all, height) for height in self.tiles.heights
-                ]
-                results = lax.switch(kind, products, used)
+                def store_held(step):
+                    stores = stores_of(place_before, functools.partial(_cut, held))
+                    for i in range(at_a_step):
+                        run_one(stores, step * at_a_step + i)
 
-                @pl.when(left_edge < self.width)
-                def _():
-                    self._store(results, outs, top, begin, end, left_edge, computer, scratch)
+                total = self.accumulate(
+                    scratch,
+                    used,
+                    steps,
+                    (self.tiles.part, self.matrices * self.tiles.block_m),
+                    multiply,
+                    store_held if self.holds else None,
+                )
+                results = functools.partial(self.results, total, dtype)
+                if self.holds:
+                    return used + steps, (place, results(*whole))
+                for store in stores_of(place, results):
+                    store()
+                return used + steps, (place, ())
 
-                return used + steps
-
-            self.each_of(total, look_up, one_tile, jnp.int32(0))
+            shape = self.tiles.part, self.tiles.block_m
+            nothing = zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
+            held = (nothing,) * self.outputs if self.holds else ()
+            before = [jnp.int32(0)] * 4, held
+            _, (place, held) = self.each_of(total_tiles, look_up, one_tile, (jnp.int32(0), before))
+            if self.holds:
+                for store in stores_of(place, functools.partial(_cut, held)):
+                    store()
             if self.zero_unused:
-                self._zero_tail(outs, num_live_rows, computer, scratch["plain"].at[computer])
+                self._zero_tail(outs, num_live_rows, computer, own)
 
         self.take_roles(scratch, load, compute)
 
     def _multiply(
-        self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, slot: Any, _: Any
+        self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, slot: Any
     ) -> None:
         """Starts the matmuls of a slot's tiles: of this computer's columns by `height` rows."""
         right = scratch["right"].at[slot]
@@ -276,115 +307,142 @@ class Product(Kernel):
             first = i * self.tiles.block_m
             plgpu.wgmma(accumulator.at[:, first : first + height], columns, rows)
 
+    @property
+    def holds(self) -> bool:
+        """Returns whether registers have room for a tile's results beside the accumulators.
+
+        Then a tile is stored while the next one is multiplied.
+        """
+        return True
+
     def results(
-        self, total: jax.Array, columns: slice, rows: slice, dtype: Any
-    ) -> Iterator[jax.Array]:
-        """Yields the elements at some columns and rows of each output, [columns, rows].
+        self, total: jax.Array, dtype: Any, columns: slice, rows: slice
+    ) -> tuple[jax.Array, ...]:
+        """Returns the elements at some columns and rows of each output, [columns, rows].
 
         `total` are the accumulators, [part, block_m] for each of `matrices`, side by side.
         """
-        yield total[columns, rows].astype(dtype)
+        return (total[columns, rows].astype(dtype),)
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """Returns the first row and column of each chunk of a computer's part of a tile."""
+        rows = range(0, self.tiles.block_m, STORED_ROWS)
+        return [(row, column) for row in rows for column in range(0, self.tiles.part, CHUNK)]
 
     def _store(
         self,
-        total: jax.Array,
+        number: int,
+        row: int,
+        column: int,
+        place: Sequence[jax.Array],
+        results: Callable[[slice, slice], tuple[jax.Array, ...]],
         outs: Sequence[Any],
+        own: dict[str, Any],
+    ) -> None:
+        """Stores the rows of a chunk, `number` in its tile, that are of the tile's group.
+
+        `place` has the tile's first row, the range [begin, end) of the group's, and the column.
+        """
+        top, begin, end, left_edge = place
+        inside = left_edge < self.width
+        height = min(STORED_ROWS, self.tiles.block_m - row)
+        top, left_edge = top + row, left_edge + column
+        first = jnp.clip(begin - top, 0, height)
+        stop = jnp.where(inside, jnp.clip(end - top, 0, height), first)
+        part = slice(column, column + CHUNK), slice(row, row + height)
+        staged = self.tiles.num_staged
+        if number == 0:  # what was staged of the tile before has been read
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(stop - first == height)
+        def _whole():
+            at = pl.ds(aligned(top), height), pl.ds(pl.multiple_of(left_edge, CHUNK), CHUNK)
+            for i, (out, values) in enumerate(
+                zip(outs, results(*part), strict=True), number * self.outputs
+            ):
+                if i >= staged:  # what was staged here has been read
+                    plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)
+                room = own["staged"].at[i % staged, :height]
+                self._stage(room, values)
+                plgpu.copy_smem_to_gmem(room, out.at[at])
+
+        @pl.when((first < stop) & (stop - first < height))
+        def _some():
+            for out, values in zip(outs, results(*part), strict=True):
+                self._store_rows(out, values, top, left_edge, first, stop, own)
+
+    def _stage(self, room: Any, values: jax.Array) -> None:
+        """Writes a chunk to shared memory, from where copies may read it."""
+        if self.interpreted:
+            room[...] = values.T
+        else:
+            mosaic.store_transposed(room, values)
+        plgpu.commit_smem()
+
+    def _store_rows(
+        self,
+        out: Any,
+        values: jax.Array,
         top: jax.Array,
+        left_edge: jax.Array,
         begin: jax.Array,
         end: jax.Array,
-        left_edge: jax.Array,
-        computer: jax.Array,
-        scratch: Any,
+        own: dict[str, Any],
     ) -> None:
-        """Stores rows [begin, end) of a computer's part of the tile at (top, left_edge)."""
-        staged, plain = scratch["staged"].at[computer], scratch["plain"].at[computer]
+        """Stores rows [begin, end) of a chunk, fewer than all, to `out` at (top, left_edge)."""
+        if not self.interpreted:
+            mosaic.store_rows(out, values, top, left_edge, begin, end)
+            return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        count = 0
-        for row in range(0, self.tiles.block_m, STORED_ROWS):
-            height = min(STORED_ROWS, self.tiles.block_m - row)
-            first = jnp.clip(begin - top - row, 0, height)
-            stop = jnp.clip(end - top - row, 0, height)
-            rows = slice(row, row + height)
-            for column in range(0, self.tiles.part, CHUNK):
-                columns = slice(column, column + CHUNK)
-                place = top + row, left_edge + column
+        plain = own["plain"]
+        plain.at[: values.shape[1]][...] = values.T
+        plgpu.commit_smem()
+        # A copy has a static height, so there is one for each power of two in the number of rows.
+        count, height = end - begin, STORED_ROWS // 2
+        while height:
 
-                @pl.when(stop - first == height)
-                def _whole(height=height, rows=rows, columns=columns, place=place, count=count):
-                    at = (
-                        pl.ds(aligned(place[0]), height),
-                        pl.ds(pl.multiple_of(place[1], CHUNK), CHUNK),
-                    )
-                    chunks = self.results(total, columns, rows, outs[0].dtype)
-                    for i, (out, values) in enumerate(zip(outs, chunks, strict=True), count):
-                        if i >= self.tiles.num_staged:  # what was staged here has been read
-                            plgpu.wait_smem_to_gmem(self.tiles.num_staged - 1, wait_read_only=True)
-                        room = staged.at[i % self.tiles.num_staged, :height]
-                        if self.interpreted:
-                            room[...] = values.T
-                        else:
-                            mosaic.store_transposed(room, values)
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(room, out.at[at])
+            @pl.when((count & height) != 0)
+            def _(height=height, begin=begin):
+                rows, columns = pl.ds(top + begin, height), pl.ds(left_edge, CHUNK)
+                plgpu.copy_smem_to_gmem(plain.at[pl.ds(begin, height)], out.at[rows, columns])
 
-                @pl.when((first < stop) & (stop - first < height))
-                def _some(
-                    height=height, rows=rows, columns=columns, place=place, first=first, stop=stop
-                ):
-                    chunks = self.results(total, columns, rows, outs[0].dtype)
-                    for out, values in zip(outs, chunks, strict=True):
-                        if not self.interpreted:
-                            mosaic.store_rows(out, values, place[0], place[1], first, stop)
-                            continue
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        plain.at[:height][...] = values.T
-                        plgpu.commit_smem()
-                        cols = pl.ds(place[1], CHUNK)
-                        _store_rows(plain, first, stop, out, place[0], cols)
-
-                count += self.outputs
+            begin += count & height
+            height //= 2
 
     def _zero_tail(
-        self, outs: Sequence[Any], start: jax.Array, computer: jax.Array, plain: Any
+        self, outs: Sequence[Any], start: jax.Array, computer: jax.Array, own: dict[str, Any]
     ) -> None:
         """Writes zeros to the rows of `outs` from `start` on; all blocks' computers share them."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        values = zeros((CHUNK, CHUNK), outs[0].dtype, plgpu.Layout.WGMMA, self.interpreted)
-        mosaic.store_plain(plain, values)
-        plgpu.commit_smem()
+        shape, room = (CHUNK, STORED_ROWS), own["staged"].at[0]
+        values = zeros(shape, outs[0].dtype, plgpu.Layout.WGMMA, self.interpreted)
+        self._stage(room, values)
         columns = jnp.int32(self.width // CHUNK)
-        first_chunk = lax.div(start, jnp.int32(CHUNK))
-        chunks = -(-self.num_rows // CHUNK) - first_chunk
+        first_chunk = lax.div(start, jnp.int32(STORED_ROWS))
+        chunks = -(-self.num_rows // STORED_ROWS) - first_chunk
         workers = jnp.int32(self.num_blocks * COMPUTERS)
         me = lax.axis_index("block") * COMPUTERS + computer
 
         def one_chunk(i, _):
             row, column = quotient_and_rest(me + i * workers, columns)
-            first = (first_chunk + row) * CHUNK
-            begin = jnp.maximum(start - first, 0)
-            end = jnp.minimum(self.num_rows - first, CHUNK)
-            cols = pl.ds(column * CHUNK, CHUNK)
-            for out in outs:
-                _store_rows(plain, begin, end, out, first, cols)
+            top = (first_chunk + row) * STORED_ROWS
+            left_edge = pl.multiple_of(column * CHUNK, CHUNK)
+            begin = jnp.maximum(start - top, 0)
+            end = jnp.minimum(self.num_rows - top, STORED_ROWS)
+
+            @pl.when(end - begin == STORED_ROWS)
+            def _whole():
+                at = pl.ds(aligned(top), STORED_ROWS), pl.ds(left_edge, CHUNK)
+                for out in outs:
+                    plgpu.copy_smem_to_gmem(room, out.at[at])
+
+            @pl.when(end - begin < STORED_ROWS)
+            def _some():
+                for out in outs:
+                    self._store_rows(out, values, top, left_edge, begin, end, own)
 
         lax.fori_loop(0, lax.div(chunks * columns - me + (workers - 1), workers), one_chunk, None)
 
 
-def _store_rows(
-    source: Any, begin: jax.Array, end: jax.Array, out: Any, first: jax.Array, cols: Any
-) -> None:
-    """Stores rows [begin, end) of an unswizzled chunk to the rows of `out` from first + begin on.
-
-    A copy has a static height, so there is one copy for each power of two in the number of rows.
-    """
-    count, height = end - begin, CHUNK
-    while height:
-
-        @pl.when((count & height) != 0)
-        def _(height=height, begin=begin):
-            plgpu.copy_smem_to_gmem(
-                source.at[pl.ds(begin, height)], out.at[pl.ds(first + begin, height), cols]
-            )
-
-        begin += count & height
-        height //= 2
+def _cut(arrays: Sequence[jax.Array], columns: slice, rows: slice) -> tuple[jax.Array, ...]:
+    return tuple(array[columns, rows] for array in arrays)

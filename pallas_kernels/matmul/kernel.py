@@ -3,13 +3,14 @@
 A fixed number of blocks walk the tiles of the output, each with three warpgroups:
 
   loader    (one) copies operand tiles into a ring in shared memory, ahead of the computers;
-  computers (two) multiply the operand tiles, each for half of the output tile, and store it.
+  computers (two) multiply the operand tiles, each for half of the output tile, and store it: if
+            the registers have room for it, in parts, while the next one is multiplied.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -153,11 +154,12 @@ class Kernel:
         steps: Any,
         shape: tuple[int, int],
         multiply: Callable[[Any, jax.Array, jax.Array], None],
+        meanwhile: Callable[[jax.Array], None] | None = None,
     ) -> jax.Array:
         """Runs `multiply(accumulator, slot, step)` on the ring's next `steps` slots; frees them.
 
         `multiply` starts as many matmuls as there are `matrices`, which `wgmma_wait` counts, into
-        an accumulator of the given shape.
+        an accumulator of the given shape. `meanwhile(step)` runs while they are under way.
         """
         num_slots = jnp.int32(self.tiles.num_slots)
 
@@ -166,6 +168,8 @@ class Kernel:
                 slot = lax.rem(used + i, num_slots)
                 plgpu.barrier_wait(scratch["full"].at[slot])
                 multiply(accumulator, slot, i)
+                if meanwhile is not None:
+                    meanwhile(i)
                 # Once the step before this one has ended, its slot is free.
                 plgpu.wgmma_wait(self.matrices)
 
@@ -181,12 +185,15 @@ class Kernel:
         return pl.run_scoped(scope, plgpu.ACC(shape))
 
 
+def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
+    """Runs the function of that index, or nothing if it is past the last."""
+    lax.switch(jnp.minimum(index, len(functions)), [*functions, lambda: None])
+
+
 def check_buffers(tiles: Any) -> None:
-    """Raises ValueError if a ring of such tiles could not turn, or nothing could be stored."""
-    if tiles.num_slots < 2 or tiles.num_staged < 1 or tiles.band < 1:
-        raise ValueError(
-            f"a ring needs two slots, and num_staged and band must be positive, not {tiles}."
-        )
+    """Raises ValueError if a ring of such tiles could not turn, or nothing could be swept."""
+    if tiles.num_slots < 2 or tiles.band < 1:
+        raise ValueError(f"a ring needs two slots, and band must be positive, not {tiles}.")
 
 
 def launch(

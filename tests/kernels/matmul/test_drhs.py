@@ -40,9 +40,9 @@ def reference(lhs, grad, sizes):
     ("num_rows", "sizes", "depth", "tiles"),
     [
         # Groups within a step, over several, empty, and starting off a multiple of 8 rows.
-        (136, [3, 0, 70, 21], 128, DrhsTiles(128, 2, 2)),
+        (136, [3, 0, 70, 21], 128, DrhsTiles(128, 2)),
         # A gradient of a tile and a half; two bands of columns.
-        (80, [0, 73, 0], 192, DrhsTiles(64, 3, 1)),
+        (80, [0, 73, 0], 192, DrhsTiles(64, 3)),
     ],
     ids=str,
 )
@@ -66,7 +66,7 @@ def test_edges(num_slots):
     for poisoned in (5, 7):
         rows = slice(ends[poisoned] - sizes[poisoned], ends[poisoned])
         lhs, grad = (array.at[rows].set(np.nan) for array in (lhs, grad))
-    got = np.asarray(run(lhs, grad, group_sizes, DrhsTiles(64, num_slots, 1))).astype(np.float64)
+    got = np.asarray(run(lhs, grad, group_sizes, DrhsTiles(64, num_slots))).astype(np.float64)
     want = reference(lhs, grad, sizes)
     np.testing.assert_array_equal(np.isnan(got).all((1, 2)), np.isin(range(len(sizes)), (5, 7)))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * np.nanmax(abs(want)))
@@ -85,7 +85,7 @@ def test_edges(num_slots):
 @pytest.mark.slow
 def test_few_steps_and_sizes_that_cannot_be(sizes, cut):
     lhs, grad, group_sizes = operands(64, cut, 64, 64)
-    got = run(lhs, grad, jnp.asarray(sizes, jnp.int32), DrhsTiles(64, 6, 1))
+    got = run(lhs, grad, jnp.asarray(sizes, jnp.int32), DrhsTiles(64, 6))
     want = reference(lhs, grad, cut)
     got = np.asarray(got).astype(np.float64)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * max(1, abs(want).max()))
@@ -96,7 +96,7 @@ def test_few_steps_and_sizes_that_cannot_be(sizes, cut):
 def test_several_gradients():
     """Each is what it is on its own, bit for bit."""
     lhs, grad, sizes = operands(136, [3, 0, 70, 21], 192, 128)
-    grads, options = [grad, -grad, grad * 2], dict(tiles=DrhsTiles(64, 3, 1), num_blocks=2)
+    grads, options = [grad, -grad, grad * 2], dict(tiles=DrhsTiles(64, 3), num_blocks=2)
     got = interpret(
         lambda: drhs_of_each(lhs, grads, sizes, interpret=simulator.INTERPRETER, **options)
     )
@@ -112,7 +112,7 @@ def test_a_race_is_found(monkeypatch):
     """Race detection is alive: a tile is sent from shared memory before all of it is there."""
     monkeypatch.setattr("pallas_kernels.matmul.drhs.plgpu.commit_smem", lambda: None)
     with pytest.raises(KernelError, match="a race"):
-        run(*operands(80, [0, 37, 30], 128, 128), DrhsTiles(128, 2, 1))
+        run(*operands(80, [0, 37, 30], 128, 128), DrhsTiles(128, 2))
 
 
 @needs_kernels
@@ -131,14 +131,11 @@ def test_tiles_chosen_for_many_shapes_fit_the_kernel():
 
 
 def test_tiles_that_cannot_be_are_refused():
-    for sizes in ((96, 3, 1), (128, 3, 4)):
-        with pytest.raises(ValueError, match="columns in multiples of 64"):
-            DrhsTiles(*sizes)
-    for block_n in (0, 512):
-        with pytest.raises(ValueError, match="up to 256"):
-            DrhsTiles(block_n, 2, 1)
+    for block_n in (0, 96, 512):
+        with pytest.raises(ValueError, match="columns in multiples of 64 up to 256"):
+            DrhsTiles(block_n, 3)
     with pytest.raises(ValueError, match="a ring needs two slots"):
-        DrhsTiles(128, 1, 1)
+        DrhsTiles(128, 1)
     lhs, grad, sizes = operands(64, [3, 0], 64, 192)
     with pytest.raises(ValueError, match="192 columns are not whole tiles of 128"):
-        drhs_of_each(lhs, [grad], sizes, tiles=DrhsTiles(128, 2, 1), num_blocks=2)
+        drhs_of_each(lhs, [grad], sizes, tiles=DrhsTiles(128, 2), num_blocks=2)

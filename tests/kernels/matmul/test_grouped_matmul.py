@@ -133,8 +133,12 @@ def test_tiles_that_cannot_be_are_refused():
     for block_n in (64, 192, 512):
         with pytest.raises(ValueError, match="128 or 256 columns"):
             Tiles((64,), block_n, 2, 1)
-    for buffers in ((1, 1), (2, 0), (2, 1, 0)):
-        with pytest.raises(ValueError, match="a ring needs two slots"):
+    for buffers, says in (
+        ((1, 1), "a ring needs two slots"),
+        ((2, 0), "num_staged must be positive"),
+        ((2, 1, 0), "band must be positive"),
+    ):
+        with pytest.raises(ValueError, match=says):
             Tiles((64,), 128, *buffers)
     lhs, rhs, _, group_sizes = operands(64, [3, 0], 64, 192)
     with pytest.raises(ValueError, match="192 columns are not whole parts of 128"):
