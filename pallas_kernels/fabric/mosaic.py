@@ -208,12 +208,17 @@ def below(a: Value, b: Value) -> Value:
 
 def lane() -> Value:
     """Emits the number of the thread in its warpgroup, from 0 to LANES - 1."""
-    return arith.remui(mgpu.utils.thread_idx(), i32(LANES))
+    return arith.remui(thread(), i32(LANES))
 
 
 def thread() -> Value:
-    """Emits the number of the thread in its block."""
-    return mgpu.utils.thread_idx()
+    """Emits the number of the thread in its block.
+
+    The compiler takes each of these for another number. Else it would join branches on the same
+    threads that are apart, and give these threads copies of the barriers in between, which it does
+    not know to be barriers: threads of a warp then wait at different ones, forever.
+    """
+    return asm("mov.b32 $0, $1;", "=r,r", mgpu.utils.thread_idx(), returns=integer_type(32))
 
 
 def block() -> Value:

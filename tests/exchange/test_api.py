@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -80,12 +81,24 @@ CASES = [
 )
 def test_everything_equals_the_reference(case: Case, implementation: Implementation):
     """`tokens` bit for bit, whatever the bits; sums exactly, since they are of small integers."""
+    equals_the_reference(case, implementation, ROUTINGS, check_vma=CASES.index(case) % 3 != 0)
+
+
+def test_many_tokens_of_a_rank_alone(implementation: Implementation):
+    """Blocks of the kernels then take as many steps each, which the compiler unrolls."""
+    case = Case(1, 512, 4096, 2, 4, "float32")
+    equals_the_reference(case, implementation, ["uniform"], check_vma=True)
+
+
+def equals_the_reference(
+    case: Case, implementation: Implementation, routings: Sequence[str], check_vma: bool
+) -> None:
     rng = np.random.default_rng(0)
     capacity = rows_of(case, implementation)
-    run = program(case, implementation, check_vma=CASES.index(case) % 3 != 0)
+    run = program(case, implementation, check_vma=check_vma)
     by_token = (case.num_ranks, case.num_tokens, case.hidden)
     by_row = (case.num_ranks, capacity, case.hidden)
-    for kind in ROUTINGS:
+    for kind in routings:
         topk_idx = routing(kind, case, rng)
         x = random_bits(rng, by_token, case.dtype)
         sent = send_by_reference(case, x, topk_idx, capacity)

@@ -131,6 +131,8 @@ def collective(name: str, algorithm: str | None, x: Any) -> Any:
 
 def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
     """Yields the programs: a name, the number of ranks, the function, and each rank's operands."""
+    alone = [((512, 4096), jnp.float32), ((512, 2), jnp.int32), ((512, 2), jnp.float32)]
+    yield "T=512 H=4096 E=4", 1, functools.partial(exchange, dict(num_experts=4)), alone
     for num_ranks in (2, 4, 8):
         for tokens, hidden, num_experts in ((128, 7168, 256), (4096, 7168, 256), (4096, 2048, 128)):
             operands = [
