@@ -7,8 +7,9 @@ DIR is where JAX's CUDA plugin is, of the version of JAX, but not on Python's pa
     pip install --no-deps --target=DIR jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
 
 Prints each kernel's registers, and bytes of registers that it spills. Fails where a kernel does not
-compile, or where ptxas makes the tensor cores' instructions wait for each other. It needs `ptxas`,
-on the PATH or in DIR (pip install --no-deps --target=DIR nvidia-cuda-nvcc).
+compile, where ptxas makes the tensor cores' instructions wait for each other, or where threads of
+a warp may wait at different barriers. It needs `ptxas`, on the PATH or in DIR (pip install
+--no-deps --target=DIR nvidia-cuda-nvcc).
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.ptx import divided_barriers
 
 AXIS = "expert"
 H200 = """
@@ -64,7 +68,7 @@ def gpus(plugin: Path) -> list[jax.Device]:
 
 
 def compiled(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes: Any) -> str:
-    """Compiles a function of each rank's arrays; returns what ptxas says."""
+    """Compiles a function of each rank's arrays; returns its PTX, and what ptxas says."""
     mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
     operands = [
         jax.ShapeDtypeStruct((num_ranks * n, *rest), dtype, sharding=NamedSharding(mesh, P(AXIS)))
@@ -168,6 +172,7 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
         yield f"experts of {name}", 1, experts, [*operands, ((held,), jnp.int32)]
 
 
+PTX = re.compile(r"\.visible \.entry (\w+?)_mosaic_gpu_kernel\(.*?\n}", re.S)
 KERNEL = re.compile(
     r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'(.*?)Used (\d+) regis", re.S
 )
@@ -180,7 +185,7 @@ def main() -> int:
     parser.add_argument("--plugin", type=Path, required=True)
     parser.add_argument("--only", default="", help="of programs whose name has this in it")
     arguments = parser.parse_args()
-    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     os.environ["PATH"] += f"{os.pathsep}{arguments.plugin / 'nvidia' / 'cu13' / 'bin'}"
     jax.config.update("jax_platforms", "cpu")
     devices = gpus(arguments.plugin)
@@ -190,11 +195,15 @@ def main() -> int:
     for name, num_ranks, function, operands in chosen:
         said = compiled(function, num_ranks, devices, *operands)
         found = KERNEL.findall(said)
-        if not found:
+        if not found or len(found) != len(PTX.findall(said)):
             faults.append(f"{name}, {num_ranks} ranks: no kernel")
         faults += [
             f"{name}, {num_ranks} ranks: {k} is serialized" for k in SERIALIZED.findall(said)
         ]
+        for kernel in PTX.finditer(said):
+            for branch in divided_barriers(kernel[0]):
+                fault = f"{kernel[1]} parts threads of a warp before a barrier: {branch}"
+                faults.append(f"{name}, {num_ranks} ranks: {fault}")
         for kernel, properties, registers in found:
             spilled = max(map(int, SPILLED.findall(properties)), default=0)
             print(f"{name:<36}{num_ranks:>6}  {kernel:<28}{registers:>10}{spilled:>9}", flush=True)

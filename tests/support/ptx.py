@@ -1,0 +1,115 @@
+"""Finds barriers in PTX that only some threads of a warp reach.
+
+LLVM does not know Mosaic's barriers of a warpgroup, and may copy one into both sides of a branch. A
+warp whose threads wait at different copies waits forever, or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LABEL = re.compile(r"(\$L\w+):")
+_JUMP = re.compile(r"(?:@!?(%p\d+) )?bra(?:\.uni)? (\$L\w+);")
+_INSTRUCTION = re.compile(r"(?:@!?%p\d+ )?([\w.:]+) (.*);")
+_REGISTER = re.compile(r"%(?:rd|rs|r|p|f)\d+|%tid\.x")
+_NUMBER = re.compile(r"\d+")
+_BARRIER = re.compile(r"bar(rier)?\.")
+_WARP = 32
+
+
+def divided_barriers(ptx: str) -> list[str]:
+    """Returns the branches of a kernel in which threads of one warp may part before a barrier.
+
+    A register varies within a warp if it is computed from the thread's number, unless the last five
+    bits of that have no part in it. What is loaded from memory is taken to be alike.
+    """
+    lines = [" ".join(line.split("//")[0].split()) for line in ptx.splitlines()]
+    varying = _varying([line for line in lines if line])
+    blocks, places = _blocks([line for line in lines if line])
+    following = [_following(i, blocks, places) for i in range(len(blocks))]
+    certain = _certain(following)
+    found = []
+    for i, block in enumerate(blocks):
+        jump = _JUMP.match(block[-1]) if block else None
+        if jump is None or jump[1] not in varying:
+            continue
+        apart, ahead = set(), list(following[i])
+        while ahead:  # what some of the threads run until all are together again
+            j = ahead.pop()
+            if j not in apart and j not in certain[i]:
+                apart.add(j)
+                ahead += following[j]
+        if any(_BARRIER.match(line) for j in apart for line in blocks[j]):
+            found.append(block[-1])
+    return found
+
+
+def _varying(lines: list[str]) -> set[str]:
+    """Returns the registers that vary within a warp."""
+    varying, before = {"%tid.x"}, 0
+    while len(varying) > before:
+        before = len(varying)
+        for line in lines:
+            instruction = _INSTRUCTION.match(line)
+            if instruction is None or _JUMP.match(line):
+                continue
+            name, arguments = instruction.groups()
+            result, *operands = _REGISTER.findall(arguments) or [""]
+            stores = name.startswith(("st", "bar", "red", "cp", "fence", "mbarrier", "shfl"))
+            if not stores and varying.intersection(operands) and not _of_warps(name, arguments):
+                varying.add(result)
+    return varying
+
+
+def _of_warps(name: str, arguments: str) -> bool:
+    """Returns whether an instruction on a thread's number gives what all its warp gets."""
+    last = arguments.rsplit(",", 1)[-1].strip()
+    if not _NUMBER.fullmatch(last):
+        return False
+    number = int(last)
+    if name.startswith("shr"):
+        return 2**number >= _WARP
+    if name.startswith("and.b"):
+        return number % _WARP == 0
+    if name.startswith(("setp.lt", "setp.ge")):
+        return number % _WARP == 0
+    return name.startswith(("setp.gt", "setp.le")) and (number + 1) % _WARP == 0
+
+
+def _blocks(lines: list[str]) -> tuple[list[list[str]], dict[str, int]]:
+    """Returns the kernel's basic blocks, and which of them each label names."""
+    blocks: list[list[str]] = [[]]
+    places = {}
+    for line in lines:
+        if label := _LABEL.match(line):
+            blocks.append([])
+            places[label[1]] = len(blocks) - 1
+            continue
+        blocks[-1].append(line)
+        if _JUMP.match(line) or line.startswith("ret"):
+            blocks.append([])
+    return blocks, places
+
+
+def _following(i: int, blocks: list[list[str]], places: dict[str, int]) -> list[int]:
+    """Returns the blocks that may run after block i."""
+    last = blocks[i][-1] if blocks[i] else ""
+    after = [i + 1] if i + 1 < len(blocks) and not last.startswith("ret") else []
+    if jump := _JUMP.match(last):
+        return [*(after if jump[1] else []), places[jump[2]]]
+    return after
+
+
+def _certain(following: list[list[int]]) -> list[set[int]]:
+    """Returns, for each block, the others that every way from it to the kernel's end runs."""
+    everything = set(range(len(following)))
+    certain = [everything] * len(following)
+    changed = True
+    while changed:
+        changed = False
+        for i in reversed(range(len(following))):
+            ways = [certain[j] for j in following[i]]
+            new = {i}.union(set.intersection(*ways)) if ways else {i}
+            if new != certain[i]:
+                certain[i], changed = new, True
+    return [blocks - {i} for i, blocks in enumerate(certain)]

@@ -1,0 +1,65 @@
+"""What finds barriers that only some threads of a warp reach, on PTX as LLVM writes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.ptx import divided_barriers
+
+KERNEL = """
+.visible .entry kernel(
+)
+{{
+    mov.u32 	%r1, %tid.x;
+    // begin inline asm
+    mov.b32 %r2, %r1;
+
+    // end inline asm
+    {condition}
+    @%p1 bra 	$L__BB0_2;
+    {some}
+    // begin inline asm
+    ld.relaxed.sys.global.b64 %rd1, [%rd2];
+
+    // end inline asm
+$L__BB0_2:
+    {all}
+    ret;
+}}
+"""
+FIRST = "and.b32 	%r3, %r2, 127; setp.gt.u32 %p1, %r3, 0;".replace("; ", ";\n    ")
+BARRIER = "bar.sync %r89, 128;"
+
+
+def kernel(condition: str = FIRST, **parts: str) -> str:
+    return KERNEL.format(condition=condition, **({"some": "", "all": ""} | parts))
+
+
+def test_a_barrier_that_some_threads_do_not_reach_is_found():
+    assert divided_barriers(kernel(some=BARRIER)) == ["@%p1 bra $L__BB0_2;"]
+
+
+def test_a_barrier_after_threads_have_met_is_none():
+    assert divided_barriers(kernel(all=BARRIER)) == []
+
+
+def test_copies_of_a_barrier_on_both_sides_are_found():
+    """As LLVM made them of two waits of one thread, each with a barrier after it."""
+    both = f"{BARRIER}\n    bra.uni $L__BB0_3;\n$L__BB0_1:\n    {BARRIER}"
+    text = kernel(some=both, all="").replace("bra 	$L__BB0_2", "bra 	$L__BB0_1")
+    text = text.replace("    ret;", "$L__BB0_3:\n    ret;")
+    assert divided_barriers(text) == ["@%p1 bra $L__BB0_1;"]
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "shr.u32 %r3, %r2, 7;\n    setp.ne.b32 %p1, %r3, 0;",  # the warpgroup's number
+        "setp.gt.u32 %p1, %r2, 127;",
+        "setp.lt.u32 %p1, %r2, 64;",
+        "and.b32 %r3, %r2, 96;\n    setp.ne.b32 %p1, %r3, 0;",
+        "ld.shared.b32 %r3, [%r4];\n    setp.ne.b32 %p1, %r3, 0;",
+    ],
+)
+def test_whole_warps_may_part(condition):
+    assert divided_barriers(kernel(condition, some=BARRIER)) == []
