@@ -214,9 +214,10 @@ def lane() -> Value:
 def thread() -> Value:
     """Emits the number of the thread in its block.
 
-    The compiler takes each of these for another number. Else it would join branches on the same
-    threads that are apart, and give these threads copies of the barriers in between, which it does
-    not know to be barriers: threads of a warp then wait at different ones, forever.
+    LLVM takes each call's result for a different number. Where it knows that two branches are on
+    the same threads, it may join them, and copy what lies in between to both sides. It does not
+    know Mosaic's barriers, so it copies these too, and threads of a warp wait at different ones,
+    forever.
     """
     return asm("mov.b32 $0, $1;", "=r,r", mgpu.utils.thread_idx(), returns=integer_type(32))
 

@@ -207,7 +207,7 @@ class _Drhs(Kernel):
 
         def compute(computer):
             staged, dtype = scratch["staged"].at[computer, 0], outs[0].dtype
-            chunks = tiles.block_n // CHUNK
+            shape, columns = (CHUNK, tiles.block_n), range(0, tiles.block_n, CHUNK)
 
             def store(tile, chunk):
                 """Stores a chunk of columns of this computer's part of a tile."""
@@ -229,11 +229,10 @@ class _Drhs(Kernel):
                         ]
                         lax.switch(which, copies)
 
-                columns = range(0, tiles.block_n, CHUNK)
                 run_one([functools.partial(of_columns, first) for first in columns], chunk)
 
             def store_from(tile, chunk):
-                left = jnp.maximum(chunks - chunk, 0)
+                left = jnp.maximum(len(columns) - chunk, 0)
                 lax.fori_loop(0, left, lambda i, _: store(tile, chunk + i), None)
 
             def one_tile(tile, carry):
@@ -250,16 +249,15 @@ class _Drhs(Kernel):
                     mine = left.at[:, pl.ds(computer * CHUNK, CHUNK)]
                     plgpu.wgmma(accumulator, transposed(mine), right)
 
-                shape, meanwhile = (CHUNK, tiles.block_n), functools.partial(store, before)
-                total = self.accumulate(scratch, used, steps, shape, multiply, meanwhile)
+                store_before = functools.partial(store, before)
+                total = self.accumulate(scratch, used, steps, shape, multiply, store_before)
                 store_from(before, steps)
                 place = which, group, top + computer * CHUNK, left_edge
                 return used + steps, (place, total.astype(dtype))
 
             zero = jnp.int32(0)
             nowhere = zero, zero, jnp.int32(self.height), zero
-            shape, layout = (CHUNK, tiles.block_n), plgpu.Layout.WGMMA
-            nothing = nowhere, zeros(shape, dtype, layout, self.interpreted)
+            nothing = nowhere, zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
             _, last = self.each_of(num_tiles, look_up, one_tile, (zero, nothing))
             store_from(last, 0)
 

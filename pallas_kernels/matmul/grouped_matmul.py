@@ -233,7 +233,7 @@ class Product(Kernel):
             steps = sum(self.depths) // CHUNK
             chunks = self._chunks()
             at_a_step = -(-len(chunks) // steps)
-            dtype, whole = outs[0].dtype, (slice(0, self.tiles.part), slice(0, self.tiles.block_m))
+            dtype, shape = outs[0].dtype, (self.tiles.part, self.tiles.block_m)
 
             def stores_of(place, results):
                 """Returns functions that store a tile: each a chunk of it, in order."""
@@ -276,12 +276,11 @@ class Product(Kernel):
                 )
                 results = functools.partial(self.results, total, dtype)
                 if self.holds:
-                    return used + steps, (place, results(*whole))
+                    return used + steps, (place, results(*(slice(0, size) for size in shape)))
                 for store in stores_of(place, results):
                     store()
                 return used + steps, (place, ())
 
-            shape = self.tiles.part, self.tiles.block_m
             nothing = zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
             held = (nothing,) * self.outputs if self.holds else ()
             before = [jnp.int32(0)] * 4, held

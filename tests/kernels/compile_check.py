@@ -194,13 +194,13 @@ def main() -> int:
     print(f"{'program':<36}{'ranks':>6}  {'kernel':<28}{'registers':>10}{'spilled':>9}")
     for name, num_ranks, function, operands in chosen:
         said = compiled(function, num_ranks, devices, *operands)
-        found = KERNEL.findall(said)
-        if not found or len(found) != len(PTX.findall(said)):
-            faults.append(f"{name}, {num_ranks} ranks: no kernel")
+        found, texts = KERNEL.findall(said), list(PTX.finditer(said))
+        if not found or len(found) != len(texts):
+            faults.append(f"{name}, {num_ranks} ranks: {len(found)} kernels, {len(texts)} in PTX")
         faults += [
             f"{name}, {num_ranks} ranks: {k} is serialized" for k in SERIALIZED.findall(said)
         ]
-        for kernel in PTX.finditer(said):
+        for kernel in texts:
             for branch in divided_barriers(kernel[0]):
                 fault = f"{kernel[1]} parts threads of a warp before a barrier: {branch}"
                 faults.append(f"{name}, {num_ranks} ranks: {fault}")

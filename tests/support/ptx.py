@@ -21,11 +21,13 @@ def divided_barriers(ptx: str) -> list[str]:
     """Returns the branches of a kernel in which threads of one warp may part before a barrier.
 
     A register varies within a warp if it is computed from the thread's number, unless the last five
-    bits of that have no part in it. What is loaded from memory is taken to be alike.
+    bits of that have no part in it. What is loaded from memory is taken to be alike, and what is
+    shifted or compared with whole warps to be the thread's number itself, not a multiple of it.
     """
     lines = [" ".join(line.split("//")[0].split()) for line in ptx.splitlines()]
-    varying = _varying([line for line in lines if line])
-    blocks, places = _blocks([line for line in lines if line])
+    lines = [line for line in lines if line]
+    varying = _varying(lines)
+    blocks, places = _blocks(lines)
     following = [_following(i, blocks, places) for i in range(len(blocks))]
     certain = _certain(following)
     found = []

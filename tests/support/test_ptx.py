@@ -27,7 +27,7 @@ $L__BB0_2:
     ret;
 }}
 """
-FIRST = "and.b32 	%r3, %r2, 127; setp.gt.u32 %p1, %r3, 0;".replace("; ", ";\n    ")
+FIRST = "and.b32 	%r3, %r2, 127;\n    setp.gt.u32 %p1, %r3, 0;"
 BARRIER = "bar.sync %r89, 128;"
 
 
@@ -46,7 +46,7 @@ def test_a_barrier_after_threads_have_met_is_none():
 def test_copies_of_a_barrier_on_both_sides_are_found():
     """As LLVM made them of two waits of one thread, each with a barrier after it."""
     both = f"{BARRIER}\n    bra.uni $L__BB0_3;\n$L__BB0_1:\n    {BARRIER}"
-    text = kernel(some=both, all="").replace("bra 	$L__BB0_2", "bra 	$L__BB0_1")
+    text = kernel(some=both).replace("bra 	$L__BB0_2", "bra 	$L__BB0_1")
     text = text.replace("    ret;", "$L__BB0_3:\n    ret;")
     assert divided_barriers(text) == ["@%p1 bra $L__BB0_1;"]
 
