@@ -32,12 +32,13 @@ class NotSupported(Exception):
 class Elementwise:
     """An elementwise function of `arity` float32 arrays, to be called within a kernel.
 
-    Raises NotSupported, when it is made, for a function that is made of other operations than those
-    that this module knows.
+    It returns one array, or with `several` a sequence of them. Raises NotSupported, when it is
+    made, for a function that is made of other operations than those that this module knows.
     """
 
-    function: Function
+    function: Callable[..., Any]
     arity: int
+    several: bool = False
 
     def __post_init__(self) -> None:
         _check(self._jaxpr.jaxpr)
@@ -51,25 +52,31 @@ class Elementwise:
             raise NotSupported(f"it cannot be traced with scalars: {error}") from error
         if closed.consts:
             raise NotSupported("it captures arrays")
-        if [(aval.shape, aval.dtype) for aval in closed.out_avals] != [((), jnp.float32)]:
+        types = {(aval.shape, aval.dtype) for aval in closed.out_avals}
+        if types != {((), jnp.dtype(jnp.float32))} or (
+            len(closed.out_avals) > 1 and not self.several
+        ):
             raise NotSupported(f"its result is {closed.out_avals} for float32 scalars")
         return closed
 
-    def __call__(self, *arrays: jax.Array, interpreted: bool) -> jax.Array:
-        """Applies the function to arrays of one shape in the layout of accumulators."""
+    def __call__(
+        self, *arrays: jax.Array, interpreted: bool, layout: Any = plgpu.Layout.WGMMA
+    ) -> Any:
+        """Applies the function to arrays of one shape and layout; it is that of accumulators."""
         if interpreted:
             return self.function(*arrays)
         jaxpr = self._jaxpr.jaxpr
-        layout = plgpu.Layout.WGMMA
 
         def emit(*operands: Any) -> Any:
-            return mosaic.elementwise(lambda *values: _emit(jaxpr, values)[0], *operands)
+            results = mosaic.elementwise(lambda *values: _emit(jaxpr, values), *operands)
+            return results if self.several else results[0]
 
         result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)
-        return mosaic.inline(emit, arrays, [layout] * self.arity, returns=result)
+        returns = [result] * len(jaxpr.outvars) if self.several else result
+        return mosaic.inline(emit, arrays, [layout] * self.arity, returns=returns)
 
     def emit(self, *values: Value) -> Value:
-        """Emits the function of float32 scalars, for one thread."""
+        """Emits the function, which has one result, of float32 scalars, for one thread."""
         return _emit(self._jaxpr.jaxpr, values)[0]
 
 
@@ -188,6 +195,7 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "clamp": lambda low, x, high, **_: _min(_max(x, low), high),
     "convert_element_type": _same,
     "copy": _same,
+    "reduce_sum": _same,  # of a scalar
 }
 
 
