@@ -32,13 +32,12 @@ class NotSupported(Exception):
 class Elementwise:
     """An elementwise function of `arity` float32 arrays, to be called within a kernel.
 
-    It returns one array, or with `several` a sequence of them. Raises NotSupported, when it is
-    made, for a function that is made of other operations than those that this module knows.
+    Raises NotSupported, when it is made, for a function that is made of other operations than those
+    that this module knows.
     """
 
-    function: Callable[..., Any]
+    function: Function
     arity: int
-    several: bool = False
 
     def __post_init__(self) -> None:
         _check(self._jaxpr.jaxpr)
@@ -52,31 +51,25 @@ class Elementwise:
             raise NotSupported(f"it cannot be traced with scalars: {error}") from error
         if closed.consts:
             raise NotSupported("it captures arrays")
-        types = {(aval.shape, aval.dtype) for aval in closed.out_avals}
-        if types != {((), jnp.dtype(jnp.float32))} or (
-            len(closed.out_avals) > 1 and not self.several
-        ):
+        if [(aval.shape, aval.dtype) for aval in closed.out_avals] != [((), jnp.float32)]:
             raise NotSupported(f"its result is {closed.out_avals} for float32 scalars")
         return closed
 
-    def __call__(
-        self, *arrays: jax.Array, interpreted: bool, layout: Any = plgpu.Layout.WGMMA
-    ) -> Any:
-        """Applies the function to arrays of one shape and layout; it is that of accumulators."""
+    def __call__(self, *arrays: jax.Array, interpreted: bool) -> jax.Array:
+        """Applies the function to arrays of one shape in the layout of accumulators."""
         if interpreted:
             return self.function(*arrays)
         jaxpr = self._jaxpr.jaxpr
+        layout = plgpu.Layout.WGMMA
 
         def emit(*operands: Any) -> Any:
-            results = mosaic.elementwise(lambda *values: _emit(jaxpr, values), *operands)
-            return results if self.several else results[0]
+            return mosaic.elementwise(lambda *values: _emit(jaxpr, values)[0], *operands)
 
         result = plgpu.ShapeDtypeStruct(arrays[0].shape, jnp.float32, layout=layout)
-        returns = [result] * len(jaxpr.outvars) if self.several else result
-        return mosaic.inline(emit, arrays, [layout] * self.arity, returns=returns)
+        return mosaic.inline(emit, arrays, [layout] * self.arity, returns=result)
 
     def emit(self, *values: Value) -> Value:
-        """Emits the function, which has one result, of float32 scalars, for one thread."""
+        """Emits the function of float32 scalars, for one thread."""
         return _emit(self._jaxpr.jaxpr, values)[0]
 
 
@@ -195,7 +188,6 @@ _EMIT: dict[str, Callable[..., Value]] = {
     "clamp": lambda low, x, high, **_: _min(_max(x, low), high),
     "convert_element_type": _same,
     "copy": _same,
-    "reduce_sum": _same,  # of a scalar
 }
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import LANES
 
 # What this module and the kernels use, by module.
 _REQUIRED = {
@@ -108,8 +108,6 @@ Array = Any  # a Mosaic array in registers
 # Layouts of operands and results of `inline`; `strided` makes those of arrays.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
-# That of a transposed tile: of accumulators, but threads hold pairs of columns, not of rows.
-TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 
 
 def strided(shape: Sequence[int], elements: int) -> Any:
@@ -313,24 +311,17 @@ def array_of(
     )
 
 
-def elementwise(function: Callable[..., Sequence[Value]], *arrays: Array) -> list[Array]:
-    """Applies `function`, which emits for scalars, to the elements of floats of one layout.
-
-    Returns an array for each result of `function`.
-    """
-    outs: list[Any] = []
-    for index in np.ndindex(arrays[0].registers.shape):
+def elementwise(function: Callable[..., Value], *arrays: Array) -> Array:
+    """Applies `function`, which emits for scalars, to the elements of floats of one layout."""
+    out = np.empty_like(arrays[0].registers)
+    for index in np.ndindex(out.shape):
         vectors = [array.registers[index] for array in arrays]
-        length = vector_length_of(vectors[0])
-        of_elements = [
-            function(*(vector.extract(register, [], [i]) for register in vectors))
-            for i in range(length)
-        ]
-        outs = outs or [np.empty_like(arrays[0].registers) for _ in of_elements[0]]
-        for out, elements in zip(outs, zip(*of_elements, strict=True), strict=True):
-            out[index] = vector.from_elements(vector_type(length, elements[0].type), list(elements))
-    layout = arrays[0].layout
-    return [mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None) for out in outs]
+        total = vectors[0]
+        for i in range(vector_length_of(total)):
+            element = function(*(vector.extract(register, [], [i]) for register in vectors))
+            total = vector.insert(element, total, [], [i])
+        out[index] = total
+    return mgpu.FragmentedArray(_registers=out, _layout=arrays[0].layout, _is_signed=None)
 
 
 def warp_sum(value: Value, threads: int) -> Value:
@@ -393,6 +384,7 @@ def store_rows(
     touched. `values` is the tile transposed, [columns, rows], in the layout of accumulators; its
     first element goes to out[top, left].
     """
+    layout = plgpu.Layout.WGMMA_TRANSPOSED
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
@@ -425,31 +417,16 @@ def store_rows(
             )
 
     numbers = [top, left, begin, end]
-    values = plgpu.layout_cast(values, TRANSPOSED)
-    inline(emit, [out, values, *numbers], [REFERENCE, TRANSPOSED, *[SCALAR] * len(numbers)])
+    values = plgpu.layout_cast(values, layout)
+    inline(emit, [out, values, *numbers], [REFERENCE, layout, *[SCALAR] * len(numbers)])
 
 
-def store_transposed(ref: Any, values: jax.Array, transforms: Sequence[Any]) -> None:
+def store_transposed(ref: Any, values: jax.Array) -> None:
     """Stores 16-bit floats in the layout of accumulators, [columns, rows], to shared memory.
 
-    `ref` is [rows, 64] in tiles of 8 rows, swizzled by 128 bytes, as `transforms` says. Unlike an
-    assignment it waits for no other thread, before or after.
+    `ref` is [rows, columns], swizzled.
     """
-
-    def emit(ref: Value, values: Array) -> None:
-        base = pointer(ref)
-        places = values.layout.thread_idxs(values.shape)
-        for index, place in zip(np.ndindex(values.registers.shape), places, strict=True):
-            column, row = (arith.index_cast(integer_type(32), number) for number in place)
-            # A row is of eight units of 16 bytes, whose order depends on the row.
-            unit = arith.xori(arith.shrui(column, i32(3)), arith.andi(row, i32(7)))
-            in_row = arith.ori(arith.shli(unit, i32(3)), arith.andi(column, i32(7)))
-            element = arith.ori(arith.shli(row, i32(6)), in_row)
-            place = element_pointer(base, element, element_of(ref))
-            llvm.store(values.registers[index], place)
-
-    values = plgpu.layout_cast(values, TRANSPOSED)
-    inline(emit, [ref, values], [plgpu.RefType(tuple(transforms)), TRANSPOSED])
+    ref.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def store_plain(ref: Any, values: jax.Array) -> None:
@@ -461,72 +438,3 @@ def store_plain(ref: Any, values: jax.Array) -> None:
         plgpu.store(ref, values, optimized=False)
     else:
         ref[...] = values
-
-
-# --------------------------------------------------------------------- transposed tiles, in registers
-
-
-def load_transposed(ref: Any) -> jax.Array:
-    """Loads what `store_transposed` stores to `ref`, in the layout `TRANSPOSED`."""
-    return plgpu.load(ref.transpose((1, 0)), layout=TRANSPOSED)
-
-
-def load_of_rows(ref: Any, columns: int) -> jax.Array:
-    """Loads a float32 of each row from shared memory, and repeats it at as many columns.
-
-    `ref` is [rows]. Returns [columns, rows] in the layout `TRANSPOSED`.
-    """
-    shape = columns, ref.shape[0]
-
-    def emit(ref: Value) -> Array:
-        layout = TRANSPOSED.to_mgpu()
-        out = np.empty(layout.registers_shape(shape), dtype=object)
-        places = layout.thread_idxs(shape)
-        for index, (_, row) in zip(np.ndindex(out.shape), places, strict=True):
-            value = element_at(ref, arith.index_cast(integer_type(32), row))
-            out[index] = vector.from_elements(vector_type(2, value.type), [value, value])
-        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
-
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=TRANSPOSED)
-    return inline(emit, [ref], [REFERENCE], returns=result)
-
-
-def store_sums(
-    out: Any, values: jax.Array, line: jax.Array, top: jax.Array, begin: jax.Array, end: jax.Array
-) -> None:
-    """Sums a tile's columns that each warp holds, in float32; stores those of rows [begin, end).
-
-    `values` is [64, 8], in the layout `TRANSPOSED`, of which a warp holds 16 columns. `out` is
-    [lines, rows] float32 in memory. The first warp's sum of row 0 goes to out[line, top], the next
-    one's to the next line.
-    """
-
-    def emit(out: Value, values: Array, *scalars: Array) -> None:
-        line, top, begin, end = (scalar(number) for number in scalars)
-        pairs = values.registers.flat  # a thread's are all of one row
-        elements = (vector.extract(pair, [], [i]) for pair in pairs for i in range(2))
-        total = functools.reduce(arith.addf, elements)
-        for distance in (8, 16):  # lanes with other columns of the same row
-            text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-            other = asm(text, "=f,f", total, returns=float_type())
-            total = arith.addf(total, other)
-        row = arith.index_cast(
-            integer_type(32), next(iter(values.layout.thread_idxs(values.shape)))[1]
-        )
-        mine = arith.andi(
-            below(arith.remui(lane(), i32(WARP)), i32(8)),
-            arith.andi(
-                arith.cmpi(arith.CmpIPredicate.sge, row, begin),
-                arith.cmpi(arith.CmpIPredicate.slt, row, end),
-            ),
-        )
-        with when(mine):
-            wide = integer_type(64)
-            rows = i64(ir.MemRefType(out.type).shape[1])
-            warp = arith.divui(lane(), i32(WARP))
-            first = arith.muli(arith.extui(wide, arith.addi(line, warp)), rows)
-            index = arith.addi(first, arith.extui(wide, arith.addi(top, row)))
-            llvm.store(total, element_pointer(pointer(out), index, float_type()))
-
-    numbers = [line, top, begin, end]
-    inline(emit, [out, values, *numbers], [REFERENCE, TRANSPOSED, *[SCALAR] * len(numbers)])

@@ -33,7 +33,6 @@ from pallas_kernels.matmul.kernel import (
     launch,
     quotient_and_rest,
     run_one,
-    swizzled,
     transposed,
     zeros,
 )
@@ -230,9 +229,18 @@ class Product(Kernel):
             return self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
 
         def compute(computer):
-            own = self.own(scratch, computer)
+            own = {name: scratch[name].at[computer] for name in _STAGING if name in scratch}
             steps = sum(self.depths) // CHUNK
+            chunks = self._chunks()
+            at_a_step = -(-len(chunks) // steps)
             dtype, shape = outs[0].dtype, (self.tiles.part, self.tiles.block_m)
+
+            def stores_of(place, results):
+                """Returns functions that store a tile: each a chunk of it, in order."""
+                return [
+                    functools.partial(self._store, i, *chunk, place, results, outs, own)
+                    for i, chunk in enumerate(chunks)
+                ]
 
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
@@ -254,7 +262,9 @@ class Product(Kernel):
                     lax.switch(kind, of_heights)
 
                 def store_held(step):
-                    self.store_some(step, steps, place_before, held, outs, own)
+                    stores = stores_of(place_before, functools.partial(_cut, held))
+                    for i in range(at_a_step):
+                        run_one(stores, step * at_a_step + i)
 
                 total = self.accumulate(
                     scratch,
@@ -266,18 +276,18 @@ class Product(Kernel):
                 )
                 results = functools.partial(self.results, total, dtype)
                 if self.holds:
-                    self.start_storing(place, own)
                     return used + steps, (place, results(*(slice(0, size) for size in shape)))
-                for store in self._stores_of(place, results, outs, own):
+                for store in stores_of(place, results):
                     store()
                 return used + steps, (place, ())
 
             nothing = zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
-            held = (nothing,) if self.holds else ()
+            held = (nothing,) * self.outputs if self.holds else ()
             before = [jnp.int32(0)] * 4, held
             _, (place, held) = self.each_of(total_tiles, look_up, one_tile, (jnp.int32(0), before))
             if self.holds:
-                self.store_all(place, held, outs, own)
+                for store in stores_of(place, functools.partial(_cut, held)):
+                    store()
             if self.zero_unused:
                 self._zero_tail(outs, num_live_rows, computer, own)
 
@@ -312,34 +322,6 @@ class Product(Kernel):
         `total` are the accumulators, [part, block_m] for each of `matrices`, side by side.
         """
         return (total[columns, rows].astype(dtype),)
-
-    def own(self, scratch: dict[str, Any], computer: jax.Array) -> dict[str, Any]:
-        """Returns what a computer has for itself in shared memory."""
-        return {name: scratch[name].at[computer] for name in _STAGING if name in scratch}
-
-    def start_storing(self, place: Any, own: Any) -> None:
-        """Starts what can be started of storing a tile."""
-
-    def store_some(
-        self, step: jax.Array, steps: int, place: Any, held: Any, outs: Any, own: Any
-    ) -> None:
-        """Stores what is due of the tile before, at one of the steps of its successor."""
-        stores = self._stores_of(place, functools.partial(_cut, held), outs, own)
-        at_a_step = -(-len(stores) // steps)
-        for i in range(at_a_step):
-            run_one(stores, step * at_a_step + i)
-
-    def store_all(self, place: Any, held: Any, outs: Any, own: Any) -> None:
-        """Stores the last tile."""
-        for store in self._stores_of(place, functools.partial(_cut, held), outs, own):
-            store()
-
-    def _stores_of(self, place: Any, results: Any, outs: Any, own: Any) -> list[Callable[[], None]]:
-        """Returns functions that store a tile: each a chunk of it, in order."""
-        return [
-            functools.partial(self._store, i, *chunk, place, results, outs, own)
-            for i, chunk in enumerate(self._chunks())
-        ]
 
     def _chunks(self) -> list[tuple[int, int]]:
         """Returns the first row and column of each chunk of a computer's part of a tile."""
@@ -393,7 +375,7 @@ class Product(Kernel):
         if self.interpreted:
             room[...] = values.T
         else:
-            mosaic.store_transposed(room, values, swizzled(values.dtype))
+            mosaic.store_transposed(room, values)
         plgpu.commit_smem()
 
     def _store_rows(
