@@ -1,8 +1,9 @@
 """What an exchange is: six functions of arrays and a `Config`, called inside `jax.shard_map`.
 
 The modules `jax_ep.exchange.xla` and `jax_ep.exchange.pallas` are exchanges among ranks that reach
-each other in the same way, and `jax_ep.exchange.two_level` is made of one of them for ranks on
-several hosts. All follow the contract in `jax_ep.reference`, so each takes the routes of any other.
+each other in the same way. `jax_ep.exchange.two_level` is made of one of them, called in parts, for
+ranks on several hosts. All follow the contract in `jax_ep.reference`, so each takes the routes of
+any other.
 """
 
 from __future__ import annotations
@@ -135,4 +136,29 @@ class Exchange(Protocol):
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
         """Returns the sums y [N, T, H] to the tokens' owners and adds them: [T, H]."""
+        ...
+
+
+class ExchangeInParts(Exchange, Protocol):
+    """An `Exchange` that can send the tokens of one dispatch in several calls.
+
+    In `into` a call takes what the calls before it returned, and adds its own rows.
+    """
+
+    def dispatch_like(
+        self, x: jax.Array, routes: Routes, config: Config, into: Received | None = None
+    ) -> Received:
+        """Sends x [T, H], some of the tokens of a dispatch, along their routes: received [R, H]."""
+        ...
+
+    def combine_grad(
+        self,
+        g: jax.Array,
+        topk_weights: jax.Array,
+        y: jax.Array,
+        routes: Routes,
+        config: Config,
+        into: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Computes the cotangents of y [R, H] and of some tokens' weights [T, K] float32."""
         ...

@@ -372,32 +372,37 @@ def _between_hosts(
     `slots` is the number of rows that a rank sends to each host.
     """
     num_tokens, group_size = shape.num_tokens, shape.num_ranks // num_hosts
-    at_once = num_tokens
-    if implementation == "pallas":
-        at_once = num_hosts * slots + (num_tokens if slots < num_tokens else 0)
+    at_once = implementation == "pallas" and num_tokens <= plans.FEW_TOKENS
+    tokens_of_call = num_tokens
+    if at_once:
+        tokens_of_call = num_hosts * slots + (num_tokens if slots < num_tokens else 0)
+    arrivals = 1 if num_hosts == 2 and not at_once else num_hosts  # two hosts swap rows
+    in_turns = implementation == "pallas" and num_hosts > 2 and not at_once
     inside = dataclasses.replace(
         shape,
-        num_tokens=at_once,
+        num_tokens=tokens_of_call,
         num_experts=shape.num_experts // num_hosts,
         num_ranks=group_size,
-        capacity=group_size * at_once if shape.by_rank else shape.capacity,
+        capacity=group_size * tokens_of_call if shape.by_rank else shape.capacity,
         wire_dtype=None,
         quantized=False,
     )
-    rail = shape.sent_rows(num_hosts * slots)
-    weights = 0 if shape.by_rank else _WORD * num_hosts * slots * shape.top_k
+    rail = shape.sent_rows(arrivals * slots)
+    weights = 0 if shape.by_rank else _WORD * arrivals * slots * shape.top_k
     if operation in ("combine", "dispatch_grad"):
         if shape.wire_dtype is not None or (group_size > 1 and not shape.by_rank):
             inside = dataclasses.replace(inside, dtype=jnp.dtype(jnp.float32))
         widened = implementation == "pallas" and inside.dtype != shape.dtype
         return {
-            "sums for and of all hosts": 2 * rail,
+            "sums for and of other hosts": 2 * rail,
+            "sums of this host": 0 if at_once else shape.sent_rows(num_tokens),
             "weights of the rail": weights if operation == "combine" else 0,
             "float32 rows": inside.rows(shape.capacity) if widened else 0,
             **_of_one_level(operation, implementation, inside),
         }
     held = {
         "rows of the rail": rail if slots == num_tokens else 2 * rail,  # picked, and received
+        "rows of one host": shape.sent_rows(slots) if in_turns else 0,
         "quantized rows": shape.quantized_rows(num_tokens),
         "weights of the rail": weights if operation == "combine_grad" else 0,
     }

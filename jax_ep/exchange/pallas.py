@@ -59,12 +59,15 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
     return _unpadded(received, x.shape[1]), Routes(topk_idx, rows, counts), described
 
 
-def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
-    """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
+def dispatch_like(
+    x: jax.Array, routes: Routes, config: Config, into: Received | None = None
+) -> Received:
+    """Sends x [T, H] along the routes of a dispatch, as `ExchangeInParts.dispatch_like` says."""
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.group_size)
     options = dict(_layout_options(fabric, config), capacity=config.num_rows)
-    if low_latency := _low_latency_plan(fabric, padded, routes.rows.shape, config):
+    low_latency = _low_latency_plan(fabric, padded, routes.rows.shape, config)
+    if low_latency and into is None:
         received = low_latency_dispatch.dispatch_like(
             padded, *routes, channels=channels_of(fabric), plan=low_latency, **options
         )
@@ -75,6 +78,7 @@ def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
             routes.counts,
             plan=_dispatch_plan(padded, routes.rows.shape, config),
             wire_dtype=config.wire_dtype,
+            into=None if into is None else [_pad_hidden(into[0], config)],
             **options,
         )
     return _unpadded(received, x.shape[1])
@@ -119,20 +123,28 @@ def _combine(
 
 
 def combine_grad(
-    g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
+    g: jax.Array,
+    topk_weights: jax.Array,
+    y: jax.Array,
+    routes: Routes,
+    config: Config,
+    into: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of a weighted combine, as `Exchange.combine_grad` says.
+    """Computes the cotangents of a weighted combine, as `ExchangeInParts.combine_grad` says.
 
     With a wire_dtype, `dispatch_like` sends the cotangents, and XLA multiplies what is received.
     """
     if config.wire_dtype is not None:
-        return xla_exchange.combine_grad(g, topk_weights, y, routes, config, send=dispatch_like)
+        return xla_exchange.combine_grad(
+            g, topk_weights, y, routes, config, into, send=dispatch_like
+        )
     hidden = y.shape[1]
     g, y = _pad_hidden(g, config), _pad_hidden(y, config)
     fabric = of_axis(config.axis_name, g, config.group_size)
     operands = g, topk_weights, y, *routes
     options = _layout_options(fabric, config)
-    if low_latency := _low_latency_plan(fabric, y, routes.rows.shape, config):
+    low_latency = _low_latency_plan(fabric, y, routes.rows.shape, config)
+    if low_latency and into is None:
         dy, dweights = low_latency_combine_grad.combine_grad(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
         )
@@ -142,7 +154,8 @@ def combine_grad(
         kernel = combine_grad_of_short_rows.combine_grad
         plan_of = plans.combine_grad_of_short_rows
     plan = plan_of(row, _sizes(routes.rows.shape, config), settings.num_blocks())
-    dy, dweights = kernel(*operands, plan=plan, **options)
+    into = None if into is None else _pad_hidden(into, config)
+    dy, dweights = kernel(*operands, plan=plan, into=into, **options)
     return dy[:, :hidden], dweights
 
 

@@ -3,12 +3,15 @@
 A rank exchanges with the ranks of its own number on the other hosts, its *rail*. With a
 `host_capacity` of C it sends C rows to each of them instead of all T: the tokens that chose experts
 there, in order, each in a *slot*.
+
+What a rank receives of its rail are its *arrivals*: one of each host, this one included, since
+XLA's collectives have a place for each rank; or of two hosts, which swap, that of the other alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,17 +22,18 @@ from jax import lax
 from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
+from pallas_kernels.exchange.plan import FEW_TOKENS
 
 
 class Source(NamedTuple):
     """A host whose tokens an exchange inside this host moves; None in its place is all hosts.
 
     Attributes:
-      host: [] int32: the number of that host.
+      host: [] int32, or an int: the number of that host.
       own: whether it is this host.
     """
 
-    host: jax.Array
+    host: jax.Array | int
     own: bool = False
 
 
@@ -42,16 +46,18 @@ class Rail:
       num_hosts: M.
       group_size: G, the ranks of a host.
       host: [] int32: the number of this host.
-      slots: [M, C] int32: the token that each host gets in each slot, T for none; None where each
-        host gets all T tokens.
-      slots_here: [G, M, C] int32: the tokens that each rank of this host gets from each host of its
-        rail, T for none; None where `slots` is None.
+      at_once: whether an exchange inside this host takes the tokens of all hosts in one call.
+      slots: [A, C] int32: the token in each slot of what is sent for each of the A arrivals of
+        another host, T for none; None where each host gets all T tokens.
+      slots_here: [G, A, C] int32: the tokens of the arrivals of each rank of this host, T for none;
+        None where `slots` is None.
     """
 
     config: Config
     num_hosts: int
     group_size: int
     host: jax.Array
+    at_once: bool = False
     slots: jax.Array | None = None
     slots_here: jax.Array | None = None
 
@@ -61,8 +67,15 @@ class Rail:
         group_size = lax.axis_size(config.axis_name) // num_hosts
         return cls(config, num_hosts, group_size, lax.axis_index(config.axis_name) // group_size)
 
-    def with_slots(self, topk_idx: jax.Array) -> Rail:
-        """Returns this rail with slots for the choices [T, K], none past the host_capacity."""
+    def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
+        """Returns this rail for tokens of the choices [T, K], none past the host_capacity.
+
+        Kernels that have few tokens take those of all hosts at once, since latency is their time.
+        """
+        at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
+        return dataclasses.replace(self, at_once=at_once)._with_slots(topk_idx)
+
+    def _with_slots(self, topk_idx: jax.Array) -> Rail:
         num_tokens = topk_idx.shape[0]
         if not self.drops(num_tokens):
             return self
@@ -71,12 +84,27 @@ class Rail:
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
         slots = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
         slots = slots.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
+        if self.swaps:
+            slots = lax.dynamic_slice_in_dim(slots, 1 - self.host, 1, axis=0)
         slots_here = xla_exchange.stack_ranks(self._swap(slots), self.inside)
         return dataclasses.replace(self, slots=slots, slots_here=slots_here)
 
     @property
     def num_ranks(self) -> int:
         return self.num_hosts * self.group_size
+
+    @property
+    def swaps(self) -> bool:
+        """Whether two hosts swap rows, so that this host's own are not among the arrivals."""
+        return self.num_hosts == 2 and not self.at_once
+
+    @property
+    def num_arrivals(self) -> int:
+        return 1 if self.swaps else self.num_hosts
+
+    def arrival(self, source: Source) -> jax.Array | int:
+        """Returns the index of what a host sent among the arrivals."""
+        return 0 if self.swaps else source.host
 
     @property
     def inside(self) -> Config:
@@ -145,71 +173,63 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Sends x [T, ...] along the rail; returns what each host sent: [M, T, ...].
+        """Sends x [T, ...] along the rail; returns the arrivals: [A, T, ...].
 
-        With slots that is [M, C, ...], and slots of no token hold `fill`.
+        With slots they are [A, C, ...], and slots of no token hold `fill`.
         """
         if self.slots is None:
-            return self.gather(x)
+            return self._swap(x[None]) if self.swaps else self.gather(x)
         bits = quantization.bits(x, None)
         none: Any = np.asarray(fill).astype(bits.dtype)[()]
         sent = jnp.take(bits, self.slots, axis=0, mode="fill", fill_value=none)
         return lax.bitcast_convert_type(self._swap(sent), x.dtype)
 
     def _swap(self, x: jax.Array) -> jax.Array:
-        """Sends x [M, ...] by destination host; returns [M, ...] by source host."""
-        return lax.all_to_all(
-            x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
-        )
+        """Sends x [A, ...] by destination host; returns [A, ...] by source host."""
+        if not self.swaps:
+            return lax.all_to_all(
+                x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
+            )
+        ranks = range(self.num_ranks)
+        there = [(rank, (rank + self.group_size) % self.num_ranks) for rank in ranks]
+        bits = lax.ppermute(quantization.bits(x, None), self.config.axis_name, there)
+        return lax.bitcast_convert_type(bits, x.dtype)
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
         """Sends results for rows of `send` back to their owners: [T, ...] of each host, in order.
 
         Args:
-          others: [M, T, ...], or [M, C, ...] in slots.
+          others: [A, T, ...], or [A, C, ...] in slots.
           own: [T, ...], of this host itself.
         """
-        return self._returned(list(self._swap(others)), own)
-
-    def _returned(self, others: Sequence[jax.Array], own: jax.Array) -> Iterator[jax.Array]:
-        """Yields what each host sent back, by token: [T, ...]; `own` is that of this host."""
-        for host, part in enumerate(others):
+        returned = self._swap(others)
+        for host in range(self.num_hosts):
+            arrival = self.arrival(Source(host))
+            part = returned[arrival]
             if self.slots is not None:
-                whole = jnp.zeros_like(own)
-                part = whole.at[self.slots[host]].set(part, mode="drop")
+                part = jnp.zeros_like(own).at[self.slots[arrival]].set(part, mode="drop")
             yield jnp.where(self.host == host, own, part)
 
     # --------------------------------------------------------------------------- host by host
 
-    def each_host(self, add: Callable[[Source | None, Any], Any], at_once: bool) -> Any:
-        """Calls `add(source, state)` for each host; returns the last state.
+    def each_host(self, add: Callable[[Source | None, Any], Any]) -> Any:
+        """Calls `add(source, state)` for each host, this one first; returns the last state.
 
-        The state is what `add` returned for the host before, None at first. `at_once` calls
-        `add(None, None)` once, for all hosts.
+        The state is what `add` returned for the host before, None at first. With `at_once`,
+        `add(None, None)` is called once, for all hosts.
         """
-        if at_once:
+        if self.at_once:
             return add(None, None)
         state = add(Source(self.host, own=True), None)
-        return lax.fori_loop(1, self.num_hosts, lambda i, s: add(self._after(i), s), state)
+        return self._loop(1, lambda i, s: add(self._after(i), s), state)
 
-    def sums_of_hosts(
-        self, sums: Callable[[Source | None], jax.Array], at_once: bool
-    ) -> Iterator[jax.Array]:
+    def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
         """Sends the sums of each source back to it: [T, ...] of every host, in their order.
 
-        The sums of this host's own tokens are computed while the others are sent. `at_once`
-        computes all in one call, except between two hosts.
+        The sums of this host's own tokens come last, and are computed while the others are sent.
+        With `at_once`, all are computed in one call.
         """
-        if self.num_hosts == 2:
-            # Both get what the two send; for a swap, sums would be copied to their host's place.
-            others = sums(self._after(1))
-            sent = self.gather(others)
-            _, host = lax.optimization_barrier((others, self.host))
-            # Not one kernel with the sum over hosts, which waits for the network.
-            own = lax.optimization_barrier(sums(Source(host, own=True)))
-            theirs = lax.dynamic_index_in_dim(sent, 1 - self.host, axis=0, keepdims=False)
-            return self._returned([theirs, theirs], own)
-        if at_once:
+        if self.at_once:
             own, others = self.split(sums(None))
             return self.send_back(others, own)
 
@@ -217,16 +237,23 @@ class Rail:
             source = self._after(i)
             return self.place(others, sums(source), source)
 
-        others = lax.fori_loop(2, self.num_hosts, add, add(1, None))
-        _, host = lax.optimization_barrier((others, self.host))  # no memory for both at a time
-        return self.send_back(others, sums(Source(host, own=True)))
+        others = self._loop(2, add, add(1, None))
+        _, host = lax.optimization_barrier((others, self.host))
+        # Not one kernel with the sum over hosts, which waits for the network.
+        return self.send_back(others, lax.optimization_barrier(sums(Source(host, own=True))))
+
+    def _loop(self, first: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
+        """Applies `step(i, state)` for i from `first` to M - 1."""
+        if first == self.num_hosts - 1:
+            return step(first, state)
+        return lax.fori_loop(first, self.num_hosts, step, state)
 
     def _after(self, i: Any) -> Source:
         """Returns the host that is i after this one."""
         return Source((self.host + i) % self.num_hosts)
 
     def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
-        """Returns the rows of a source: `own` [T, ...], or its [T, ...] of `sent` [M, T, ...].
+        """Returns the rows of a source: `own` [T, ...], or its [T, ...] of `sent` [A, T, ...].
 
         For all hosts that is [M·T, ...]; with slots [T + M·C, ...], this host's own rows first.
         """
@@ -235,7 +262,7 @@ class Rail:
             return others if self.slots is None else jnp.concatenate([own, others])
         if source.own:
             return own
-        return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
+        return lax.dynamic_index_in_dim(sent, self.arrival(source), axis=0, keepdims=False)
 
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
         """Selects the part of a source's tokens from [N, T, K] by source rank: [G, T, K].
@@ -252,7 +279,8 @@ class Rail:
         picked = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
         if source.own or self.slots_here is None:
             return picked
-        slots = lax.dynamic_index_in_dim(self.slots_here, source.host, axis=1, keepdims=False)
+        arrival = self.arrival(source)
+        slots = lax.dynamic_index_in_dim(self.slots_here, arrival, axis=1, keepdims=False)
         return jnp.take_along_axis(picked, slots[:, :, None], axis=1, mode="fill", fill_value=-1)
 
     def split(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -265,7 +293,7 @@ class Rail:
         return own, others.reshape(*self.slots.shape, *part.shape[1:])
 
     def place(self, whole: jax.Array | None, part: jax.Array, source: Source) -> jax.Array:
-        """Writes `part` [...] of a source to its place in `whole` [M, ...]; None means zeros."""
+        """Writes `part` [...] of a source to its place in `whole` [A, ...]; None means zeros."""
         if whole is None:
-            whole = jnp.full_like(part, 0, shape=(self.num_hosts, *part.shape))
-        return lax.dynamic_update_index_in_dim(whole, part, source.host, axis=0)
+            whole = jnp.full_like(part, 0, shape=(self.num_arrivals, *part.shape))
+        return lax.dynamic_update_index_in_dim(whole, part, self.arrival(source), axis=0)

@@ -18,11 +18,11 @@ to y's dtype or to the wire_dtype, and returned. The sum over hosts is taken in 
 order of the hosts, and rounded to y's dtype. So sums are sent as float32 inside a host, unless the
 host has only one rank.
 
-**Order.** With XLA's collectives inside a host, hosts take turns: what is done for this host's own
-tokens does not wait for the network, and no rows of all N ranks are in memory together. The kernels
-take the rows of all hosts in one call, after they have arrived. With two hosts the kernels first
-sum for the other host's tokens, and sum for this host's own while those sums are sent. A rank that
-is alone on its host sums by XLA.
+**Order.** Hosts take turns, so that no rows of all N ranks are in memory together, and what is done
+for this host's own tokens does not wait for the network: a dispatch moves their rows while those of
+the other hosts are sent, and a combine sums them while the other sums are. Kernels that have few
+tokens take those of all hosts in one call, after they have arrived. A rank that is alone on its
+host sums by XLA.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from jax import lax
 
 from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.interface import Config, Exchange, Received
+from jax_ep.exchange.interface import Config, ExchangeInParts, Received
 from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes, count_experts, counts_here
 from jax_ep.runtime import availability
@@ -81,31 +81,35 @@ class TwoLevel:
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
         """Sends x [T, H] along known routes, as `Exchange.dispatch_like` says."""
-        rail = Rail.of(self.num_hosts, config).with_slots(routes.topk_idx)
         words, dtype = _words(x, config.wire_dtype)
+        rail = Rail.of(self.num_hosts, config)
         exchange, kernels = self._inside(rail, words, routes.topk_idx.shape[1], dtype)
+        rail = rail.of_tokens(routes.topk_idx, kernels)
         choices = self._choices(rail, routes.topk_idx) if kernels else None
         sent = rail.send(words)
 
         def add(source: Source | None, received: Any) -> jax.Array:
+            into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
             rows = lax.bitcast_convert_type(rail.rows(words, sent, source), dtype)
             known = self._routes(rail, routes, source, choices)
-            return _union(received, *exchange.dispatch_like(rows, known, rail.inside))
+            (received,) = exchange.dispatch_like(rows, known, rail.inside, into)
+            return quantization.bits(received, None)
 
-        received = rail.each_host(add, at_once=kernels)
+        received = rail.each_host(add)
         return _from_words(received, x, config.wire_dtype)
 
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
         """Sums y [R, H] by token and returns the sums to their owners: `Exchange.combine`."""
-        rail = Rail.of(self.num_hosts, config).with_slots(routes.topk_idx)
+        rail = Rail.of(self.num_hosts, config)
         inside = rail.inside
         if rail.group_size > 1 or config.wire_dtype is not None:
             inside = rail.inside_float32  # no rounding before the host's sum is complete
         exchange, kernels = self._inside(
             rail, y, routes.topk_idx.shape[1], inside.sum_dtype, sums=True
         )
+        rail = rail.of_tokens(routes.topk_idx, kernels)
         choices = self._choices(rail, routes.topk_idx) if kernels else None
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
@@ -114,7 +118,7 @@ class TwoLevel:
             known = self._routes(rail, routes, source, choices)
             return _on_the_wire(exchange.combine(y, theirs, known, inside), y, config)
 
-        return _add(rail.sums_of_hosts(sums, at_once=kernels), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
 
     def combine_grad(
         self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
@@ -124,29 +128,33 @@ class TwoLevel:
         Rows received in a wire_dtype are converted to g's dtype before they are sent on inside a
         host.
         """
-        rail = Rail.of(self.num_hosts, config).with_slots(routes.topk_idx)
         words, _ = _words(g, config.wire_dtype)
+        rail = Rail.of(self.num_hosts, config)
         exchange, kernels = self._inside(rail, y, routes.topk_idx.shape[1])
+        rail = rail.of_tokens(routes.topk_idx, kernels)
         choices = self._choices(rail, routes.topk_idx) if kernels else None
         sent, weights = rail.send(words), rail.send(topk_weights)
 
         def add(source: Source | None, grads: Any) -> Any:
             dy, own, others = grads or (None, None, jnp.zeros_like(weights))
+            into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
             rows = _from_words(rail.rows(words, sent, source), g, config.wire_dtype)
-            part, dweights = exchange.combine_grad(
+            dy, dweights = exchange.combine_grad(
                 quantization.dequantized(rows, g.dtype),
                 rail.rows(topk_weights, weights, source),
                 y,
                 self._routes(rail, routes, source, choices),
                 rail.inside,
+                into,
             )
+            dy = quantization.bits(dy, None)
             if source is None:
-                return _union(None, part), *rail.split(dweights)
+                return dy, *rail.split(dweights)
             if source.own:
-                return _union(None, part), dweights, others
-            return _union(dy, part), own, rail.place(others, dweights, source)
+                return dy, dweights, others
+            return dy, own, rail.place(others, dweights, source)
 
-        dy, own, others = rail.each_host(add, at_once=kernels)
+        dy, own, others = rail.each_host(add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
         # At most one host's term is not zero: the sum is exact.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
@@ -158,6 +166,7 @@ class TwoLevel:
         rail, (words, dtype) = Rail.of(self.num_hosts, config), _words(x, config.wire_dtype)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
         exchange, kernels = self._inside(rail, words, list_words, dtype)
+        rail = rail.of_tokens(topk_idx, kernels)
         sent, choices = rail.send(words), self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
@@ -174,14 +183,15 @@ class TwoLevel:
             if source is None:  # [G, M·T, ...] -> [M, G, T, ...]
                 shape = rail.group_size, rail.num_hosts, -1
                 return [part.reshape(*shape, *part.shape[2:]).swapaxes(0, 1) for part in parts]
+            if received is None:
+                received = [jnp.zeros_like(p, shape=(rail.num_hosts, *p.shape)) for p in parts]
             return [
-                rail.place(whole, part, source)
-                for whole, part in zip(received or [None] * len(parts), parts, strict=True)
+                lax.dynamic_update_index_in_dim(whole, part, source.host, axis=0)
+                for whole, part in zip(received, parts, strict=True)
             ]
 
         tokens, *lists = (  # [M, G, T, ...] -> [N, T, ...]
-            whole.reshape(rail.num_ranks, *whole.shape[2:])
-            for whole in rail.each_host(add, at_once=kernels)
+            whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(add)
         )
         received = _from_words(tokens, x, config.wire_dtype)
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
@@ -193,6 +203,7 @@ class TwoLevel:
         exchange, kernels = self._inside(
             rail, y, routes.topk_idx.shape[1], inside.sum_dtype, sums=True
         )
+        rail = rail.of_tokens(routes.topk_idx, kernels)
         choices = self._choices(rail, routes.topk_idx)
 
         def sums(source: Source | None) -> jax.Array:
@@ -201,7 +212,7 @@ class TwoLevel:
             part = exchange.rank_combine(rail.by_rank(y, source), known, inside)
             return _on_the_wire(part, y, config)
 
-        return _add(rail.sums_of_hosts(sums, at_once=kernels), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
 
     def _inside(
         self,
@@ -211,7 +222,7 @@ class TwoLevel:
         dtype: jnp.dtype | None = None,
         *,
         sums: bool = False,
-    ) -> tuple[Exchange, bool]:
+    ) -> tuple[ExchangeInParts, bool]:
         """Returns the exchange inside a host for these rows, and whether it is the kernels'.
 
         `dtype` is the dtype in which it carries the rows; None is their own. `sums` says that it
@@ -303,9 +314,3 @@ def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
     """Converts integers from -1 to `most` to 16 bits if they fit; -1 is then above all others."""
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
-
-
-def _union(words: jax.Array | None, rows: jax.Array) -> jax.Array:
-    """Adds rows to the words received so far; at most one of the two is not zero."""
-    bits = quantization.bits(rows, None)
-    return bits if words is None else words | bits

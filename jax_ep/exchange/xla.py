@@ -65,12 +65,15 @@ def read_messages(
     return routes, layout
 
 
-def dispatch_like(x: jax.Array, routes: Routes, config: Config) -> Received:
-    """Sends x [T, H] along the routes of a dispatch, as `Exchange.dispatch_like` says."""
+def dispatch_like(
+    x: jax.Array, routes: Routes, config: Config, into: Received | None = None
+) -> Received:
+    """Sends x [T, H] along the routes of a dispatch, as `ExchangeInParts.dispatch_like` says."""
     all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config)
     choices = _choice_of_row(routes.rows, config.num_rows)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
-    return quantization.parts(sent, x, config.wire_dtype)
+    received = quantization.parts(sent, x, config.wire_dtype)
+    return received if into is None else tuple(map(_union, into, received))
 
 
 def combine(
@@ -99,9 +102,11 @@ def combine_grad(
     y: jax.Array,
     routes: Routes,
     config: Config,
+    into: jax.Array | None = None,
+    *,
     send: Callable[[jax.Array, Routes, Config], Received] = dispatch_like,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of a weighted combine, as `Exchange.combine_grad` says.
+    """Computes the cotangents of a weighted combine, as `ExchangeInParts.combine_grad` says.
 
     `send` is the `dispatch_like` of the exchange that sends g.
     """
@@ -110,6 +115,7 @@ def combine_grad(
     row_weights = choices_to_rows(topk_weights, routes, stack=stack, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
     dy = (g_rows * row_weights[:, None]).astype(y.dtype)
+    dy = dy if into is None else _union(into, dy)
     products = jnp.sum(g_rows * y.astype(jnp.float32), axis=1)
     return dy, rows_to_choices(products, routes, swap=swap)
 
@@ -208,6 +214,12 @@ def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
     """Takes rows of `array`, and zeros where `index` is outside it or negative."""
     index = jnp.where(index < 0, array.shape[0], index)
     return jnp.take(array, index, axis=0, mode="fill", fill_value=0)
+
+
+def _union(some: jax.Array, others: jax.Array) -> jax.Array:
+    """Joins two arrays of which at most one is not zero at each place, bit for bit."""
+    bits = quantization.bits(some, None) | quantization.bits(others, None)
+    return lax.bitcast_convert_type(bits, some.dtype)
 
 
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:

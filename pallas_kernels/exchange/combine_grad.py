@@ -52,6 +52,7 @@ def combine_grad(
     expert_alignment: int,
     fair: bool = False,
     zero_unused: bool = True,
+    into: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
@@ -70,17 +71,18 @@ def combine_grad(
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows did not fit in R kept equally many of each expert.
       zero_unused: whether rows of dy past the last expert's are zero, or what is in memory.
+      into: dy of an earlier call; its rows that no token of this call has are kept.
 
     Returns:
       dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
-      zero in rows without a token, but for `zero_unused`. dweights [T, K] float32: the inner
-      product of cotangent and row, summed in an order that is the same on every run; zero for
+      zero in rows without a token, but for `zero_unused` and `into`. dweights [T, K] float32: the
+      inner product of cotangent and row, summed in an order that is the same on every run; zero for
       choices that are of no expert or were dropped.
     """
     return _LongRows.run(
         g, topk_weights, y, topk_idx, rows, counts,
         fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair,
-        zero_unused=zero_unused,
+        zero_unused=zero_unused, into=into,
     )  # fmt: skip
 
 

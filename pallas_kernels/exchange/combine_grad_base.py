@@ -63,7 +63,7 @@ class CombineGrad:
         cls, g: jax.Array, topk_weights: jax.Array, y: jax.Array, topk_idx: jax.Array,
         rows: jax.Array, counts: jax.Array, *,
         fabric: fb.Fabric, plan: Plan, expert_alignment: int, fair: bool,
-        zero_unused: bool,
+        zero_unused: bool, into: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
         """Runs the kernel; arguments and results are those of `combine_grad.combine_grad`."""
         lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
@@ -71,23 +71,26 @@ class CombineGrad:
         of_experts = ExpertRows(
             fabric, plan.num_blocks, counts.shape[-1], capacity, expert_alignment,
             parts=[(hidden, y.dtype)], fair=fair, zero_unused=zero_unused,
+            adds=into is not None,
         )  # fmt: skip
         window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
         kernel = cls(num_tokens, hidden, top_k, y.dtype, fabric, plan, window, of_experts)
         flat = num_tokens * top_k
-        dy, dweights = fb.kernel(
+        out_type = [
+            jax.ShapeDtypeStruct((capacity, hidden), y.dtype),
+            jax.ShapeDtypeStruct((flat,), jnp.float32),
+        ]
+        call = fb.kernel(
             fabric,
             kernel,
             name="ep_combine_grad",
             num_blocks=plan.num_blocks,
             num_warpgroups=kernel.num_warpgroups,
-            out_type=[
-                jax.ShapeDtypeStruct((capacity, hidden), y.dtype),
-                jax.ShapeDtypeStruct((flat,), jnp.float32),
-            ],
+            out_type=out_type if into is None else out_type[1:],
             scratch_types=kernel.scratch_types(),
             shared=(0, 1, 7),
-        )(
+        )
+        operands = (
             g,
             window.pad(topk_weights.reshape(*lead, flat), 0),
             y,
@@ -95,6 +98,10 @@ class CombineGrad:
             window.pad(rows.reshape(*lead, num_ranks, flat), fb.NOWHERE),
             pad_last(counts, of_experts.count_width - counts.shape[-1]),
         )
+        if into is None:
+            dy, dweights = call(*operands)
+        else:
+            ((dy,), (dweights,)) = fb.written([into], lambda refs: call(*operands, *refs))
         return dy, dweights.reshape(*lead, num_tokens, top_k)
 
     def token_range(self) -> tuple[jax.Array, jax.Array]:

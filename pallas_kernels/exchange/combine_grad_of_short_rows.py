@@ -49,6 +49,7 @@ def combine_grad(
     expert_alignment: int,
     fair: bool = False,
     zero_unused: bool = True,
+    into: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
@@ -60,7 +61,7 @@ def combine_grad(
     return _ShortRows.run(
         g, topk_weights, y, topk_idx, rows, counts,
         fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair,
-        zero_unused=zero_unused,
+        zero_unused=zero_unused, into=into,
     )  # fmt: skip
 
 

@@ -102,6 +102,7 @@ def dispatch_like(
     fair: bool = False,
     zero_unused: bool = True,
     wire_dtype: Any = None,
+    into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
 
@@ -119,6 +120,7 @@ def dispatch_like(
       zero_unused: that of `dispatch`.
       wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
         every 128 values; then H is a multiple of 512.
+      into: what an earlier call returned; its rows that no token of this call gets are kept.
 
     Returns:
       tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]).
@@ -126,13 +128,16 @@ def dispatch_like(
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
         routes_known=True, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
+        adds=into is not None,
     )  # fmt: skip
-    parts = kernel.call(
+    operands = (
         x,
         kernel.sender.window.pad(rows.reshape(*rows.shape[:-2], -1), fb.NOWHERE),
         pad_last(counts, kernel.expert_rows.count_width - counts.shape[-1]),
     )
-    return tuple(parts)
+    if into is None:
+        return tuple(kernel.call(*operands))
+    return fb.written(into, lambda refs: kernel.call(*operands, *refs))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +152,7 @@ class _Dispatch:
     @classmethod
     def of(
         cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *,
-        routes_known, fair, zero_unused, wire_dtype,
+        routes_known, fair, zero_unused, wire_dtype, adds=False,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
         row = Row(x.shape[-1], x.dtype, wire_dtype)
@@ -165,6 +170,7 @@ class _Dispatch:
                 row.parts,
                 fair=fair,
                 zero_unused=zero_unused,
+                adds=adds,
                 count_arrivals=None if routes_known else 1,
             ),
         )
@@ -195,7 +201,7 @@ class _Dispatch:
     def call(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         num_ranks, of_experts = self.fabric.num_ranks, self.expert_rows
         capacity, per_rank = of_experts.capacity, of_experts.num_local_experts
-        parts = self.sender.row.parts
+        parts = [] if of_experts.adds else self.sender.row.parts
         out_type = [jax.ShapeDtypeStruct((capacity, width), t) for width, t in parts]
         if not self.routes_known:
             out_type += [

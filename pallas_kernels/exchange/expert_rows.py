@@ -38,6 +38,7 @@ class ExpertRows:
       fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
         the first rows.
       zero_unused: whether `fill` writes the rows past the last expert's.
+      adds: whether the kernel adds rows to an array that has been filled; then `fill` does nothing.
       count_arrivals: arrivals after which the counts are complete; None: those of `fetch_counts`.
     """
 
@@ -49,6 +50,7 @@ class ExpertRows:
     parts: Sequence[tuple[int, Any]]
     fair: bool = False
     zero_unused: bool = True
+    adds: bool = False
     count_arrivals: int | None = None
 
     @property
@@ -265,6 +267,8 @@ class ExpertRows:
 
         Without `zero_unused`, only to those between experts' rows.
         """
+        if self.adds:
+            return
         rank, per_rank = self.fabric.rank(), self.num_local_experts
         block = lax.axis_index("block")
         for part in zeros:

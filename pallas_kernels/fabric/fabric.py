@@ -200,7 +200,7 @@ def kernel(
       shared: indices of the buffers that peers reach, counted over inputs and then outputs.
 
     Returns:
-      A function of the inputs that returns the outputs.
+      A function of the inputs, arrays or references to arrays, that returns the outputs.
 
     Only `fabric.barrier` orders the threads of a warpgroup: where one thread reads what another
     wrote to shared memory, the body needs a barrier between the two.
@@ -245,6 +245,19 @@ def kernel(
             return wanted(*fabric.operands, *operands)
 
     return call
+
+
+def written(
+    arrays: Sequence[jax.Array], write: Callable[[Sequence[Any]], Any]
+) -> tuple[tuple[jax.Array, ...], Any]:
+    """Returns the arrays as `write(references to them)` leaves them, and what it returns.
+
+    A kernel that takes these references as operands writes to the arrays' own memory, if nothing
+    else needs what it held.
+    """
+    refs = [jax.new_ref(array) for array in arrays]
+    returned = write(refs)
+    return tuple(jax.freeze(ref) for ref in refs), returned
 
 
 def load(fabric: Ranks, ref: Any, vector: int) -> jax.Array:

@@ -6,8 +6,10 @@ What one level does too is compared with `jax_ep.reference`, or with "xla" bit f
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ from support.stacked import Problem
 
 import jax_ep
 from jax_ep import reference
+from jax_ep.exchange import rail
+from jax_ep.exchange import xla as xla_exchange
+from jax_ep.exchange.two_level import TwoLevel
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.layer import moe_layer
 from pallas_kernels.exchange import combine as combine_kernel
@@ -87,6 +92,26 @@ def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, m
     for kind in ROUTINGS:
         inputs = some_inputs(case, kind, rng, capacity)
         assert_outputs(run(inputs), run_reference(case, inputs), f"routing {kind!r}")
+
+
+@pytest.mark.parametrize(
+    "num_hosts, host_capacity, few",
+    quick(
+        [(2, None, 0), (2, 3, 0), (4, None, 0), (4, 2, 0), (2, None, 9), (4, 2, 9)], (4, None, 0)
+    ),
+)
+def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monkeypatch):
+    """This host's own tokens and those of all others, in one call each, or all in one if few."""
+    monkeypatch.setattr(TwoLevel, "_inside", lambda *_, **__: (xla_exchange, True))
+    monkeypatch.setattr(rail, "FEW_TOKENS", few)
+    mesh, rng = mesh_of(num_hosts, 1, monkeypatch), np.random.default_rng(6)
+    run = program(SMALL, "two_level", False, mesh, host_capacity=host_capacity)
+    limit = {} if host_capacity is None else dict(num_hosts=num_hosts, host_capacity=host_capacity)
+    for kind in ("uniform", "masked"):
+        inputs = some_inputs(SMALL, kind, rng, SMALL.capacity)
+        assert_outputs(run(inputs), run_reference(SMALL, inputs, **limit), f"routing {kind!r}")
+    if host_capacity is None:
+        check_rank_major(num_hosts, 1, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +234,10 @@ def test_float8_on_the_wire(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_hosts, num_axes", [(2, 2), (4, 1)])
 def test_rank_major_is_that_of_one_level(num_hosts, num_axes, monkeypatch):
+    check_rank_major(num_hosts, num_axes, monkeypatch)
+
+
+def check_rank_major(num_hosts: int, num_axes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit where sums are exact: rows, lists, weights, sums and every gradient."""
     mesh = mesh_of(num_hosts, num_axes, monkeypatch)
     case, rng = Case(8, 5, 128, 3, 16, "bfloat16"), np.random.default_rng(3)
@@ -362,13 +391,15 @@ def test_one_host_is_one_level(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("num_axes, host_capacity", quick([(1, None), (2, 20)], (1, None)))
-def test_kernels_run_inside_hosts(num_axes, host_capacity, monkeypatch):
-    """Lowered for GPUs: one kernel for the rows of all hosts, in every function of an exchange."""
+@pytest.mark.parametrize(
+    "num_tokens, num_axes, host_capacity", quick([(64, 1, None), (300, 2, 20)], (64, 1, None))
+)
+def test_kernels_run_inside_hosts(num_tokens, num_axes, host_capacity, monkeypatch):
+    """Lowered for GPUs: one kernel for few tokens of all hosts, two for many."""
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "4")
     shape, names = ((8,), ("expert",)) if num_axes == 1 else ((2, 4), ("host", "expert"))
     mesh = meshes.cuda_mesh(shape, names)
-    case = Case(8, 64, 256, 4, 64, "bfloat16", 512)
+    case = Case(8, num_tokens, 256, 4, 64, "bfloat16", 8 * num_tokens)
 
     def everything(x: Any, topk_idx: Any, weights: Any) -> Any:
         def layer(x: Any, weights: Any) -> Any:
@@ -385,68 +416,72 @@ def test_kernels_run_inside_hosts(num_axes, host_capacity, monkeypatch):
         return [jax.grad(f, (0, 1))(x, weights) for f in (layer, ranks)]
 
     shapes = (
-        jax.ShapeDtypeStruct((8, 64, 256), "bfloat16"),
-        jax.ShapeDtypeStruct((8, 64, 4), "int32"),
-        jax.ShapeDtypeStruct((8, 64, 4), "float32"),
+        jax.ShapeDtypeStruct((8, num_tokens, 256), "bfloat16"),
+        jax.ShapeDtypeStruct((8, num_tokens, 4), "int32"),
+        jax.ShapeDtypeStruct((8, num_tokens, 4), "float32"),
     )
     program = jax.jit(per_rank(everything, 8, mesh=mesh)).trace(*shapes)
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "@mosaic_gpu" in line]
     for kernel in ("ep_dispatch_like", "ep_combine", "ep_combine_grad", "ep_rank_dispatch"):
-        assert any(kernel in call for call in calls), kernel
+        found = sum(bool(re.search(rf"{kernel}(_mosaic|\b)", call)) for call in calls)
+        assert found and found % (1 if num_tokens == 64 else 2) == 0, (kernel, found)
 
 
 @simulated
 @pytest.mark.slow
-def test_the_kernels_follow_the_routes_of_several_hosts():
-    """The ranks of one of two hosts, given all that has come to it, leave its part of the whole."""
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
+    """The ranks of one of two hosts, given all that has come to it, leave its part of the whole.
+
+    In parts: first of this host's own tokens, then of the other host's.
+    """
     host = 1
     problem = Problem(4, 5, 32, 3, 8, "masked", capacity=13, alignment=2)
     plan, fabric = Plan(2, 4, 2, step_tokens=2), simulated_ranks(2)
     ranks, experts = slice(2 * host, 2 * host + 2), slice(4 * host, 4 * host + 4)
+    sources = [[host], [1 - host]] if in_parts else [[0, 1]]
 
-    def on_rails(array: np.ndarray) -> np.ndarray:
-        """[N, T, ...] of all ranks -> [G, M·T, ...] at the ranks of a host."""
-        by_host = array.reshape(2, 2, *array.shape[1:]).swapaxes(0, 1)
+    def on_rails(array: np.ndarray, source: Sequence[int]) -> np.ndarray:
+        """[N, T, ...] of all ranks -> [G, tokens of some hosts, ...] at the ranks of a host."""
+        by_host = array.reshape(2, 2, *array.shape[1:])[np.asarray(source)].swapaxes(0, 1)
         return by_host.reshape(2, -1, *array.shape[2:])
 
-    weights, topk_idx = on_rails(problem.weights), on_rails(problem.topk_idx) - experts.start
-    rows = np.stack([on_rails(rows) for rows in problem.rows[ranks]])
-    counts = problem.counts[0][:, experts].reshape(2, 2, 4).sum(axis=0, dtype=np.int32)
-    counts, y = np.stack([counts] * 2), problem.y[ranks]
-    options = dict(fabric=fabric, plan=plan)
-    there = dict(options, expert_alignment=problem.alignment)
+    def routes(source: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.stack([on_rails(rows, source) for rows in problem.rows[ranks]])
+        counts = problem.counts[0][:, experts].reshape(2, 2, 4).sum(axis=0, dtype=np.int32)
+        return rows, np.stack([counts] * 2)
 
-    (tokens,) = simulate(
-        functools.partial(
-            dispatch_kernel.dispatch_like,
-            *map(jnp.asarray, (on_rails(problem.x), rows, counts)), capacity=13, **there,
-        )
-    )  # fmt: skip
-    assert_bitwise_equal(tokens, problem.tokens[ranks], "tokens")
+    def run(kernel: Callable[..., Any], *arrays: Any, **more: Any) -> Any:
+        into = more.pop("into", None)
+        more |= {} if into is None else dict(into=into)
+        options = dict(fabric=fabric, plan=plan, **more)
+        return simulate(functools.partial(kernel, *map(jnp.asarray, arrays), **options))
 
-    sums = simulate(
-        functools.partial(
-            combine_kernel.combine,
-            *map(jnp.asarray, (y, weights, topk_idx, rows)), num_experts=4, **options,
-        )
-    )  # fmt: skip
+    y, tokens, dy = problem.y[ranks], None, None
     here = [
         sent.routes._replace(rows=np.where(sent.routes.ranks // 2 == host, sent.routes.rows, -1))
         for sent in problem.dispatched(13)
     ]
-    expected = np.stack(reference.combine(list(problem.y), here, list(problem.weights)))
-    assert_equal(sums, on_rails(expected), "sums")
-
-    dy, dweights = simulate(
-        functools.partial(
-            combine_grad_kernel.combine_grad,
-            *map(jnp.asarray, (on_rails(problem.g), weights, y, topk_idx, rows, counts)), **there,
-        )
-    )  # fmt: skip
+    sums = np.stack(reference.combine(list(problem.y), here, list(problem.weights)))
     grads = reference.combine_grad(list(problem.g), list(problem.y), here, list(problem.weights))
+    for source in sources:
+        x, g, weights = (on_rails(a, source) for a in (problem.x, problem.g, problem.weights))
+        topk_idx = on_rails(problem.topk_idx, source) - experts.start
+        rows, counts = routes(source)
+        aligned = dict(expert_alignment=problem.alignment)
+        tokens = run(
+            dispatch_kernel.dispatch_like, x, rows, counts, capacity=13, into=tokens, **aligned
+        )
+        found = run(combine_kernel.combine, y, weights, topk_idx, rows, num_experts=4)
+        assert_equal(found, on_rails(sums, source), "sums")
+        dy, dweights = run(
+            combine_grad_kernel.combine_grad, g, weights, y, topk_idx, rows, counts, into=dy,
+            **aligned,
+        )  # fmt: skip
+        assert_equal(dweights, on_rails(np.stack(grads[1]), source), "dweights")
+    assert_bitwise_equal(tokens[0], problem.tokens[ranks], "tokens")
     assert_equal(dy, problem.combine_grads[0][ranks], "dy")
-    assert_equal(dweights, on_rails(np.stack(grads[1])), "dweights")
 
 
 # ------------------------------------------------------------------------------------- processes

@@ -820,8 +820,9 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         """A grid over (rank, block) becomes a grid over blocks, each a cluster of ranks."""
-        _, blocks = kwargs.pop("grid")
-        ranks = kwargs["out_type"][0].shape[0]  # of all groups, where there are several
+        ranks, blocks = kwargs.pop("grid")
+        if kwargs["out_type"]:
+            ranks = kwargs["out_type"][0].shape[0]  # of all groups, where there are several
         assert kwargs.pop("grid_names") == ("rank", "block")
         kwargs |= dict(grid=(blocks,), grid_names=("block",))
         return original["kernel"](*args, cluster=(ranks,), cluster_names=("rank",), **kwargs)
