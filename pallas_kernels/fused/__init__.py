@@ -1,0 +1,1 @@
+"""Kernels in which some thread blocks exchange rows while others multiply them."""
