@@ -12,13 +12,7 @@ from pallas_kernels.fabric.sentinel_words import SlotMemory
 from pallas_kernels.fabric.symmetric import Gpus
 
 
-def of_axis(
-    axis_name: tuple[str, ...],
-    like: jax.Array,
-    group_size: int | None = None,
-    *,
-    quiet: bool = False,
-) -> Gpus:
+def of_axis(axis_name: tuple[str, ...], like: jax.Array, group_size: int | None = None) -> Gpus:
     """Returns the fabric of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
     Args:
@@ -26,7 +20,6 @@ def of_axis(
       like: an operand of the kernel; the fabric's own operand is cast to vary over the same axes.
       group_size: None for all ranks along the axes; else the length of the runs of neighbours that
         reach each other, a block of the mesh.
-      quiet: whether the kernel must not print; see `Gpus`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     strides, stride = {}, 1
@@ -38,7 +31,7 @@ def of_axis(
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
     base, gpus = _where(mesh.size)
-    return Gpus(axes, gpus, place, base, quiet=quiet, timeout_s=settings.timeout_seconds())
+    return Gpus(axes, gpus, place, base, timeout_s=settings.timeout_seconds())
 
 
 def _where(num_places: int) -> tuple[int, tuple[int, ...]]:

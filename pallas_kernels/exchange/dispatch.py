@@ -35,6 +35,8 @@ from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES
 
+_COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
+
 
 def dispatch(
     x: jax.Array,
@@ -254,16 +256,14 @@ class _Dispatch:
             if self.routes_known:
                 self.expert_rows.fetch_counts(counts, **scratch)
             else:
-                counted = fabric.mine(choices), sender.num_tokens * self.top_k
-                self.expert_rows.send_counts(*counted, **scratch)
+                self._send_counts(choices, **scratch)
             sender.fetch_first(x, **scratch)
             sources = functools.partial(self._sources, choices)
             if self.routes_known:
                 fabric.connect()
             sender.open_window(sources, 0, **scratch)
             if not self.routes_known:
-                end = jnp.minimum(sender.range()[0], sender.num_tokens) * self.top_k
-                self.expert_rows.count_earlier(fabric.mine(choices), end, **scratch)
+                self._count_earlier(choices, **scratch)
                 self.expert_rows.receive_counts(**scratch)
             sender.make_ready(x, 0, **scratch)
             self.expert_rows.lay_out(all_counts_ref, **scratch)
@@ -297,6 +297,22 @@ class _Dispatch:
                 plgpu.barrier_arrive(connected)
             self._receive(rows, tokens, **scratch)
 
+    def _send_counts(self, choices, /, *, next_rows, **_):
+        """Counts this rank's choices of each expert, and sends the counts to every rank.
+
+        Block 0 does, which every GPU starts first.
+        """
+        fabric, width = self.fabric, self.expert_rows.count_width
+
+        @pl.when(lax.axis_index("block") == 0)
+        def _():
+            fb.clear(next_rows, width)
+            fabric.barrier()
+            self._count(choices, self.sender.num_tokens * self.top_k, next_rows)
+            fabric.barrier()
+            fabric.send_values(next_rows.at[pl.ds(0, width)], 0)
+            fabric.barrier()
+
     def _sources(self, choices):
         """Returns what the sender reads routes from.
 
@@ -307,6 +323,29 @@ class _Dispatch:
         if not self.routes_known:
             return [fabric.mine(choices)]
         return [fabric.peer(choices, peer).at[fabric.rank()] for peer in range(fabric.num_ranks)]
+
+    def _count_earlier(self, choices, /, *, next_rows, **_):
+        """Counts in `next_rows` how often the tokens of earlier blocks choose each expert."""
+        fb.clear(next_rows, self.expert_rows.count_width)
+        self.fabric.barrier()
+        end = jnp.minimum(self.sender.range()[0], self.sender.num_tokens) * self.top_k
+        self._count(choices, end, next_rows)
+        self.fabric.barrier()
+
+    def _count(self, choices, end, bins):
+        """Adds the first `end` of this rank's choices to `bins`, which counts them by expert."""
+        fabric, num_choices = self.fabric, self.sender.window.total
+        width = min(_COUNTED_AT_ONCE, num_choices // LANES * LANES)
+
+        def count(i, _):
+            start = jnp.minimum(i * width, num_choices - width)
+            entries = start + fb.iota(fabric, width)
+            experts = fb.load(fabric, fabric.mine(choices).at[pl.ds(start, width)], 1)
+            new = (entries >= i * width) & (entries < end)
+            experts = jnp.where(new, experts, fb.NOWHERE)
+            fb.count(fabric, bins, experts, self.expert_rows.num_experts)
+
+        lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
 
     def _known_rows(self, entry, peers, *, choices, **_):
         """Reads, from known routes, the row of each choice of a token at each peer: [N][K]."""

@@ -19,9 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.exchange.plan import count_width
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.hardware import LANES, padded_columns
-
-_COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
+from pallas_kernels.fabric.hardware import padded_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,45 +71,6 @@ class ExpertRows:
             zeros=[plgpu.SMEM((padded_columns(columns, t),), t) for columns, t in self.parts],
             counts_full=plgpu.Barrier(num_arrivals=self.count_arrivals or ranks),
         )
-
-    def send_counts(self, choices: Any, num_choices: int, /, *, next_rows: Any, **_: Any) -> None:
-        """Counts this rank's choices of each expert, and sends the counts to every rank.
-
-        Block 0 does, which every GPU starts first. `choices` is of whole vectors, of which
-        `num_choices` entries are counted.
-        """
-        fabric, width = self.fabric, self.count_width
-
-        @pl.when(lax.axis_index("block") == 0)
-        def _() -> None:
-            fb.clear(next_rows, width)
-            fabric.barrier()
-            self._count(choices, num_choices, next_rows)
-            fabric.barrier()
-            fabric.send_values(next_rows.at[pl.ds(0, width)], 0)
-            fabric.barrier()
-
-    def count_earlier(self, choices: Any, end: Any, /, *, next_rows: Any, **_: Any) -> None:
-        """Counts in `next_rows` how often each expert is among choices[:end]."""
-        fb.clear(next_rows, self.count_width)
-        self.fabric.barrier()
-        self._count(choices, end, next_rows)
-        self.fabric.barrier()
-
-    def _count(self, choices: Any, end: Any, bins: Any) -> None:
-        """Adds the first `end` of `choices` to `bins`, which counts them by expert."""
-        fabric, (num_choices,) = self.fabric, choices.shape
-        width = min(_COUNTED_AT_ONCE, num_choices // LANES * LANES)
-
-        def count(i: Any, _: None) -> None:
-            start = jnp.minimum(i * width, num_choices - width)
-            entries = start + fb.iota(fabric, width)
-            experts = fb.load(fabric, choices.at[pl.ds(start, width)], 1)
-            new = (entries >= i * width) & (entries < end)
-            experts = jnp.where(new, experts, fb.NOWHERE)
-            fb.count(fabric, bins, experts, self.num_experts)
-
-        lax.fori_loop(0, lax.div(end + (width - 1), jnp.int32(width)), count, None)
 
     def fetch_counts(self, counts: Any, *, all_counts: Any, counts_full: Any, **_: Any) -> None:
         """Starts to load the counts of all ranks, [N, E], from this rank's memory."""
@@ -303,47 +262,39 @@ class ExpertRows:
             fabric.mine(num_dropped)[0] = dropped
             fabric.mine(rows_needed)[0] = needed
 
-    def fill(self, tokens: Sequence[Any], **scratch: Any) -> None:
+    def fill(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
         """Writes zeros to the rows of `tokens`, an array for each part, that receive no token.
 
         Without `zero_unused`, only to those between experts' rows.
         """
         if self.adds:
             return
-        self.fill_padding(tokens, **scratch)
-        if self.zero_unused:
-            self.fill_tail(tokens, **scratch)
-        plgpu.wait_smem_to_gmem(0)
-
-    def fill_padding(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
-        """Starts to write zeros between the experts' rows; comes before `fill_tail`."""
         rank, per_rank = self.fabric.rank(), self.num_local_experts
+        block = lax.axis_index("block")
         for part in zeros:
             part[...] = jnp.zeros(part.shape, part.dtype)
         plgpu.commit_smem()
-        if self.alignment > 1:
 
-            def fill(expert: Any, carry: None) -> None:
-                self._fill_gap(tokens, zeros, block_ends[0, expert], block_ends[1, expert])
+        def fill_gap(begin: Any, end: Any) -> None:
+            end = jnp.minimum(end, self.capacity)
+            num_blocks = jnp.int32(self.num_blocks)
+            count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
+
+            def fill_row(i: Any, carry: None) -> None:
+                row = begin + block + i * num_blocks
+                for part, ref, (width, _) in zip(zeros, tokens, self.parts, strict=True):
+                    plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
                 return carry
 
-            lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, fill, None)
+            lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)
 
-    def fill_tail(self, tokens: Sequence[Any], *, zeros: Any, block_ends: Any, **_: Any) -> None:
-        """Starts to write zeros behind the last expert's rows."""
-        last = (self.fabric.rank() + 1) * self.num_local_experts - 1
-        self._fill_gap(tokens, zeros, block_ends[1, last], self.capacity)
+        if self.alignment > 1:
 
-    def _fill_gap(self, tokens: Sequence[Any], zeros: Any, begin: Any, end: Any) -> None:
-        """Starts to write zeros to this block's share of the rows [begin, end)."""
-        block, num_blocks = lax.axis_index("block"), jnp.int32(self.num_blocks)
-        end = jnp.minimum(end, self.capacity)
-        count = lax.div(end - begin - block + (num_blocks - 1), num_blocks)
+            def fill_padding(expert: Any, carry: None) -> None:
+                fill_gap(block_ends[0, expert], block_ends[1, expert])
+                return carry
 
-        def fill_row(i: Any, carry: None) -> None:
-            row = begin + block + i * num_blocks
-            for part, ref, (width, _) in zip(zeros, tokens, self.parts, strict=True):
-                plgpu.copy_smem_to_gmem(part.at[pl.ds(0, width)], self.fabric.mine(ref).at[row])
-            return carry
-
-        lax.fori_loop(0, jnp.maximum(count, 0), fill_row, None)
+            lax.fori_loop(rank * per_rank, (rank + 1) * per_rank, fill_padding, None)
+        if self.zero_unused:
+            fill_gap(block_ends[1, (rank + 1) * per_rank - 1], self.capacity)
+        plgpu.wait_smem_to_gmem(0)

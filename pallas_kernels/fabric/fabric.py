@@ -89,20 +89,6 @@ class Fabric(Ranks, Protocol):
         `what` names the wait in the message of a timeout.
         """
 
-    def report(self, kind: int, count: Any) -> None:
-        """Reports `count` of a kind to the blocks of this rank that `await_reports` of this block.
-
-        Who sees the report also sees what this warpgroup wrote, and what it saw of peers. `count`
-        is from 1 to 2**layout.COUNT_BITS - 1 and never falls during a call.
-        """
-
-    def await_reports(self, blocks: range, count: Any, least: Any) -> jax.Array:
-        """Waits for some of this rank's blocks to report `count` or more of every kind.
-
-        `least` [LANES / WARP] int32 is shared memory for this warpgroup alone. Returns the least
-        count that any of them has reported.
-        """
-
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
         """Sends words to some ranks, as values from `start` on; None: to every rank."""
 
@@ -304,14 +290,6 @@ def iota(fabric: Fabric, size: int, vector: int = 1) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout)
 
 
-def zeros(fabric: Fabric, size: int) -> jax.Array:
-    """Returns [size] int32 of zeros in registers, in the layout of `iota`."""
-    array = jnp.zeros((size,), jnp.int32)
-    if fabric.interpret:
-        return array
-    return plgpu.layout_cast(array, plgpu.Layout.WG_STRIDED((size,), vec_size=1))
-
-
 def clear(ref: Any, size: int) -> None:
     """Sets ref[:size] of int32 to 0; `size` is a multiple of LANES."""
     for start in range(0, size, LANES):  # a store of more zeros wants a power of two of them
@@ -328,24 +306,6 @@ def count(fabric: Fabric, bins: Any, values: jax.Array, num_bins: int) -> None:
         bins[...] += jnp.where(jnp.arange(bins.shape[0]) < num_bins, found, 0)
     else:
         ptx.count(bins, values, num_bins)
-
-
-def gather(fabric: Fabric, ref: Any, index: jax.Array) -> jax.Array:
-    """Returns ref[index] of int32 in shared memory, for an index [n] in registers within bounds."""
-    if fabric.interpret:
-        return ref[...][index]
-    return ptx.gather(ref, index)
-
-
-def scatter(fabric: Fabric, ref: Any, index: jax.Array, values: jax.Array) -> None:
-    """Sets ref[index] = values of int32 in shared memory; of equal indices any may win.
-
-    `index` and `values` are [n] in registers, `index` within bounds.
-    """
-    if fabric.interpret:
-        ref[...] = ref[...].at[index].set(values)
-    else:
-        ptx.scatter(ref, index, values)
 
 
 def first_peer(fabric: Fabric) -> jax.Array:

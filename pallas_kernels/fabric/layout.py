@@ -26,7 +26,7 @@ POOL_START = 1
 POOL_BYTES = 2
 DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
 
-VERSION = 7  # of this layout
+VERSION = 6  # of this layout
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
 
 # (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
@@ -43,10 +43,7 @@ CALLS = HEADER_BYTES  # [MAX_GPUS, MAX_BLOCKS]: calls with each peer so far; thi
 SIGNALS = CALLS + WORD64_BYTES * MAX_GPUS * MAX_BLOCKS  # [SIGNAL_KINDS, MAX_BLOCKS, MAX_GPUS]
 ADDRESSES = SIGNALS + WORD64_BYTES * SIGNAL_KINDS * MAX_BLOCKS * MAX_GPUS  # [MAX_GPUS, MAX_BUFFERS]
 VALUES = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS  # [2 sets, MAX_GPUS, MAX_VALUES]
-REPORTS = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES  # [REPORT_KINDS, MAX_BLOCKS]; its own
-REPORT_KINDS = 2
-FAULT = REPORTS + WORD64_BYTES * REPORT_KINDS * MAX_BLOCKS  # who waited in vain; 0 for nobody
-TILES = FAULT + WORD64_BYTES * MAX_GPUS  # memory of the low-latency protocol
+TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES  # memory of the low-latency protocol
 
 # Memory of the low-latency protocol (`low_latency`): counters of calls, then slots that tiles
 # arrive in.

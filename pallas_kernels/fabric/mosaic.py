@@ -120,11 +120,6 @@ def in_registers(shape: Sequence[int], dtype: Any, elements: int) -> Any:
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=strided(shape, elements))
 
 
-def scalar_type(dtype: Any) -> Any:
-    """Returns the type of a scalar that `inline` returns, the same in all threads."""
-    return plgpu.ShapeDtypeStruct((), jnp.dtype(dtype), layout=SCALAR)
-
-
 def inline(
     emit: Callable[..., Any], operands: Sequence[Any], layouts: Sequence[Any], returns: Any = None
 ) -> Any:

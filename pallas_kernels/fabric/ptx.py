@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.fabric import mosaic
-from pallas_kernels.fabric.mosaic import Value, arith, gpu, ir, llvm, scf, vector
+from pallas_kernels.fabric.mosaic import Value, arith, gpu, ir, llvm, scf
 
 _POLLS_PER_CLOCK = 1024  # a power of two
 
@@ -27,7 +27,6 @@ def poll(
     *,
     timeout_s: float,
     types: Sequence[Any] = (),
-    broken: Callable[[], Value] | None = None,
 ) -> list[Value]:
     """Emits a loop in which each thread polls until its condition holds or the time is over.
 
@@ -36,7 +35,6 @@ def poll(
       late: emits what to do after the timeout, given the values of the last poll.
       timeout_s: seconds before a thread runs `late`.
       types: MLIR types of the values.
-      broken: emits whether waiting is of no use (i1), which is as a timeout.
 
     Returns:
       The values of the last poll.
@@ -52,10 +50,7 @@ def poll(
         clock = scf.IfOp(now, [i1], has_else=True)
         with ir.InsertionPoint(clock.then_block):
             waited = arith.subi(_global_timer(), start)
-            go_on = mosaic.below(waited, limit)
-            if broken is not None:
-                go_on = arith.andi(go_on, arith.xori(broken(), arith.constant(i1, 1)))
-            scf.yield_([go_on])
+            scf.yield_([mosaic.below(waited, limit)])
         with ir.InsertionPoint(clock.else_block):
             scf.yield_([arith.constant(i1, 1)])
         return clock.results[0]
@@ -134,39 +129,6 @@ def count(bins: Any, values: Any, num_bins: int) -> None:
 
     layouts = [mosaic.REFERENCE, mosaic.strided(values.shape, 1)]
     mosaic.inline(emit, [bins, values], layouts)
-
-
-def gather(ref: Any, index: Any) -> Any:
-    """Loads ref[index] of int32 in shared memory, for a vector of indices in registers."""
-
-    def emit(ref: Value, index: Any) -> Any:
-        i32 = mosaic.integer_type(32)
-        base, values = mosaic.address(ref, 32), []
-        for of_thread in mosaic.registers(index):
-            place = llvm.extractelement(of_thread, mosaic.i32(0))
-            address = arith.addi(base, arith.muli(place, mosaic.i32(4)))
-            value = mosaic.asm("ld.shared.b32 $0, [$1];", "=r,r,~{memory}", address, returns=i32)
-            values.append(vector.from_elements(mosaic.vector_type(1, i32), [value]))
-        return mosaic.array_of(values, index.shape, 1, is_signed=True)
-
-    layouts = [mosaic.REFERENCE, mosaic.strided(index.shape, 1)]
-    return mosaic.inline(
-        emit, [ref, index], layouts, mosaic.in_registers(index.shape, jnp.int32, 1)
-    )
-
-
-def scatter(ref: Any, index: Any, values: Any) -> None:
-    """Stores ref[index] = values of int32 in shared memory; both are vectors in registers."""
-
-    def emit(ref: Value, index: Any, values: Any) -> None:
-        base = mosaic.address(ref, 32)
-        for place, value in zip(mosaic.registers(index), mosaic.registers(values), strict=True):
-            place, value = (llvm.extractelement(v, mosaic.i32(0)) for v in (place, value))
-            address = arith.addi(base, arith.muli(place, mosaic.i32(4)))
-            mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", address, value)
-
-    layout = mosaic.strided(index.shape, 1)
-    mosaic.inline(emit, [ref, index, values], [mosaic.REFERENCE, layout, layout])
 
 
 def async_fence() -> None:

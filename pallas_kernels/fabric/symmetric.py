@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,15 +26,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import layout, mosaic, ptx
 from pallas_kernels.fabric.fabric import RanksOfMesh
-from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.hardware import LANES
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i64, scalar
 
 # A word that gives a buffer's address holds, from the highest bit: the address without its last
 # four bits, a flag, and a tag, the low bits of the call's number.
 _TAG_BITS = 18
 _NOT_SHARED = 1 << _TAG_BITS  # the flag: the buffer is outside the pool that other processes map
-_REFUSED = 1 << 62  # in a word of a fault: a buffer is outside that pool
-_FOREVER_S = 1e9
 _VALUES_AT_ONCE = 1024  # words that a warpgroup polls at a time
 
 
@@ -45,14 +43,10 @@ class Gpus(RanksOfMesh):
     Attributes:
       place: [1] int32, the place of this rank's GPU in the mesh; an operand of every kernel.
       base: the address of GPU 0's heap.
-      quiet: whether the kernel must not print, as one that multiplies: ptxas makes its products
-        wait for each other wherever a kernel calls a function. Who then waits in vain leaves word
-        of it, all other waits end, and the next kernel of the GPU ends the program.
     """
 
     place: Any = None
     base: int = layout.BASE
-    quiet: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_calls", [])  # holds the call that is being traced, if any
@@ -155,9 +149,6 @@ class Gpus(RanksOfMesh):
                     counter = _at(heap, layout.CALLS, (peer, 8 * layout.MAX_BLOCKS), (index, 8))
                     with mosaic.when(arith.andi(own, _below(index, layout.MAX_BLOCKS))):
                         _store(counter, number)
-            if not self.quiet:
-                with mosaic.when(arith.andi(first, _below(thread, 1))):
-                    self._end_if_broken(name, heap)
 
         layouts = [REFERENCE, *[SCALAR] * (1 + num_ranks), *[REFERENCE] * len(buffers)]
         mosaic.inline(emit, [table, call.here, *peers, *buffers], layouts)
@@ -217,20 +208,16 @@ class Gpus(RanksOfMesh):
 
                 (word,) = ptx.poll(
                     ask,
-                    lambda _: self._give_up(call.name, heap, scalar(rank), source),
+                    lambda _: ptx.give_up(call.name, self.timeout_s, scalar(rank), source),
                     timeout_s=self.timeout_s,
                     types=[mosaic.integer_type(64)],
-                    broken=self._broken(heap),
                 )
                 hidden = arith.cmpi(
                     arith.CmpIPredicate.ne, arith.andi(word, i64(_NOT_SHARED)), i64(0)
                 )
                 elsewhere = arith.cmpi(arith.CmpIPredicate.ne, delta, i64(0))
                 with mosaic.when(arith.andi(hidden, elsewhere)):
-                    if self.quiet:
-                        self._leave_word(heap, _REFUSED, scalar(rank), source)
-                    else:
-                        ptx.refuse(call.name, scalar(rank), source)
+                    ptx.refuse(call.name, scalar(rank), source)
                 address = arith.shli(arith.shrui(word, i64(_TAG_BITS + 1)), i64(4))
                 own = _of_lane([mosaic.address(ref) for ref in refs], buffer)
                 offset = arith.subi(arith.addi(address, delta), own)
@@ -290,7 +277,6 @@ class Gpus(RanksOfMesh):
         def emit(table: Any, here: Any, rank: Any, count: Any, *peers: Any) -> None:
             lane = mosaic.lane()
             peer = _of_lane(list(map(scalar, peers)), lane)
-            heap = self._heap(scalar(here))
             some = arith.cmpi(arith.CmpIPredicate.ne, scalar(count), i32(0))
             with mosaic.when(arith.andi(some, _below(lane, self.num_ranks))):
                 target = call.signal(table, lane, scalar(count))
@@ -301,9 +287,8 @@ class Gpus(RanksOfMesh):
 
                 ptx.poll(
                     ask,
-                    lambda _: self._give_up(what, heap, scalar(rank), lane),
+                    lambda _: ptx.give_up(what, self.timeout_s, scalar(rank), lane),
                     timeout_s=self.timeout_s,
-                    broken=self._broken(heap),
                 )
             _acquire()
             mosaic.barrier()
@@ -311,80 +296,6 @@ class Gpus(RanksOfMesh):
         layouts = [REFERENCE, *[SCALAR] * (3 + self.num_ranks)]
         operands = [call.table, call.here, call.rank, jnp.asarray(count, jnp.int32), *call.peers]
         mosaic.inline(emit, operands, layouts)
-
-    def report(self, kind: int, count: Any) -> None:
-        """Reports `count` of a kind to the blocks of this rank that `await_reports` of this block.
-
-        Who sees the report also sees what this warpgroup wrote, and what it saw of peers. `count`
-        is from 1 to 2**layout.COUNT_BITS - 1 and never falls during a call.
-        """
-        call = self._call
-
-        def emit(table: Any, here: Any, rank: Any, count: Any) -> None:
-            mosaic.barrier()
-            with mosaic.when(_below(mosaic.lane(), 1)):
-                word = call.signal(table, scalar(rank), scalar(count))
-                place = self._report(scalar(here), kind, mosaic.block())
-                mosaic.asm("st.release.gpu.global.b64 [$0], $1;", "l,l,~{memory}", place, word)
-
-        layouts = [REFERENCE, *[SCALAR] * 3]
-        operands = [call.table, call.here, call.rank, jnp.asarray(count, jnp.int32)]
-        mosaic.inline(emit, operands, layouts)
-
-    def await_reports(self, blocks: range, count: Any, least: Any) -> jax.Array:
-        """Waits for some of this rank's blocks to report `count` or more of every kind.
-
-        `least` [LANES / WARP] int32 is shared memory for this warpgroup alone. Returns the least
-        count that any of them has reported. There is no timeout: a block that waits for a peer has
-        one, and leaves word of it.
-        """
-        call = self._call
-
-        def emit(table: Any, here: Any, rank: Any, count: Any, least: Any) -> Any:
-            target = call.signal(table, scalar(rank), scalar(count))
-            broken = self._broken(self._heap(scalar(here)))
-            found = i32(2**layout.COUNT_BITS - 1)
-            places = [
-                self._report(
-                    scalar(here),
-                    kind,
-                    arith.minui(arith.addi(mosaic.lane(), i32(first)), i32(blocks.stop - 1)),
-                )
-                for kind in range(layout.REPORT_KINDS)
-                for first in range(blocks.start, blocks.stop, LANES)
-            ]
-
-            def ask() -> tuple[Value, list[Value]]:
-                words = [_load(place) for place in places]
-                late = [mosaic.below(word, target) for word in words]
-                return functools.reduce(arith.ori, late), words
-
-            words = ptx.poll(
-                ask, lambda _: None, timeout_s=_FOREVER_S, broken=broken,
-                types=[mosaic.integer_type(64)] * len(places),
-            )  # fmt: skip
-            for word in words:
-                mask = i64(2**layout.COUNT_BITS - 1)
-                found = arith.minui(found, _narrow(arith.andi(word, mask)))
-            text = "redux.sync.min.u32 $0, $1, 0xffffffff;"
-            found = mosaic.asm(text, "=r,r", found, returns=mosaic.integer_type(32))
-            warp = arith.divui(mosaic.lane(), i32(WARP))
-            place = mosaic.address(least, 32)
-            mosaic.barrier()  # all have read what it held before
-            mosaic.asm("st.shared.b32 [$0], $1;", "r,r,~{memory}", _plus(place, (warp, 4)), found)
-            mosaic.asm("fence.acquire.gpu;", "~{memory}")
-            mosaic.asm("fence.proxy.async;", "~{memory}")
-            mosaic.barrier()
-            for i in range(LANES // WARP):
-                text, word = "ld.shared.b32 $0, [$1];", mosaic.integer_type(32)
-                other = mosaic.asm(text, "=r,r,~{memory}", _plus(place, (i32(i), 4)), returns=word)
-                found = arith.minui(found, other)
-            return mosaic.splat(found, is_signed=True)
-
-        layouts = [REFERENCE, *[SCALAR] * 3, REFERENCE]
-        operands = [call.table, call.here, call.rank, jnp.asarray(count, jnp.int32), least]
-        returned = mosaic.scalar_type(jnp.int32)
-        return mosaic.inline(emit, operands, layouts, returned)
 
     def send_halves(self, words: Any, first: Any, count: int) -> None:
         """Sends pairs of int32 words to every rank, as values of two halves each.
@@ -481,7 +392,7 @@ class Gpus(RanksOfMesh):
             table: Any, here: Any, me: Any, rank: Any, start: Any, words: Any,
             *peers: Any,
         ) -> None:  # fmt: skip
-            source, heap = scalar(rank), self._heap(scalar(here))
+            source = scalar(rank)
             number = _load_shared(_plus(call.numbers(table), (source, 8)))
             peer = _of_lane(list(map(scalar, peers)), source)
             to = mosaic.address(words, 32)
@@ -501,10 +412,9 @@ class Gpus(RanksOfMesh):
             def poll(places: Sequence[Value]) -> list[Value]:
                 return ptx.poll(
                     lambda: ask(places),
-                    lambda _: self._give_up(what, heap, scalar(me), source),
+                    lambda _: ptx.give_up(what, self.timeout_s, scalar(me), source),
                     timeout_s=self.timeout_s,
                     types=[mosaic.integer_type(32)] * len(places),
-                    broken=self._broken(heap),
                 )
 
             for first in range(0, total, _VALUES_AT_ONCE):
@@ -538,46 +448,7 @@ class Gpus(RanksOfMesh):
         operands = [call.table, call.here, call.rank, rank, start, words, *call.peers]
         mosaic.inline(emit, operands, layouts)
 
-    # Ranks that wait in vain. A word of a fault holds, from the lowest bit: 32 of the block, 15 of
-    # the peer, 15 of the rank, `_REFUSED`, and a bit that is set.
-
-    def _give_up(self, what: str, heap: Value, rank: Value, peer: Value) -> None:
-        if self.quiet:
-            self._leave_word(heap, 0, rank, peer)
-        else:
-            ptx.give_up(what, self.timeout_s, rank, peer)
-
-    def _leave_word(self, heap: Value, kind: int, rank: Value, peer: Value) -> None:
-        ranks = arith.ori(arith.shli(_widen(rank), i64(15)), _widen(peer))
-        word = arith.ori(arith.shli(ranks, i64(32)), _widen(mosaic.block()))
-        _store(_at(heap, layout.FAULT), arith.ori(word, i64(kind - 2**63)))
-
-    def _broken(self, heap: Value) -> Callable[[], Value] | None:
-        if not self.quiet:
-            return None
-        word = _at(heap, layout.FAULT)
-        return lambda: arith.cmpi(arith.CmpIPredicate.ne, _load(word), i64(0))
-
-    def _end_if_broken(self, name: str, heap: Value) -> None:
-        """Ends the program if a quiet kernel has left word of a fault."""
-        word = _load(_at(heap, layout.FAULT))
-        with mosaic.when(arith.cmpi(arith.CmpIPredicate.ne, word, i64(0))):
-            rank, peer = (
-                _narrow(arith.andi(arith.shrui(word, i64(bits)), i64(2**15 - 1)))
-                for bits in (32 + 15, 32)
-            )
-            refused = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(word, i64(_REFUSED)), i64(0))
-            what = f"the kernel before {name}"
-            with mosaic.when(refused):
-                ptx.refuse(what, rank, peer)
-            ptx.give_up(what, self.timeout_s, rank, peer)
-
     # Addresses.
-
-    def _report(self, owner: Value, kind: int, block: Value) -> Value:
-        """Returns the address, in `owner`'s heap, of a block's report."""
-        start = layout.REPORTS + 8 * layout.MAX_BLOCKS * kind
-        return _at(self._heap(owner), start, (block, 8))
 
     def _heap(self, number: Value) -> Value:
         return _at(i64(self.base), 0, (number, layout.STRIDE))

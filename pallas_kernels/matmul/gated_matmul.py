@@ -51,7 +51,7 @@ def gated_product(
     """
     num_rows, depth = lhs.shape
     width = rhs[0].shape[2]
-    kernel = GatedProduct(
+    kernel = _GatedProduct(
         tiles,
         num_blocks,
         bool(interpret),
@@ -75,7 +75,7 @@ def gated_product(
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedProduct(Product):
+class _GatedProduct(Product):
     """The kernel of `gated_product`."""
 
     gating: Elementwise

@@ -202,13 +202,10 @@ class Product(Kernel):
         def load():
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
-                rows = (table[tile, column] for column in (GROUP, FIRST, END))
-                return *rows, left_edge, kind_of(tile)
+                return table[tile, GROUP], table[tile, FIRST], left_edge, kind_of(tile)
 
-            def one_tile(tile, carry):
-                used, there = carry
-                group, first, end, left_edge, kind = tile
-                there = self.await_rows(end, there, **scratch)
+            def one_tile(tile, used):
+                group, first, left_edge, kind = tile
                 cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.block_n)
                 together = 1 + self.matrices  # operands that are loaded together
 
@@ -227,9 +224,9 @@ class Product(Kernel):
                     return used
 
                 loads = [functools.partial(load_all, height) for height in self.tiles.heights]
-                return lax.switch(kind, loads, used), there
+                return lax.switch(kind, loads, used)
 
-            return self.each_of(total_tiles, look_up, one_tile, (jnp.int32(0), jnp.int32(0)))[0]
+            return self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
 
         def compute(computer):
             own = {name: scratch[name].at[computer] for name in _STAGING if name in scratch}
@@ -295,13 +292,6 @@ class Product(Kernel):
                 self._zero_tail(outs, num_live_rows, computer, own)
 
         self.take_roles(scratch, load, compute)
-
-    def await_rows(self, end: jax.Array, there: jax.Array, **scratch: Any) -> jax.Array:
-        """Waits, in the loader, until the rows before row `end` are there, if they still arrive.
-
-        `there` is what this returned for the tile before, 0 for the first.
-        """
-        return there
 
     def _multiply(
         self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, slot: Any
@@ -430,7 +420,7 @@ class Product(Kernel):
         first_chunk = lax.div(start, jnp.int32(STORED_ROWS))
         chunks = -(-self.num_rows // STORED_ROWS) - first_chunk
         workers = jnp.int32(self.num_blocks * COMPUTERS)
-        me = self.block() * COMPUTERS + computer
+        me = lax.axis_index("block") * COMPUTERS + computer
 
         def one_chunk(i, _):
             row, column = quotient_and_rest(me + i * workers, columns)

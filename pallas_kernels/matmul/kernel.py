@@ -90,10 +90,6 @@ class Kernel:
             compute(warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def block(self) -> jax.Array:
-        """Returns this block's number, of `num_blocks`."""
-        return lax.axis_index("block")
-
     def each_of(
         self,
         total: jax.Array,
@@ -106,7 +102,7 @@ class Kernel:
         The next tile is looked up before the body runs on the current one, to hide the latency of
         the look-up.
         """
-        block, stride = self.block(), self.num_blocks
+        block, stride = lax.axis_index("block"), self.num_blocks
         mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
 
         def looked_up(i):

@@ -87,35 +87,6 @@ def _lowest(heights: tuple[int, ...], rows: jax.Array) -> jax.Array:
     return lowest
 
 
-def count_tiles(start: Any, size: Any, heights: tuple[int, ...]) -> Any:
-    """Returns how many tiles cut the rows [start, start + size) of a group: none if it is empty."""
-    most = jnp.int32(heights[-1])
-    reach = lax.rem(start, jnp.int32(ROW_ALIGNMENT)) + size
-    return jnp.where(size > 0, lax.div(reach + (most - 1), most), 0)
-
-
-def write_tiles(
-    table: Any, entry: Any, group: Any, start: Any, size: Any, heights: tuple[int, ...]
-) -> None:
-    """Writes the tiles of a group's rows [start, start + size) to `table`, from `entry` on."""
-    first = start - lax.rem(start, ROW_ALIGNMENT)
-    tiles = count_tiles(start, size, heights)
-    parts = jnp.maximum(tiles, 1)
-    height = _lowest(heights, lax.div(start + size - first + (parts - 1), parts))
-
-    def write(i: Any, _: None) -> None:
-        row = first + i * height
-        end = jnp.minimum(row + height, start + size)
-        write_entry(table, entry + i, group, row, jnp.maximum(row, start), end)
-
-    lax.fori_loop(0, tiles, write, None)
-
-
-def write_entry(table: Any, entry: Any, *values: Any) -> None:
-    for column, value in enumerate(values):
-        table[entry, column] = value
-
-
 def by_kernel(
     group_sizes: jax.Array, heights: tuple[int, ...], num_rows: int, *, interpret: Any = None
 ) -> jax.Array:
@@ -131,10 +102,22 @@ def by_kernel(
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 
+        def tiles_of(start, size):
+            """Returns how many tiles cut a group's rows: none if it is empty."""
+            return jnp.where(
+                size > 0,
+                lax.div(lax.rem(start, ROW_ALIGNMENT) + size + (heights[-1] - 1), heights[-1]),
+                0,
+            )
+
         def count(group, totals):
             rows, tiles = totals
             size = size_of(group, rows)
-            return rows + size, tiles + count_tiles(rows, size, heights)
+            return rows + size, tiles + tiles_of(rows, size)
+
+        def write(entry, *values):
+            for column, value in enumerate(values):
+                table[entry, column] = value
 
         whole = own - lax.rem(own, _UNROLL)
 
@@ -150,15 +133,25 @@ def by_kernel(
         @pl.when(own < num_groups)
         def _group():
             size = size_of(own, start)
-            write_tiles(table, before, own, start, size, heights)
+            first = start - lax.rem(start, ROW_ALIGNMENT)
+            tiles = tiles_of(start, size)
+            parts = jnp.maximum(tiles, 1)
+            height = _lowest(heights, lax.div(start + size - first + (parts - 1), parts))
+
+            def write_tile(i, _):
+                row = first + i * height
+                end = jnp.minimum(row + height, start + size)
+                write(before + i, own, row, jnp.maximum(row, start), end)
+
+            lax.fori_loop(0, tiles, write_tile, None)
 
         @pl.when(own == num_groups)
         def _totals():
-            write_entry(table, most, before, start, start, start)
+            write(most, before, start, start, start)
 
             @pl.when(before == 0)
             def _():
-                write_entry(table, 0, zero, zero, zero, zero)
+                write(0, zero, zero, zero, zero)
 
     return plgpu.kernel(
         kernel,

@@ -44,13 +44,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.layout import (
-    MAX_VALUES,
-    NUM_COUNTERS,
-    REPORT_KINDS,
-    TILE_BYTES,
-    num_slots,
-)
+from pallas_kernels.fabric.layout import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_slots
 from pallas_kernels.fabric.sentinel_words import SlotMemory
 from support.kernels import KERNELS_RUN, WHY_NOT
 
@@ -147,15 +141,6 @@ class Simulated:
 
     def wait(self, kind: int, count: Any, what: str) -> None:
         _on_host(_Wait(kind, self.num_ranks, what), count)
-
-    def report(self, kind: int, count: Any) -> None:
-        _on_host(_Report(kind), count)
-
-    def await_reports(self, blocks: range, count: Any, least: Any) -> jax.Array:
-        del least
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        (found,) = _on_host(_AwaitReports(blocks), count, returns=[scalar])
-        return found
 
     def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
         ranks = range(self.num_ranks) if ranks is None else ranks
@@ -411,51 +396,6 @@ class _Wait:
                 simulation.visible.wait(thread.block_id, seen.visible)
                 simulation.hears(thread, [rank])
         simulation.lanes.barrier(thread)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Report:
-    kind: int
-
-    def run(self, simulation: _Simulation, thread: Any, count: Any) -> None:
-        simulation.lanes.barrier(thread)
-        clock = simulation.memory.incr_clock(thread)
-        with simulation.changed:
-            rank, block, count = thread.block_id, simulation.finished_blocks, int(count)
-            sent = [simulation.reports[rank, kind, block] for kind in range(REPORT_KINDS)]
-            if sent[self.kind] and sent[self.kind][-1][0] > count:
-                raise KernelError(f"rank {rank} reports {count} after {sent[self.kind][-1][0]}")
-            sent[self.kind].append((count, clock))
-            if all(sent):  # what is promised: the rows before this one are there
-                rows = min(reports[-1][0] for reports in sent) - 1
-                simulation.promises.append((rank, rows, simulation.rows_written(rank, rows)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _AwaitReports:
-    """Blocks run one after the other here, so that a report is there or will never be.
-
-    The count that is returned is the one that is waited for: nothing tells what else is there.
-    """
-
-    blocks: range
-
-    def run(self, simulation: _Simulation, thread: Any, count: Any) -> Any:
-        rank = thread.block_id
-        for block, kind in itertools.product(self.blocks, range(REPORT_KINDS)):
-            sent = simulation.reports[rank, kind, block]
-            if not sent or sent[-1][0] < int(count):
-                raise KernelError(
-                    f"rank {rank} waits for report {int(count)} of kind {kind} of block {block}, "
-                    f"which reports {[found for found, _ in sent]}"
-                )
-            clock = next(clock for found, clock in sent if found >= int(count))
-            with simulation.memory.lock:
-                simulation.memory.clocks[thread].update(clock)
-        with simulation.changed:
-            simulation.told.add(rank)
-        simulation.lanes.barrier(thread)
-        return [np.int32(count)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -739,8 +679,6 @@ class _Simulation:
         self.finished_blocks = 0
         self.entered: set[int] = set()  # ranks
         self.heard: set[tuple[int, int]] = set()  # ranks, and peers that they received something of
-        # By rank, kind and block: the counts that were reported, and the clocks then.
-        self.reports: dict[tuple[int, int, int], Any] = collections.defaultdict(list)
         self.values: dict[tuple[int, int], dict[int, Any]] = collections.defaultdict(dict)
         self._begin_block()
 
@@ -750,9 +688,6 @@ class _Simulation:
         self.connected: dict[int, list[Any]] = collections.defaultdict(list)  # by rank: clocks
         self.copies: dict[Any, _Copies] = collections.defaultdict(_Copies)
         self.lanes = _Lanes()
-        self.told: set[int] = set()  # ranks that know of earlier blocks' writes
-        # Of reports: the rank, up to which row its block has written all it will, and which.
-        self.promises: list[tuple[int, int, Any]] = []
         self.visible = _Visible()
         self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
         self.exit_clocks: dict[int, Any] = {}
@@ -807,7 +742,7 @@ class _Simulation:
                 if not self.is_connected(thread):
                     raise KernelError(f"a rank's memory before connect: {what}")
                 self.remote_accesses.append((owner, clock, what))
-            if self.reads_ahead(thread, key, access, write):
+            if self.reads_ahead(key, access, write):
                 return
             self.visible.access(thread.block_id, key, shape, access, write, what)
             for table in (self.writers, self.readers):
@@ -815,8 +750,7 @@ class _Simulation:
             touched = [self.writers[key][access.range]]
             if write:
                 touched.append(self.readers[key][access.range])
-            told = not write and thread.block_id in self.told
-            if not told and any(np.any((b >= 0) & (b != self.block)) for b in touched):
+            if any(np.any((block >= 0) & (block != self.block)) for block in touched):
                 raise KernelError(f"block {self.block} of the grid touches another's: {what}")
             (self.writers if write else self.readers)[key][access.range] = self.block
 
@@ -827,22 +761,10 @@ class _Simulation:
             np.all(now >= clock.generic_clock.clock) for clock in self.connected[thread.block_id]
         )
 
-    def reads_ahead(self, thread: Any, key: Any, access: Any, write: bool) -> bool:
-        """Whether this loads what may come later, and then goes unused.
-
-        Vectors of routes do, and tiles of rows, which hold some of other groups.
-        """
+    def reads_ahead(self, key: Any, access: Any, write: bool) -> bool:
+        """Whether this loads a vector of routes: of entries that may come later, and go unused."""
         is_integer = self.memory.buffer_shape_and_dtype(key).dtype == np.int32
-        is_tile = thread.block_id in self.told and not is_integer
-        return not write and access.shape != () and (is_integer or is_tile)
-
-    def rows_written(self, rank: int, end: int) -> dict[Any, np.ndarray]:
-        """Returns which of a rank's first `end` rows this block has written, by array of rows."""
-        return {
-            key: (writers[rank, :end] == self.block).any(axis=-1)
-            for key, writers in self.writers.items()
-            if writers.ndim == 3 and self.memory.buffer_shape_and_dtype(key).dtype != np.int32
-        }
+        return not write and is_integer and access.shape != ()
 
     def hears(self, thread: Any, peers: Any) -> None:
         self.heard |= {(thread.block_id, peer) for peer in peers}
@@ -864,14 +786,6 @@ class _Simulation:
         for owner, clock, what in accesses if self.memory.detect_races else ():
             if np.any(clock.clock > self.exit_clocks[owner].generic_clock.clock):
                 raise KernelError(f"rank {owner} may leave before this has ended: {what}")
-        for rank, rows, before in self.promises:
-            for key, written in self.rows_written(rank, rows).items():
-                late = written & ~before.get(key, np.zeros_like(written))
-                if late.any():
-                    raise KernelError(
-                        f"rank {rank} reports that its rows before {rows} are there, and writes "
-                        f"rows {np.flatnonzero(late)} after it"
-                    )
         self.visible.finish()
         self.block += 1
         self.finished_blocks += 1
@@ -929,8 +843,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
     @simulation.remembers
     def access(self: Any, key: Any, transforms: Any) -> Any:
         found = original["access"](self, key, transforms)
-        if not simulation.told:  # a tile of rows to multiply may reach past the last row
-            _check_bounds(found.range, self.buffer_shape_and_dtype(key).shape)
+        _check_bounds(found.range, self.buffer_shape_and_dtype(key).shape)
         return found
 
     def checking(name: str, write: bool) -> Callable[..., None]:
@@ -938,7 +851,7 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
         def check(self: Any, thread: Any, clock: Any, key: Any, access: Any, **info: Any) -> None:
             if key.memory_space_id == shared_memory.get_memory_space_idx(plgpu.GMEM):
                 simulation.note_access(thread, clock, key, access, write)
-                if simulation.reads_ahead(thread, key, access, write):
+                if simulation.reads_ahead(key, access, write):
                     return
             try:
                 original[name](self, thread, clock, key, access, **info)

@@ -1,1 +1,0 @@
-"""Kernels in which some thread blocks exchange rows while others multiply them."""
