@@ -7,10 +7,12 @@ parameters, tokens and R. They are compared with (a) `lax.ragged_all_to_all` wit
 and (b) the fastest exchange of plain XLA collectives with this library's grouped matmul.
 
 Throughputs and speed-ups follow from in-loop wall times. FLOP/s count the experts' matmuls of rows
-that were routed: 6 H F for a row, three times that with gradients. "Communication" is the share of
-the device time that kernels of the exchange and of XLA's collectives take, including their waiting
-for peers. "Peak" is the memory that the program holds on a device, according to XLA: arguments,
-results and temporaries.
+that were routed: 6 H F for a row, three times that with gradients. "Matmul" is what the device time
+has of the experts' matmuls, "exchange" what it has of the exchange and of XLA's collectives,
+including their waiting for peers; they run one after the other. "If hidden" is what would be left
+of the device time if the shorter of the two ran behind the longer and slowed it down by nothing.
+"Peak" is the memory that the program holds on a device, according to XLA: arguments, results and
+temporaries.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from jax_ep.moe.routing import Score
 DIRECTIONS = ("forward", "forward_backward")
 OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
 COMMUNICATION = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
+MATMUL = re.compile(r"^(grouped_matmul|ragged_dot|gmm)", re.IGNORECASE)  # of the experts
 # The largest error of a row of a result, in norm, relative to the norms of the row and of the mean
 # row: some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
@@ -242,8 +245,7 @@ def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
     result["tokens_per_s"] = case["ranks"] * case["tokens"] / seconds
     result["tflops_per_rank"] = flops / seconds / 1e12
     if result["device"] is not None:
-        by_kernel = result["device"]["by_kernel_us"]
-        result["communication_share"] = communication_share(by_kernel)
+        result |= parts_of(result["device"])
     return result
 
 
@@ -257,10 +259,25 @@ def memory_of(loop: Loop) -> dict[str, Any]:
     return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
 
 
-def communication_share(by_kernel: dict[str, float]) -> float:
-    """Computes the share of the device time that kernels of communication take, by their names."""
-    in_exchange = sum(us for name, us in by_kernel.items() if COMMUNICATION.search(name))
-    return in_exchange / sum(by_kernel.values())
+def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
+    """Computes what the device time has of matmuls and of communication, by the kernels' names.
+
+    Returns:
+      A dict of the microseconds "matmul_us" and "exchange_us", of "communication_share", the
+      latter's part of all kernels, and of "if_hidden_us", the device time without the shorter of
+      the two; None without kernels that are known to be the experts' matmuls.
+    """
+    by_kernel = device["by_kernel_us"]
+    exchange, matmul = (
+        sum(us for name, us in by_kernel.items() if kind.search(name))
+        for kind in (COMMUNICATION, MATMUL)
+    )
+    return {
+        "matmul_us": matmul or None,
+        "exchange_us": exchange,
+        "communication_share": exchange / sum(by_kernel.values()),
+        "if_hidden_us": device["slowest_us"] - min(exchange, matmul) if matmul else None,
+    }
 
 
 def make_state(shape: Shape, num_tokens: int, mesh: Mesh, seed: int) -> Any:
@@ -396,7 +413,8 @@ def compare(rows: list[report.Row]) -> None:
 
 _COLUMNS = (
     "shape", "tokens", "ranks", "direction", "layer", "wire", "checked", "wall us", "low..high",
-    "device us", "tokens/s", "TFLOP/s/rank", "communication", "peak MiB", "vs (a)", "vs (b)",
+    "device us", "matmul us", "exchange us", "if hidden us", "tokens/s", "TFLOP/s/rank", "peak MiB",
+    "vs (a)", "vs (b)",
 )  # fmt: skip
 _TEXT = ("shape", "direction", "layer", "wire", "checked")
 
@@ -430,9 +448,9 @@ def _cells(row: report.Row) -> list[str]:
         cell(wall.get("median_us"), "{:.1f}"),
         "{low_us:.1f}..{high_us:.1f}".format(**wall) if wall else "failed",
         cell(device.get("slowest_us"), "{:.1f}"),
+        *(cell(row.get(key), "{:.1f}") for key in ("matmul_us", "exchange_us", "if_hidden_us")),
         cell(row.get("tokens_per_s"), "{:.0f}"),
         cell(row.get("tflops_per_rank"), "{:.3g}"),
-        cell(row.get("communication_share"), "{:.0%}"),
         cell(None if row.get("peak_bytes") is None else row["peak_bytes"] / 2**20, "{:.0f}"),
         cell(row.get("speedup_over_ragged"), "{:.2f}x"),
         cell(row.get("speedup_over_xla"), "{:.2f}x"),

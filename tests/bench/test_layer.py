@@ -148,7 +148,7 @@ def test_bench_layer_measures_every_case_and_writes_them(tmp_path, capsys):
     (header,) = (line for line in lines if line.startswith("shape"))
     for column in ("wall us", "tokens/s", "TFLOP/s/rank", "peak MiB", "vs (b)"):
         assert column in header
-    assert "vs (a)" not in header and "communication" not in header  # neither was measured
+    assert "vs (a)" not in header and "exchange us" not in header  # neither was measured
     assert sum(line.startswith("mixtral  ") for line in lines) == len(rows)
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
@@ -233,7 +233,7 @@ def test_speedups_are_over_the_fastest_of_their_own_work():
     assert "speedup_over_xla" not in other and "speedup_over_xla" not in failed
 
 
-def test_communication_is_known_by_its_kernels():
+def test_parts_of_the_device_time_are_known_by_their_kernels():
     by_kernel = {
         "ep_dispatch": 3.0,
         "ncclDevKernel_AllGather_RING_LL": 2.0,
@@ -241,7 +241,13 @@ def test_communication_is_known_by_its_kernels():
         "grouped_matmul_product": 5.0,
         "loop_multiply_fusion": 1.0,
     }
-    assert math.isclose(bench_layer.communication_share(by_kernel), 0.5)
+    device = {"by_kernel_us": by_kernel, "slowest_us": 12.5}
+    parts = {"matmul_us": 5.0, "exchange_us": 6.0, "communication_share": 0.5, "if_hidden_us": 7.5}
+    assert bench_layer.parts_of(device) == parts
+    del by_kernel["grouped_matmul_product"]
+    others = bench_layer.parts_of(device)
+    assert others["matmul_us"] is None and others["if_hidden_us"] is None
+    assert math.isclose(others["communication_share"], 6 / 7)
 
 
 @pytest.mark.parametrize(

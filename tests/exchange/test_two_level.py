@@ -94,12 +94,17 @@ def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, m
         assert_outputs(run(inputs), run_reference(case, inputs), f"routing {kind!r}")
 
 
-@pytest.mark.parametrize(
-    "num_hosts, host_capacity, few",
-    quick(
-        [(2, None, 0), (2, 3, 0), (4, None, 0), (4, 2, 0), (2, None, 9), (4, 2, 9)], (4, None, 0)
-    ),
-)
+SOURCES = {
+    "two": (2, None, 0),
+    "two with slots": (2, 3, 0),
+    "four": (4, None, 0),
+    "four with slots": (4, 2, 0),
+    "two at once": (2, None, 9),
+    "four at once, with slots": (4, 2, 9),
+}
+
+
+@pytest.mark.parametrize("num_hosts, host_capacity, few", quick(SOURCES, "two", "four"))
 def test_sources_in_the_order_of_the_kernels(num_hosts, host_capacity, few, monkeypatch):
     """This host's own tokens and those of all others, in one call each, or all in one if few."""
     monkeypatch.setattr(TwoLevel, "_inside", lambda *_, **__: (xla_exchange, True))
@@ -334,12 +339,20 @@ def test_a_layer_over_hosts(monkeypatch):
 # ------------------------------------------------------------------------ bytes, and which it is
 
 
-BYTES = {"two": (2, None, 1, 1.15), "four": (4, None, 3, 3.2), "a third": (4, 21, 0.98, 1.15)}
+BYTES = {
+    "two": (2, None, 1, 1.15),
+    "two, swapping": (2, None, 1, 1.15),
+    "four": (4, None, 3, 3.2),
+    "a third": (4, 21, 0.98, 1.15),
+}
 
 
-@pytest.mark.parametrize("num_hosts, host_capacity, least, most", quick(BYTES, "four"))
-def test_tokens_cross_to_each_host_once(num_hosts, host_capacity, least, most, monkeypatch):
+@pytest.mark.parametrize("case", quick([*BYTES], "two, swapping", "four"))
+def test_tokens_cross_to_each_host_once(case, monkeypatch):
     """By the text of the compiled programs, with implementation=None; and what they hold."""
+    num_hosts, host_capacity, least, most = BYTES[case]
+    if case == "two, swapping":
+        monkeypatch.setattr(rail, "FEW_TOKENS", 0)
     mesh = mesh_of(num_hosts, 3 - num_hosts // 2, monkeypatch)
     case = Case(8, 64, 1024, 8, 64, "bfloat16", 768)
     hosts = [rank * num_hosts // 8 for rank in range(8)]
