@@ -376,7 +376,8 @@ def _between_hosts(
     tokens_of_call = num_tokens
     if at_once:
         tokens_of_call = num_hosts * slots + (num_tokens if slots < num_tokens else 0)
-    arrivals = 1 if num_hosts == 2 and not at_once else num_hosts  # two hosts swap rows
+    swap = num_hosts == 2 and slots > plans.FEW_TOKENS  # else what both send is gathered
+    arrivals = 1 if swap else num_hosts
     in_turns = implementation == "pallas" and num_hosts > 2 and not at_once
     inside = dataclasses.replace(
         shape,
