@@ -404,9 +404,7 @@ def test_one_host_is_one_level(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "num_tokens, num_axes, host_capacity", quick([(64, 1, None), (300, 2, 20)], (64, 1, None))
-)
+@pytest.mark.parametrize("num_tokens, num_axes, host_capacity", [(64, 1, None), (300, 2, 20)])
 def test_kernels_run_inside_hosts(num_tokens, num_axes, host_capacity, monkeypatch):
     """Lowered for GPUs: one kernel for few tokens of all hosts, two for many."""
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "4")
