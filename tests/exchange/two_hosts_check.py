@@ -1,0 +1,148 @@
+"""Two GPUs of one machine as two hosts: is the exchange right, and what is its time next to NCCL's.
+
+    python tests/exchange/two_hosts_check.py
+
+Starts two processes that see a GPU each and are told to be a host each. They check the exchange and
+its gradients against `jax_ep.reference` under every routing of the contract's tests, for few tokens
+and for many, then time dispatch, combine and the gradient of a weighted combine in compiled loops,
+and the collectives that move the same rows. NCCL takes NVLink between the two, which hosts do not
+have: NCCL_P2P_DISABLE=1 keeps it from that. pytest does not collect this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(_TESTS), str(_TESTS.parent)]
+AXIS = "expert"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--num_experts", type=int, default=256)
+    parser.add_argument("--top_k", type=int, default=8)
+    parser.add_argument("--calls", type=int, default=40, help="of a loop that is timed")
+    parser.add_argument("--cpu", action="store_true", help="two CPU devices instead of GPUs")
+    parser.add_argument("--process", type=int, help="the number of one that this program starts")
+    parser.add_argument("--coordinator")
+    arguments = parser.parse_args()
+    if arguments.process is None:
+        return start(arguments.cpu)
+    run(arguments)
+    return 0
+
+
+def start(cpu: bool) -> int:
+    """Runs both processes; returns the first exit status that is not 0."""
+    from support.processes import free_address
+
+    coordinator, running = free_address(), []
+    for process in range(2):
+        environment = os.environ | {"JAX_EP_DEVICES_PER_HOST": "1"}
+        environment |= {"JAX_PLATFORMS": "cpu"} if cpu else {"CUDA_VISIBLE_DEVICES": str(process)}
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        command += [f"--process={process}", f"--coordinator={coordinator}"]
+        running.append(subprocess.Popen(command, env=environment))
+    return next(filter(None, [process.wait() for process in running]), 0)
+
+
+def run(arguments: Any) -> None:
+    """One process's part; the first one prints the times."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+    from support import contract
+
+    jax.distributed.initialize(arguments.coordinator, 2, arguments.process)
+    mesh = Mesh(np.asarray(jax.devices()), (AXIS,))
+    for num_tokens in (6, 300):
+        case = contract.Case(2, num_tokens, 256, 3, 8, "bfloat16", 3 * num_tokens)
+        contract.check_ranks_here(case, mesh, contract.ROUTINGS, "two_level")
+    if arguments.process == 0:
+        print("the contract holds", flush=True)
+    for name, microseconds in times(mesh, arguments):
+        if arguments.process == 0:
+            low, median, high = microseconds
+            print(f"{name:<28}{median:9.1f}  ({low:.1f} - {high:.1f})", flush=True)
+
+
+def times(mesh: Any, arguments: Any) -> Any:
+    """Yields what is timed, and the least, the median and the most microseconds of a call."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax import lax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+    from support.contract import shared
+
+    import jax_ep
+
+    num_rows, top_k = 2 * arguments.tokens, arguments.top_k
+    rng, sharding = np.random.default_rng(0), NamedSharding(mesh, P(AXIS))
+
+    def on_ranks(function: Callable[..., Any]) -> Callable[..., Any]:
+        specs = dict(in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+        return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
+
+    def timed(step: Callable[..., Any], *operands: Any) -> tuple[float, float, float]:
+        def loop(*operands: Any) -> Any:
+            def call(_: Any, before: Any) -> Any:
+                # A call begins when the one before it has ended, and nothing else ties them.
+                now, _ = lax.optimization_barrier((operands, before))
+                first = jax.tree.leaves(lax.optimization_barrier(step(*now)))[0]
+                return first.reshape(-1)[:1].astype(jnp.float32)
+
+            return lax.fori_loop(0, arguments.calls, call, jnp.zeros(1))
+
+        program, found = on_ranks(loop), []
+        for _ in range(8):
+            begin = time.perf_counter()
+            jax.block_until_ready(program(*operands))
+            found.append((time.perf_counter() - begin) / arguments.calls * 1e6)
+        return min(found[1:]), statistics.median(found[1:]), max(found[1:])
+
+    def dispatch(x: Any, topk_idx: Any) -> Any:
+        sent = jax_ep.dispatch(
+            x,
+            topk_idx,
+            num_experts=arguments.num_experts,
+            axis_name=AXIS,
+            capacity=arguments.tokens * top_k * 9 // 8,
+        )
+        return sent.tokens, sent.handle
+
+    def combine_grad(g: Any, y: Any, handle: Any, weights: Any) -> Any:
+        return jax.vjp(lambda *both: jax_ep.combine(both[0], handle, both[1]), y, weights)[1](g)
+
+    tokens = rng.standard_normal((num_rows, arguments.hidden)).astype(jnp.bfloat16)
+    choices = np.argsort(rng.random((num_rows, arguments.num_experts)), axis=1)[:, :top_k]
+    weights = rng.random((num_rows, top_k)).astype(np.float32)
+    arrays = (tokens, choices.astype(np.int32), weights)
+    x, topk_idx, weights = (shared(array, sharding) for array in arrays)
+    y, handle = on_ranks(dispatch)(x, topk_idx)
+    both = on_ranks(lambda x: jnp.stack([x, x]))(x)
+
+    def scatter(both: Any) -> Any:
+        return lax.psum_scatter(both, AXIS, scatter_dimension=0)
+
+    yield "all-gather of the rows", timed(lambda x: lax.all_gather(x, AXIS), x)
+    yield "reduce-scatter", timed(scatter, both)
+    yield "dispatch", timed(dispatch, x, topk_idx)
+    yield "combine", timed(jax_ep.combine, y, handle, weights)
+    yield "gradient of the combine", timed(combine_grad, x, y, handle, weights)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
