@@ -7,12 +7,11 @@ parameters, tokens and R. They are compared with (a) `lax.ragged_all_to_all` wit
 and (b) the fastest exchange of plain XLA collectives with this library's grouped matmul.
 
 Throughputs and speed-ups follow from in-loop wall times. FLOP/s count the experts' matmuls of rows
-that were routed: 6 H F for a row, three times that with gradients. "Matmul" is what the device time
-has of the experts' matmuls, "exchange" what it has of the exchange and of XLA's collectives,
-including their waiting for peers; they run one after the other. "If hidden" is what would be left
-of the device time if the shorter of the two ran behind the longer and slowed it down by nothing.
-"Peak" is the memory that the program holds on a device, according to XLA: arguments, results and
-temporaries.
+that were routed: 6 H F for a row, three times that with gradients. "Matmul" is the device time of
+the experts' matmuls, "exchange" that of the exchange and of XLA's collectives, waits for peers
+included; both are means over ranks. "If hidden" is the slowest rank's device time less the shorter
+of the two: what would remain if it ran behind the longer at no cost. "Peak" is the memory that the
+program holds on a device, according to XLA: arguments, results and temporaries.
 """
 
 from __future__ import annotations
@@ -52,8 +51,9 @@ from jax_ep.moe.routing import Score
 
 DIRECTIONS = ("forward", "forward_backward")
 OUTPUTS = ("out", "dgate", "dwi_0", "dwi_1", "dwo", "dx")
-COMMUNICATION = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
-MATMUL = re.compile(r"^(grouped_matmul|ragged_dot|gmm)", re.IGNORECASE)  # of the experts
+# Kernels of the exchange and of XLA's collectives, and of this library's matmuls.
+EXCHANGE = re.compile(r"^ep_|nccl|barrier|ragged_?all_?to_?all|all_?reduce", re.IGNORECASE)
+MATMUL = re.compile(r"^grouped_matmul")
 # The largest error of a row of a result, in norm, relative to the norms of the row and of the mean
 # row: some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
@@ -260,22 +260,20 @@ def memory_of(loop: Loop) -> dict[str, Any]:
 
 
 def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
-    """Computes what the device time has of matmuls and of communication, by the kernels' names.
+    """Splits the device time into the experts' matmuls and the exchange, by kernel names.
 
     Returns:
-      A dict of the microseconds "matmul_us" and "exchange_us", of "communication_share", the
-      latter's part of all kernels, and of "if_hidden_us", the device time without the shorter of
-      the two; None without kernels that are known to be the experts' matmuls.
+      A dict of the microseconds "matmul_us" and "exchange_us", and of "if_hidden_us", the device
+      time less the shorter of the two; None where no kernel is known to be a matmul of experts.
     """
     by_kernel = device["by_kernel_us"]
     exchange, matmul = (
         sum(us for name, us in by_kernel.items() if kind.search(name))
-        for kind in (COMMUNICATION, MATMUL)
+        for kind in (EXCHANGE, MATMUL)
     )
     return {
         "matmul_us": matmul or None,
         "exchange_us": exchange,
-        "communication_share": exchange / sum(by_kernel.values()),
         "if_hidden_us": device["slowest_us"] - min(exchange, matmul) if matmul else None,
     }
 

@@ -140,9 +140,11 @@ class Exchange(Protocol):
 
 
 class ExchangeInParts(Exchange, Protocol):
-    """An `Exchange` that can send the tokens of one dispatch in several calls.
+    """An `Exchange` that can send the tokens of one dispatch in several calls, some in each.
 
-    In `into` a call takes what the calls before it returned, and adds its own rows.
+    The routes' rows are those of the call's tokens; the counts are of the whole dispatch. The first
+    call writes zeros where no row will be, as the config says. `into` is what the call before
+    returned: a call writes its tokens' rows there and keeps the others. Without a wire_dtype only.
     """
 
     def dispatch_like(
@@ -160,5 +162,5 @@ class ExchangeInParts(Exchange, Protocol):
         config: Config,
         into: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the cotangents of y [R, H] and of some tokens' weights [T, K] float32."""
+        """Computes the cotangents of some tokens: of y [R, H] in their rows, of their weights."""
         ...

@@ -372,12 +372,15 @@ def _between_hosts(
     `slots` is the number of rows that a rank sends to each host.
     """
     num_tokens, group_size = shape.num_tokens, shape.num_ranks // num_hosts
+    sums = operation in ("combine", "dispatch_grad")
+    if sums and group_size == 1:
+        implementation = "xla"  # which sums for a rank alone on its host
     at_once = implementation == "pallas" and num_tokens <= plans.FEW_TOKENS
     tokens_of_call = num_tokens
     if at_once:
         tokens_of_call = num_hosts * slots + (num_tokens if slots < num_tokens else 0)
-    swap = num_hosts == 2 and slots > plans.FEW_TOKENS  # else what both send is gathered
-    arrivals = 1 if swap else num_hosts
+    permutes = num_hosts == 2 and slots > plans.FEW_TOKENS  # else what both send is gathered
+    arrivals = 1 if permutes else num_hosts
     in_turns = implementation == "pallas" and num_hosts > 2 and not at_once
     inside = dataclasses.replace(
         shape,
@@ -388,22 +391,31 @@ def _between_hosts(
         wire_dtype=None,
         quantized=False,
     )
-    rail = shape.sent_rows(arrivals * slots)
+    # With a wire_dtype rows are sent as whole lines, but not sums.
+    sent_bytes = shape.sent_rows(1)
+    if shape.wire_dtype is not None and not sums:
+        sent_bytes = align_up(sent_bytes, plans.ROW_BYTES)
+    rail = arrivals * slots * sent_bytes
     weights = 0 if shape.by_rank else _WORD * arrivals * slots * shape.top_k
-    if operation in ("combine", "dispatch_grad"):
+    # Of the kernels', in the order of ranks inside the host, copied to or from that of all ranks.
+    by_kernels = shape.by_rank and implementation == "pallas"
+    in_order = inside.rows(group_size * tokens_of_call) if by_kernels else 0
+    if sums:
         if shape.wire_dtype is not None or (group_size > 1 and not shape.by_rank):
             inside = dataclasses.replace(inside, dtype=jnp.dtype(jnp.float32))
         widened = implementation == "pallas" and inside.dtype != shape.dtype
         return {
             "sums for and of other hosts": 2 * rail,
-            "sums of this host": 0 if at_once else shape.sent_rows(num_tokens),
+            "sums of this host": 0 if at_once else num_tokens * sent_bytes,
             "weights of the rail": weights if operation == "combine" else 0,
-            "float32 rows": inside.rows(shape.capacity) if widened else 0,
+            "float32 rows and sums": inside.rows(shape.capacity + tokens_of_call) if widened else 0,
+            "rows inside a host": in_order,
             **_of_one_level(operation, implementation, inside),
         }
     held = {
         "rows of the rail": rail if slots == num_tokens else 2 * rail,  # picked, and received
-        "rows of one host": shape.sent_rows(slots) if in_turns else 0,
+        "rows of one host": slots * sent_bytes if in_turns else 0,
+        "rows inside a host": in_order,
         "quantized rows": shape.quantized_rows(num_tokens),
         "weights of the rail": weights if operation == "combine_grad" else 0,
     }
@@ -412,7 +424,7 @@ def _between_hosts(
         dy = 0 if implementation == "pallas" else shape.rows(shape.capacity)
         held |= {"gradient of y, of all hosts so far": dy}
     elif shape.wire_dtype is not None:  # words of what is sent
-        words = shape.sent_rows(1) // _WORD
+        words = sent_bytes // _WORD
         inside = dataclasses.replace(inside, hidden=words, dtype=jnp.dtype(jnp.float32))
         held |= received
     parts = _of_one_level(

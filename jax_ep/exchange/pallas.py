@@ -66,8 +66,8 @@ def dispatch_like(
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.group_size)
     options = dict(_layout_options(fabric, config), capacity=config.num_rows)
-    low_latency = _low_latency_plan(fabric, padded, routes.rows.shape, config)
-    if low_latency and into is None:
+    sizes = routes.rows.shape
+    if into is None and (low_latency := _low_latency_plan(fabric, padded, sizes, config)):
         received = low_latency_dispatch.dispatch_like(
             padded, *routes, channels=channels_of(fabric), plan=low_latency, **options
         )
@@ -76,7 +76,7 @@ def dispatch_like(
             padded,
             routes.rows,
             routes.counts,
-            plan=_dispatch_plan(padded, routes.rows.shape, config),
+            plan=_dispatch_plan(padded, sizes, config),
             wire_dtype=config.wire_dtype,
             into=None if into is None else [_pad_hidden(into[0], config)],
             **options,
@@ -143,8 +143,8 @@ def combine_grad(
     fabric = of_axis(config.axis_name, g, config.group_size)
     operands = g, topk_weights, y, *routes
     options = _layout_options(fabric, config)
-    low_latency = _low_latency_plan(fabric, y, routes.rows.shape, config)
-    if low_latency and into is None:
+    sizes = routes.rows.shape
+    if into is None and (low_latency := _low_latency_plan(fabric, y, sizes, config)):
         dy, dweights = low_latency_combine_grad.combine_grad(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
         )
@@ -153,7 +153,7 @@ def combine_grad(
     if plans.has_short_rows(row):
         kernel = combine_grad_of_short_rows.combine_grad
         plan_of = plans.combine_grad_of_short_rows
-    plan = plan_of(row, _sizes(routes.rows.shape, config), settings.num_blocks())
+    plan = plan_of(row, _sizes(sizes, config), settings.num_blocks())
     into = None if into is None else _pad_hidden(into, config)
     dy, dweights = kernel(*operands, plan=plan, into=into, **options)
     return dy[:, :hidden], dweights

@@ -4,8 +4,9 @@ A rank exchanges with the ranks of its own number on the other hosts, its *rail*
 `host_capacity` of C it sends C rows to each of them instead of all T: the tokens that chose experts
 there, in order, each in a *slot*.
 
-What a rank receives of its rail are its *arrivals*: one of each host, this one included, since
-XLA's collectives have a place for each rank; or of two hosts, which swap, that of the other alone.
+What a rank receives over its rail are its *arrivals*, [A, ...]: one for each host in order, its own
+included, as XLA's all-gather and all-to-all return them. Two hosts that swap have one arrival, the
+other host's.
 """
 
 from __future__ import annotations
@@ -46,17 +47,19 @@ class Rail:
       num_hosts: M.
       group_size: G, the ranks of a host.
       host: [] int32: the number of this host.
+      kernels: whether the kernels move rows inside this host.
       at_once: whether an exchange inside this host takes the tokens of all hosts in one call.
-      slots: [A, C] int32: the token in each slot of what is sent for each of the A arrivals of
-        another host, T for none; None where each host gets all T tokens.
-      slots_here: [G, A, C] int32: the tokens of the arrivals of each rank of this host, T for none;
-        None where `slots` is None.
+      slots: [A, C] int32, by destination host: the token that this rank sends in each slot, T for
+        an empty slot; None where each host gets all T tokens. A is `num_arrivals`.
+      slots_here: [G, A, C] int32, by source host: the tokens that each rank of this host receives
+        in its slots, T for an empty slot; None where `slots` is None.
     """
 
     config: Config
     num_hosts: int
     group_size: int
     host: jax.Array
+    kernels: bool = False
     at_once: bool = False
     slots: jax.Array | None = None
     slots_here: jax.Array | None = None
@@ -68,12 +71,14 @@ class Rail:
         return cls(config, num_hosts, group_size, lax.axis_index(config.axis_name) // group_size)
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
-        """Returns this rail for tokens of the choices [T, K], none past the host_capacity.
+        """Returns this rail with slots for the choices [T, K], none past the host_capacity.
 
-        Kernels that have few tokens take those of all hosts at once, since latency is their time.
+        `kernels` says that kernels run inside a host. With few tokens they take those of all hosts
+        in one call, since each call costs a fixed time.
         """
         at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
-        return dataclasses.replace(self, at_once=at_once)._with_slots(topk_idx)
+        rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
+        return rail._with_slots(topk_idx)
 
     def _with_slots(self, topk_idx: jax.Array) -> Rail:
         num_tokens = topk_idx.shape[0]
@@ -113,14 +118,8 @@ class Rail:
             self.config,
             group_size=self.group_size,
             num_experts=self.config.num_experts // self.num_hosts,
-            zero_unused=True,  # rows of several calls are added
             wire_dtype=None,
         )
-
-    @property
-    def inside_float32(self) -> Config:
-        """`inside`, with sums sent and returned as float32."""
-        return dataclasses.replace(self.inside, sum_dtype=jnp.dtype(jnp.float32))
 
     @property
     def _capacity(self) -> int:
@@ -190,7 +189,7 @@ class Rail:
             return lax.all_to_all(
                 x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
             )
-        if x.shape[1] <= FEW_TOKENS:  # then NCCL's gather is sooner done than its permutation
+        if x.shape[1] <= FEW_TOKENS:  # NCCL gathers few rows in less time than it permutes them
             both = self.gather(x[0])
             return lax.dynamic_slice_in_dim(both, 1 - self.host, 1, axis=0)
         ranks = range(self.num_ranks)
@@ -229,8 +228,8 @@ class Rail:
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
         """Sends the sums of each source back to it: [T, ...] of every host, in their order.
 
-        The sums of this host's own tokens come last, and are computed while the others are sent.
-        With `at_once`, all are computed in one call.
+        This host's own sums are computed last, while the others are sent. With `at_once`, all are
+        computed in one call.
         """
         if self.at_once:
             own, others = self.split(sums(None))
@@ -238,7 +237,7 @@ class Rail:
 
         def add(i: Any, others: Any) -> jax.Array:
             source = self._after(i)
-            return self.place(others, sums(source), source)
+            return place(others, sums(source), self.arrival(source), self.num_arrivals)
 
         others = self._loop(2, add, add(1, None))
         _, host = lax.optimization_barrier((others, self.host))
@@ -246,7 +245,10 @@ class Rail:
         return self.send_back(others, lax.optimization_barrier(sums(Source(host, own=True))))
 
     def _loop(self, first: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
-        """Applies `step(i, state)` for i from `first` to M - 1."""
+        """Applies `step(i, state)` for i from `first` to M - 1.
+
+        One step is called without a loop, so that XLA can schedule it among what is around it.
+        """
         if first == self.num_hosts - 1:
             return step(first, state)
         return lax.fori_loop(first, self.num_hosts, step, state)
@@ -277,7 +279,7 @@ class Rail:
             return by_host.swapaxes(0, 1).reshape(self.group_size, -1, *by_rank.shape[2:])
         if source is None:
             sources = [Source(self.host, own=True)]
-            sources += [Source(jnp.int32(host)) for host in range(self.num_hosts)]
+            sources += [Source(host) for host in range(self.num_hosts)]
             return jnp.concatenate([self.by_rank(by_rank, each) for each in sources], axis=1)
         picked = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
         if source.own or self.slots_here is None:
@@ -295,8 +297,11 @@ class Rail:
         own, others = part[:-num_others], part[-num_others:]
         return own, others.reshape(*self.slots.shape, *part.shape[1:])
 
-    def place(self, whole: jax.Array | None, part: jax.Array, source: Source) -> jax.Array:
-        """Writes `part` [...] of a source to its place in `whole` [A, ...]; None means zeros."""
-        if whole is None:
-            whole = jnp.full_like(part, 0, shape=(self.num_arrivals, *part.shape))
-        return lax.dynamic_update_index_in_dim(whole, part, self.arrival(source), axis=0)
+
+def place(
+    whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
+) -> jax.Array:
+    """Writes `part` [...] to its place in `whole` [count, ...]; None stands for zeros."""
+    if whole is None:
+        whole = jnp.full_like(part, 0, shape=(count, *part.shape))
+    return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)

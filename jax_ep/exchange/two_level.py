@@ -18,11 +18,11 @@ to y's dtype or to the wire_dtype, and returned. The sum over hosts is taken in 
 order of the hosts, and rounded to y's dtype. So sums are sent as float32 inside a host, unless the
 host has only one rank.
 
-**Order.** Hosts take turns, so that no rows of all N ranks are in memory together, and what is done
-for this host's own tokens does not wait for the network: a dispatch moves their rows while those of
-the other hosts are sent, and a combine sums them while the other sums are. Kernels that have few
-tokens take those of all hosts in one call, after they have arrived. A rank that is alone on its
-host sums by XLA.
+**Order.** Hosts take turns, this one first in a dispatch and last in a combine, so that rows of all
+N ranks are never in memory together. What is done for this host's own tokens overlaps with the
+network: a dispatch places their rows while the other hosts' rows arrive, and a combine sums them
+while the sums for other hosts are sent. Kernels with few tokens instead take those of all hosts in
+one call, once all have arrived. A rank that is alone on its host sums by XLA.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ from jax import lax
 from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
-from jax_ep.exchange.rail import Rail, Source
+from jax_ep.exchange.rail import Rail, Source, place
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes, count_experts, counts_here
 from jax_ep.runtime import availability
+from pallas_kernels.exchange.plan import ROW_BYTES
+
+_FLOAT32 = jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +85,8 @@ class TwoLevel:
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
         """Sends x [T, H] along known routes, as `Exchange.dispatch_like` says."""
         words, dtype = _words(x, config.wire_dtype)
-        rail = Rail.of(self.num_hosts, config)
-        exchange, kernels = self._inside(rail, words, routes.topk_idx.shape[1], dtype)
-        rail = rail.of_tokens(routes.topk_idx, kernels)
-        choices = self._choices(rail, routes.topk_idx) if kernels else None
+        rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
+        choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         sent = rail.send(words)
 
         def add(source: Source | None, received: Any) -> jax.Array:
@@ -102,15 +103,12 @@ class TwoLevel:
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
         """Sums y [R, H] by token and returns the sums to their owners: `Exchange.combine`."""
-        rail = Rail.of(self.num_hosts, config)
-        inside = rail.inside
-        if rail.group_size > 1 or config.wire_dtype is not None:
-            inside = rail.inside_float32  # no rounding before the host's sum is complete
-        exchange, kernels = self._inside(
-            rail, y, routes.topk_idx.shape[1], inside.sum_dtype, sums=True
-        )
-        rail = rail.of_tokens(routes.topk_idx, kernels)
-        choices = self._choices(rail, routes.topk_idx) if kernels else None
+        # No rounding before the host's sum is complete.
+        several = lax.axis_size(config.axis_name) > self.num_hosts
+        sum_dtype = _FLOAT32 if several or config.wire_dtype is not None else None
+        rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
+        inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
+        choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
         def sums(source: Source | None) -> jax.Array:
@@ -129,10 +127,8 @@ class TwoLevel:
         host.
         """
         words, _ = _words(g, config.wire_dtype)
-        rail = Rail.of(self.num_hosts, config)
-        exchange, kernels = self._inside(rail, y, routes.topk_idx.shape[1])
-        rail = rail.of_tokens(routes.topk_idx, kernels)
-        choices = self._choices(rail, routes.topk_idx) if kernels else None
+        rail, exchange = self._of_call(config, y, routes.topk_idx)
+        choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         sent, weights = rail.send(words), rail.send(topk_weights)
 
         def add(source: Source | None, grads: Any) -> Any:
@@ -152,7 +148,7 @@ class TwoLevel:
                 return dy, *rail.split(dweights)
             if source.own:
                 return dy, dweights, others
-            return dy, own, rail.place(others, dweights, source)
+            return dy, own, place(others, dweights, rail.arrival(source), rail.num_arrivals)
 
         dy, own, others = rail.each_host(add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
@@ -163,10 +159,9 @@ class TwoLevel:
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
         """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
-        rail, (words, dtype) = Rail.of(self.num_hosts, config), _words(x, config.wire_dtype)
+        words, dtype = _words(x, config.wire_dtype)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
-        exchange, kernels = self._inside(rail, words, list_words, dtype)
-        rail = rail.of_tokens(topk_idx, kernels)
+        rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
         sent, choices = rail.send(words), self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
@@ -183,11 +178,9 @@ class TwoLevel:
             if source is None:  # [G, M·T, ...] -> [M, G, T, ...]
                 shape = rail.group_size, rail.num_hosts, -1
                 return [part.reshape(*shape, *part.shape[2:]).swapaxes(0, 1) for part in parts]
-            if received is None:
-                received = [jnp.zeros_like(p, shape=(rail.num_hosts, *p.shape)) for p in parts]
             return [
-                lax.dynamic_update_index_in_dim(whole, part, source.host, axis=0)
-                for whole, part in zip(received, parts, strict=True)
+                place(whole, part, source.host, rail.num_hosts)
+                for whole, part in zip(received or [None] * len(parts), parts, strict=True)
             ]
 
         tokens, *lists = (  # [M, G, T, ...] -> [N, T, ...]
@@ -198,12 +191,9 @@ class TwoLevel:
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
         """Returns sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
-        rail = Rail.of(self.num_hosts, config)
-        inside = rail.inside if config.wire_dtype is None else rail.inside_float32
-        exchange, kernels = self._inside(
-            rail, y, routes.topk_idx.shape[1], inside.sum_dtype, sums=True
-        )
-        rail = rail.of_tokens(routes.topk_idx, kernels)
+        sum_dtype = None if config.wire_dtype is None else _FLOAT32
+        rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
+        inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
         choices = self._choices(rail, routes.topk_idx)
 
         def sums(source: Source | None) -> jax.Array:
@@ -214,32 +204,42 @@ class TwoLevel:
 
         return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
 
-    def _inside(
+    def _of_call(
         self,
-        rail: Rail,
+        config: Config,
         rows: jax.Array,
-        top_k: int,
+        topk_idx: jax.Array,
         dtype: jnp.dtype | None = None,
         *,
+        list_words: int | None = None,
         sums: bool = False,
-    ) -> tuple[ExchangeInParts, bool]:
-        """Returns the exchange inside a host for these rows, and whether it is the kernels'.
+    ) -> tuple[Rail, ExchangeInParts]:
+        """Returns the rail for tokens of the choices [T, K], and the exchange inside a host.
 
-        `dtype` is the dtype in which it carries the rows; None is their own. `sums` says that it
-        only sums rows, which XLA does faster, in one kernel, for a rank alone on its host.
+        Args:
+          config: that of the exchange among all ranks.
+          rows: rows that the exchange inside a host moves.
+          topk_idx: [T, K] int32.
+          dtype: in which it carries the rows; None: their own.
+          list_words: words that describe a token's choices; None: K.
+          sums: whether it only sums rows, which XLA does faster, in one kernel, for a rank alone on
+            its host.
         """
+        rail = Rail.of(self.num_hosts, config)
         reason = availability.exchange_unavailable_reason(
             rows.shape[-1],
             dtype or rows.dtype,
             num_ranks=rail.group_size,
-            top_k=top_k,
+            top_k=list_words or topk_idx.shape[1],
             num_experts=rail.inside.num_experts,
         )
-        if not self.kernels or reason is not None or (sums and rail.group_size == 1):
-            return xla_exchange, False
+        alone = sums and rail.group_size == 1
+        rail = rail.of_tokens(topk_idx, self.kernels and reason is None and not alone)
+        if not rail.kernels:
+            return rail, xla_exchange
         from jax_ep.exchange import pallas as pallas_exchange
 
-        return pallas_exchange, True
+        return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns own choices [T, K] and those sent along the rail, as experts of this host."""
@@ -295,6 +295,8 @@ def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.d
     bits = quantization.bits(x, wire_dtype)
     if wire_dtype is None:
         return bits, x.dtype
+    # Whole lines, of which kernels need no padded copies.
+    bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % ROW_BYTES)))
     words = bits.reshape(*bits.shape[:-1], -1, 4)
     return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
 
@@ -303,6 +305,7 @@ def _from_words(words: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) ->
     """Unpacks the words that `_words` made of x: `Received`."""
     if wire_dtype is not None:
         words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
+        words = words[..., : quantization.row_bytes(x.shape[-1], x.dtype, wire_dtype)]
     return quantization.parts(words, x, wire_dtype)
 
 

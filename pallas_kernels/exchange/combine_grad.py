@@ -71,7 +71,8 @@ def combine_grad(
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows did not fit in R kept equally many of each expert.
       zero_unused: whether rows of dy past the last expert's are zero, or what is in memory.
-      into: dy of an earlier call; its rows that no token of this call has are kept.
+      into: dy of an earlier call with the same counts. The rows of this call's tokens are written
+        into it; all others are kept, and none is filled with zeros.
 
     Returns:
       dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;

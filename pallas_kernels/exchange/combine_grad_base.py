@@ -101,7 +101,7 @@ class CombineGrad:
         if into is None:
             dy, dweights = call(*operands)
         else:
-            ((dy,), (dweights,)) = fb.written([into], lambda refs: call(*operands, *refs))
+            ((dy,), (dweights,)) = fb.update_in_place([into], lambda refs: call(*operands, *refs))
         return dy, dweights.reshape(*lead, num_tokens, top_k)
 
     def token_range(self) -> tuple[jax.Array, jax.Array]:

@@ -120,7 +120,8 @@ def dispatch_like(
       zero_unused: that of `dispatch`.
       wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
         every 128 values; then H is a multiple of 512.
-      into: what an earlier call returned; its rows that no token of this call gets are kept.
+      into: the rows of an earlier call with the same counts. The rows of this call's tokens are
+        written into them; all others are kept, and none is filled with zeros.
 
     Returns:
       tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]).
@@ -137,7 +138,7 @@ def dispatch_like(
     )
     if into is None:
         return tuple(kernel.call(*operands))
-    return fb.written(into, lambda refs: kernel.call(*operands, *refs))[0]
+    return fb.update_in_place(into, lambda refs: kernel.call(*operands, *refs))[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,8 @@ class ExpertRows:
       fair: whether a rank whose rows do not fit keeps equally many of each expert; else it keeps
         the first rows.
       zero_unused: whether `fill` writes the rows past the last expert's.
-      adds: whether the kernel adds rows to an array that has been filled; then `fill` does nothing.
+      adds: whether the kernel adds rows to an array whose gaps another one has filled; then `fill`
+        does nothing.
       count_arrivals: arrivals after which the counts are complete; None: those of `fetch_counts`.
     """
 

@@ -28,7 +28,7 @@ from pallas_kernels.fabric.hardware import (
 
 Parts = list[tuple[int, jax.typing.DTypeLike]]
 
-_ROW_BYTES = 128  # a row must be whole 128-byte lines
+ROW_BYTES = 128  # a row must be whole 128-byte lines
 _PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
 _RING_SLOTS = 16  # the most rows that a ring in shared memory holds
@@ -63,7 +63,7 @@ def padded_hidden(
     A row must be whole lines of 128 bytes; a row that is quantized must be a multiple of
     ROW_MULTIPLE columns.
     """
-    columns = _ROW_BYTES // jnp.dtype(dtype).itemsize
+    columns = ROW_BYTES // jnp.dtype(dtype).itemsize
     return align_up(hidden, columns if wire_dtype is None else ROW_MULTIPLE)
 
 

@@ -210,7 +210,7 @@ def kernel(
     if fabric.stacked:
         grid = dict(grid=(fabric.num_ranks, num_blocks), grid_names=("rank", "block"))
 
-    def call(*operands: jax.Array) -> Any:
+    def call(*operands: Any) -> Any:
         num_own, reads = len(fabric.operands), any(i < len(operands) for i in shared)
 
         def run(*refs: Any, **scratch: Any) -> None:
@@ -247,13 +247,13 @@ def kernel(
     return call
 
 
-def written(
+def update_in_place(
     arrays: Sequence[jax.Array], write: Callable[[Sequence[Any]], Any]
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    """Returns the arrays as `write(references to them)` leaves them, and what it returns.
+    """Calls `write` with references to the arrays; returns them as it leaves them, and its result.
 
-    A kernel that takes these references as operands writes to the arrays' own memory, if nothing
-    else needs what it held.
+    A kernel that takes the references writes to the arrays' own memory. XLA copies an array first
+    if something else still reads it.
     """
     refs = [jax.new_ref(array) for array in arrays]
     returned = write(refs)

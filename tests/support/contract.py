@@ -318,18 +318,26 @@ def assert_outputs(
 
 
 def check_ranks_here(
-    case: Case, mesh: Mesh, routings: Sequence[str], implementation: Implementation | None = None
+    case: Case,
+    mesh: Mesh,
+    routings: Sequence[str],
+    implementation: Implementation | None = None,
+    **limit: int,
 ) -> None:
-    """Every output of the ranks of this process is that of the reference; for several processes."""
+    """Every output of the ranks of this process is that of the reference; for several processes.
+
+    `limit` are the num_hosts and the host_capacity, if there is one.
+    """
     rng = np.random.default_rng(0)
-    run = program(case, implementation, True, mesh)
+    options = {name: value for name, value in limit.items() if name != "num_hosts"}
+    run = program(case, implementation, True, mesh, **options)
     share = functools.partial(shared, sharding=NamedSharding(mesh, P(mesh.axis_names)))
     capacity = case.capacity
     assert capacity is not None
     for kind in routings:
         inputs = some_inputs(case, kind, rng, capacity)
         outputs = run(jax.tree.map(share, inputs))
-        assert_outputs(outputs, run_reference(case, inputs), kind, of_ranks_here)
+        assert_outputs(outputs, run_reference(case, inputs, **limit), kind, of_ranks_here)
 
 
 def shared(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

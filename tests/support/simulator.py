@@ -820,8 +820,8 @@ def _changed_interpreter(simulation: _Simulation) -> Iterator[None]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         """A grid over (rank, block) becomes a grid over blocks, each a cluster of ranks."""
-        ranks, blocks = kwargs.pop("grid")
-        if kwargs["out_type"]:
+        ranks, blocks = kwargs.pop("grid")  # of one group
+        if kwargs["out_type"]:  # without results there must be one group
             ranks = kwargs["out_type"][0].shape[0]  # of all groups, where there are several
         assert kwargs.pop("grid_names") == ("rank", "block")
         kwargs |= dict(grid=(blocks,), grid_names=("block",))
