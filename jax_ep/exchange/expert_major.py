@@ -126,7 +126,7 @@ def dispatch(
         overflow = "tail"  # nothing overflows: no rows to choose from
     if host_capacity is not None:
         host_capacity = checks.check_integer("host_capacity", host_capacity, most=checks.MAX_INT32)
-        if options["implementation"] not in (None, "two_level"):
+        if options["implementation"] in ("pallas", "xla"):
             raise ValueError(
                 'host_capacity is of the exchange between hosts, "two_level" or None, but is '
                 f"{host_capacity} and the implementation {options['implementation']!r}."

@@ -100,6 +100,8 @@ def _select(config: Config, program: Program) -> Exchange:
             return two_level.TwoLevel(num_hosts, kernels)
         if name == "two_level":
             one = f"all ranks along {axis_name} are on one host (see JAX_EP_DEVICES_PER_HOST)"
+            if not axis_name:
+                one = "there is no mesh, and so one rank alone"
             raise _refusal(name, one if num_hosts == 1 else str(num_hosts))
     if name == "xla" or not (config.kernels and config.kernels_fit):
         return xla_exchange  # which needs no memory that GPUs share

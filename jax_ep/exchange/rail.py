@@ -12,7 +12,7 @@ other host's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -189,7 +189,9 @@ class Rail:
             return lax.all_to_all(
                 x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
             )
-        if x.shape[1] <= FEW_TOKENS:  # NCCL gathers few rows in less time than it permutes them
+        # NCCL gathers few rows in less time than it permutes them. And JAX numbers the ranks of a
+        # permutation by the mesh's axes, in their order.
+        if x.shape[1] <= FEW_TOKENS or not _in_mesh_order(self.config.axis_name):
             both = self.gather(x[0])
             return lax.dynamic_slice_in_dim(both, 1 - self.host, 1, axis=0)
         ranks = range(self.num_ranks)
@@ -296,6 +298,13 @@ class Rail:
         num_others = self.slots.size
         own, others = part[:-num_others], part[-num_others:]
         return own, others.reshape(*self.slots.shape, *part.shape[1:])
+
+
+def _in_mesh_order(axis_name: Sequence[str]) -> bool:
+    """Returns whether axes are in the order in which the enclosing `shard_map`'s mesh has them."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    places = [names.index(name) if name in names else -1 for name in axis_name]
+    return -1 not in places and places == sorted(places)
 
 
 def place(

@@ -82,10 +82,10 @@ def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
             return count
     names = {host: i for i, host in enumerate(dict.fromkeys(host_of_rank))}
     numbers = [names[host] for host in host_of_rank]
-    return (
-        f"the ranks, in order, are on hosts {numbers}, and each host must have an equal number of "
-        "them, next to each other: order the devices of the mesh by host"
-    )
+    reason = f"the ranks, in order, are on hosts {numbers}, and each host must have an equal number"
+    if numbers == sorted(numbers):
+        return f"{reason} of them"
+    return f"{reason} of them, next to each other: order the devices of the mesh by host"
 
 
 def groups(

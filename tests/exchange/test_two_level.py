@@ -177,6 +177,8 @@ def test_a_host_capacity_is_of_the_exchange_between_hosts(monkeypatch):
 
     with pytest.raises(ValueError, match="host_capacity .* but is 2 and the implementation .xla."):
         traced(host_capacity=2, implementation="xla")
+    with pytest.raises(ValueError, match="implementation must be one of .* 'nccl'"):
+        traced(host_capacity=2, implementation="nccl")
     with pytest.raises(ValueError, match="host_capacity must be at least 1, but is 0"):
         traced(host_capacity=0)
     with pytest.raises(ValueError, match="takes no host_capacity, but it is 2"):
@@ -386,6 +388,29 @@ def test_tokens_cross_to_each_host_once(case, monkeypatch):
         assert ("collective-permute" in text) == swaps
 
 
+@pytest.mark.parametrize("few", [0, 256])
+def test_axes_in_another_order_than_the_mesh_has_them(few, monkeypatch):
+    """Ranks are numbered along `axis_name`, by which those of a host are neighbours."""
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "4")
+    monkeypatch.setattr(rail, "FEW_TOKENS", few)
+    in_order = meshes.mesh((2, 4), ("host", "expert"))
+    mesh = Mesh(in_order.devices.T, ("expert", "host"))
+    rng = np.random.default_rng(7)
+    x = rng.normal(size=(8, 5, 8)).astype(np.float32)
+    topk_idx = rng.integers(0, 8, (8, 5, 1)).astype(np.int32)
+
+    def there_and_back(x: Any, topk_idx: Any) -> Any:
+        sent = jax_ep.dispatch(x, topk_idx, num_experts=8, axis_name=("host", "expert"))
+        return jax_ep.combine(sent.tokens, sent.handle)
+
+    spec = jax.sharding.PartitionSpec(("host", "expert"))
+    ranks = jax.shard_map(
+        lambda *args: there_and_back(*(a[0] for a in args))[None],
+        mesh=mesh, in_specs=spec, out_specs=spec,
+    )  # fmt: skip
+    assert_bitwise_equal(jax.jit(ranks)(x, topk_idx), x)
+
+
 def test_one_host_is_one_level(monkeypatch):
     mesh = meshes.mesh((8,), ("expert",))
     case = Case(8, 4, 8, 2, 16)
@@ -406,7 +431,9 @@ def test_one_host_is_one_level(monkeypatch):
         lowered("two_level")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "3")
     assert lowered(None) == lowered("xla")
-    with pytest.raises(ValueError, match=r"hosts \[0, 0, 0, 1, 1, 1, 2, 2\].*order the devices"):
+    with pytest.raises(
+        ValueError, match=r"hosts \[0, 0, 0, 1, 1, 1, 2, 2\], and .* an equal number of them\."
+    ):
         lowered("two_level")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "none")
     with pytest.raises(ValueError, match="JAX_EP_DEVICES_PER_HOST must be a positive int"):
