@@ -379,9 +379,7 @@ def _between_hosts(
     tokens_of_call = num_tokens
     if at_once:
         tokens_of_call = num_hosts * slots + (num_tokens if slots < num_tokens else 0)
-    permutes = num_hosts == 2 and slots > plans.FEW_TOKENS  # else what both send is gathered
-    arrivals = 1 if permutes else num_hosts
-    in_turns = implementation == "pallas" and num_hosts > 2 and not at_once
+    arrivals = num_hosts if at_once else num_hosts - 1  # without this host's own, in turns
     inside = dataclasses.replace(
         shape,
         num_tokens=tokens_of_call,
@@ -396,7 +394,7 @@ def _between_hosts(
     if shape.wire_dtype is not None and not sums:
         sent_bytes = align_up(sent_bytes, plans.ROW_BYTES)
     rail = arrivals * slots * sent_bytes
-    weights = 0 if shape.by_rank else _WORD * arrivals * slots * shape.top_k
+    weights = 0 if shape.by_rank else _WORD * num_hosts * slots * shape.top_k
     # Of the kernels', in the order of ranks inside the host, copied to or from that of all ranks.
     by_kernels = shape.by_rank and implementation == "pallas"
     in_order = inside.rows(group_size * tokens_of_call) if by_kernels else 0
@@ -414,7 +412,6 @@ def _between_hosts(
         }
     held = {
         "rows of the rail": rail if slots == num_tokens else 2 * rail,  # picked, and received
-        "rows of one host": slots * sent_bytes if in_turns else 0,
         "rows inside a host": in_order,
         "quantized rows": shape.quantized_rows(num_tokens),
         "weights of the rail": weights if operation == "combine_grad" else 0,

@@ -1,12 +1,9 @@
 """Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
-A rank exchanges with the ranks of its own number on the other hosts, its *rail*. With a
-`host_capacity` of C it sends C rows to each of them instead of all T: the tokens that chose experts
-there, in order, each in a *slot*.
-
-What a rank receives over its rail are its *arrivals*, [A, ...]: one for each host in order, its own
-included, as XLA's all-gather and all-to-all return them. Two hosts that swap have one arrival, the
-other host's.
+A rank exchanges with the ranks of its own number on the other hosts, its *rail*. Hosts take turns:
+in turn i a rank receives the rows of the host that is i after its own, while what came before is
+moved inside the host. With a `host_capacity` of C it sends C rows to each of them instead of all T:
+the tokens that chose experts there, in order, each in a *slot*.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ class Source(NamedTuple):
     """A host whose tokens an exchange inside this host moves; None in its place is all hosts.
 
     Attributes:
-      host: [] int32, or an int: the number of that host.
-      own: whether it is this host.
+      turn: how many hosts after this one it is; 0 for this host itself.
+      host: [] int32: its number.
     """
 
-    host: jax.Array | int
-    own: bool = False
+    turn: int
+    host: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +46,9 @@ class Rail:
       host: [] int32: the number of this host.
       kernels: whether the kernels move rows inside this host.
       at_once: whether an exchange inside this host takes the tokens of all hosts in one call.
-      slots: [A, C] int32, by destination host: the token that this rank sends in each slot, T for
-        an empty slot; None where each host gets all T tokens. A is `num_arrivals`.
-      slots_here: [G, A, C] int32, by source host: the tokens that each rank of this host receives
+      slots: [M, C] int32, by destination host: the token that this rank sends in each slot, T for
+        an empty slot; None where each host gets all T tokens.
+      slots_here: [G, M, C] int32, by source host: the tokens that each rank of this host receives
         in its slots, T for an empty slot; None where `slots` is None.
     """
 
@@ -89,27 +86,12 @@ class Rail:
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
         slots = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
         slots = slots.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
-        if self.swaps:
-            slots = lax.dynamic_slice_in_dim(slots, 1 - self.host, 1, axis=0)
-        slots_here = xla_exchange.stack_ranks(self._swap(slots), self.inside)
+        slots_here = xla_exchange.stack_ranks(self._exchange(slots), self.inside)
         return dataclasses.replace(self, slots=slots, slots_here=slots_here)
 
     @property
     def num_ranks(self) -> int:
         return self.num_hosts * self.group_size
-
-    @property
-    def swaps(self) -> bool:
-        """Whether two hosts swap rows, so that this host's own are not among the arrivals."""
-        return self.num_hosts == 2 and not self.at_once
-
-    @property
-    def num_arrivals(self) -> int:
-        return 1 if self.swaps else self.num_hosts
-
-    def arrival(self, source: Source) -> jax.Array | int:
-        """Returns the index of what a host sent among the arrivals."""
-        return 0 if self.swaps else source.host
 
     @property
     def inside(self) -> Config:
@@ -172,47 +154,63 @@ class Rail:
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
-        """Sends x [T, ...] along the rail; returns the arrivals: [A, T, ...].
+        """Sends x [T, ...] along the rail at once; returns it by source host: [M, T, ...].
 
-        With slots they are [A, C, ...], and slots of no token hold `fill`.
+        With slots that is [M, C, ...], and slots of no token hold `fill`.
         """
         if self.slots is None:
-            return self._swap(x[None]) if self.swaps else self.gather(x)
-        bits = quantization.bits(x, None)
-        none: Any = np.asarray(fill).astype(bits.dtype)[()]
-        sent = jnp.take(bits, self.slots, axis=0, mode="fill", fill_value=none)
-        return lax.bitcast_convert_type(self._swap(sent), x.dtype)
+            return self.gather(x)
+        return self._exchange(_picked(x, self.slots, fill))
 
-    def _swap(self, x: jax.Array) -> jax.Array:
-        """Sends x [A, ...] by destination host; returns [A, ...] by source host."""
-        if not self.swaps:
-            return lax.all_to_all(
-                x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
-            )
-        # NCCL gathers few rows in less time than it permutes them. And JAX numbers the ranks of a
-        # permutation by the mesh's axes, in their order.
-        if x.shape[1] <= FEW_TOKENS or not _in_mesh_order(self.config.axis_name):
-            both = self.gather(x[0])
-            return lax.dynamic_slice_in_dim(both, 1 - self.host, 1, axis=0)
-        ranks = range(self.num_ranks)
-        there = [(rank, (rank + self.group_size) % self.num_ranks) for rank in ranks]
-        bits = lax.ppermute(quantization.bits(x, None), self.config.axis_name, there)
+    def send_rows(self, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+        """Sends rows [T, ...] along the rail: at once, as `send` does, or in turns.
+
+        In turns it returns what each of them brings: [T, ...], or [C, ...] in slots.
+        """
+        if self.at_once:
+            return self.send(x)
+        arrivals = []
+        for turn in range(1, self.num_hosts):
+            rows = x
+            if self.slots is not None:
+                rows = _picked(x, self.slots[(self.host - turn) % self.num_hosts], fill=0)
+            arrivals.append(self._shift(rows, -turn))
+        return tuple(arrivals)
+
+    def _exchange(self, x: jax.Array) -> jax.Array:
+        """Sends x [M, ...] by destination host; returns [M, ...] by source host."""
+        return lax.all_to_all(
+            x, self.config.axis_name, 0, 0, tiled=True, axis_index_groups=self._groups
+        )
+
+    def _shift(self, x: jax.Array, distance: int) -> jax.Array:
+        """Sends x [...] to the host that is `distance` after this one."""
+        # JAX numbers the ranks of a permutation by the mesh's axes, in their order. XLA's default
+        # schedule for GPUs runs permutations, and not gathers, beside other kernels.
+        axes, in_mesh = _in_mesh_order(self.config.axis_name)
+        ranks = np.arange(self.num_ranks)
+        there = (ranks + distance * self.group_size) % self.num_ranks
+        pairs = [(int(in_mesh[a]), int(in_mesh[b])) for a, b in zip(ranks, there, strict=True)]
+        bits = lax.ppermute(quantization.bits(x, None), axes, pairs)
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
         """Sends results for rows of `send` back to their owners: [T, ...] of each host, in order.
 
         Args:
-          others: [A, T, ...], or [A, C, ...] in slots.
+          others: [M, T, ...] by the rows' host, or [M, C, ...] in slots.
           own: [T, ...], of this host itself.
         """
-        returned = self._swap(others)
+        returned = self._exchange(others)
         for host in range(self.num_hosts):
-            arrival = self.arrival(Source(host))
-            part = returned[arrival]
-            if self.slots is not None:
-                part = jnp.zeros_like(own).at[self.slots[arrival]].set(part, mode="drop")
+            part = self._of_slots(returned[host], host, own)
             yield jnp.where(self.host == host, own, part)
+
+    def _of_slots(self, part: jax.Array, host: jax.Array | int, like: jax.Array) -> jax.Array:
+        """Puts what a host returned in the slots it was sent, [C, ...], in place: [T, ...]."""
+        if self.slots is None:
+            return part
+        return jnp.zeros_like(like).at[self.slots[host]].set(part, mode="drop")
 
     # --------------------------------------------------------------------------- host by host
 
@@ -224,52 +222,56 @@ class Rail:
         """
         if self.at_once:
             return add(None, None)
-        state = add(Source(self.host, own=True), None)
-        return self._loop(1, lambda i, s: add(self._after(i), s), state)
+        state = None
+        for turn in range(self.num_hosts):
+            state = add(self._source(turn, self.host), state)
+        return state
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
         """Sends the sums of each source back to it: [T, ...] of every host, in their order.
 
-        This host's own sums are computed last, while the others are sent. With `at_once`, all are
-        computed in one call.
+        In turns: while the sums for one host are sent, those for the next are computed, and this
+        host's own last. With `at_once`, all are computed in one call.
         """
         if self.at_once:
-            own, others = self.split(sums(None))
-            return self.send_back(others, own)
-
-        def add(i: Any, others: Any) -> jax.Array:
-            source = self._after(i)
-            return place(others, sums(source), self.arrival(source), self.num_arrivals)
-
-        others = self._loop(2, add, add(1, None))
-        _, host = lax.optimization_barrier((others, self.host))
+            own, others = self.split([sums(None)])
+            yield from self.send_back(others, own)
+            return
+        here, returned = self.host, []
+        for turn in range(1, self.num_hosts):
+            # One after the other. XLA drops from a barrier what is not used behind it.
+            part, here = lax.optimization_barrier((sums(self._source(turn, here)), here))
+            returned.append(self._shift(part, turn))
         # Not one kernel with the sum over hosts, which waits for the network.
-        return self.send_back(others, lax.optimization_barrier(sums(Source(host, own=True))))
+        own = lax.optimization_barrier(sums(self._source(0, here)))
+        parts = [own]
+        for turn, part in enumerate(returned, 1):  # which came from that many hosts before
+            parts.append(self._of_slots(part, (self.host - turn) % self.num_hosts, own))
+        for host in range(self.num_hosts):
+            yield lax.select_n((self.host - host) % self.num_hosts, *parts)
 
-    def _loop(self, first: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
-        """Applies `step(i, state)` for i from `first` to M - 1.
+    def _source(self, turn: int, here: jax.Array) -> Source:
+        return Source(turn, (here + turn) % self.num_hosts)
 
-        One step is called without a loop, so that XLA can schedule it among what is around it.
-        """
-        if first == self.num_hosts - 1:
-            return step(first, state)
-        return lax.fori_loop(first, self.num_hosts, step, state)
-
-    def _after(self, i: Any) -> Source:
-        """Returns the host that is i after this one."""
-        return Source((self.host + i) % self.num_hosts)
-
-    def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
-        """Returns the rows of a source: `own` [T, ...], or its [T, ...] of `sent` [A, T, ...].
+    def rows(
+        self,
+        own: jax.Array,
+        sent: jax.Array | tuple[jax.Array, ...],
+        source: Source | None,
+    ) -> jax.Array:
+        """Returns the rows of a source, [T, ...]: `own`, or of what `send` or `send_rows` returned.
 
         For all hosts that is [M·T, ...]; with slots [T + M·C, ...], this host's own rows first.
         """
-        if source is None:
-            others = sent.reshape(-1, *sent.shape[2:])
-            return others if self.slots is None else jnp.concatenate([own, others])
-        if source.own:
+        if source is not None and source.turn == 0:
             return own
-        return lax.dynamic_index_in_dim(sent, self.arrival(source), axis=0, keepdims=False)
+        if isinstance(sent, tuple):
+            assert source is not None
+            return sent[source.turn - 1]
+        if source is not None:
+            return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
+        others = sent.reshape(-1, *sent.shape[2:])
+        return others if self.slots is None else jnp.concatenate([own, others])
 
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
         """Selects the part of a source's tokens from [N, T, K] by source rank: [G, T, K].
@@ -280,18 +282,28 @@ class Rail:
         if source is None and self.slots is None:
             return by_host.swapaxes(0, 1).reshape(self.group_size, -1, *by_rank.shape[2:])
         if source is None:
-            sources = [Source(self.host, own=True)]
-            sources += [Source(host) for host in range(self.num_hosts)]
-            return jnp.concatenate([self.by_rank(by_rank, each) for each in sources], axis=1)
+            own = lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False)
+            others = [self._in_slots(by_host[host], host) for host in range(self.num_hosts)]
+            return jnp.concatenate([own, *others], axis=1)
         picked = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
-        if source.own or self.slots_here is None:
-            return picked
-        arrival = self.arrival(source)
-        slots = lax.dynamic_index_in_dim(self.slots_here, arrival, axis=1, keepdims=False)
-        return jnp.take_along_axis(picked, slots[:, :, None], axis=1, mode="fill", fill_value=-1)
+        return picked if source.turn == 0 else self._in_slots(picked, source.host)
 
-    def split(self, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Splits rows of all hosts, in the order of `rows`: this host's, and [M, ...] by host."""
+    def _in_slots(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
+        """Selects, from [G, T, K] of a host's tokens, those that it sends here: [G, C, K]."""
+        if self.slots_here is None:
+            return picked
+        slots = self.slots_here[:, host, :, None]
+        return jnp.take_along_axis(picked, slots, axis=1, mode="fill", fill_value=-1)
+
+    def split(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Splits results for the rows of every turn, or of all hosts at once.
+
+        Returns those for this host's own tokens, [T, ...], and [M, T, ...] or [M, C, ...] by host.
+        """
+        if not self.at_once:
+            by_turn = jnp.stack([jnp.zeros_like(parts[1]), *parts[1:]])
+            return parts[0], jnp.roll(by_turn, self.host, axis=0)
+        (part,) = parts
         if self.slots is None:
             by_host = part.reshape(self.num_hosts, -1, *part.shape[1:])
             return lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False), by_host
@@ -300,17 +312,21 @@ class Rail:
         return own, others.reshape(*self.slots.shape, *part.shape[1:])
 
 
-def _in_mesh_order(axis_name: Sequence[str]) -> bool:
-    """Returns whether axes are in the order in which the enclosing `shard_map`'s mesh has them."""
+def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
+    """Picks rows of x [T, ...] by token, [..., C]; a row of `fill` for token T."""
+    bits = quantization.bits(x, None)
+    none: Any = np.asarray(fill).astype(bits.dtype)[()]
+    picked = jnp.take(bits, tokens, axis=0, mode="fill", fill_value=none)
+    return lax.bitcast_convert_type(picked, x.dtype)
+
+
+def _in_mesh_order(axis_name: Sequence[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    """Returns axes in the order of the mesh, and the number along them, [N], of each rank.
+
+    The mesh is that of the enclosing `shard_map`; ranks are numbered along `axis_name`.
+    """
     names = jax.sharding.get_abstract_mesh().axis_names
-    places = [names.index(name) if name in names else -1 for name in axis_name]
-    return -1 not in places and places == sorted(places)
-
-
-def place(
-    whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
-) -> jax.Array:
-    """Writes `part` [...] to its place in `whole` [count, ...]; None stands for zeros."""
-    if whole is None:
-        whole = jnp.full_like(part, 0, shape=(count, *part.shape))
-    return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
+    order = sorted(range(len(axis_name)), key=lambda i: names.index(axis_name[i]))
+    sizes = [lax.axis_size(name) for name in axis_name]
+    ranks = np.arange(np.prod(sizes)).reshape(sizes).transpose(order).reshape(-1)
+    return tuple(axis_name[i] for i in order), np.argsort(ranks)

@@ -18,11 +18,12 @@ to y's dtype or to the wire_dtype, and returned. The sum over hosts is taken in 
 order of the hosts, and rounded to y's dtype. So sums are sent as float32 inside a host, unless the
 host has only one rank.
 
-**Order.** Hosts take turns, this one first in a dispatch and last in a combine, so that rows of all
-N ranks are never in memory together. What is done for this host's own tokens overlaps with the
-network: a dispatch places their rows while the other hosts' rows arrive, and a combine sums them
-while the sums for other hosts are sent. Kernels with few tokens instead take those of all hosts in
-one call, once all have arrived. A rank that is alone on its host sums by XLA.
+**Order.** Hosts take turns, so that rows of all N ranks are never in memory together, and what is
+done inside a host overlaps with the network. A dispatch places this host's own rows while the next
+host's arrive, and those while the rows of the one after arrive. A combine computes the sums for one
+host while those for the one before are sent, and this host's own last. Kernels with few tokens
+instead take those of all hosts in one call, once all have arrived. A rank that is alone on its host
+sums by XLA.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from jax import lax
 from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
-from jax_ep.exchange.rail import Rail, Source, place
+from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import Layout, RankRoutes, Routes, count_experts, counts_here
 from jax_ep.runtime import availability
 from pallas_kernels.exchange.plan import ROW_BYTES
@@ -87,7 +88,7 @@ class TwoLevel:
         words, dtype = _words(x, config.wire_dtype)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
-        sent = rail.send(words)
+        sent = rail.send_rows(words)
 
         def add(source: Source | None, received: Any) -> jax.Array:
             into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
@@ -129,12 +130,15 @@ class TwoLevel:
         words, _ = _words(g, config.wire_dtype)
         rail, exchange = self._of_call(config, y, routes.topk_idx)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
-        sent, weights = rail.send(words), rail.send(topk_weights)
+        sent, weights = rail.send_rows(words), rail.send(topk_weights)
 
         def add(source: Source | None, grads: Any) -> Any:
-            dy, own, others = grads or (None, None, jnp.zeros_like(weights))
+            dy, dweights_so_far = grads or (None, [])
+            rows = rail.rows(words, sent, source)
+            if not rail.kernels:  # one after the other: XLA holds an array of dy's size for each
+                rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
-            rows = _from_words(rail.rows(words, sent, source), g, config.wire_dtype)
+            rows = _from_words(rows, g, config.wire_dtype)
             dy, dweights = exchange.combine_grad(
                 quantization.dequantized(rows, g.dtype),
                 rail.rows(topk_weights, weights, source),
@@ -143,15 +147,11 @@ class TwoLevel:
                 rail.inside,
                 into,
             )
-            dy = quantization.bits(dy, None)
-            if source is None:
-                return dy, *rail.split(dweights)
-            if source.own:
-                return dy, dweights, others
-            return dy, own, place(others, dweights, rail.arrival(source), rail.num_arrivals)
+            return quantization.bits(dy, None), [*dweights_so_far, dweights]
 
-        dy, own, others = rail.each_host(add)
+        dy, dweights = rail.each_host(add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
+        own, others = rail.split(dweights)
         # At most one host's term is not zero: the sum is exact.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
 
@@ -162,7 +162,7 @@ class TwoLevel:
         words, dtype = _words(x, config.wire_dtype)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
         rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
-        sent, choices = rail.send(words), self._choices(rail, topk_idx)
+        sent, choices = rail.send_rows(words), self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
         def add(source: Source | None, received: Any) -> Any:
@@ -179,7 +179,7 @@ class TwoLevel:
                 shape = rail.group_size, rail.num_hosts, -1
                 return [part.reshape(*shape, *part.shape[2:]).swapaxes(0, 1) for part in parts]
             return [
-                place(whole, part, source.host, rail.num_hosts)
+                _place(whole, part, source.host, rail.num_hosts)
                 for whole, part in zip(received or [None] * len(parts), parts, strict=True)
             ]
 
@@ -284,6 +284,15 @@ def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
     """Rounds sums [T, H] to y's dtype or the wire_dtype; returns their bits."""
     sums = sums.astype(y.dtype) if config.wire_dtype is None else sums
     return quantization.bits(sums, config.wire_dtype)
+
+
+def _place(
+    whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
+) -> jax.Array:
+    """Writes `part` [...] to its place in `whole` [count, ...]; None stands for zeros."""
+    if whole is None:
+        whole = jnp.full_like(part, 0, shape=(count, *part.shape))
+    return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
 
 
 def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.dtype]:
