@@ -138,9 +138,9 @@ class TwoLevel:
             if not rail.kernels:  # one after the other: XLA holds an array of dy's size for each
                 rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
-            rows = _from_words(rows, g, config.wire_dtype)
+            parts = _from_words(rows, g, config.wire_dtype)
             dy, dweights = exchange.combine_grad(
-                quantization.dequantized(rows, g.dtype),
+                quantization.dequantized(parts, g.dtype),
                 rail.rows(topk_weights, weights, source),
                 y,
                 self._routes(rail, routes, source, choices),
