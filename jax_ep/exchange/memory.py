@@ -379,7 +379,10 @@ def _between_hosts(
     tokens_of_call = num_tokens
     if at_once:
         tokens_of_call = num_hosts * slots + (num_tokens if slots < num_tokens else 0)
-    arrivals = num_hosts if at_once else num_hosts - 1  # without this host's own, in turns
+    # In turns rows of other hosts alone: with kernels those that come and those that are placed,
+    # and of sums all that return and those that are sent.
+    in_turns = min(2, num_hosts - 1) if implementation == "pallas" else num_hosts - 1
+    arrivals, sums_held = (num_hosts, 2 * num_hosts) if at_once else (in_turns, num_hosts)
     inside = dataclasses.replace(
         shape,
         num_tokens=tokens_of_call,
@@ -403,7 +406,7 @@ def _between_hosts(
             inside = dataclasses.replace(inside, dtype=jnp.dtype(jnp.float32))
         widened = implementation == "pallas" and inside.dtype != shape.dtype
         return {
-            "sums for and of other hosts": 2 * rail,
+            "sums for and of other hosts": sums_held * slots * sent_bytes,
             "sums of this host": 0 if at_once else num_tokens * sent_bytes,
             "weights of the rail": weights if operation == "combine" else 0,
             "float32 rows and sums": inside.rows(shape.capacity + tokens_of_call) if widened else 0,

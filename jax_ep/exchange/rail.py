@@ -162,21 +162,6 @@ class Rail:
             return self.gather(x)
         return self._exchange(_picked(x, self.slots, fill))
 
-    def send_rows(self, x: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
-        """Sends rows [T, ...] along the rail: at once, as `send` does, or in turns.
-
-        In turns it returns what each of them brings: [T, ...], or [C, ...] in slots.
-        """
-        if self.at_once:
-            return self.send(x)
-        arrivals = []
-        for turn in range(1, self.num_hosts):
-            rows = x
-            if self.slots is not None:
-                rows = _picked(x, self.slots[(self.host - turn) % self.num_hosts], fill=0)
-            arrivals.append(self._shift(rows, -turn))
-        return tuple(arrivals)
-
     def _exchange(self, x: jax.Array) -> jax.Array:
         """Sends x [M, ...] by destination host; returns [M, ...] by source host."""
         return lax.all_to_all(
@@ -214,18 +199,30 @@ class Rail:
 
     # --------------------------------------------------------------------------- host by host
 
-    def each_host(self, add: Callable[[Source | None, Any], Any]) -> Any:
-        """Calls `add(source, state)` for each host, this one first; returns the last state.
+    def each_host(self, x: jax.Array, add: Callable[[Source | None, jax.Array, Any], Any]) -> Any:
+        """Sends rows x [T, ...] along the rail; calls `add(source, rows, state)` for each host.
 
-        The state is what `add` returned for the host before, None at first. With `at_once`,
-        `add(None, None)` is called once, for all hosts.
+        This host's own rows come first. The state is what `add` returned for the host before, None
+        at first; the last one is returned. With `at_once`, `add` is called once, for all hosts.
         """
         if self.at_once:
-            return add(None, None)
-        state = None
+            return add(None, self.rows(x, self.send(x), None), None)
+        rows, state = x, None
         for turn in range(self.num_hosts):
-            state = add(self._source(turn, self.host), state)
-        return state
+            following = turn + 1
+            if following == self.num_hosts:
+                return add(self._source(turn, self.host), rows, state)
+            arriving = self._shift(self._for_host(x, self.host - following), -following)
+            state = add(self._source(turn, self.host), rows, state)
+            if self.kernels:  # else XLA sends all rows first, beside no kernel but the last
+                x, arriving, state = lax.optimization_barrier((x, arriving, state))
+            rows = arriving
+
+    def _for_host(self, x: jax.Array, host: jax.Array) -> jax.Array:
+        """Picks what is sent to a host, modulo M, of x [T, ...]: all, or [C, ...] in slots."""
+        if self.slots is None:
+            return x
+        return _picked(x, self.slots[host % self.num_hosts], fill=0)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
         """Sends the sums of each source back to it: [T, ...] of every host, in their order.
@@ -237,10 +234,13 @@ class Rail:
             own, others = self.split([sums(None)])
             yield from self.send_back(others, own)
             return
-        here, returned = self.host, []
+        here = self.host
+        returned: list[jax.Array] = []
         for turn in range(1, self.num_hosts):
             # One after the other. XLA drops from a barrier what is not used behind it.
             part, here = lax.optimization_barrier((sums(self._source(turn, here)), here))
+            if returned:
+                part, returned[-1] = lax.optimization_barrier((part, returned[-1]))
             returned.append(self._shift(part, turn))
         # Not one kernel with the sum over hosts, which waits for the network.
         own = lax.optimization_barrier(sums(self._source(0, here)))
@@ -253,25 +253,17 @@ class Rail:
     def _source(self, turn: int, here: jax.Array) -> Source:
         return Source(turn, (here + turn) % self.num_hosts)
 
-    def rows(
-        self,
-        own: jax.Array,
-        sent: jax.Array | tuple[jax.Array, ...],
-        source: Source | None,
-    ) -> jax.Array:
-        """Returns the rows of a source, [T, ...]: `own`, or of what `send` or `send_rows` returned.
+    def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
+        """Returns the rows of a source, [T, ...]: `own`, or of what `send` returned.
 
         For all hosts that is [M·T, ...]; with slots [T + M·C, ...], this host's own rows first.
         """
-        if source is not None and source.turn == 0:
+        if source is None:
+            others = sent.reshape(-1, *sent.shape[2:])
+            return others if self.slots is None else jnp.concatenate([own, others])
+        if source.turn == 0:
             return own
-        if isinstance(sent, tuple):
-            assert source is not None
-            return sent[source.turn - 1]
-        if source is not None:
-            return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
-        others = sent.reshape(-1, *sent.shape[2:])
-        return others if self.slots is None else jnp.concatenate([own, others])
+        return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
 
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
         """Selects the part of a source's tokens from [N, T, K] by source rank: [G, T, K].

@@ -88,16 +88,15 @@ class TwoLevel:
         words, dtype = _words(x, config.wire_dtype)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
-        sent = rail.send_rows(words)
 
-        def add(source: Source | None, received: Any) -> jax.Array:
+        def add(source: Source | None, rows: jax.Array, received: Any) -> jax.Array:
             into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
-            rows = lax.bitcast_convert_type(rail.rows(words, sent, source), dtype)
+            rows = lax.bitcast_convert_type(rows, dtype)
             known = self._routes(rail, routes, source, choices)
             (received,) = exchange.dispatch_like(rows, known, rail.inside, into)
             return quantization.bits(received, None)
 
-        received = rail.each_host(add)
+        received = rail.each_host(words, add)
         return _from_words(received, x, config.wire_dtype)
 
     def combine(
@@ -130,11 +129,10 @@ class TwoLevel:
         words, _ = _words(g, config.wire_dtype)
         rail, exchange = self._of_call(config, y, routes.topk_idx)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
-        sent, weights = rail.send_rows(words), rail.send(topk_weights)
+        weights = rail.send(topk_weights)
 
-        def add(source: Source | None, grads: Any) -> Any:
+        def add(source: Source | None, rows: jax.Array, grads: Any) -> Any:
             dy, dweights_so_far = grads or (None, [])
-            rows = rail.rows(words, sent, source)
             if not rail.kernels:  # one after the other: XLA holds an array of dy's size for each
                 rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
@@ -149,7 +147,7 @@ class TwoLevel:
             )
             return quantization.bits(dy, None), [*dweights_so_far, dweights]
 
-        dy, dweights = rail.each_host(add)
+        dy, dweights = rail.each_host(words, add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
         own, others = rail.split(dweights)
         # At most one host's term is not zero: the sum is exact.
@@ -162,13 +160,13 @@ class TwoLevel:
         words, dtype = _words(x, config.wire_dtype)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
         rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
-        sent, choices = rail.send_rows(words), self._choices(rail, topk_idx)
+        choices = self._choices(rail, topk_idx)
         weights = None if topk_weights is None else (topk_weights, rail.send(topk_weights))
 
-        def add(source: Source | None, received: Any) -> Any:
+        def add(source: Source | None, rows: jax.Array, received: Any) -> Any:
             theirs = None if weights is None else rail.rows(*weights, source)
             (rows,), lists, theirs = exchange.rank_dispatch(
-                lax.bitcast_convert_type(rail.rows(words, sent, source), dtype),
+                lax.bitcast_convert_type(rows, dtype),
                 rail.rows(*choices, source),
                 theirs,
                 rail.inside,
@@ -184,7 +182,7 @@ class TwoLevel:
             ]
 
         tokens, *lists = (  # [M, G, T, ...] -> [N, T, ...]
-            whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(add)
+            whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(words, add)
         )
         received = _from_words(tokens, x, config.wire_dtype)
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None

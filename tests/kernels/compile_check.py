@@ -8,8 +8,9 @@ DIR is where JAX's CUDA plugin is, of the version of JAX, but not on Python's pa
 
 Prints each kernel's registers, and bytes of registers that it spills. Fails where a kernel does not
 compile, where ptxas makes the tensor cores' instructions wait for each other, or where threads of
-a warp may wait at different barriers. It needs `ptxas`, on the PATH or in DIR (pip install
---no-deps --target=DIR nvidia-cuda-nvcc).
+a warp may wait at different barriers; and where XLA schedules rows that are sent between hosts so
+that no kernel runs meanwhile. It needs `ptxas`, on the PATH or in DIR (pip install --no-deps
+--target=DIR nvidia-cuda-nvcc).
 """
 
 from __future__ import annotations
@@ -69,6 +70,13 @@ def gpus(plugin: Path) -> list[jax.Device]:
 
 def compiled(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes: Any) -> str:
     """Compiles a function of each rank's arrays; returns its PTX, and what ptxas says."""
+    with written() as text:
+        lowered(function, num_ranks, devices, *shapes).compile()
+    return text[0]
+
+
+def lowered(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes: Any) -> Any:
+    """Lowers a function of each rank's arrays."""
     mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
     operands = [
         jax.ShapeDtypeStruct((num_ranks * n, *rest), dtype, sharding=NamedSharding(mesh, P(AXIS)))
@@ -77,9 +85,7 @@ def compiled(function: Callable[..., Any], num_ranks: int, devices: Any, *shapes
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False
     )
-    with written() as text:
-        jax.jit(mapped).lower(*operands).compile()
-    return text[0]
+    return jax.jit(mapped).lower(*operands)
 
 
 @contextlib.contextmanager
@@ -106,19 +112,26 @@ def exchange(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> An
     """Dispatch and combine, and their gradients."""
 
     def there_and_back(x, weights):
-        sent = jax_ep.dispatch(x, topk_idx, axis_name=AXIS, implementation="pallas", **options)
+        sent = jax_ep.dispatch(x, topk_idx, axis_name=AXIS, **options)
         return jax_ep.combine(sent.tokens, sent.handle, topk_weights=weights)
 
     out, pull = jax.vjp(there_and_back, x, weights)
     return out, *pull(out)
 
 
+def between_hosts(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any:
+    """Dispatch and combine, and the gradients of the combine."""
+    sent = jax_ep.dispatch(x, topk_idx, axis_name=AXIS, **options)
+    combine = functools.partial(jax_ep.combine, handle=sent.handle)
+    out, pull = jax.vjp(lambda y, weights: combine(y, topk_weights=weights), sent.tokens, weights)
+    return out, *pull(out)
+
+
 def by_rank(options: dict[str, Any], x: Any, topk_idx: Any, weights: Any) -> Any:
     """Dispatch and combine in the rank-major layout."""
     sent = jax_ep.dispatch(
-        x, topk_idx, axis_name=AXIS, topk_weights=weights, layout="rank", implementation="pallas",
-        **options,
-    )  # fmt: skip
+        x, topk_idx, axis_name=AXIS, topk_weights=weights, layout="rank", **options
+    )
     return jax_ep.combine(sent.tokens, sent.handle)
 
 
@@ -136,7 +149,8 @@ def collective(name: str, algorithm: str | None, x: Any) -> Any:
 def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
     """Yields the programs: a name, the number of ranks, the function, and each rank's operands."""
     alone = [((512, 4096), jnp.float32), ((512, 2), jnp.int32), ((512, 2), jnp.float32)]
-    yield "T=512 H=4096 E=4", 1, functools.partial(exchange, dict(num_experts=4)), alone
+    one: dict[str, Any] = dict(num_experts=4, implementation="pallas")
+    yield "T=512 H=4096 E=4", 1, functools.partial(exchange, one), alone
     for num_ranks in (2, 4, 8):
         for tokens, hidden, num_experts in ((128, 7168, 256), (4096, 7168, 256), (4096, 2048, 128)):
             operands = [
@@ -144,7 +158,7 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
                 ((tokens, 8), jnp.int32),
                 ((tokens, 8), jnp.float32),
             ]
-            model: dict[str, Any] = dict(num_experts=num_experts)
+            model: dict[str, Any] = dict(num_experts=num_experts, implementation="pallas")
             name = f"T={tokens} H={hidden} E={num_experts}"
             yield name, num_ranks, functools.partial(exchange, model), operands
             if num_ranks == 4:
@@ -172,6 +186,30 @@ def programs() -> Iterator[tuple[str, int, Callable[..., Any], list[Any]]]:
         yield f"experts of {name}", 1, experts, [*operands, ((held,), jnp.int32)]
 
 
+def waits_for_the_network(num_hosts: int, devices: Any) -> Iterator[str]:
+    """Yields what is sent between hosts of eight ranks in all while the schedule runs no kernel."""
+    os.environ["JAX_EP_DEVICES_PER_HOST"] = str(8 // num_hosts)
+    options = dict(num_experts=256, capacity=4608, implementation="two_level")
+    operands = [((512, 7168), jnp.bfloat16), ((512, 8), jnp.int32), ((512, 8), jnp.float32)]
+    program = lowered(functools.partial(between_hosts, options), 8, devices, *operands)
+    with written():
+        schedule = program.compile().as_text()
+    running: dict[str, int] = {}
+    started = 0
+    for name, op, operand in SCHEDULED.findall(schedule):
+        if op == "collective-permute-start":
+            running[name], started = 0, started + 1
+        elif op == "custom-call":
+            running = {transfer: kernels + 1 for transfer, kernels in running.items()}
+        elif op == "collective-permute" or not running.pop(operand):
+            yield f"{num_hosts} hosts: no kernel runs beside {name}"
+    if started != 3 * (num_hosts - 1):
+        yield f"{num_hosts} hosts: rows are sent {started} times"
+
+
+SCHEDULED = re.compile(
+    r"%(\S+) = .*? (collective-permute(?:-start|-done)?|custom-call)\(%([^,)]+).*"
+)
 PTX = re.compile(r"\.visible \.entry (\w+?)_mosaic_gpu_kernel\(.*?\n}", re.S)
 KERNEL = re.compile(
     r"Compiling entry function '(\w+?)_mosaic_gpu_kernel'(.*?)Used (\d+) regis", re.S
@@ -188,6 +226,7 @@ def main() -> int:
     os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
     os.environ["PATH"] += f"{os.pathsep}{arguments.plugin / 'nvidia' / 'cu13' / 'bin'}"
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)  # whose numbers are those of the GPUs
     devices = gpus(arguments.plugin)
     chosen = [program for program in programs() if arguments.only in program[0]]
     count, faults = 0, []
@@ -208,6 +247,8 @@ def main() -> int:
             spilled = max(map(int, SPILLED.findall(properties)), default=0)
             print(f"{name:<36}{num_ranks:>6}  {kernel:<28}{registers:>10}{spilled:>9}", flush=True)
             count += 1
+    for num_hosts in (2, 4):
+        faults += waits_for_the_network(num_hosts, devices)
     print("\n".join([f"{count} kernels compiled, {len(faults)} faults", *faults]))
     return 1 if faults or not count else 0
 
