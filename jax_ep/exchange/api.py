@@ -205,10 +205,10 @@ def combine(
       handle: the handle of that dispatch.
       topk_weights: [T, K] floating, or None for a plain sum; None in the rank-major
         layout.
-      wire_dtype: None, or `jnp.float8_e4m3fn`: the sums over each rank's rows, or between hosts over
-        each host's, cross the wire in it, as in `dispatch`, instead of in y's dtype. Each of up to N of them is off by what
-        `jax_ep.exchange.quantization` says, which grows with the largest sum of its block; the
-        sum over ranks is off by no more than these errors together.
+      wire_dtype: None, or `jnp.float8_e4m3fn`: the sums over each rank's rows, or between hosts
+        over each host's, cross the wire in it, as in `dispatch`, instead of in y's dtype. Each of
+        up to N of them is off by what `jax_ep.exchange.quantization` says, which grows with the
+        largest sum of its block; the sum over ranks is off by no more than these errors together.
       grad_wire_dtype: as wire_dtype, of the cotangent of the result, which is sent as a dispatch
         sends rows.
       implementation: as in `dispatch`.
