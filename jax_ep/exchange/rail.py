@@ -208,15 +208,13 @@ class Rail:
         if self.at_once:
             return add(None, self.rows(x, self.send(x), None), None)
         rows, state = x, None
-        for turn in range(self.num_hosts):
-            following = turn + 1
-            if following == self.num_hosts:
-                return add(self._source(turn, self.host), rows, state)
-            arriving = self._shift(self._for_host(x, self.host - following), -following)
+        for turn in range(self.num_hosts - 1):
+            arriving = self._shift(self._for_host(x, self.host - turn - 1), -turn - 1)
             state = add(self._source(turn, self.host), rows, state)
             if self.kernels:  # else XLA sends all rows first, beside no kernel but the last
                 x, arriving, state = lax.optimization_barrier((x, arriving, state))
             rows = arriving
+        return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def _for_host(self, x: jax.Array, host: jax.Array) -> jax.Array:
         """Picks what is sent to a host, modulo M, of x [T, ...]: all, or [C, ...] in slots."""
