@@ -408,6 +408,9 @@ def _between_hosts(
         return {
             "sums for and of other hosts": sums_held * slots * sent_bytes,
             "sums of this host": 0 if at_once else num_tokens * sent_bytes,
+            "sums taken out of slots": (
+                (num_hosts - 1) * num_tokens * sent_bytes if slots < num_tokens else 0
+            ),
             "weights of the rail": weights if operation == "combine" else 0,
             "float32 rows and sums": inside.rows(shape.capacity + tokens_of_call) if widened else 0,
             "rows inside a host": in_order,

@@ -1,9 +1,10 @@
 """Sends rows between ranks on several hosts, for `jax_ep.exchange.two_level`.
 
 A rank exchanges with the ranks of its own number on the other hosts, its *rail*. Hosts take turns:
-in turn i a rank receives the rows of the host that is i after its own, while what came before is
-moved inside the host. With a `host_capacity` of C it sends C rows to each of them instead of all T:
-the tokens that chose experts there, in order, each in a *slot*.
+in turn i a rank receives the rows of the host that is i after its own, or sends it the sums of its
+tokens; kernels inside the host move other rows meanwhile. With a `host_capacity` of C a rank sends
+C rows to each other host instead of all T: the tokens that chose experts there, in order, each in a
+*slot*.
 """
 
 from __future__ import annotations
@@ -170,8 +171,8 @@ class Rail:
 
     def _shift(self, x: jax.Array, distance: int) -> jax.Array:
         """Sends x [...] to the host that is `distance` after this one."""
-        # JAX numbers the ranks of a permutation by the mesh's axes, in their order. XLA's default
-        # schedule for GPUs runs permutations, and not gathers, beside other kernels.
+        # A permutation takes axes in the mesh's order only. XLA's default schedule for GPUs runs
+        # permutations, and not gathers, beside kernels.
         axes, in_mesh = _in_mesh_order(self.config.axis_name)
         ranks = np.arange(self.num_ranks)
         there = (ranks + distance * self.group_size) % self.num_ranks
@@ -208,10 +209,12 @@ class Rail:
         if self.at_once:
             return add(None, self.rows(x, self.send(x), None), None)
         rows, state = x, None
-        for turn in range(self.num_hosts - 1):
-            arriving = self._shift(self._for_host(x, self.host - turn - 1), -turn - 1)
-            state = add(self._source(turn, self.host), rows, state)
-            if self.kernels:  # else XLA sends all rows first, beside no kernel but the last
+        for turn in range(1, self.num_hosts):
+            arriving = self._shift(self._for_host(x, self.host - turn), -turn)
+            state = add(self._source(turn - 1, self.host), rows, state)
+            # Without it XLA sends all rows first, beside no kernel but the last. XLA's exchange has
+            # no kernel that could run beside them.
+            if self.kernels:
                 x, arriving, state = lax.optimization_barrier((x, arriving, state))
             rows = arriving
         return add(self._source(self.num_hosts - 1, self.host), rows, state)

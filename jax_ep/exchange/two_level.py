@@ -18,12 +18,12 @@ to y's dtype or to the wire_dtype, and returned. The sum over hosts is taken in 
 order of the hosts, and rounded to y's dtype. So sums are sent as float32 inside a host, unless the
 host has only one rank.
 
-**Order.** Hosts take turns, so that rows of all N ranks are never in memory together, and what is
-done inside a host overlaps with the network. A dispatch places this host's own rows while the next
-host's arrive, and those while the rows of the one after arrive. A combine computes the sums for one
-host while those for the one before are sent, and this host's own last. Kernels with few tokens
-instead take those of all hosts in one call, once all have arrived. A rank that is alone on its host
-sums by XLA.
+**Order.** Hosts take turns, so that rows of all N ranks are never in memory together, and what
+kernels do inside a host overlaps with the network. A dispatch places this host's own rows while the
+next host's arrive, and those while the rows of the one after arrive. A combine computes the sums
+for one host while those for the one before are sent, and this host's own last. Kernels with few
+tokens instead take those of all hosts in one call, once all have arrived. A rank that is alone on
+its host sums by XLA.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ class TwoLevel:
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
         def add(source: Source | None, rows: jax.Array, received: Any) -> jax.Array:
+            if not rail.kernels:  # one after the other: XLA holds the rows of G ranks for each
+                rows, received = lax.optimization_barrier((rows, received))
             into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
             rows = lax.bitcast_convert_type(rows, dtype)
             known = self._routes(rail, routes, source, choices)

@@ -448,7 +448,7 @@ def test_float8_rows_between_hosts_are_counted(name, monkeypatch):
 
 
 def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
-    """On 8 hosts of 8 ranks: tokens of 23 ranks instead of 64, and of 2 where kernels run."""
+    """On 8 hosts of 8 ranks: tokens of 23 ranks instead of 64; kernels: few at once, or 2."""
     model = dict(num_tokens=128, hidden=7168, num_experts=256, top_k=8, num_ranks=64, capacity=1152)
     one = memory.workspace_bytes("dispatch_like", "xla", **model)
     two = memory.workspace_bytes("dispatch_like", "xla", num_hosts=8, **model)
@@ -459,9 +459,25 @@ def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
     assert kernels == {"rows of the rail": 8 * 128 * row}
     half = memory.workspace_bytes("combine", "xla", num_hosts=8, host_capacity=64, **model)
     assert half["sums for and of other hosts"] == 8 * 64 * row
+    assert half["sums taken out of slots"] == 7 * 128 * row
     many = dict(model, num_tokens=4096, capacity=36864)
     kernels = memory.workspace_bytes("dispatch_like", "pallas", num_hosts=8, **many)
     assert kernels == {"rows of the rail": 2 * 4096 * row}
+    two = memory.workspace_bytes("dispatch_like", "pallas", num_hosts=2, **many)
+    assert two == {"rows of the rail": 4096 * row}
+
+
+@on_cpus
+@pytest.mark.parametrize("name", ["dispatch_like", "combine_grad"])
+def test_of_several_hosts_xla_holds_the_rows_of_one_after_the_other(name, monkeypatch):
+    """On 4 hosts of 2 ranks, of which one level gathers 8: 3 of the rail and 2 of a host or two."""
+    monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
+    model = model_of((8, 64, 1024, 1, 32, 16))
+    run, arguments = operation(
+        name, "two_level", model, "float32", expert_mesh(8), layout="expert", wire_dtype=None
+    )
+    held = run.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+    assert held < 8 * 64 * 1024 * 4
 
 
 @pytest.mark.parametrize(
