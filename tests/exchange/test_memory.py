@@ -471,6 +471,8 @@ def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
 @pytest.mark.parametrize("name", ["dispatch_like", "combine_grad"])
 def test_of_several_hosts_xla_holds_the_rows_of_one_after_the_other(name, monkeypatch):
     """On 4 hosts of 2 ranks, of which one level gathers 8: 3 of the rail and 2 of a host or two."""
+    if jax.__version_info__ < (0, 11):
+        pytest.skip("XLA of JAX 0.10 for CPUs makes one kernel of the turns, over their barriers")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "2")
     model = model_of((8, 64, 1024, 1, 32, 16))
     run, arguments = operation(
