@@ -435,6 +435,13 @@ def test_one_host_is_one_level(monkeypatch):
         lowered("two_level")
 
 
+def test_no_mesh_is_one_rank():
+    x, topk_idx = np.zeros((4, 8), np.float32), np.zeros((4, 2), np.int32)
+    options = dict(num_experts=8, axis_name=(), implementation="two_level")
+    with pytest.raises(ValueError, match='"two_level" cannot run here: there is no mesh'):
+        jax.jit(lambda *args: jax_ep.dispatch(*args, **options).tokens)(x, topk_idx)
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     "num_tokens, num_hosts, num_axes, host_capacity",

@@ -199,7 +199,7 @@ def waits_for_the_network(num_hosts: int, devices: Any) -> Iterator[str]:
     for name, op, operand in SCHEDULED.findall(schedule):
         if op == "collective-permute-start":
             running[name], started = 0, started + 1
-        elif op.startswith("custom-call"):
+        elif op == "custom-call":
             running = {transfer: kernels + 1 for transfer, kernels in running.items()}
         elif op == "collective-permute" or not running.pop(operand):
             yield f"{num_hosts} hosts: no kernel runs beside {name}"
@@ -249,11 +249,11 @@ def main() -> int:
             spilled = max(map(int, SPILLED.findall(properties)), default=0)
             print(f"{name:<36}{num_ranks:>6}  {kernel:<28}{registers:>10}{spilled:>9}", flush=True)
             count += 1
-    of_hosts = arguments.only in "between hosts"
-    for num_hosts in (2, 4) if of_hosts else ():
+    hosts = (2, 4) if arguments.only in "between hosts" else ()
+    for num_hosts in hosts:
         faults += waits_for_the_network(num_hosts, devices)
     print("\n".join([f"{count} kernels compiled, {len(faults)} faults", *faults]))
-    return 1 if faults or not (count if chosen else of_hosts) else 0
+    return 1 if faults or not (chosen or hosts) else 0
 
 
 if __name__ == "__main__":
