@@ -54,6 +54,10 @@ COMMANDS = {
         "jax_ep.bench.matmul",
         "results and times of the grouped matmuls, compared with a dense matmul",
     ),
+    "bench compile": Command(
+        "jax_ep.bench.compile",
+        "seconds to trace, lower and compile the MoE layer and its parts",
+    ),
     "bench all": Command(
         "jax_ep.bench.suite",
         "all of these but balance, each in its own process; what was measured is saved as it goes",

@@ -102,6 +102,22 @@ llvm = _module("jaxlib.mlir.dialects.llvm")
 scf = _module("jaxlib.mlir.dialects.scf")
 vector = _module("jaxlib.mlir.dialects.vector")
 
+
+def _ask_ptxas_once() -> None:
+    """Makes Mosaic ask ptxas for its version once in this process.
+
+    Mosaic otherwise starts the program `ptxas` for each bool that a kernel converts to an integer,
+    so for each branch: some 100 times for a kernel, 7 ms each time.
+    """
+    bindings = getattr(_module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
+    name = "_get_ptxas_isa_version"
+    ask = getattr(bindings, name, None)
+    if ask is not None and not hasattr(ask, "cache_info"):
+        setattr(bindings, name, functools.cache(ask))
+
+
+_ask_ptxas_once()
+
 Value = Any  # an MLIR value
 Array = Any  # a Mosaic array in registers
 
@@ -377,14 +393,14 @@ def store_rows(
     left: jax.Array,
     begin: jax.Array,
     end: jax.Array,
+    layout: Any,
 ) -> None:
     """Stores rows [begin, end) of a tile of 16-bit floats in registers to an array in memory.
 
-    Each thread stores its own pairs of columns, without shared memory, and no other row of `out` is
-    touched. `values` is the tile transposed, [columns, rows], in the layout of accumulators; its
-    first element goes to out[top, left].
+    Each thread stores what it holds, without shared memory, and no other row of `out` is touched.
+    `values` is [rows, columns], in `layout`, in which a thread holds vectors of a row's neighbours.
+    Its first element goes to out[top, left], which is aligned as those vectors are.
     """
-    layout = plgpu.Layout.WGMMA_TRANSPOSED
 
     def emit(out: Value, values: Array, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
@@ -398,27 +414,31 @@ def store_rows(
         for index, place in zip(
             np.ndindex(values.registers.shape), values.layout.thread_idxs(values.shape), strict=True
         ):
-            column, row = (arith.index_cast(i32, number) for number in place)
+            row, column = (arith.index_cast(i32, number) for number in place)
             inside = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, row, begin),
                 arith.cmpi(arith.CmpIPredicate.slt, row, end),
             )
             first = arith.muli(wide(arith.addi(top, row)), width)
             offset = arith.addi(first, wide(arith.addi(left, column)))
-            pair = vector.bitcast(vector_type(1, i32), values.registers[index])
+            register = values.registers[index]
+            count = vector_length_of(register) // 2
+            words = vector.bitcast(vector_type(count, i32), register)
+            places = ", ".join(f"${i + 2}" for i in range(count))
             asm(
-                "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.b32 [$0], $1; }",
-                "l,r,r",
+                "{ .reg .pred p; setp.ne.b32 p, $1, 0; "
+                f"@p st.global{'' if count == 1 else f'.v{count}'}.b32 [$0], {{{places}}}; }}",
+                "l" + ",r" * (1 + count),
                 llvm.ptrtoint(
                     integer_type(64), element_pointer(pointer(out), offset, kind.element_type)
                 ),
-                vector.extract(pair, [], [0]),
                 arith.extui(i32, inside),
+                *(vector.extract(words, [], [i]) for i in range(count)),
             )
 
     numbers = [top, left, begin, end]
-    values = plgpu.layout_cast(values, layout)
-    inline(emit, [out, values, *numbers], [REFERENCE, layout, *[SCALAR] * len(numbers)])
+    layouts = [REFERENCE, layout, *[SCALAR] * len(numbers)]
+    inline(emit, [out, values, *numbers], layouts)
 
 
 def store_transposed(ref: Any, values: jax.Array) -> None:

@@ -37,6 +37,7 @@ from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
+    EIGHT_ROWS,
     OTHER_BYTES,
     Kernel,
     aligned,
@@ -181,8 +182,9 @@ class _Drhs(Kernel):
                     used = self.fill(
                         scratch,
                         used,
-                        lhs.at[inner, pl.ds(pl.multiple_of(top, CHUNK), BLOCK_M)],
-                        grad.at[inner, pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)],
+                        [lhs.at[inner, pl.ds(pl.multiple_of(top, CHUNK), BLOCK_M)]],
+                        0,
+                        [grad.at[inner, pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)]],
                     )
                     mine = begin - row, end - row
                     return used, clear_oldest(used - 1 - lag, uncleared, mine)
@@ -210,34 +212,31 @@ class _Drhs(Kernel):
             shape, columns = (CHUNK, tiles.block_n), range(0, tiles.block_n, CHUNK)
 
             def store(tile, chunk):
-                """Stores a chunk of columns of this computer's part of a tile."""
+                """Stores a chunk of columns of this computer's part of a tile, if there is one."""
                 (which, group, top, left_edge), values = tile
 
-                def of_columns(first):
-                    @pl.when(top < self.height)
-                    def _():
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        staged[...] = values[:, first : first + CHUNK]
-                        plgpu.commit_smem()
-                        rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
-                        cols = pl.ds(pl.multiple_of(left_edge + first, CHUNK), CHUNK)
-                        copies = [
-                            functools.partial(
-                                plgpu.copy_smem_to_gmem, staged, out.at[group, rows, cols]
-                            )
-                            for out in outs
-                        ]
-                        lax.switch(which, copies)
+                def stage(first):
+                    staged[...] = values[:, first : first + CHUNK]
 
-                run_one([functools.partial(of_columns, first) for first in columns], chunk)
+                @pl.when((top < self.height) & (chunk < len(columns)))
+                def _():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    run_one([functools.partial(stage, first) for first in columns], chunk)
+                    plgpu.commit_smem()
+                    rows = pl.ds(pl.multiple_of(top, CHUNK), CHUNK)
+                    cols = pl.ds(pl.multiple_of(left_edge + chunk * CHUNK, CHUNK), CHUNK)
+                    copies = [
+                        functools.partial(
+                            plgpu.copy_smem_to_gmem, staged, out.at[group, rows, cols]
+                        )
+                        for out in outs
+                    ]
+                    lax.switch(which, copies)
 
-            def store_from(tile, chunk):
-                left = jnp.maximum(len(columns) - chunk, 0)
-                lax.fori_loop(0, left, lambda i, _: store(tile, chunk + i), None)
-
-            def one_tile(tile, carry):
+            def one_tile(tile, exists, carry):
                 used, before = carry
                 which, group, top, left_edge, steps, first, begin, end = tile
+                steps = jnp.where(exists, steps, 0)
 
                 def multiply(accumulator, slot, i):
                     left, right = scratch["left"].at[slot], scratch["right"].at[slot]
@@ -250,16 +249,16 @@ class _Drhs(Kernel):
                     plgpu.wgmma(accumulator, transposed(mine), right)
 
                 store_before = functools.partial(store, before)
-                total = self.accumulate(scratch, used, steps, shape, multiply, store_before)
-                store_from(before, steps)
+                total = self.accumulate(
+                    scratch, used, steps, shape, multiply, store_before, len(columns)
+                )
                 place = which, group, top + computer * CHUNK, left_edge
                 return used + steps, (place, total.astype(dtype))
 
             zero = jnp.int32(0)
             nowhere = zero, zero, jnp.int32(self.height), zero
             nothing = nowhere, zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
-            _, last = self.each_of(num_tiles, look_up, one_tile, (zero, nothing))
-            store_from(last, 0)
+            self.each_and_store(num_tiles, look_up, one_tile, (zero, nothing))
 
         self.take_roles(scratch, load, compute)
 
@@ -287,8 +286,8 @@ class _Drhs(Kernel):
 
         def clear_part_of(eight: Any) -> None:
             part = operand.at[pl.ds(eight, ROW_ALIGNMENT)]
-            row = eight + row_numbers((ROW_ALIGNMENT, columns), _LAYOUT, self.interpreted)
-            values = part[...] if self.interpreted else plgpu.load(part, layout=_LAYOUT)
+            row = eight + row_numbers((ROW_ALIGNMENT, columns), EIGHT_ROWS, self.interpreted)
+            values = part[...] if self.interpreted else plgpu.load(part, layout=EIGHT_ROWS)
             in_group = (row >= begin) & (row < end)
             part[...] = jnp.where(in_group, values, jnp.zeros_like(values))
 
@@ -307,19 +306,10 @@ class _Drhs(Kernel):
                 @pl.when(row & height != 0)
                 def _(row=row, height=height):
                     operand.at[pl.ds(row, height)][...] = zeros(
-                        (height, columns), operand.dtype, _LAYOUT, self.interpreted
+                        (height, columns), operand.dtype, EIGHT_ROWS, self.interpreted
                     )
 
                 row += row & height
-
-
-# Of 8 rows of 64 columns, a warp holds two rows in registers, and a thread four neighbours of one.
-_LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
-    warp_dims=(-4,),
-    lane_dims=(-2, -3),
-    vector_dim=-1,
-)
 
 
 def _is_edge(begin: jax.Array, end: jax.Array) -> jax.Array:

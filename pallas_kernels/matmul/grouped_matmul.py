@@ -26,6 +26,7 @@ from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
+    EIGHT_ROWS,
     OTHER_BYTES,
     Kernel,
     aligned,
@@ -36,7 +37,7 @@ from pallas_kernels.matmul.kernel import (
     transposed,
     zeros,
 )
-from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, row_tiles
+from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, ROW_ALIGNMENT, row_tiles
 
 STORED_ROWS = 32  # rows that a computer stores at a time
 _STAGING = "staged", "plain"  # scratch of each computer's own; the second if interpreted
@@ -72,7 +73,7 @@ class Tiles:
         operand, chunk = 2 * CHUNK, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
         slot = operand * (heights[-1] + matrices * block_n)
-        slots = min((room - COMPUTERS * 2 * chunk) // slot, 6)
+        slots = min((room - COMPUTERS * (1 + matrices) * chunk) // slot, 6)
         staged = min((room - slots * slot) // (COMPUTERS * chunk), 8)
         return cls(heights, block_n, slots, staged, band)
 
@@ -173,6 +174,11 @@ class Product(Kernel):
                 f"a tile's."
             )
 
+    @property
+    def _num_staged(self) -> int:
+        """Returns how many chunks a computer stages: of each output one at least."""
+        return max(self.tiles.num_staged, self.outputs)
+
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
         tiles = self.tiles
         right: tuple[int, ...] = tiles.block_n, CHUNK
@@ -180,7 +186,7 @@ class Product(Kernel):
             right = right[::-1]
         if self.matrices > 1:
             right = self.matrices, *right
-        left, staged = (tiles.block_m, CHUNK), (tiles.num_staged, STORED_ROWS)
+        left, staged = (tiles.block_m, CHUNK), (self._num_staged, STORED_ROWS)
         ring = self.ring(dtype, left, right, staged)
         if self.interpreted:  # to store single rows, which a swizzled tile does not allow
             ring["plain"] = plgpu.SMEM((COMPUTERS, STORED_ROWS, CHUNK), dtype)
@@ -208,39 +214,38 @@ class Product(Kernel):
                 group, first, left_edge, kind = tile
                 cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.block_n)
                 together = 1 + self.matrices  # operands that are loaded together
+                for k, depth in enumerate(self.depths):
+                    lhs, *rhs = operands[k * together : (k + 1) * together]
 
-                def load_all(height, used):
-                    rows = pl.ds(aligned(first), height)
-                    for k, depth in enumerate(self.depths):
-                        lhs, *rhs = operands[k * together : (k + 1) * together]
+                    def step(i, used, lhs=lhs, rhs=rhs):
+                        inner = pl.ds(i * CHUNK, CHUNK)
+                        place = (cols, inner) if self.transpose_rhs else (inner, cols)
+                        lefts = [
+                            lhs.at[pl.ds(aligned(first), height), inner]
+                            for height in self.tiles.heights
+                        ]
+                        right = [matrix.at[group, *place] for matrix in rhs]
+                        return self.fill(scratch, used, lefts, kind, right)
 
-                        def step(i, used, lhs=lhs, rhs=rhs):
-                            inner = pl.ds(i * CHUNK, CHUNK)
-                            place = (cols, inner) if self.transpose_rhs else (inner, cols)
-                            right = (matrix.at[group, *place] for matrix in rhs)
-                            return self.fill(scratch, used, lhs.at[rows, inner], *right)
-
-                        used = lax.fori_loop(0, depth // CHUNK, step, used)
-                    return used
-
-                loads = [functools.partial(load_all, height) for height in self.tiles.heights]
-                return lax.switch(kind, loads, used)
+                    used = lax.fori_loop(0, depth // CHUNK, step, used)
+                return used
 
             return self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
 
         def compute(computer):
             own = {name: scratch[name].at[computer] for name in _STAGING if name in scratch}
             steps = sum(self.depths) // CHUNK
-            chunks = self._chunks()
-            at_a_step = -(-len(chunks) // steps)
+            num_chunks = len(self._chunks())
+            at_a_step = -(-num_chunks // steps)
             dtype, shape = outs[0].dtype, (self.tiles.part, self.tiles.block_m)
 
-            def stores_of(place, results):
-                """Returns functions that store a tile: each a chunk of it, in order."""
-                return [
-                    functools.partial(self._store, i, *chunk, place, results, outs, own)
-                    for i, chunk in enumerate(chunks)
-                ]
+            def store(first, count, place, results):
+                """Stores `count` chunks of a tile, from the chunk of number `first` on."""
+
+                def one(i, _):
+                    self._store(first + i, place, results, outs, own)
+
+                lax.fori_loop(0, count, one, None)
 
             def look_up(index):
                 tile, left_edge = self.place(index, num_tiles)
@@ -248,9 +253,10 @@ class Product(Kernel):
                 rows = (table[tile, column] for column in (FIRST, BEGIN, END))
                 return *rows, left_edge, kind_of(tile)
 
-            def one_tile(tile, carry):
+            def one_tile(tile, exists, carry):
                 used, (place_before, held) = carry
                 *place, kind = tile
+                own_steps = jnp.where(exists, steps, 0)
 
                 def multiply(accumulator, slot, _):
                     of_heights = [
@@ -262,32 +268,34 @@ class Product(Kernel):
                     lax.switch(kind, of_heights)
 
                 def store_held(step):
-                    stores = stores_of(place_before, functools.partial(_cut, held))
-                    for i in range(at_a_step):
-                        run_one(stores, step * at_a_step + i)
+                    results = functools.partial(_cut, held)
+                    store(step * at_a_step, at_a_step, place_before, results)
 
                 total = self.accumulate(
                     scratch,
                     used,
-                    steps,
+                    own_steps,
                     (self.tiles.part, self.matrices * self.tiles.block_m),
                     multiply,
                     store_held if self.holds else None,
+                    steps if self.holds else 0,
                 )
                 results = functools.partial(self.results, total, dtype)
                 if self.holds:
-                    return used + steps, (place, results(*(slice(0, size) for size in shape)))
-                for store in stores_of(place, results):
-                    store()
-                return used + steps, (place, ())
+                    held = results(*(slice(0, size) for size in shape))
+                else:
+                    store(0, num_chunks, place, results)
+                return used + own_steps, (place, held)
 
             nothing = zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
             held = (nothing,) * self.outputs if self.holds else ()
-            before = [jnp.int32(0)] * 4, held
-            _, (place, held) = self.each_of(total_tiles, look_up, one_tile, (jnp.int32(0), before))
+            carry = jnp.int32(0), ([jnp.int32(0)] * 4, held)
             if self.holds:
-                for store in stores_of(place, functools.partial(_cut, held)):
-                    store()
+                self.each_and_store(total_tiles, look_up, one_tile, carry)
+            else:
+                self.each_of(
+                    total_tiles, look_up, lambda tile, carry: one_tile(tile, True, carry), carry
+                )
             if self.zero_unused:
                 self._zero_tail(outs, num_live_rows, computer, own)
 
@@ -330,9 +338,7 @@ class Product(Kernel):
 
     def _store(
         self,
-        number: int,
-        row: int,
-        column: int,
+        number: jax.Array,
         place: Sequence[jax.Array],
         results: Callable[[slice, slice], tuple[jax.Array, ...]],
         outs: Sequence[Any],
@@ -341,60 +347,85 @@ class Product(Kernel):
         """Stores the rows of a chunk, `number` in its tile, that are of the tile's group.
 
         `place` has the tile's first row, the range [begin, end) of the group's, and the column.
+        Registers are known by constant indices alone, so each chunk needs code of its own that
+        stages it in shared memory. What follows is the same for all.
         """
+        chunks, staged = self._chunks(), self._num_staged
         top, begin, end, left_edge = place
-        inside = left_edge < self.width
-        height = min(STORED_ROWS, self.tiles.block_m - row)
-        top, left_edge = top + row, left_edge + column
-        first = jnp.clip(begin - top, 0, height)
-        stop = jnp.where(inside, jnp.clip(end - top, 0, height), first)
-        part = slice(column, column + CHUNK), slice(row, row + height)
-        staged = self.tiles.num_staged
-        if number == 0:  # what was staged of the tile before has been read
+        row, column = quotient_and_rest(number, jnp.int32(self.tiles.part // CHUNK))
+        inside = (left_edge < self.width) & (number < len(chunks))
+        top, left_edge = top + row * STORED_ROWS, left_edge + column * CHUNK
+        first = jnp.clip(begin - top, 0, STORED_ROWS)
+        stop = jnp.where(inside, jnp.clip(end - top, 0, STORED_ROWS), first)
+        rooms = [
+            own["staged"].at[lax.rem(number * self.outputs + i, jnp.int32(staged))]
+            for i in range(self.outputs)
+        ]
+
+        def stage(row, column):
+            height = min(STORED_ROWS, self.tiles.block_m - row)
+            values = results(slice(column, column + CHUNK), slice(row, row + height))
+            for room, part in zip(rooms, values, strict=True):
+                self._stage(room.at[:height], part)
+
+        @pl.when(number == 0)
+        def _():  # what was staged of the tile before has been read
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(stop - first == height)
-        def _whole():
-            at = pl.ds(aligned(top), height), pl.ds(pl.multiple_of(left_edge, CHUNK), CHUNK)
-            for i, (out, values) in enumerate(
-                zip(outs, results(*part), strict=True), number * self.outputs
-            ):
-                if i >= staged:  # what was staged here has been read
-                    plgpu.wait_smem_to_gmem(staged - 1, wait_read_only=True)
-                room = own["staged"].at[i % staged, :height]
-                self._stage(room, values)
-                plgpu.copy_smem_to_gmem(room, out.at[at])
+        @pl.when(first < stop)
+        def _():
+            plgpu.wait_smem_to_gmem(staged - self.outputs, wait_read_only=True)
+            run_one([functools.partial(stage, *chunk) for chunk in chunks], number)
+            plgpu.commit_smem()
+            # The last chunk of a tile may be lower than the others.
+            heights = {STORED_ROWS, self.tiles.block_m % STORED_ROWS or STORED_ROWS}
+            at_once = [(first == 0) & (stop == height) for height in heights]
+            for height, whole in zip(heights, at_once, strict=True):
 
-        @pl.when((first < stop) & (stop - first < height))
-        def _some():
-            for out, values in zip(outs, results(*part), strict=True):
-                self._store_rows(out, values, top, left_edge, first, stop, own)
+                @pl.when(whole)
+                def _(height=height):
+                    at = pl.ds(aligned(top), height), pl.ds(pl.multiple_of(left_edge, CHUNK), CHUNK)
+                    for room, out in zip(rooms, outs, strict=True):
+                        plgpu.copy_smem_to_gmem(room.at[:height], out.at[at])
+
+            @pl.when(jnp.logical_not(functools.reduce(jnp.logical_or, at_once)))
+            def _():
+                for room, out in zip(rooms, outs, strict=True):
+                    self._store_rows(out, room, top, left_edge, first, stop, own)
 
     def _stage(self, room: Any, values: jax.Array) -> None:
-        """Writes a chunk to shared memory, from where copies may read it."""
+        """Writes a chunk to shared memory; what reads it there waits for `commit_smem`."""
         if self.interpreted:
             room[...] = values.T
         else:
             mosaic.store_transposed(room, values)
-        plgpu.commit_smem()
 
     def _store_rows(
         self,
         out: Any,
-        values: jax.Array,
+        room: Any,
         top: jax.Array,
         left_edge: jax.Array,
         begin: jax.Array,
         end: jax.Array,
         own: dict[str, Any],
     ) -> None:
-        """Stores rows [begin, end) of a chunk, fewer than all, to `out` at (top, left_edge)."""
+        """Stores rows [begin, end) of the chunk staged in `room` to `out` at (top, left_edge)."""
         if not self.interpreted:
-            mosaic.store_rows(out, values, top, left_edge, begin, end)
+
+            def eight_rows(i, _):
+                row = i * ROW_ALIGNMENT
+                values = plgpu.load(room.at[pl.ds(row, ROW_ALIGNMENT)], layout=EIGHT_ROWS)
+                mosaic.store_rows(
+                    out, values, top + row, left_edge, begin - row, end - row, EIGHT_ROWS
+                )
+
+            stop = lax.div(end + (ROW_ALIGNMENT - 1), jnp.int32(ROW_ALIGNMENT))
+            lax.fori_loop(lax.div(begin, jnp.int32(ROW_ALIGNMENT)), stop, eight_rows, None)
             return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plain = own["plain"]
-        plain.at[: values.shape[1]][...] = values.T
+        plain[...] = room[...]
         plgpu.commit_smem()
         # A copy has a static height, so there is one for each power of two in the number of rows.
         count, height = end - begin, STORED_ROWS // 2
@@ -416,6 +447,7 @@ class Product(Kernel):
         shape, room = (CHUNK, STORED_ROWS), own["staged"].at[0]
         values = zeros(shape, outs[0].dtype, plgpu.Layout.WGMMA, self.interpreted)
         self._stage(room, values)
+        plgpu.commit_smem()
         columns = jnp.int32(self.width // CHUNK)
         first_chunk = lax.div(start, jnp.int32(STORED_ROWS))
         chunks = -(-self.num_rows // STORED_ROWS) - first_chunk
@@ -438,7 +470,7 @@ class Product(Kernel):
             @pl.when(end - begin < STORED_ROWS)
             def _some():
                 for out in outs:
-                    self._store_rows(out, values, top, left_edge, begin, end, own)
+                    self._store_rows(out, room, top, left_edge, begin, end, own)
 
         lax.fori_loop(0, lax.div(chunks * columns - me + (workers - 1), workers), one_chunk, None)
 

@@ -10,6 +10,7 @@ A fixed number of blocks walk the tiles of the output, each with three warpgroup
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +103,23 @@ class Kernel:
         The next tile is looked up before the body runs on the current one, to hide the latency of
         the look-up.
         """
+        return self._each(total, look_up, lambda tile, _, carry: body(tile, carry), carry, 0)
+
+    def each_and_store(
+        self,
+        total: jax.Array,
+        look_up: Callable[[jax.Array], Any],
+        body: Callable[[Any, jax.Array, Any], Any],
+        carry: Any,
+    ) -> Any:
+        """Runs `body(tile, exists, carry)` for each tile as `each_of` does, and once more.
+
+        The body stores the tile before the one that it computes. The last time there is none to
+        compute, and `exists` is False. So the code that stores a tile stands in the kernel once.
+        """
+        return self._each(total, look_up, body, carry, 1)
+
+    def _each(self, total, look_up, body, carry, more):
         block, stride = lax.axis_index("block"), self.num_blocks
         mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
 
@@ -111,9 +129,9 @@ class Kernel:
         def step(i, both):
             tile, carry = both
             following = looked_up(i + 1)
-            return following, body(tile, carry)
+            return following, body(tile, i < mine, carry)
 
-        return lax.fori_loop(0, mine, step, (looked_up(0), carry))[1]
+        return lax.fori_loop(0, mine + more, step, (looked_up(0), carry))[1]
 
     def place(self, index: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the row of tiles and the first column of the output tile of an index.
@@ -129,10 +147,12 @@ class Kernel:
         row, column = quotient_and_rest(rest, in_band)
         return row, (whole * band + column) * self.tiles.block_n
 
-    def fill(self, scratch: Any, used: jax.Array, left: Any, *right: Any) -> jax.Array:
-        """Copies operand tiles, one left and one or more right, into the ring's next slot.
+    def fill(
+        self, scratch: Any, used: jax.Array, lefts: Sequence[Any], kind: Any, rights: Sequence[Any]
+    ) -> jax.Array:
+        """Copies operand tiles, `lefts[kind]` and all of `rights`, into the ring's next slot.
 
-        Waits until the slot is empty. The left tile may have fewer rows than the slot has room for.
+        Waits until the slot is empty. A left tile may have fewer rows than the slot has room for.
         """
         slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
 
@@ -141,10 +161,14 @@ class Kernel:
             plgpu.barrier_wait(scratch["empty"].at[slot])
 
         full = scratch["full"].at[slot]
-        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot, : left.shape[0]], full)
+
+        def copy_left(left):
+            plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot, : left.shape[0]], full)
+
+        lax.switch(kind, [functools.partial(copy_left, left) for left in lefts])
         tiles = scratch["right"].at[slot]
-        for i, operand in enumerate(right):
-            plgpu.copy_gmem_to_smem(operand, tiles if len(right) == 1 else tiles.at[i], full)
+        for i, right in enumerate(rights):
+            plgpu.copy_gmem_to_smem(right, tiles if len(rights) == 1 else tiles.at[i], full)
         return used + 1
 
     def accumulate(
@@ -155,31 +179,39 @@ class Kernel:
         shape: tuple[int, int],
         multiply: Callable[[Any, jax.Array, jax.Array], None],
         meanwhile: Callable[[jax.Array], None] | None = None,
+        least_steps: int = 0,
     ) -> jax.Array:
         """Runs `multiply(accumulator, slot, step)` on the ring's next `steps` slots; frees them.
 
         `multiply` starts as many matmuls as there are `matrices`, which `wgmma_wait` counts, into
-        an accumulator of the given shape. `meanwhile(step)` runs while they are under way.
+        an accumulator of the given shape. `meanwhile(step)` runs while they are under way, and
+        `least_steps` times at least.
         """
         num_slots = jnp.int32(self.tiles.num_slots)
 
+        def free(i):
+            @pl.when((0 <= i) & (i < steps))
+            def _():
+                plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + i, num_slots)])
+
         def scope(accumulator):
             def step(i, _):
-                slot = lax.rem(used + i, num_slots)
-                plgpu.barrier_wait(scratch["full"].at[slot])
-                multiply(accumulator, slot, i)
+                @pl.when(i < steps)
+                def _():
+                    slot = lax.rem(used + i, num_slots)
+                    plgpu.barrier_wait(scratch["full"].at[slot])
+                    multiply(accumulator, slot, i)
+
                 if meanwhile is not None:
                     meanwhile(i)
                 # Once the step before this one has ended, its slot is free.
                 plgpu.wgmma_wait(self.matrices)
+                free(i - 1)
 
-                @pl.when(i > 0)
-                def _():
-                    plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + i - 1, num_slots)])
-
-            lax.fori_loop(0, steps, step, None)
+            all_steps = jnp.maximum(steps, least_steps)
+            lax.fori_loop(0, all_steps, step, None)
             total = accumulator[...]
-            plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + steps - 1, num_slots)])
+            free(all_steps - 1)
             return total
 
         return pl.run_scoped(scope, plgpu.ACC(shape))
@@ -187,7 +219,17 @@ class Kernel:
 
 def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
     """Runs the function of that index, or nothing if it is past the last."""
-    lax.switch(jnp.minimum(index, len(functions)), [*functions, lambda: None])
+    # JAX lowers the first branch of a switch twice.
+    lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
+
+
+# Of 8 rows of 64 columns, a warp holds two rows in registers, and a thread four neighbours of one.
+EIGHT_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
+    warp_dims=(-4,),
+    lane_dims=(-2, -3),
+    vector_dim=-1,
+)
 
 
 def check_buffers(tiles: Any) -> None:

@@ -1,0 +1,220 @@
+"""`python -m jax_ep bench compile`: seconds to trace, lower and compile a layer and its parts.
+
+Each program is compiled for the devices that are here, from the shapes of its arrays alone, after
+JAX's caches have been cleared. Nothing is run. "Trace" is Python that runs the functions, "lower"
+what writes the program, kernels included, for XLA, and "compile" what XLA does with it, and
+Mosaic's compiler and ptxas with the kernels. "Kernels" are the different kernels in the program.
+
+The parts of a layer are compiled as programs of their own. The layer's seconds are not their sum:
+the layer has what stands between them, and a kernel that several of them share is compiled once.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_ep import combine, dispatch, expert_mlp, grouped_matmul
+from jax_ep.bench import measuring, report
+from jax_ep.bench.baselines import AXIS
+from jax_ep.bench.flags import BenchFlags
+from jax_ep.bench.layer import SHAPES, SMALL_SHAPES, Shape
+from jax_ep.bench.layer_baselines import route
+from jax_ep.flags import Error
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.layer import moe_layer
+from jax_ep.moe.params import MoEParams
+
+FLAGS = BenchFlags()
+_SHAPES = FLAGS.choices(
+    "shapes",
+    ["qwen3-moe", "deepseek-v3"],
+    SHAPES,
+    "Models whose layer is compiled; on CPUs, small layers of the same kind.",
+)
+_TOKENS = FLAGS.tokens("4096", "64")
+_RANKS = FLAGS.ranks()
+_LAYERS = FLAGS.integer(
+    "layers",
+    None,
+    "Compiles also the forward pass of this many layers, each with parameters of its own, one "
+    "after the other in one program. Default: none.",
+)
+_JSON = FLAGS.json()
+
+# In a lowered program: the hash of each kernel, and the name of its function on the host.
+_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
+_NAME = re.compile(r"\\00((?!stable)[a-z]\w*)_mosaic_gpu\\")
+
+
+class Program:
+    """A function of each rank's arrays, as one of the programs that are compiled.
+
+    Attributes:
+      function: takes the arrays of `operands`, of one rank.
+      operands: each rank's arrays, as a pytree of `jax.ShapeDtypeStruct`.
+    """
+
+    def __init__(self, function: Callable[..., Any], *operands: Any):
+        self.function, self.operands = function, operands
+
+
+def run() -> int:
+    FLAGS.check_outputs()
+    devices = measuring.find_devices(max(_RANKS.value or [8]))
+    on_cpus = devices[0].platform == "cpu"
+    ranks = _RANKS.value or [len(devices)]
+    measuring.check_ranks(ranks, len(devices))
+    shapes = {name: (SMALL_SHAPES if on_cpus else SHAPES)[name] for name in _SHAPES.value}
+    rows: list[report.Row] = []
+    for num_ranks in ranks:
+        mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
+        for name, shape in shapes.items():
+            if shape.num_experts % num_ranks:
+                raise Error(
+                    f"--ranks: {num_ranks} does not divide {name}'s {shape.num_experts} experts"
+                )
+            for tokens in _TOKENS.value or [64 if on_cpus else 4096]:
+                work = {"shape": name, "ranks": num_ranks, "tokens": tokens}
+                for part, program in programs(shape, tokens, num_ranks, _LAYERS.value).items():
+                    measuring.progress(f"{name}, {tokens} tokens, {num_ranks} ranks: {part}")
+                    try:
+                        rows.append(work | {"program": part} | measure(program, mesh))
+                    except Exception as error:
+                        message = measuring.first_line(error)
+                        rows.append(work | {"program": part, "error": message})
+                if _JSON.value:
+                    measuring.write_json(_JSON.value, rows)
+    measuring.progress("")
+    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16\n")
+    print(table(rows))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def programs(
+    shape: Shape, tokens: int, num_ranks: int, num_layers: int | None
+) -> dict[str, Program]:
+    """Returns the programs of a model's layer, by name: the layer first, then its parts."""
+    config = MoEConfig(
+        num_experts=shape.num_experts,
+        num_experts_per_token=shape.top_k,
+        score=shape.score,
+        capacity_factor=1.125,
+        expert_axis=AXIS,
+    )
+    num_local = shape.num_experts // num_ranks
+    rows = -(-int(config.capacity_factor * tokens * shape.top_k) // 8) * 8
+    array = jax.ShapeDtypeStruct
+    x = array((tokens, shape.hidden), jnp.bfloat16)
+    params = MoEParams(
+        gate=array((shape.hidden, shape.num_experts), jnp.float32),
+        wi_0=array((num_local, shape.hidden, shape.mlp_dim), jnp.bfloat16),
+        wi_1=array((num_local, shape.hidden, shape.mlp_dim), jnp.bfloat16),
+        wo=array((num_local, shape.mlp_dim, shape.hidden), jnp.bfloat16),
+    )
+    received = array((rows, shape.hidden), jnp.bfloat16)
+    sizes = array((num_local,), jnp.int32)
+    topk_idx = array((tokens, shape.top_k), jnp.int32)
+
+    def layer(params, x):
+        return moe_layer(params, x, config)[0]
+
+    def layers(stack, x):
+        for params in stack:
+            x += layer(params, x)
+        return x
+
+    def exchange(x, topk_idx):
+        sent = dispatch(x, topk_idx, num_experts=shape.num_experts, axis_name=AXIS, capacity=rows)
+        return combine(sent.tokens, sent.handle)
+
+    def experts(x, wi_0, wi_1, wo, sizes):
+        return expert_mlp(x, wi_0, wi_1, wo, sizes)
+
+    matrices = params.wi_0, params.wi_1, params.wo
+    result = {
+        "layer": Program(layer, params, x),
+        "layer, with gradients": Program(_with_gradients(layer, 2), params, x),
+        "router": Program(lambda params, x: route(params, x, config), params, x),
+        "exchange": Program(exchange, x, topk_idx),
+        "exchange, with gradients": Program(_with_gradients(exchange, 1), x, topk_idx),
+        "experts": Program(experts, received, *matrices, sizes),
+        "experts, with gradients": Program(_with_gradients(experts, 4), received, *matrices, sizes),
+        "grouped_matmul": Program(grouped_matmul, received, params.wi_0, sizes),
+    }
+    if num_layers is not None:
+        result[f"{num_layers} layers"] = Program(layers, [params] * num_layers, x)
+    return result
+
+
+def _with_gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Returns a function of the same arrays: the result, and gradients of the first `count`."""
+
+    def both(*args):
+        out, pull = jax.vjp(lambda *some: function(*some, *args[count:]), *args[:count])
+        return out, pull(out)
+
+    return both
+
+
+def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
+    """Compiles a program for the devices of a mesh: returns its seconds and kernels by name."""
+    spec = PartitionSpec(AXIS)
+
+    def on_all_ranks(array):
+        shape = mesh.size * array.shape[0], *array.shape[1:]
+        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
+
+    operands = jax.tree.map(on_all_ranks, program.operands)
+    mapped = jax.shard_map(
+        program.function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    jax.clear_caches()
+    times = [time.perf_counter()]
+    traced = jax.jit(mapped).trace(*operands)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    text = lowered.as_text()
+    started = time.perf_counter()
+    lowered.compile()
+    seconds = [*np.diff(times), time.perf_counter() - started]
+    return dict(zip(("trace_s", "lower_s", "compile_s"), map(float, seconds), strict=True)) | {
+        "kernels": len(set(_HASH.findall(text))),
+        "kernel_names": sorted(set(_NAME.findall(text))),
+    }
+
+
+_COLUMNS = (
+    "shape", "tokens", "ranks", "program", "trace s", "lower s", "compile s", "sum s", "kernels",
+    "named",
+)  # fmt: skip
+_TEXT = ("shape", "program", "named")
+
+
+def table(rows: Sequence[report.Row]) -> str:
+    """Renders the programs' rows as fixed-width text."""
+
+    def cells(row: report.Row) -> list[str]:
+        seconds = [row.get(key) for key in ("trace_s", "lower_s", "compile_s")]
+        known = [second for second in seconds if second is not None]
+        return [
+            row["shape"],
+            str(row["tokens"]),
+            str(row["ranks"]),
+            row["program"],
+            *("failed" if second is None else f"{second:.2f}" for second in seconds),
+            f"{sum(known):.2f}" if known else "",
+            str(row.get("kernels", "")),
+            ", ".join(row.get("kernel_names", ())),
+        ]
+
+    text = report.fixed_width(_COLUMNS, [cells(row) for row in rows], _TEXT)
+    return "\n".join(text + report.notes(rows, lambda row: "{shape}, {program}".format(**row))[1:])
