@@ -233,10 +233,13 @@ class _Drhs(Kernel):
                     ]
                     lax.switch(which, copies)
 
-            def one_tile(tile, exists, carry):
+            def store_from(tile, chunk):
+                left = jnp.maximum(len(columns) - chunk, 0)
+                lax.fori_loop(0, left, lambda i, _: store(tile, chunk + i), None)
+
+            def one_tile(tile, carry):
                 used, before = carry
                 which, group, top, left_edge, steps, first, begin, end = tile
-                steps = jnp.where(exists, steps, 0)
 
                 def multiply(accumulator, slot, i):
                     left, right = scratch["left"].at[slot], scratch["right"].at[slot]
@@ -249,16 +252,16 @@ class _Drhs(Kernel):
                     plgpu.wgmma(accumulator, transposed(mine), right)
 
                 store_before = functools.partial(store, before)
-                total = self.accumulate(
-                    scratch, used, steps, shape, multiply, store_before, len(columns)
-                )
+                total = self.accumulate(scratch, used, steps, shape, multiply, store_before)
+                store_from(before, steps)
                 place = which, group, top + computer * CHUNK, left_edge
                 return used + steps, (place, total.astype(dtype))
 
             zero = jnp.int32(0)
             nowhere = zero, zero, jnp.int32(self.height), zero
             nothing = nowhere, zeros(shape, dtype, plgpu.Layout.WGMMA, self.interpreted)
-            self.each_and_store(num_tiles, look_up, one_tile, (zero, nothing))
+            _, last = self.each_of(num_tiles, look_up, one_tile, (zero, nothing))
+            store_from(last, 0)
 
         self.take_roles(scratch, load, compute)
 
