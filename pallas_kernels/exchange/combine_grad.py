@@ -1,18 +1,29 @@
 """The gradient of a weighted combine, for rows and weights, in one pass over the rows.
 
 The owner of a token is the rank whose token it is. Block b of every rank handles the same range of
-tokens of every owner, with three warpgroups:
+tokens of every owner, with these warpgroups:
 
-  scout    finds the rows of each (owner, token), and fetches the token's cotangent from its owner
-           into one ring in shared memory and the rows of y into another; for a dropped choice it
-           writes zero to the owner's dweights;
-  weigher  multiplies a cotangent with each of its rows. The sum of the product over the columns
-           goes to the owner's dweights. The cotangent times the weight replaces the row in the ring
-           and is put to its row of dy;
+  scout    lists the rows of each (owner, token), and fetches the token's cotangent from its owner
+           into a ring in shared memory; for a dropped choice it writes zero to the owner's
+           dweights;
   filler   writes zeros to the rows of dy that have no token, and to dweights where this rank's
-           choices are of no expert.
+           choices are of no expert;
+  workers  multiply each cotangent with its rows. The sum of the product over the columns goes to
+           the owner's dweights, the cotangent times the weight to the row of dy. Rows are loaded
+           from memory into registers, several at a time.
 
-This is the form for long rows; `combine_grad_of_short_rows` is faster for short ones.
+    owner of the token                 this rank
+    g[token] ==== link, once =====>    ring --> worker <-- y[row]
+                                                worker --> dy[row] = weight * g
+    dweights[choice] <== link =================  sum of g * y[row]
+
+A team of workers takes the cotangents of the ring in turn. With many tokens each worker is a team
+of its own. With few tokens a block has fewer cotangents than workers, so all workers are one team
+that shares the rows of each cotangent.
+
+A cotangent crosses the link once per (token, rank), read by the rank that needs it. Every rank
+knows the routes, so a block waits for its peers only at its end: it signals that it has read their
+memory and written its part of their results, and waits for the same signal of each peer.
 """
 
 from __future__ import annotations
@@ -26,17 +37,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.combine_grad_base import CombineGrad
-from pallas_kernels.exchange.plan import Plan
+from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.plan import ROWS_OF_COTANGENT, Plan, Window, pad_last
 from pallas_kernels.exchange.ring import Ring
-from pallas_kernels.exchange.windows import open_window
+from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
-from pallas_kernels.fabric.hardware import LANES, padded_columns, vector_length
+from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vector_length
 
-# Bits of the kind of a slot of the ring of rows: the first and the last row of a cotangent (both
-# may be set), and the end of a window.
-_FIRST, _LAST, _END_OF_WINDOW = 1, 2, 4
+_DONE = 0  # kind of signal, sent once
+_END = -1  # instead of a number of rows: the team has taken its last cotangent
+_VECTORS_AT_ONCE = 2  # of 16 bytes of a row, for each thread
 
 
 def combine_grad(
@@ -67,7 +78,7 @@ def combine_grad(
         the choice is of another rank's expert; a row of R or more was dropped.
       counts: [N, E] int32, how many choices of each rank are of each expert.
       fabric: how ranks reach each other.
-      plan: number of blocks, and depth of the two rings.
+      plan: number of blocks, of workers and of the teams they form, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows did not fit in R kept equally many of each expert.
       zero_unused: whether rows of dy past the last expert's are zero, or what is in memory.
@@ -80,195 +91,310 @@ def combine_grad(
       inner product of cotangent and row, summed in an order that is the same on every run; zero for
       choices that are of no expert or were dropped.
     """
-    return _LongRows.run(
-        g, topk_weights, y, topk_idx, rows, counts,
-        fabric=fabric, plan=plan, expert_alignment=expert_alignment, fair=fair,
-        zero_unused=zero_unused, into=into,
+    if plan.num_slots % plan.num_teams:  # a worker waits for every turn of a slot's barriers
+        raise ValueError(f"num_slots must be a multiple of num_teams, but the plan is {plan}.")
+    lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
+    capacity, hidden = y.shape[-2:]
+    of_experts = ExpertRows(
+        fabric, plan.num_blocks, counts.shape[-1], capacity, expert_alignment,
+        parts=[(hidden, y.dtype)], fair=fair, zero_unused=zero_unused,
+        adds=into is not None,
     )  # fmt: skip
+    window = Window.of(plan.window_tokens, plan, num_tokens, top_k)
+    kernel = _CombineGrad(num_tokens, hidden, top_k, y.dtype, fabric, plan, window, of_experts)
+    flat = num_tokens * top_k
+    out_type = [
+        jax.ShapeDtypeStruct((capacity, hidden), y.dtype),
+        jax.ShapeDtypeStruct((flat,), jnp.float32),
+    ]
+    call = fb.kernel(
+        fabric,
+        kernel,
+        name="ep_combine_grad",
+        num_blocks=plan.num_blocks,
+        num_warpgroups=kernel.num_warpgroups,
+        out_type=out_type if into is None else out_type[1:],
+        scratch_types=kernel.scratch_types(),
+        shared=(0, 1, 7),
+    )
+    operands = (
+        g,
+        window.pad(topk_weights.reshape(*lead, flat), 0),
+        y,
+        topk_idx.reshape(*lead, flat),
+        window.pad(rows.reshape(*lead, num_ranks, flat), fb.NOWHERE),
+        pad_last(counts, of_experts.count_width - counts.shape[-1]),
+    )
+    if into is None:
+        dy, dweights = call(*operands)
+    else:
+        ((dy,), (dweights,)) = fb.update_in_place([into], lambda refs: call(*operands, *refs))
+    return dy, dweights.reshape(*lead, num_tokens, top_k)
 
 
 @dataclasses.dataclass(frozen=True)
-class _LongRows(CombineGrad):
-    """The kernel of `combine_grad`: the warpgroups' code, but for the filler's."""
+class _CombineGrad:
+    """The kernel of `combine_grad`: its static arguments, and the warpgroups' code."""
+
+    num_tokens: int
+    hidden: int
+    top_k: int
+    dtype: Any
+    fabric: fb.Fabric
+    plan: Plan
+    window: Window
+    expert_rows: ExpertRows
 
     @property
     def num_warpgroups(self) -> int:
-        return 3
+        return 2 + self.plan.num_workers
+
+    @property
+    def listed_rows(self) -> int:
+        """Entries of the list of a cotangent's rows: K, in whole parts."""
+        return align_up(self.top_k, ROWS_OF_COTANGENT)
 
     def scratch_types(self) -> dict[str, Any]:
-        slots, g_slots = self.plan.num_slots, self.plan.num_g_slots
         columns = padded_columns(self.hidden, self.dtype)
+        slots, workers, listed = self.plan.num_slots, self.plan.num_workers, self.listed_rows
+        window = (self.fabric.num_ranks, self.window.width)  # of all owners' rows, and weights
         return dict(
-            **super().scratch_types(),
+            **self.expert_rows.scratch_types(),
+            window_rows=plgpu.SMEM(window, jnp.int32),
+            window_weights=plgpu.SMEM(window, jnp.float32),
             slots=plgpu.SMEM((slots, columns), self.dtype),
-            slot_notes=plgpu.SMEM((slots, 4), jnp.int32),  # kind, owner, choice of the owner, row
-            g_slots=plgpu.SMEM((g_slots, columns), self.dtype),
-            sums=plgpu.SMEM((vectors.SUMS_OF_WARPGROUP,), jnp.float32),
-            full=plgpu.Barrier(num_barriers=(slots,)),
-            empty=plgpu.Barrier(num_barriers=(slots,)),
-            g_full=plgpu.Barrier(num_barriers=(g_slots,)),
-            g_empty=plgpu.Barrier(num_barriers=(g_slots,)),
+            notes=plgpu.SMEM((slots, 2), jnp.int32),  # the number of rows, or _END; the owner
+            # The rows of a slot, which choices of the owner they are, and their weights.
+            list_rows=plgpu.SMEM((slots, listed), jnp.int32),
+            list_choices=plgpu.SMEM((slots, listed), jnp.int32),
+            list_weights=plgpu.SMEM((slots, listed), jnp.float32),
+            sums=plgpu.SMEM((workers, ROWS_OF_COTANGENT, vectors.SUMS_OF_WARPGROUP), jnp.float32),
+            full=plgpu.Barrier(num_barriers=slots),
+            empty=plgpu.Barrier(num_barriers=slots, num_arrivals=self.plan.team_size),
         )
 
     def __call__(
-        self, *refs: Any, slots: Any, slot_notes: Any, full: Any, empty: Any,
-        g_slots: Any, g_full: Any, g_empty: Any, **scratch: Any,
-    ) -> None:  # fmt: skip
+        self, *refs: Any, slots: Any, notes: Any, full: Any, empty: Any, **scratch: Any
+    ) -> None:
         g, weights, y, topk_idx, rows, counts, dy, dweights = refs
-        ring, g_ring = Ring(slots, full, empty, slot_notes), Ring(g_slots, g_full, g_empty)
+        ring = Ring(slots, full, empty, notes)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
         def _scout():
             self.fabric.stage(0)
             self.fabric.connect()
-            self._scout(g, y, rows, dweights, ring, g_ring, **scratch)
+            self._scout(g, weights, rows, dweights, ring, **scratch)
 
         @pl.when(warpgroup == 1)
-        def _weigher():
-            self.fabric.connect()
-            self._weigh(weights, dy, dweights, ring, g_ring, **scratch)
-
-        @pl.when(warpgroup == 2)
         def _filler():
             self.fabric.stage(3)
             self.fill(topk_idx, counts, dy, dweights, **scratch)
 
-    def _scout(self, g, y, rows, dweights, ring, g_ring, *, window_rows, **_):
+        @pl.when(warpgroup > 1)
+        def _worker():
+            self.fabric.connect()
+            self._weigh(warpgroup - 2, y, dy, dweights, ring, **scratch)
+
+    def _scout(
+        self, g, weights, rows, dweights, ring, *, window_rows, window_weights,
+        list_rows, list_choices, list_weights, **_,
+    ):  # fmt: skip
         fabric, window, top_k = self.fabric, self.window, self.top_k
         num_ranks, capacity = fabric.num_ranks, self.expert_rows.capacity
         first_token, end_token = self.token_range()
 
-        def scout_window(index, used):
+        def scout_window(index, turn):
             window_token = first_token + index * window.tokens
-            sources = ((owner, fabric.mine(rows), owner) for owner in range(num_ranks))
-            start = open_window(fabric, window, window_token * top_k, (window_rows, sources))
+            owners = [self.owner(i) for i in range(num_ranks)]
+            start = open_window(
+                fabric,
+                window,
+                window_token * top_k,
+                (window_rows, [(owner, fabric.mine(rows), owner) for owner in owners]),
+                (window_weights, [(owner, fabric.peer(weights, owner)) for owner in owners]),
+            )
 
-            def scout_pair(i, used):
+            def scout_pair(i, turn):
                 token, owner = window_token + lax.div(i, num_ranks), self.owner(i)
                 entry = token * top_k
-                places = [window_rows[owner, entry - start + choice] for choice in range(top_k)]
-                held = [(place >= 0) & (place < capacity) for place in places]
-                num_held = sum(h.astype(jnp.int32) for h in held)
-                used_rows, used_g = used
+                entries = [entry - start + choice for choice in range(top_k)]
+                places = [window_rows[owner, e] for e in entries]
+                kept = [(place >= 0) & (place < capacity) for place in places]
+                count, order = places_in_list(kept)
 
-                @pl.when(num_held > 0)
+                @pl.when(count > 0)
                 def _():
-                    g_ring.fetch(g_ring.open(used_g), fabric.peer(g, owner).at[token])
+                    slot = ring.open(turn, count, owner)
+                    for choice, at in enumerate(order):
+                        row = jnp.where(kept[choice], places[choice], fb.NOWHERE)
+                        list_rows[slot, at] = row
+                        list_choices[slot, at] = entry + choice
+                        list_weights[slot, at] = window_weights[owner, entries[choice]]
+                    for end in range(top_k, self.listed_rows):
+                        list_rows[slot, end] = jnp.int32(fb.NOWHERE)
+                    ring.fetch(slot, fabric.peer(g, owner).at[token])
 
-                seen = jnp.int32(0)
                 for choice, place in enumerate(places):
-                    kind = jnp.where(seen == 0, _FIRST, 0)
-                    kind = kind + jnp.where(seen == num_held - 1, _LAST, 0)
 
-                    def fetch(used, choice=choice, place=place, kind=kind):
-                        slot = ring.open(used, kind, owner, entry + choice, place)
-                        ring.fetch(slot, fabric.mine(y).at[place])
-                        return used + 1
+                    @pl.when(place >= capacity)
+                    def _(choice=choice):
+                        fabric.peer(dweights, owner)[entry + choice] = jnp.float32(0)
 
-                    used_rows = lax.cond(held[choice], fetch, lambda used: used, used_rows)
-                    seen = seen + held[choice].astype(jnp.int32)
-
-                dropped = [place >= capacity for place in places]
-
-                @pl.when(fb.any_of(dropped))
-                def _():
-                    for choice in range(top_k):
-
-                        @pl.when(dropped[choice])
-                        def _(choice=choice):
-                            fabric.peer(dweights, owner)[entry + choice] = jnp.float32(0)
-
-                return used_rows, used_g + (num_held > 0).astype(jnp.int32)
+                return turn + (count > 0).astype(jnp.int32)
 
             num_tokens = jnp.minimum(end_token - window_token, window.tokens)
-            used_rows, used_g = lax.fori_loop(0, num_tokens * num_ranks, scout_pair, used)
-            slot = ring.open(used_rows, _END_OF_WINDOW, 0, 0, 0)
+            return lax.fori_loop(0, num_tokens * num_ranks, scout_pair, turn)
+
+        turns = lax.fori_loop(0, self.num_windows(), scout_window, jnp.int32(0))
+
+        def end(i, _):
+            slot = ring.open(turns + i, _END, 0)
             plgpu.barrier_arrive(ring.full.at[slot])
-            return used_rows + 1, used_g
 
-        zero = jnp.int32(0)
-        used = lax.fori_loop(0, self.num_windows(), scout_window, (zero, zero))
-        fb.drain(ring.empty, used[0], self.plan.num_slots)
-        fb.drain(g_ring.empty, used[1], self.plan.num_g_slots)
-
-    def _weigh(self, weights, dy, dweights, ring, g_ring, *, window_weights, sums, **_):
-        fabric, window, num_ranks = self.fabric, self.window, self.fabric.num_ranks
-        lag, first_token = self.plan.store_lag, self.token_range()[0]
-
-        def sources():
-            owners = [self.owner(i) for i in range(num_ranks)]
-            for owner in owners:
-                yield owner, fabric.peer(weights, owner)
-
-        def take_slot(start, state):
-            used, used_g, _ = state
-            slot, g_slot = ring.slot(used), g_ring.slot(used_g)
-            plgpu.barrier_wait(ring.full.at[slot])
-            kind, owner, choice, place = (ring.notes[slot, i] for i in range(4))
-            last, end = (kind & _LAST) != 0, (kind & _END_OF_WINDOW) != 0
-
-            @pl.when((kind & _FIRST) != 0)
-            def _():
-                plgpu.barrier_wait(g_ring.full.at[g_slot])
-
-            @pl.when(~end)
-            def _():
-                weight = window_weights[owner, choice - start]
-                self._multiply(ring, slot, g_ring, g_slot, weight, sums)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    ring.rows.at[slot, pl.ds(0, self.hidden)],
-                    fabric.mine(dy).at[place],
-                    commit_group=False,
-                )
-                vectors.store_total(fabric, sums, fabric.peer(dweights, owner), choice)
-
-            @pl.when(last)
-            def _():
-                plgpu.barrier_arrive(g_ring.empty.at[g_slot])
-
-            plgpu.commit_smem_to_gmem_group()
-            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            ring.free(used, lag)
-            return used + 1, used_g + last.astype(jnp.int32), ~end
-
-        def weigh_window(index, used):
-            entry = (first_token + index * window.tokens) * self.top_k
-            # The last slot of the window before ended in a barrier of this warpgroup.
-            start = open_window(fabric, window, entry, (window_weights, sources()), in_use=False)
-            *used, _ = lax.while_loop(
-                lambda state: state[2],
-                lambda state: take_slot(start, state),
-                (*used, jnp.bool_(True)),
-            )
-            return tuple(used)
-
-        zero = jnp.int32(0)
-        used, _ = lax.fori_loop(0, self.num_windows(), weigh_window, (zero, zero))
-        plgpu.wait_smem_to_gmem(0)
-        ring.free_last(used, lag)
-        # All rows that the scout read from peers have arrived here, and it wrote to peers before it
-        # marked the end of the last window.
+        lax.fori_loop(0, self.plan.num_teams, end, None)
+        fb.drain(ring.empty, turns + self.plan.num_teams, self.plan.num_slots)
+        # The workers have read all cotangents of peers, and written all that is theirs.
         self.finish()
 
-    def _multiply(self, ring, slot, g_ring, g_slot, weight, sums):
-        """Multiplies a cotangent with a row and with a weight, both from slots.
+    def _weigh(self, worker, y, dy, dweights, ring, **lists):
+        """Multiplies this worker's parts of its team's cotangents with their rows.
 
-        Writes partial sums of row * cotangent to `sums`, and weight * cotangent over the row.
+        The parts of all cotangents of a team are numbered in order, and its members take them in
+        turn.
         """
+        team_size = jnp.int32(self.plan.team_size)
+        team, member = lax.div(worker, team_size), lax.rem(worker, team_size)
+
+        def take_slot(state):
+            turn, earlier_parts, _ = state
+            slot = ring.slot(turn)
+            plgpu.barrier_wait(ring.full.at[slot])
+            count, owner = ring.notes[slot, 0], ring.notes[slot, 1]
+            num_parts = _ceil_div(jnp.maximum(count, 0), jnp.int32(ROWS_OF_COTANGENT))
+            first_part = lax.rem(member + team_size - earlier_parts, team_size)
+
+            def weigh_part(i, _):
+                first = (first_part + i * team_size) * ROWS_OF_COTANGENT
+                self._multiply(worker, y, dy, dweights, ring, slot, owner, first, **lists)
+
+            lax.fori_loop(0, _ceil_div(num_parts - first_part, team_size), weigh_part, None)
+            plgpu.commit_smem()  # a bulk copy writes to the slot next
+            plgpu.barrier_arrive(ring.empty.at[slot])
+            earlier_parts = lax.rem(earlier_parts + num_parts, team_size)
+            return turn + self.plan.num_teams, earlier_parts, count != _END
+
+        lax.while_loop(lambda state: state[2], take_slot, (team, jnp.int32(0), jnp.bool_(True)))
+
+    def _multiply(
+        self, worker, y, dy, dweights, ring, slot, owner, first, *,
+        list_rows, list_choices, list_weights, sums, **_,
+    ):  # fmt: skip
+        """Multiplies a slot's cotangent with some of its rows of y, and with their weights."""
         fabric, vector = self.fabric, vector_length(self.dtype)
-        size = LANES * vector
-        total: Any = None
-        for first in range(0, self.hidden, size):
-            columns = pl.ds(first, size)
-            cotangent = fb.load(fabric, g_ring.rows.at[g_slot, columns], vector)
-            cotangent = cotangent.astype(jnp.float32)
-            row = fb.load(fabric, ring.rows.at[slot, columns], vector).astype(jnp.float32)
-            product = cotangent * row
-            if first + size > self.hidden:  # shared memory past the row's end was not written
-                inside = fb.iota(fabric, size, vector) < self.hidden - first
-                product = jnp.where(inside, product, jnp.zeros_like(product))
-            total = product if total is None else total + product
-            ring.rows[slot, columns] = (cotangent * weight).astype(self.dtype)
-        vectors.partial_sums(fabric, total, sums, vector)
+        at_once = range(ROWS_OF_COTANGENT)
+        rows = [list_rows[slot, first + i] for i in at_once]
+        held = [row >= 0 for row in rows]
+        rows = [jnp.maximum(row, 0) for row in rows]
+        weights = [list_weights[slot, first + i] for i in at_once]
+        block = LANES * vector  # columns of which each thread holds one vector
+
+        def multiply(start, sizes, totals):
+            """Multiplies neighbouring blocks of columns; adds the products with rows to totals."""
+            parts = [pl.ds(start + i * block, size) for i, size in enumerate(sizes)]
+            loaded = [
+                vectors.load_each(
+                    fabric, [fabric.mine(y).at[row, part] for row in rows], held, vector,
+                    read_only=True,
+                )
+                for part in parts
+            ]  # fmt: skip
+            totals = list(totals)
+            for part, of_part in zip(parts, loaded, strict=True):
+                columns = pl.ds(part.start, part.size if fabric.interpret else block)
+                cotangent = fb.load(fabric, ring.rows.at[slot, columns], vector)
+                cotangent = cotangent.astype(jnp.float32)
+                for i, row in enumerate(of_part):
+                    product = cotangent * row.astype(jnp.float32)
+                    if columns.size > part.size:  # shared memory past the row was not written
+                        inside = fb.iota(fabric, columns.size, vector) < part.size
+                        product = jnp.where(inside, product, jnp.zeros_like(product))
+                    if fabric.interpret:
+                        product = jnp.pad(product, (0, block - part.size))
+                    totals[i] = totals[i] + product
+                    weighted = (cotangent * weights[i]).astype(self.dtype)
+                    there = fabric.mine(dy).at[rows[i], part]
+                    vectors.store_part(fabric, there, weighted, vector, held=held[i])
+            return tuple(totals)
+
+        wide = _VECTORS_AT_ONCE * block
+        loops, rest = divmod(self.hidden, wide)
+        totals = tuple(vectors.constant(fabric, block, -0.0, vector) for _ in at_once)
+        totals = lax.fori_loop(
+            0, loops, lambda i, t: multiply(i * wide, [block] * _VECTORS_AT_ONCE, t), totals
+        )
+        if rest:
+            sizes = [min(block, rest - at) for at in range(0, rest, block)]
+            totals = multiply(loops * wide, sizes, totals)
+        for i in at_once:
+            vectors.partial_sums(fabric, totals[i], sums.at[worker, i], vector)
+        fabric.barrier()
+        for i in at_once:
+
+            @pl.when(held[i])
+            def _(i=i):
+                of_owner = fabric.peer(dweights, owner)
+                choice = list_choices[slot, first + i]
+                vectors.store_total(fabric, sums.at[worker, i], of_owner, choice)
+
+        fabric.barrier()  # before the next partial sums
+
+    def token_range(self) -> tuple[jax.Array, jax.Array]:
+        """Returns this block's first token, and the end of its tokens."""
+        first, count = self.plan.tokens_of_block(lax.axis_index("block"), self.num_tokens)
+        return first, first + count
+
+    def num_windows(self) -> jax.Array:
+        """Returns the number of windows of routes that this block's tokens take."""
+        first, end = self.token_range()
+        return lax.div(end - first + (self.window.tokens - 1), jnp.int32(self.window.tokens))
+
+    def owner(self, i: jax.Array | int) -> jax.Array:
+        """Returns the i-th rank in the order in which this block handles owners."""
+        offset = fb.first_peer(self.fabric)
+        return lax.rem(i + offset, jnp.int32(self.fabric.num_ranks))
+
+    def finish(self) -> None:
+        """Signals that this block is done with its peers' memory; waits for the same of each peer.
+
+        The calling warpgroup must know that the block's reads from peers have arrived, and that its
+        writes to peers were made.
+        """
+        fabric = self.fabric
+        fabric.stage(1)
+        fabric.signal(_DONE, 1)
+        fabric.stage(2)
+        fabric.wait(_DONE, 1, "the gradient of combine")
+
+    def fill(self, topk_idx: Any, counts: Any, dy: Any, dweights: Any, **scratch: Any) -> None:
+        """Writes zeros to dy, as `ExpertRows.fill`, and to dweights of choices of no expert."""
+        fabric, of_experts, top_k = self.fabric, self.expert_rows, self.top_k
+        of_experts.fetch_counts(counts, **scratch)
+
+        def clear_token(token: jax.Array, _: None) -> None:
+            entries = [token * top_k + choice for choice in range(top_k)]
+            experts = [fabric.mine(topk_idx)[entry] for entry in entries]
+            for entry, expert in zip(entries, experts, strict=True):
+
+                @pl.when((expert < 0) | (expert >= of_experts.num_experts))
+                def _(entry: jax.Array = entry) -> None:
+                    fabric.mine(dweights)[entry] = jnp.float32(0)
+
+        lax.fori_loop(*self.token_range(), clear_token, None)
+        of_experts.lay_out(**scratch)
+        of_experts.fill([dy], **scratch)
+
+
+def _ceil_div(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Divides int32 numbers and rounds up, for a > -b."""
+    return lax.div(a + (b - 1), b)

@@ -35,6 +35,7 @@ _RING_SLOTS = 16  # the most rows that a ring in shared memory holds
 
 # Up to this many tokens per rank, latency decides the time of a call; beyond, the link's bandwidth.
 FEW_TOKENS = 256
+_FEW_CHOICES = 2048  # a rank's choices, up to which the low-latency protocol was measured
 _NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
 
 # Of a combine, measured on 2 H200s.
@@ -44,11 +45,10 @@ _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
 _TILE_VECTORS = 2  # vectors of 16 bytes of a row that a thread holds
 
-# Of the gradient of a combine of short rows.
-_SHORT_ROW_BYTES = 8 * 1024  # the most
+# Of the gradient of a combine.
 ROWS_OF_COTANGENT = 2  # rows that are multiplied with a cotangent at a time
 _GRAD_WORKERS = 5
-_GRAD_DEPTH = 3  # cotangents of a worker that are on their way, or in use
+_GRAD_DEPTH = 3  # for each worker, cotangents that are on their way or in use
 
 # Of a dispatch of more than FEW_TOKENS tokens.
 _DISPATCH_BYTES = 32 * 1024  # of the rows of a step
@@ -80,8 +80,8 @@ class Plan:
       step_tokens: tokens between two signals.
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
       receive_steps: steps that a combine's receive buffer holds.
-      num_g_slots: cotangents that the gradient of a combine of long rows holds in a second ring.
       num_workers: warpgroups of a block that share its sums, or cotangents.
+      team_size: workers that share the rows of one cotangent; divides num_workers.
     """
 
     num_blocks: int
@@ -91,8 +91,8 @@ class Plan:
     step_tokens: int = 1
     num_copy_slots: int = 2
     receive_steps: int = 3
-    num_g_slots: int = 2
     num_workers: int = 2
+    team_size: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_slots:
@@ -100,6 +100,12 @@ class Plan:
         # While a step is summed, the one before it is read, and the one after it is listed.
         if self.receive_steps < 3:
             raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
+        if self.num_workers % self.team_size:
+            raise ValueError(f"team_size must divide num_workers, but the plan is {self}.")
+
+    @property
+    def num_teams(self) -> int:
+        return self.num_workers // self.team_size
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)
@@ -211,7 +217,7 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
     return (
         row.room(words) // row.slot_bytes >= 3
         and _combine_step(row, num_ranks, top_k) >= 1
-        and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 3
+        and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 1
     )
 
 
@@ -279,12 +285,12 @@ class LowLatencyPlan(Sizes):
     def num_slots(self) -> int:
         """Rows that shared memory holds next to the words of the kernel with the most of them."""
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
-        # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
-        sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
+        # Of a combine, for each pair and choice: the words of the rows' list, and a weight.
+        lists = 4 * self.num_ranks * self.tokens_per_block * self.top_k
         # The layout, and the next rows from each rank; the rest is spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
         row = Row(self.hidden, self.dtype)
-        return min(self.max_slots, row.room(words + max(choices, sums)) // row.slot_bytes)
+        return min(self.max_slots, row.room(words + max(choices, lists)) // row.slot_bytes)
 
     def dispatch_workspace(self) -> dict[str, int]:
         """Returns the bytes that `low_latency_dispatch.dispatch` allocates, by name: the routes."""
@@ -298,7 +304,7 @@ class LowLatencyPlan(Sizes):
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker
             <= layout.slots_of_channel(self.num_gpus)
-            and self.num_tokens * self.top_k <= layout.MAX_VALUES // 2
+            and self.num_tokens * self.top_k <= _FEW_CHOICES
             and self.num_experts <= 2**15  # ids are sent as 16 bits
             and self.num_slots > 0
         )
@@ -490,15 +496,14 @@ def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
 # ------------------------------------------------------------------------- gradient of a combine
 
 
-def _combine_grad_slots(
-    row: Row, num_ranks: int, top_k: int, num_experts: int, list_words: int = 0
-) -> int:
-    """Returns how many rows the gradient of a combine has room for in shared memory.
+def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
+    """Returns how many cotangents the gradient of a combine has room for in shared memory.
 
-    Each is a row of y or a cotangent, with a list of so many words.
+    Each has a list of its rows next to it.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
     count_words = _layout_words(num_ranks, num_experts)
+    list_words = 2 + 3 * align_up(top_k, ROWS_OF_COTANGENT)
     sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
     row_bytes = padded_columns(row.hidden, row.dtype) * jnp.dtype(row.dtype).itemsize
     return sent.room(window_words + count_words) // (row_bytes + WORD_BYTES * list_words)
@@ -510,33 +515,6 @@ def combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
     slots = _combine_grad_slots(row, sizes.num_ranks, sizes.top_k, sizes.num_experts)
-    num_g_slots = max(1, min(6, slots // 3))
-    num_slots = min(_RING_SLOTS, slots - num_g_slots)
-    return Plan(
-        num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
-        num_slots=num_slots,
-        store_lag=num_slots // 3,
-        window_tokens=_WINDOW_TOKENS,
-        num_g_slots=num_g_slots,
-    )
-
-
-def has_short_rows(row: Row) -> bool:
-    """Returns whether `combine_grad_of_short_rows` is faster than `combine_grad`.
-
-    On 2 H200s it takes 99 microseconds where the other takes 148 with rows of 4 KiB, but 375 where
-    the other takes 311 with rows of 14 KiB. In between both are taken to grow evenly.
-    """
-    return row.hidden * jnp.dtype(row.dtype).itemsize <= _SHORT_ROW_BYTES
-
-
-def combine_grad_of_short_rows(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
-    """Returns the plan of `combine_grad_of_short_rows.combine_grad`.
-
-    `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
-    """
-    list_words = 2 + 3 * align_up(sizes.top_k, ROWS_OF_COTANGENT)
-    slots = _combine_grad_slots(row, sizes.num_ranks, sizes.top_k, sizes.num_experts, list_words)
     num_workers = min(_GRAD_WORKERS, slots)
     return Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
@@ -544,4 +522,5 @@ def combine_grad_of_short_rows(row: Row, sizes: Sizes, num_blocks: int | None = 
         store_lag=0,
         window_tokens=_WINDOW_TOKENS,
         num_workers=num_workers,
+        team_size=num_workers if sizes.num_tokens <= FEW_TOKENS else 1,
     )

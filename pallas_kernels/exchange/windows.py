@@ -21,7 +21,6 @@ def open_window(
     window: Window,
     entry: jax.Array,
     *held: tuple[Any, Iterable[tuple[Any, ...]]],
-    in_use: bool = True,
 ) -> jax.Array:
     """Loads a window of words into shared memory, by one warpgroup.
 
@@ -32,7 +31,6 @@ def open_window(
       *held: pairs of a buffer [n, window.width] in shared memory and its n sources. A source is a
         tuple: the buffer's row, the array [..., window.total] of any rank that is loaded into it,
         and the indices of that array's leading dimensions.
-      in_use: whether threads of the warpgroup may still read the previous window.
 
     Returns:
       The index, in the arrays, of the window's first entry.
@@ -43,8 +41,7 @@ def open_window(
         [(row, ref.at[(*place, entries)][...]) for row, ref, *place in sources]
         for _, sources in held
     ]
-    if in_use:
-        fabric.barrier()
+    fabric.barrier()  # threads may still read the previous window
     for of_buffers in zip(*loaded, strict=True):
         for (buffer, _), (row, value) in zip(held, of_buffers, strict=True):
             buffer[row] = value

@@ -54,7 +54,6 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.layer import moe_layer
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
-from pallas_kernels.exchange import combine_grad_of_short_rows
 from pallas_kernels.exchange import dispatch as dispatch_kernel
 from pallas_kernels.exchange.plan import Plan
 
@@ -493,8 +492,8 @@ def test_kernels_run_inside_hosts(num_tokens, num_hosts, num_axes, host_capacity
 
 @simulated
 @pytest.mark.slow
-@pytest.mark.parametrize("in_parts, short_rows", [(False, False), (True, False), (True, True)])
-def test_the_kernels_follow_the_routes_of_several_hosts(in_parts, short_rows):
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_the_kernels_follow_the_routes_of_several_hosts(in_parts):
     """The ranks of one of two hosts, given all that has come to it, leave its part of the whole.
 
     In parts: first of this host's own tokens, then of the other host's.
@@ -521,7 +520,6 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts, short_rows):
         options = dict(fabric=fabric, plan=plan, **more)
         return simulate(functools.partial(kernel, *map(jnp.asarray, arrays), **options))
 
-    grad_kernel = combine_grad_of_short_rows if short_rows else combine_grad_kernel
     y, tokens, dy = problem.y[ranks], None, None
     here = [
         sent.routes._replace(rows=np.where(sent.routes.ranks // 2 == host, sent.routes.rows, -1))
@@ -540,7 +538,7 @@ def test_the_kernels_follow_the_routes_of_several_hosts(in_parts, short_rows):
         found = run(combine_kernel.combine, y, weights, topk_idx, rows, num_experts=4)
         assert_equal(found, on_rails(sums, source), "sums")
         dy, dweights = run(
-            grad_kernel.combine_grad, g, weights, y, topk_idx, rows, counts, into=dy,
+            combine_grad_kernel.combine_grad, g, weights, y, topk_idx, rows, counts, into=dy,
             **aligned,
         )  # fmt: skip
         assert_equal(dweights, on_rails(np.stack(grads[1]), source), "dweights")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -295,16 +293,10 @@ def combine(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any
     )
 
 
-def combine_grad(
-    problem: Problem,
-    plan: Plan,
-    fabric: Fabric,
-    kernel: Callable[..., tuple[jax.Array, jax.Array]] = combine_grad_kernel.combine_grad,
-    **options: Any,
-) -> Any:
+def combine_grad(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
     """A call of the kernel of a combine's gradient: -> dy, dweights."""
     return functools.partial(
-        kernel,
+        combine_grad_kernel.combine_grad,
         *(jnp.asarray(a) for a in (problem.g, problem.weights, problem.y, problem.topk_idx)),
         jnp.asarray(problem.rows),
         jnp.asarray(problem.counts),

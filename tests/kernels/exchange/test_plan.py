@@ -53,6 +53,8 @@ def test_a_plan_that_cannot_be_is_refused():
         Plan(1, 2, store_lag=-1)
     with pytest.raises(ValueError, match="receive_steps must be at least 3"):
         Plan(1, 2, receive_steps=2)
+    with pytest.raises(ValueError, match="team_size must divide num_workers"):
+        Plan(1, 2, num_workers=5, team_size=2)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 128, 129, 4096])
@@ -122,20 +124,19 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     of_ranks = plans.rank_dispatch(row, sizes, weighted=True)
     of_combine = plans.combine(row, sizes)
     of_grad = plans.combine_grad(row, sizes)
-    of_short = plans.combine_grad_of_short_rows(row, sizes)
     held = {
         of_dispatch: of_dispatch.num_slots * row.slot_bytes
         + of_dispatch.num_copy_slots * row.sent_bytes,
         of_ranks: of_ranks.num_slots * row.slot_bytes,
         of_combine: 8 * of_combine.step_tokens * num_ranks * (2 * top_k + 1),
-        of_grad: (of_grad.num_slots + of_grad.num_g_slots)
-        * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
-        of_short: of_short.num_slots * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
+        of_grad: of_grad.num_slots * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
     }
     for plan, size in held.items():
         assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2
         assert 1 <= plan.num_blocks <= num_tokens
-    assert of_short.num_slots % of_short.num_workers == 0  # a worker has slots of its own
+    assert of_grad.num_slots % of_grad.num_teams == 0  # a team has slots of its own
+    # With few tokens, all workers share each cotangent.
+    assert of_grad.num_teams == (1 if num_tokens <= 256 else of_grad.num_workers)
 
 
 @pytest.mark.parametrize("num_tokens", [128, 4096])
@@ -190,7 +191,6 @@ def test_blocks_can_be_limited(num_blocks):
         plans.rank_dispatch,
         plans.combine,
         plans.combine_grad,
-        plans.combine_grad_of_short_rows,
     ):
         plan = plan_of(ROWS[0], sizes_of(128, 8, 8), num_blocks)
         assert plan.num_blocks == min(num_blocks, 128)
@@ -277,10 +277,3 @@ def test_planning_imports_no_pallas():
         ]
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_short_rows():
-    """The gradient of a combine has a form for them."""
-    assert plans.has_short_rows(Row(4096, jnp.bfloat16))
-    assert plans.has_short_rows(Row(2048, jnp.float32))
-    assert not plans.has_short_rows(Row(4160, jnp.bfloat16))
