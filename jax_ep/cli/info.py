@@ -53,6 +53,7 @@ def collect() -> dict[str, Any]:
         "hosts": [None if host is None else str(host) for host in host_of_device],
         "peer_access": _peer_access(devices),
         "symmetric_memory": symmetric_memory.describe(),
+        "names_missing": _names_missing(),
         "pallas_unavailable": _pallas_unavailable_reason(devices),
     }
 
@@ -74,6 +75,9 @@ def render(facts: dict[str, Any]) -> str:
     for i, line in enumerate(facts["symmetric_memory"]):
         lines.append(f"{'' if i else 'shared memory':<15}{line}")
 
+    missing = facts["names_missing"]
+    lines.append(f"{'kernels need':<15}{missing or 'no name that this JAX lacks'}")
+
     reason = facts["pallas_unavailable"]
     lines += ["", f"{'xla':<15}runs here"]
     lines.append(f"{'pallas':<15}{'runs here' if reason is None else 'does not run: ' + reason}")
@@ -94,6 +98,15 @@ def _pallas_unavailable_reason(devices: list[jax.Device]) -> str | None:
     if reason := availability.unavailable_reason(devices):
         return reason
     return symmetric_memory.unavailable_reason(jax.local_devices())
+
+
+def _names_missing() -> str | None:
+    """Returns which names that the kernels need this JAX lacks, on any machine; None for none."""
+    return (
+        availability.jax_unavailable_reason()
+        or availability.mosaic_unavailable_reason()
+        or jax_compat.devices_unavailable_reason()
+    )
 
 
 def _peer_access(devices: list[jax.Device]) -> tuple[tuple[bool, ...], ...] | None:

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
-# What this module and the kernels use, by module.
+# What this module and the kernels need, by module.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": ("FragmentedArray.splat", "WGStridedFragLayout"),
     "jax.experimental.mosaic.gpu.launch_context": ("LaunchContext.to_remote",),
@@ -38,8 +38,18 @@ _REQUIRED = {
         "warp_tree_reduce",
         "warpgroup_barrier",
     ),
-    "jax.experimental.pallas": ("DeviceIdType",),
-    "jax.experimental.pallas.mosaic_gpu": ("inline_mgpu", "remote_ref"),
+    "jax.experimental.pallas": (
+        *("cdiv", "ds", "multiple_of", "next_power_of_2", "run_scoped", "when"),
+    ),
+    "jax.experimental.pallas.mosaic_gpu": (
+        *("ACC", "Barrier", "CompilerParams", "Layout.TILED", "Layout.WGMMA"),
+        *("Layout.WGMMA_TRANSPOSED", "Layout.WG_SPLAT", "Layout.WG_STRIDED"),
+        *("LoweringSemantics.Lane", "OOBFillMode.PROMISE_IN_BOUNDS", "RefType", "SMEM"),
+        *("ShapeDtypeStruct", "SwizzleTransform", "Tiling", "TilingTransform", "barrier_arrive"),
+        *("barrier_wait", "broadcasted_iota", "commit_smem", "commit_smem_to_gmem_group"),
+        *("copy_gmem_to_smem", "copy_smem_to_gmem", "inline_mgpu", "kernel", "layout_cast"),
+        *("load", "remote_ref", "set_max_registers", "wait_smem_to_gmem", "wgmma", "wgmma_wait"),
+    ),
     "jaxlib.mlir.dialects.arith": (
         *("CmpIPredicate", "addf", "addi", "andi", "bitcast", "cmpi", "constant", "divui", "extf"),
         *("extui", "index_cast", "maximumf", "maxui", "minui", "mulf", "muli", "ori", "remui"),
@@ -351,20 +361,25 @@ def warp_sum(value: Value, threads: int) -> Value:
 def remote_ref(ref: Any, entry: jax.Array) -> Any:
     """Returns a reference to a peer's copy of a buffer.
 
-    `entry`, an int32, selects the offset to the peer's copy: see `reach_peers`. Mosaic takes it for
-    the number of a device; JAX 0.12 has deprecated such numbers in favour of places in a mesh.
+    `entry`, an int32, selects the offset to the peer's copy: see `reach_peers`. Mosaic takes the
+    coordinates of a device in the mesh and multiplies each by its axis' stride. So `entry` is the
+    coordinate of the last axis, whose stride is 1, and reaches `reach_peers` as it is.
+
+    Without a mesh there is one rank, whose own copy is `ref`.
     """
     _refuse_if_unavailable()
-    logical = _attribute(_module("jax.experimental.pallas"), "DeviceIdType.LOGICAL")
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return plgpu.remote_ref(ref, entry, logical)
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    if not axes:
+        return ref
+    return plgpu.remote_ref(ref, (*[jnp.int32(0)] * (len(axes) - 1), entry))
 
 
 def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
     """Makes `remote_ref(ref, entry)` in this kernel the address of ref plus `offset(table, entry)`.
 
     Mosaic asks its launch context for the address of a peer's buffer, which by default comes from
-    XLA's collective metadata or NVSHMEM. This replaces the context's method `to_remote`.
+    XLA's collective metadata or NVSHMEM. This replaces the context's method `to_remote`: up to JAX
+    0.12 there is no public way to give Mosaic other addresses.
     """
 
     def run(context: Any, table: Value) -> None:

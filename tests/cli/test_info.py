@@ -6,10 +6,13 @@ import json
 
 import jax
 import pytest
+from support.kernels import forget, needs_kernels
 from support.processes import run_jax_ep
 
 import jax_ep.cli
 from jax_ep.cli import info
+from jax_ep.runtime import availability
+from pallas_kernels.fabric import mosaic
 
 
 def test_info_as_a_program():
@@ -68,6 +71,25 @@ def test_info_says_why_two_level_does_not_run(found, shown, reason):
     assert "\ndefault        pallas (implementation=None)" in text
 
 
+@needs_kernels
+@pytest.mark.parametrize("module", mosaic._REQUIRED)
+def test_info_names_what_jax_lacks(module, monkeypatch):
+    """Also on a machine without GPUs, where kernels do not run for another reason."""
+    name = mosaic._REQUIRED[module][0]
+    for cached in (mosaic.unavailable_reason, availability.mosaic_unavailable_reason):
+        cached.cache_clear()
+    assert "\nkernels need   no name that this JAX lacks\n" in info.render(info.collect())
+    forget(monkeypatch, module, name)
+    try:
+        for cached in (mosaic.unavailable_reason, availability.mosaic_unavailable_reason):
+            cached.cache_clear()
+        assert f"lacks {module}.{name}\n" in info.render(info.collect())
+    finally:
+        monkeypatch.undo()
+        for cached in (mosaic.unavailable_reason, availability.mosaic_unavailable_reason):
+            cached.cache_clear()
+
+
 def test_info_names_a_setting_that_does_not_fit(monkeypatch, capsys):
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "x")
     assert jax_ep.cli.main(["jax_ep", "info"]) == 2
@@ -97,6 +119,7 @@ def test_info_names_the_pairs_without_peer_access():
         "devices": [{"kind": "GPU", "compute_capability": "9.0"}] * 2,
         "hosts": ["0", "0"],
         "symmetric_memory": [],
+        "names_missing": None,
         "pallas_unavailable": None,
     }
     assert "between all GPUs" in info.render({**facts, "peer_access": [[True, True]] * 2})

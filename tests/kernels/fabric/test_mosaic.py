@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import functools
-import importlib
 import pathlib
 import re
 import subprocess
 import sys
 
+import jax
 import pytest
-from support.kernels import needs_kernels
+from jax.sharding import AbstractMesh
+from support.kernels import forget, needs_kernels
 
 import pallas_kernels
 from pallas_kernels.fabric import mosaic
@@ -66,7 +66,12 @@ def test_a_way_round_the_door_is_found(line):
 
 USES = [f"{module}.{name}" for module, names in mosaic._REQUIRED.items() for name in names]
 CONTEXT = "jax.experimental.mosaic.gpu.launch_context.LaunchContext.to_remote"  # of an operand
-MODULES = ("mgpu", "ir", "arith", "gpu", "llvm", "scf", "vector")  # as `mosaic` names them
+# The modules, by the names that `mosaic` and the kernels have for them.
+MODULES = {
+    name: getattr(mosaic, name).__name__
+    for name in ("mgpu", "ir", "arith", "gpu", "llvm", "scf", "vector")
+} | {"pl": "jax.experimental.pallas", "plgpu": "jax.experimental.pallas.mosaic_gpu"}
+OPTIONAL = {"jax.experimental.pallas.mosaic_gpu.store"}  # JAX 0.11 lacks it
 
 
 @pytest.fixture
@@ -84,7 +89,7 @@ def attributes(path: pathlib.Path) -> set[str]:
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
         module, *names = text.split(".")
         if module in MODULES and all(name.isidentifier() for name in names):
-            found.add(".".join([getattr(mosaic, module).__name__, *names]))
+            found.add(".".join([MODULES[module], *names]))
     return found
 
 
@@ -97,10 +102,10 @@ def parts(path: str) -> list[str]:
 @needs_kernels
 def test_the_names_that_kernels_need_are_those_that_they_use():
     used = set().union(*map(attributes, pathlib.Path(pallas_kernels.__file__).parent.rglob("*.py")))
-    modules = tuple(f"{getattr(mosaic, module).__name__}." for module in MODULES)
+    modules = tuple(f"{module}." for module in MODULES.values())
     needed = {path for path in USES if path.startswith(modules)}
     assert needed - {CONTEXT} <= used
-    known = needed.union(*map(parts, needed))
+    known = needed.union(OPTIONAL, *map(parts, needed))
     assert not {path for path in used - known if needed.isdisjoint(parts(path))}
 
 
@@ -115,11 +120,27 @@ def test_whatever_is_missing_is_named(path, forgets, monkeypatch):
     module, name = next(
         (m, n) for m, names in mosaic._REQUIRED.items() for n in names if path == f"{m}.{n}"
     )
-    *owners, attribute = name.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    # A deprecated name is no attribute that can be deleted.
-    monkeypatch.setattr(owner, attribute, None, raising=False)
+    forget(monkeypatch, module, name)
     assert mosaic.unavailable_reason().endswith(f"lacks {path}")
+
+
+@needs_kernels
+def test_peers_are_reached_by_coordinates_alone(monkeypatch):
+    """JAX deprecates the type of a device's number; without it, coordinates are all it takes."""
+    reached = []
+
+    def remote_ref(ref, device_id):
+        reached.append(device_id)
+        return ref
+
+    monkeypatch.setattr(mosaic.plgpu, "remote_ref", remote_ref)
+    mesh = AbstractMesh((2, 1, 4), ("a", "b", "c"))
+    with monkeypatch.context() as inside:
+        inside.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+        mosaic.remote_ref("ref", 5)
+    assert [tuple(map(int, coordinates)) for coordinates in reached] == [(0, 0, 5)]
+    assert mosaic.remote_ref("ref", 0) == "ref"  # without a mesh: the only rank's own
+    assert len(reached) == 1
 
 
 LOWER = """
