@@ -31,7 +31,6 @@ from jax_ep.runtime.jax_compat import (
 Implementation = Literal["pallas", "xla", "loop"] | None
 BACKENDS = {backend.name: backend for backend in (pallas.BACKEND, xla.BACKEND, loop.BACKEND)}
 IMPLEMENTATIONS = tuple(BACKENDS)
-_MOVED = ("mosaic", "tokamax")  # names of earlier versions
 
 # The backends that implementation=None tries, in order, by the platform that the program is lowered
 # for. pallas_kernels/TUNING.md, section "Grouped matmul", has the times that this order follows.
@@ -111,13 +110,8 @@ def check_implementation(
     if implementation is None:
         return
     if implementation not in BACKENDS:
-        moved = (
-            f" {implementation!r} is measured by `python -m jax_ep bench matmul` alone."
-            if implementation in _MOVED
-            else ""
-        )
         raise ValueError(
-            f"{name} must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}.{moved}"
+            f"{name} must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}."
         )
     reason = BACKENDS[implementation].operands_reason(rhs.shape[1:], rhs.dtype)
     if reason is not None:

@@ -1,7 +1,8 @@
 """The one door to JAX's internals: everything private or unstable of JAX that jax_ep touches.
 
-JAX keeps none of these names stable, so each use says what happens where JAX lacks it. The package
-can be imported without any of them. Where JAX lacks what primitives need, `define_primitive`
+JAX keeps few of these names stable. A use of one that JAX may lack next says what happens then, and
+the package can be imported without it. Names that JAX publishes and every supported version has are
+used as they are. Where JAX lacks what primitives need, `define_primitive`
 returns a stand-in that XLA computes inline. `primitives_unavailable_reason` then says what is
 missing, and kernels, which need primitives, are refused with that reason.
 """
@@ -17,9 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 from jax.sharding import AbstractMesh, Mesh
 
 
@@ -92,19 +94,8 @@ def match_varying(operands: Sequence[jax.Array], axis_name: Iterable[str]) -> li
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Casts x to vary over more mesh axes.
-
-    Raises NotImplementedError where JAX has varying-axes types but lacks the cast.
-    """
-    if not axes:
-        return x
-    pcast = getattr(lax, "pcast", None)
-    if pcast is None:
-        raise NotImplementedError(
-            f"x must be cast to vary over the mesh axes {tuple(sorted(axes))}, and JAX "
-            f"{jax.__version__} lacks jax.lax.pcast; call jax.shard_map with check_vma=False."
-        )
-    return pcast(x, tuple(sorted(axes)), to="varying")
+    """Casts x to vary over more mesh axes."""
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def result_type(
@@ -130,12 +121,8 @@ def result_type(
 
 
 def replicated(x: jax.Array) -> jax.Array:
-    """Reshards x to be replicated over the mesh's Explicit axes, unless it is already.
-
-    Where JAX does not know Explicit axes, x is returned as it is.
-    """
-    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
-    if not any(spec):
+    """Reshards x to be replicated over the mesh's Explicit axes, unless it is already."""
+    if not any(jax.typeof(x).sharding.spec):
         return x
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*[None] * x.ndim))
 
@@ -143,10 +130,10 @@ def replicated(x: jax.Array) -> jax.Array:
 def replicated_over_explicit_axes(function: Callable[..., Any], *operands: jax.Array) -> Any:
     """Calls a function with the mesh's Explicit axes as Auto; replicates its results over them.
 
-    Inside `shard_map`, these are axes that it is not over. Where there are none, and where JAX does
-    not know Explicit axes, this is a plain call.
+    Inside `shard_map`, these are axes that it is not over. Where there are none, this is a plain
+    call.
     """
-    explicit = getattr(jax.sharding.get_abstract_mesh(), "explicit_axes", ())
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
         spec = jax.sharding.PartitionSpec()
         function = jax.sharding.auto_axes(function, axes=explicit, out_sharding=spec)
@@ -445,9 +432,7 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     return x
 
 
-# None where JAX lacks them.
-_trace_state = _find("jax._src.core.get_opaque_trace_state")
-_trace_state_clean = _find("jax._src.core.trace_state_clean")
+_trace_state_clean = _find("jax._src.core.trace_state_clean")  # None where JAX lacks it
 
 
 def trace_state() -> Any:
@@ -455,17 +440,14 @@ def trace_state() -> Any:
 
     Outside of any trace, and where JAX lacks the means, it equals no other.
     """
-    if _trace_state is None or _trace_state_clean is None or _trace_state_clean():
+    if _trace_state_clean is None or _trace_state_clean():
         return object()
-    return _trace_state(convention="flax")
-
-
-_tracer = _find("jax.core.Tracer")
+    return jax.extend.core.get_opaque_trace_state(convention="flax")
 
 
 def is_traced(x: Any) -> bool:
-    """Returns whether an array has no value yet; False where JAX does not say."""
-    return _tracer is not None and isinstance(x, _tracer)
+    """Returns whether an array has no value yet."""
+    return isinstance(x, jax.core.Tracer)
 
 
 def gpus() -> list[jax.Device]:
@@ -482,13 +464,10 @@ def gpus() -> list[jax.Device]:
 def register_for_export(kind: type) -> None:
     """Lets `jax.export` serialize a dataclass that is a pytree, or a NamedTuple.
 
-    The static fields of a dataclass must be strings, numbers, None, and tuples of them. Where JAX
-    lacks `jax.export`, nothing is registered, and serializing raises JAX's own error.
+    The static fields of a dataclass must be strings, numbers, None, and tuples of them.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     try:
-        from jax import export
-
         if issubclass(kind, tuple):
             export.register_namedtuple_serialization(kind, serialized_name=name)
         else:
@@ -498,8 +477,6 @@ def register_for_export(kind: type) -> None:
                 serialize_auxdata=lambda fields: _static_to_bytes(name, fields),
                 deserialize_auxdata=lambda data: _tuples(json.loads(data)),
             )
-    except (ImportError, AttributeError):
-        pass
     except ValueError:  # the module was reloaded: its earlier class has registered the name
         pass
 
@@ -523,10 +500,7 @@ def smaller(size: Any, other: Any) -> Any:
 
     Where JAX cannot decide it for symbolic dimensions, this raises JAX's error for comparing them.
     """
-    if isinstance(size, int) and isinstance(other, int):
-        return min(size, other)
-    min_dim = _find("jax.core.min_dim")
-    return min(size, other) if min_dim is None else min_dim(size, other)
+    return jax.core.min_dim(size, other)
 
 
 def mesh_of_with_statement() -> Mesh | None:
@@ -543,8 +517,8 @@ def mesh_of_with_statement() -> Mesh | None:
 
 def platform_of_traced_mesh() -> str | None:
     """Returns the platform of the devices of the traced mesh; None where JAX does not say."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return getattr(device, "platform", None)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else device.platform
 
 
 def distributed_client() -> Any:
