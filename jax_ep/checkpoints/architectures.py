@@ -29,7 +29,7 @@ class Tensor(NamedTuple):
     Attributes:
         params: the names of the parameters in `jax_ep.MoEParams`; a tensor with two of them has an
             axis with G.
-        name: the name of the tensor after "model.layers.<layer>.".
+        name: the name of the tensor after "layers.<layer>.".
         axes: the axes of the tensor, in the letters of this module.
         where: a key of config.json that must be true for the tensor to exist; "" is none.
     """
@@ -44,7 +44,10 @@ Tensors = tuple[Tensor, ...]
 
 
 class OneOf(NamedTuple):
-    """Alternative layouts of the same weights, all published; a directory has one of them."""
+    """Alternative layouts of the same weights, all published; a directory has one of them.
+
+    A directory without any is given the first that fits its quantization.
+    """
 
     layouts: tuple[Tensors, ...]
 
@@ -115,6 +118,8 @@ def _mlp(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "
 _EXPERTS = OneOf(
     (_each("mlp.experts"), _stacked("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 )
+# The same, published stacked; quantized it has a tensor for each expert.
+_STACKED = OneOf(_EXPERTS.layouts[::-1])
 _MIXTRAL = (
     _router("block_sparse_moe.gate.weight"),
     *_each("block_sparse_moe.experts", "w1", "w3", "w2"),
@@ -214,7 +219,7 @@ TABLE = (
         fields=_K,
         fixed=_SOFTMAX,
         only={"norm_topk_prob": (True,)},
-        tensors=(*_QWEN, *_QWEN_SHARED),
+        tensors=(_router("mlp.gate.weight"), _STACKED, *_QWEN_SHARED),
     ),
     Architecture(
         models="Qwen3-VL-MoE",
@@ -418,13 +423,13 @@ TABLE = (
             OneOf(
                 (
                     _stacked(
+                        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H FG", "E F H"
+                    ),
+                    _stacked(
                         "mlp.experts.gate_up_proj_blocks",
                         "mlp.experts.down_proj_blocks",
                         "E FG H",
                         "E H F",
-                    ),
-                    _stacked(
-                        "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "E H FG", "E F H"
                     ),
                 )
             ),
@@ -535,6 +540,30 @@ TABLE = (
         tensors=(_router("feed_forward.router.weight"), *_each("feed_forward.experts")),
     ),
 )
+
+
+# How the names of a decoder's layers are published to begin, by `model_type`; others with "model.".
+_ROOTS = {
+    "qwen3_5_moe_text": "model.language_model.",
+    "qwen3_vl_moe_text": "model.language_model.",
+    "glm4v_moe_text": "model.language_model.",
+    "llama4_text": "language_model.model.",
+    "aria_text": "language_model.model.",
+    "nemotron_h": "backbone.",
+    "deepseek_v4": "",
+}
+
+
+def published_root(model_type: str, is_part: bool) -> str:
+    """Returns how the names of the decoder's layers begin in a published model.
+
+    Args:
+        model_type: that of the decoder.
+        is_part: whether the decoder is the `text_config` of a model of several media, such as
+            Kimi-K2.5's DeepSeek-V3.
+    """
+    root = _ROOTS.get(model_type, "model.")
+    return "language_model." + root if is_part and "language_model." not in root else root
 
 
 def architectures() -> dict[str, Architecture]:

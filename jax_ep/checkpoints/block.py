@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,26 +24,43 @@ from jax_ep.checkpoints.architectures import (
     Tensor,
     Tensors,
     architectures,
+    published_root,
 )
-from jax_ep.checkpoints.encodings import Encoding, open_tensor
+from jax_ep.checkpoints.encodings import (
+    BLOCKS,
+    Encoding,
+    Float8,
+    Quantization,
+    float8_tensors,
+    mxfp4_tensors,
+    open_tensor,
+)
 from jax_ep.checkpoints.functions import MAKE
 from jax_ep.checkpoints.safetensors import Directory, Index
 
 CONFIG = "config.json"
 
-# How the names of a decoder's layers begin: alone, in a causal model, and in one of several media.
-_ROOTS = (
-    "model.",
-    "model.language_model.",
-    "language_model.model.",
-    "language_model.",
-    "backbone.",
-    "",
+# What PEFT, torch.compile, data parallelism and recomputation put in front of the names of a module
+# that they wrap; and parts of names in front of a decoder's layers.
+_WRAPPERS = (
+    "base_model",
+    "module",
+    "_orig_mod",
+    "_forward_module",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
 )
+_ROOTS = ("model", "language_model", "backbone", *_WRAPPERS)
 
+# The beginning of the names of one layer's tensors: what precedes its number, the number, and
+# what follows it.
+_LAYER = re.compile(
+    rf"((?:(?:{'|'.join(_ROOTS)})\.)*layers\.)([0-9]+)(\.(?:(?:{'|'.join(_WRAPPERS)})\.)*)"
+)
+# The names of a decoder's embeddings and last norm, after their root.
+_OUTSIDE = re.compile(rf"((?:(?:{'|'.join(_ROOTS)})\.)*)(?:embed\w*|\w*norm\w*)\.weight")
 
 _QUANTIZATIONS = ("fp8", "mxfp4")
-_FLOAT8_BLOCK = (128, 128)
 
 # Rows that are read at once, and columns of them that are transposed at once, to stay in caches.
 _ROWS, _COLUMNS = 256, 64
@@ -59,16 +77,22 @@ class Block:
         sizes: the size of each letter of `PARAMETER_AXES`.
         prefix: the prefix of its tensors' names.
         tensors: the tensors that hold its parameters.
-        float8_block: rows and columns that share a scale, where tensors are float8.
+        quantization: what config.json says of quantized tensors.
+        num_slots: None; or P: parameters are of P slots, slot s with expert s modulo E, in place of
+            the E experts that are stored.
+        like: for a new block, the prefix of the nearest block in the directory, whose layout and
+            encodings it takes; None where there is no other.
     """
 
     directory: Directory
     architecture: Architecture
     fields: Mapping[str, Any]
-    sizes: Mapping[str, int]
+    sizes: dict[str, int]
     prefix: str
     tensors: Tensors
-    float8_block: tuple[int, int]
+    quantization: Quantization
+    num_slots: int | None = None
+    like: str | None = None
 
     def params(self) -> tuple[str, ...]:
         """Returns the names in `jax_ep.MoEParams` of the parameters that the block has."""
@@ -76,7 +100,8 @@ class Block:
 
     def shape(self, param: str) -> tuple[int, ...]:
         """Returns the global shape of a parameter."""
-        return tuple(self.sizes[letter] for letter in PARAMETER_AXES[param])
+        held = {"E": self.sizes["E"] if self.num_slots is None else self.num_slots}
+        return tuple((self.sizes | held)[letter] for letter in PARAMETER_AXES[param])
 
     def dtype(self, param: str) -> np.dtype:
         """Returns the dtype that a parameter is stored in; bfloat16 if it is quantized."""
@@ -85,7 +110,7 @@ class Block:
     def open(self, tensor: Tensor, expert: int) -> Encoding:
         """Returns the stored tensor of a parameter, or of one expert where each has its own."""
         name = self.prefix + tensor.name.format(e=expert)
-        return open_tensor(self.directory, name, self.float8_block)
+        return open_tensor(self.directory, name, self.quantization)
 
     def _stored_shape(self, tensor: Tensor) -> tuple[int, ...]:
         return tuple(_size(token, self.sizes) for token in tensor.axes.split())
@@ -144,11 +169,12 @@ class Block:
         }
         out = _empty(tuple(part.stop - part.start for part in taken.values()), dtype)
 
-        def read_part(expert: int | None) -> None:
-            part, into = taken, out
-            if expert is not None:
+        def read_part(slot: int | None) -> None:
+            part, into, expert = taken, out, None
+            if slot is not None:
+                expert = slot % self.sizes["E"]
                 part = taken | {"E": slice(expert, expert + 1)}
-                into = out[expert - taken["E"].start]
+                into = out[slot - taken["E"].start]
             where, letters = _place(tensor, param, part, self.sizes)
             into = _in_order(into, axes if expert is None else axes[1:], letters)
             _copy(self.open(tensor, expert or 0), where, into)
@@ -193,14 +219,29 @@ class Block:
         self, dtypes: Mapping[str, np.dtype]
     ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Returns the dtype and shape of each tensor to store, given those of the parameters."""
-        return {
-            self.prefix + tensor.name.format(e=expert): (
-                dtypes[tensor.params[0]],
-                self._stored_shape(tensor),
-            )
-            for tensor in self.tensors
-            for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1)
-        }
+        stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+        for tensor in self.tensors:
+            shape, scales = self._stored_shape(tensor), self._new_float8_scales(tensor)
+            for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1):
+                name = self.prefix + tensor.name.format(e=expert)
+                if name.endswith(BLOCKS):
+                    stored |= mxfp4_tensors(name, shape)
+                elif scales is not None:
+                    stored |= float8_tensors(name, shape, self.quantization.block, scales)
+                else:
+                    stored[name] = dtypes[tensor.params[0]], shape
+        return stored
+
+    def _new_float8_scales(self, tensor: Tensor) -> np.dtype | None:
+        """Returns the dtype of the scales of a new tensor; None if it is not stored as float8."""
+        near = f"{self.like}{tensor.name.format(e=0)}"
+        if self.like is not None and near in self.directory.files:
+            encoding = open_tensor(self.directory, near, self.quantization)
+            return encoding.scale_dtype if isinstance(encoding, Float8) else None
+        is_matrix = not {"gate", "shared_gate"} & {*tensor.params} and " " in tensor.axes
+        is_matrix = is_matrix and not tensor.params[0].endswith("bias")
+        name = self.prefix + tensor.name.format(e=0)
+        return np.dtype(np.float32) if is_matrix and self.quantization.is_float8(name) else None
 
     def stored(self) -> list[str]:
         """Returns the names of the stored tensors, scales included."""
@@ -224,44 +265,130 @@ def open_block(path: str | os.PathLike[str], layer: int) -> Block:
     row, keys = _look_up(directory.path, layer)
     prefix = _find_prefix(directory, row, layer)
     if prefix is None:
-        gate = _gate(row)
-        names = [n.removesuffix("." + gate) for n in directory.files if n.endswith("." + gate)]
-        numbers = sorted({int(name.rpartition(".")[2]) for name in names})
-        raise ValueError(
-            f"layer {layer} of {directory.path} must have an MoE block, with a tensor "
-            f"model.layers.{layer}.{gate}, but has none; "
-            + (f"layers {numbers} have one." if numbers else "no layer has one.")
-        )
+        raise ValueError(_not_found(directory, row, keys, layer))
     block = _block(directory, row, prefix, keys)
     block.check()
     return block
 
 
 def plan_block(path: str | os.PathLike[str], layer: int) -> Block | None:
-    """Plans the block that is to be added to a directory; None if the directory has it."""
+    """Plans the block that is to be added to a directory; None if the directory has it.
+
+    Its names begin as those of the nearest other layer there do, and where there is none as they
+    are published.
+    """
     directory = Directory(path, may_be_empty=True)
     row, keys = _look_up(directory.path, layer)
     if _find_prefix(directory, row, layer) is not None:
         return None
-    return _block(directory, row, f"model.layers.{layer}.", keys)
+    blocks, _ = _routers(directory, row)
+    if blocks:
+        nearest = min(blocks, key=lambda number: abs(number - layer))
+        like = _only(blocks[nearest], directory, row, nearest)
+        return _block(directory, row, _renumbered(like, layer), keys, like)
+    layers = [found for name in directory.files if (found := _LAYER.match(name))]
+    if layers:
+        nearest_name = min(layers, key=lambda found: abs(int(found[2]) - layer))[0]
+        return _block(directory, row, _renumbered(nearest_name, layer), keys)
+    outside = [found for name in directory.files if (found := _OUTSIDE.fullmatch(name))]
+    root = outside[0][1] if outside else keys.root
+    return _block(directory, row, f"{root}layers.{layer}.", keys)
+
+
+def _renumbered(prefix: str, layer: int) -> str:
+    return _LAYER.sub(rf"\g<1>{layer}\g<3>", prefix, count=1)
+
+
+def _routers(directory: Directory, row: Architecture) -> tuple[dict[int, list[str]], list[str]]:
+    """Returns the prefixes of the blocks by the layer's number, and the names of other routers."""
+    blocks: dict[int, list[str]] = {}
+    others = []
+    gate = _gate(row)
+    for name in directory.files:
+        if name == gate or name.endswith("." + gate):
+            prefix = name.removesuffix(gate)
+            if found := _LAYER.fullmatch(prefix):
+                blocks.setdefault(int(found[2]), []).append(prefix)
+            else:
+                others.append(name)
+    return blocks, others
+
+
+def _find_prefix(directory: Directory, row: Architecture, layer: int) -> str | None:
+    """Returns the prefix of the names of the block's tensors; None if there is no such block."""
+    prefixes = _routers(directory, row)[0].get(layer)
+    return None if prefixes is None else _only(prefixes, directory, row, layer)
+
+
+def _only(prefixes: list[str], directory: Directory, row: Architecture, layer: int) -> str:
+    if len(prefixes) > 1:
+        names = ", ".join(sorted(prefix + _gate(row) for prefix in prefixes))
+        raise ValueError(
+            f"layer {layer} of {directory.path} must have one MoE block, but has {len(prefixes)}: "
+            f"{names}."
+        )
+    return prefixes[0]
+
+
+def _not_found(directory: Directory, row: Architecture, keys: _Keys, layer: int) -> str:
+    """Returns what to say where a layer has no MoE block: which names there are, and what to do."""
+    gate = _gate(row)
+    blocks, others = _routers(directory, row)
+    said = (
+        f"layer {layer} of {directory.path} must have an MoE block, with a tensor "
+        f"{keys.root}layers.{layer}.{gate}, but has none; "
+        + (f"layers {sorted(blocks)} have one." if blocks else "no layer has one.")
+    )
+    if others:
+        what = "Other routers there"
+    elif not blocks:
+        what = "Tensors there"
+        module = gate.removesuffix("weight")
+        others = [name for name in directory.files if module in name]
+        others = others or [name for name in directory.files if f"layers.{layer}." in name]
+        others = others or list(directory.files)
+    if others:
+        more = ", .." if len(others) > 3 else ""
+        said += (
+            f" {what} are {', '.join(sorted(others)[:3])}{more}: names must be "
+            f"<root>layers.{layer}.{gate}, with a root that is empty or made of "
+            f"{', '.join(part + '.' for part in _ROOTS)}; rename the tensors, or save the model "
+            "merged and without what wraps it."
+        )
+    return said
 
 
 def _look_up(path: Path, layer: int) -> tuple[Architecture, _Keys]:
     """Returns the row of the table for a model, and an object that looks up the row's keys."""
     checks.check_integer("layer", layer, least=0)
-    config = read_config(path)
+    config, is_part = _read_config(path)
     row = find_architecture(config, path)
-    return row, _Keys(config, row, layer, path / CONFIG)
+    root = published_root(config["model_type"], is_part)
+    return row, _Keys(config, row, layer, path / CONFIG, root)
 
 
-def _block(directory: Directory, row: Architecture, prefix: str, keys: _Keys) -> Block:
-    quantized = keys.config.get("quantization_config") or {}
-    method = quantized.get("quant_method")
+def _quantization(keys: _Keys) -> Quantization:
+    """Returns what config.json says of quantized tensors."""
+    said = keys.config.get("quantization_config") or {}
+    method = said.get("quant_method")
     if method is not None and method not in _QUANTIZATIONS:
         raise ValueError(
             f"quantization_config of {keys.file} must have a quant_method among "
             f"{', '.join(_QUANTIZATIONS)}, but has {method!r}."
         )
+    return Quantization(
+        method=method,
+        block=tuple(said.get("weight_block_size") or Quantization.block),
+        power_of_two=str(said.get("scale_fmt")).lower() == "ue8m0",
+        kept=tuple(said.get("modules_to_not_convert") or said.get("ignored_layers") or ()),
+    )
+
+
+def _block(
+    directory: Directory, row: Architecture, prefix: str, keys: _Keys, like: str | None = None
+) -> Block:
+    """Returns a block, in the layout that the directory has with the prefix `like` or `prefix`."""
+    quantization = _quantization(keys)
     fields = {field: keys.field(field, key) for field, key in row.fields.items()}
     sizes = {letter: 0 for axes in PARAMETER_AXES.values() for letter in axes} | {"1": 1}
     sizes |= {letter: keys.integer(key) for letter, key in row.sizes.items()}
@@ -272,13 +399,14 @@ def _block(directory: Directory, row: Architecture, prefix: str, keys: _Keys) ->
         fields={**row.fixed, **fields, "num_experts": sizes["E"]},
         sizes=sizes,
         prefix=prefix,
-        tensors=_stored(directory, row, prefix, sizes, keys),
-        float8_block=tuple(quantized.get("weight_block_size") or _FLOAT8_BLOCK),
+        tensors=_stored(directory, row, like or prefix, sizes, keys, quantization.method),
+        quantization=quantization,
+        like=like,
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Reads the part of config.json about the language model."""
+def _read_config(path: Path) -> tuple[dict[str, Any], bool]:
+    """Reads config.json; returns the part of the language model, and whether it is a part only."""
     file = path / CONFIG
     if not file.exists():
         raise FileNotFoundError(f"{path} must hold {CONFIG} as published, but does not.")
@@ -288,8 +416,8 @@ def read_config(path: Path) -> dict[str, Any]:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} must be a JSON object, as published.") from error
     if nested is None:
-        return config
-    return {key: config[key] for key in config.keys() & {"quantization_config"}} | nested
+        return config, False
+    return {key: config[key] for key in config.keys() & {"quantization_config"}} | nested, True
 
 
 def find_architecture(config: Mapping[str, Any], path: Path) -> Architecture:
@@ -330,6 +458,7 @@ class _Keys:
     row: Architecture
     layer: int
     file: Path
+    root: str  # how the names of the decoder's layers are published to begin
 
     def value(self, key: str) -> Any:
         """Returns the value of "a" or "a|b"; of a list with an entry per layer, this layer's."""
@@ -362,28 +491,34 @@ def _gate(row: Architecture) -> str:
     return next(t for t in row.tensors if isinstance(t, Tensor) and "gate" in t.params).name
 
 
-def _find_prefix(directory: Directory, row: Architecture, layer: int) -> str | None:
-    """Returns the prefix of the names of the block's tensors; None if there is no such block."""
-    prefixes = (f"{root}layers.{layer}." for root in _ROOTS)
-    return next((p for p in prefixes if p + _gate(row) in directory.files), None)
-
-
 def _stored(
     directory: Directory,
     row: Architecture,
     prefix: str,
     sizes: Mapping[str, int],
     look_up: _Keys,
+    method: str | None,
 ) -> Tensors:
-    """Returns the tensors that this block must have, of the layout that the directory has."""
+    """Returns the tensors that this block must have, of the layout that the directory has.
+
+    Where it has none, of the first layout that fits the quantization `method`: float8 matrices have
+    a tensor for each expert, and MXFP4 has names of its own.
+    """
 
     def is_there(tensors: Tensors) -> bool:
         return prefix + tensors[0].name.format(e=0) in directory.files
 
+    def fits(tensors: Tensors) -> bool:
+        name = tensors[0].name
+        if name.endswith(BLOCKS) or method == "mxfp4":
+            return name.endswith(BLOCKS) and method == "mxfp4"
+        return method is None or "{e}" in name
+
     tensors: list[Tensor] = []
     for item in row.tensors:
         if isinstance(item, OneOf):
-            tensors += next((ts for ts in item.layouts if is_there(ts)), item.layouts[0])
+            suitable = [layout for layout in item.layouts if fits(layout)] or item.layouts
+            tensors += next((ts for ts in item.layouts if is_there(ts)), suitable[0])
         else:
             tensors.append(item)
     return tuple(

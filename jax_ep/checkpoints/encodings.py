@@ -77,11 +77,13 @@ class Float8:
     Attributes:
         directory, name: as in `Plain`.
         block: rows and columns of a block.
+        power_of_two: whether new scales are powers of two, for programs that read exponents alone.
     """
 
     directory: Directory
     name: str
     block: tuple[int, int]
+    power_of_two: bool = False
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -96,7 +98,7 @@ class Float8:
         """
         shape = self.directory.entry(self.name).shape
         scales = self.directory.entry(self.name + SCALE_SUFFIX).shape
-        blocks = *shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], self.block, strict=True))
+        blocks = _shape_of_scales(shape, self.block)
         if scales != blocks:
             raise ValueError(
                 f"{self.name}{SCALE_SUFFIX} must have shape {blocks}, a scale for each block of "
@@ -107,6 +109,10 @@ class Float8:
     @property
     def dtype(self) -> np.dtype:
         return np.dtype(jnp.bfloat16)
+
+    @property
+    def scale_dtype(self) -> np.dtype:
+        return self.directory.entry(self.name + SCALE_SUFFIX).dtype
 
     def read(self, index: Index) -> np.ndarray:
         return _float8_numbers(*self._read(index))
@@ -134,8 +140,7 @@ class Float8:
             return
         numbers = blocks(values.astype(np.float32))
         largest = np.abs(numbers).max(axis=(-3, -1), keepdims=True)
-        dtype = self.directory.entry(self.name + SCALE_SUFFIX).dtype
-        scales = _float8_scales(largest, dtype)
+        scales = _float8_scales(largest, self.scale_dtype, self.power_of_two)
         scales = np.where(changed, scales, blocks(old_scales).max(axis=(-3, -1), keepdims=True))
         numbers = np.clip(numbers / scales, -_FLOAT8_MAX, _FLOAT8_MAX)
         encoded = np.where(changed, numbers.astype(_FLOAT8), blocks(old))
@@ -146,7 +151,7 @@ class Float8:
             slice(taken.indices(n)[0] // block, -(-taken.indices(n)[1] // block))
             for taken, n, block in zip(index[-2:], self.shape[-2:], self.block, strict=True)
         )
-        scales = scales[..., 0, :, 0].astype(dtype)
+        scales = scales[..., 0, :, 0].astype(self.scale_dtype)
         self.directory.write(self.name + SCALE_SUFFIX, (*index[:-2], *where), scales)
 
 
@@ -154,16 +159,24 @@ def _float8_numbers(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values.astype(np.float32) * scales
 
 
-def _float8_scales(largest: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _float8_scales(largest: np.ndarray, dtype: np.dtype, power_of_two: bool) -> np.ndarray:
     """Returns the scales of blocks with these largest numbers, rounded to `dtype`, as float32.
 
-    A scale is 1 where it would be 0, also where the numbers are too small for one of `dtype`.
+    A scale is 1 where it would be 0, also where the numbers are too small for one of `dtype`. A
+    power of two is the least with which the largest number does not overflow.
     """
     scales = np.where(largest > 0, largest / _FLOAT8_MAX, 1).astype(np.float32)
-    if dtype == np.dtype(jnp.float8_e8m0fnu):  # powers of two: the next larger one
-        scales = np.exp2(np.ceil(np.log2(scales)))
+    if power_of_two or dtype == np.dtype(jnp.float8_e8m0fnu):
+        fraction, exponent = np.frexp(scales)
+        scales = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
+        # The division above may have rounded down to a power of two.
+        scales = np.where(scales * np.float32(_FLOAT8_MAX) < largest, 2 * scales, scales)
     scales = scales.astype(dtype).astype(np.float32)
     return np.where(scales > 0, scales, np.float32(1))
+
+
+def _shape_of_scales(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    return *shape[:-2], *(-(-n // b) for n, b in zip(shape[-2:], block, strict=True))
 
 
 def _padded(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
@@ -280,17 +293,40 @@ def _float4_codes(numbers: np.ndarray) -> np.ndarray:
 Encoding = Plain | Float8 | MXFP4
 
 
-def open_tensor(directory: Directory, name: str, block: tuple[int, int]) -> Encoding:
-    """Returns a stored tensor with its encoding; `block` is the size of a float8 scale's block.
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """What config.json says of a model's quantized tensors.
+
+    Attributes:
+        method: "fp8", "mxfp4", or None for a model that is not quantized.
+        block: rows and columns that share a scale, where tensors are float8.
+        power_of_two: whether scales of float8 blocks are powers of two (`scale_fmt` "ue8m0").
+        kept: names of modules that are not quantized, or parts of names.
+    """
+
+    method: str | None = None
+    block: tuple[int, int] = (128, 128)
+    power_of_two: bool = False
+    kept: tuple[str, ...] = ()
+
+    def is_float8(self, name: str) -> bool:
+        """Returns whether a new matrix of this name, of an MLP, is stored as float8."""
+        module = f".{name.removesuffix('.weight')}."
+        return self.method == "fp8" and not any(f".{part}." in module for part in self.kept)
+
+
+def open_tensor(directory: Directory, name: str, quantization: Quantization) -> Encoding:
+    """Returns a stored tensor with its encoding.
 
     Raises:
-        ValueError: the tensor is not floating, and no scales are stored with it.
+        ValueError: the tensor is not floating, and no scales are stored with it, or its dtype is
+            not known.
     """
-    dtype = directory.entry(name).dtype
     if name.endswith(BLOCKS) and name.removesuffix(BLOCKS) + SCALES in directory.files:
         return MXFP4(directory, name)
+    dtype = directory.entry(name).dtype
     if dtype == _FLOAT8 and name + SCALE_SUFFIX in directory.files:
-        return Float8(directory, name, block)
+        return Float8(directory, name, quantization.block, quantization.power_of_two)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
             f"{name} in {directory.path / directory.files[name]} must be of a floating dtype, or "
@@ -298,3 +334,30 @@ def open_tensor(directory: Directory, name: str, block: tuple[int, int]) -> Enco
             f"but is {dtype}."
         )
     return Plain(directory, name)
+
+
+def float8_tensors(
+    name: str, shape: tuple[int, ...], block: tuple[int, int], scale_dtype: np.dtype
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Returns the dtypes and shapes of the tensors that store a tensor of `shape` as float8."""
+    scales = scale_dtype, _shape_of_scales(shape, block)
+    return {name: (_FLOAT8, shape), name + SCALE_SUFFIX: scales}
+
+
+def mxfp4_tensors(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Returns the dtypes and shapes of the tensors that store a tensor of `shape` as MXFP4.
+
+    Raises:
+        ValueError: the last axis is not made of whole blocks.
+    """
+    *rows, columns = shape
+    if columns % _MX_BLOCK:
+        raise ValueError(
+            f"{name} must have rows of a multiple of {_MX_BLOCK} numbers to be stored as MXFP4, as "
+            f"quantization_config says, but has shape {shape}."
+        )
+    blocks, byte = (*rows, columns // _MX_BLOCK), np.dtype(np.uint8)
+    return {
+        name: (byte, (*blocks, _MX_BLOCK // 2)),
+        name.removesuffix(BLOCKS) + SCALES: (byte, blocks),
+    }

@@ -57,18 +57,34 @@ class Entry:
     """The place of one tensor in its file.
 
     Attributes:
-        dtype: the dtype of its elements.
+        name: its name.
+        file: its file.
+        kind: the name of its dtype in the file.
         shape: its shape.
         start: the byte of the file at which it begins.
+        num_bytes: the number of its bytes.
     """
 
-    dtype: np.dtype
+    name: str
+    file: Path
+    kind: str
     shape: tuple[int, ...]
     start: int
+    num_bytes: int
 
     @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    def dtype(self) -> np.dtype:
+        """The dtype of its elements.
+
+        Raises:
+            ValueError: the dtype is not known. A file may hold such tensors, which are not read.
+        """
+        if self.kind not in _DTYPES:
+            raise ValueError(
+                f"{self.name} in {self.file} must have a dtype among {', '.join(_DTYPES)} to be "
+                f"read, but has {self.kind}."
+            )
+        return _DTYPES[self.kind]
 
 
 class Directory:
@@ -101,10 +117,10 @@ class Directory:
         self._maps: dict[str, mmap.mmap] = {}
         self._entries: dict[str, dict[str, Entry]] = {}
         self._lock = threading.Lock()
-        if (self.path / ONE_FILE).exists():
-            self.files: dict[str, str] = dict.fromkeys(read_header(self.path / ONE_FILE), ONE_FILE)
-        elif (self.path / INDEX).exists():
-            self.files = _read_index(self.path / INDEX)
+        if (self.path / INDEX).exists():  # a file that it does not name is not of the model
+            self.files: dict[str, str] = _read_index(self.path / INDEX)["weight_map"]
+        elif (self.path / ONE_FILE).exists():
+            self.files = dict.fromkeys(read_header(self.path / ONE_FILE), ONE_FILE)
         elif may_be_empty:
             self.files = {}
         else:
@@ -164,10 +180,11 @@ class Directory:
             return self._maps[file]
 
 
-def _read_index(file: Path) -> dict[str, str]:
-    """Returns the file of each tensor, by the tensor's name."""
+def _read_index(file: Path) -> dict[str, Any]:
+    """Returns an index, whose "weight_map" has the file of each tensor by the tensor's name."""
     try:
-        files = json.loads(file.read_text())["weight_map"]
+        index = json.loads(file.read_text())
+        files = index["weight_map"]
         if not all(isinstance(name, str) for name in files.values()):
             raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -175,7 +192,7 @@ def _read_index(file: Path) -> dict[str, str]:
     for name in set(files.values()):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{file} must name files in its own folder, but names {name!r}.")
-    return files
+    return index
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -183,7 +200,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is not of the format, or holds a tensor of an unknown dtype.
+        ValueError: the file is not of the format.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -206,15 +223,15 @@ def read_header(file: Path) -> dict[str, Entry]:
             raise ValueError(
                 f"{name} in {file} must have dtype, shape and two data_offsets, but is {stored}."
             ) from error
-        if kind not in _DTYPES:
+        # The bytes of a dtype that is not known are those that the file says.
+        num_bytes = last - first
+        if kind in _DTYPES:
+            num_bytes = math.prod(shape) * _DTYPES[kind].itemsize
+        entries[name] = Entry(name, file, kind, shape, 8 + length + first, num_bytes)
+        inside = 0 <= first <= last <= size - 8 - length and min(shape, default=0) >= 0
+        if last - first != num_bytes or not inside:
             raise ValueError(
-                f"{name} in {file} must have a dtype among {', '.join(_DTYPES)}, but has {kind}."
-            )
-        entries[name] = Entry(_DTYPES[kind], shape, 8 + length + first)
-        inside = first >= 0 and min(shape, default=0) >= 0 and 8 + length + last <= size
-        if last - first != entries[name].num_bytes or not inside:
-            raise ValueError(
-                f"{name} in {file} must have {entries[name].num_bytes} bytes within the file's "
+                f"{name} in {file} must have {num_bytes} bytes within the file's "
                 f"{size}, but its data_offsets are {first} and {last}: is the download complete?"
             )
     return entries
@@ -269,30 +286,60 @@ def adding(
     """Yields a new file of zero tensors to be written, then adds it and its index entries.
 
     Raises:
-        ValueError: the directory has a single file, which programs read without an index.
+        ValueError: the directory has a single file, which programs read without an index, or a file
+            of this name with other tensors.
     """
-    if (directory.path / ONE_FILE).exists():
+    index_file = directory.path / INDEX
+    if not index_file.exists() and (directory.path / ONE_FILE).exists():
         raise ValueError(
             f"{directory.path} must have an index, {INDEX}, or be without tensors for {file} to be "
             f"added, but has {ONE_FILE}, which is read alone."
         )
+    others = [name for name, of in directory.files.items() if of == file and name not in tensors]
+    if others:
+        raise ValueError(
+            f"{directory.path / file} must be free for a new block, but {INDEX} says that it holds "
+            f"{min(others)}; rename that file, in the index too."
+        )
+    index = _read_index(index_file) if index_file.exists() else {}
+    index["metadata"] = _metadata(directory, index.get("metadata") or {}, tensors)
+    index["weight_map"] = directory.files | dict.fromkeys(tensors, file)
     with _scratch(directory.path) as scratch:
         create(scratch / file, tensors)
-        _write_index(scratch, dict.fromkeys(tensors, file), {})
+        _write_index(scratch, {"weight_map": dict.fromkeys(tensors, file)})
         yield Directory(scratch, writable=True)
-        index: dict[str, Any] = {"weight_map": {}}
-        if (directory.path / INDEX).exists():
-            index = json.loads((directory.path / INDEX).read_text())
-        added = sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
-        metadata = index.get("metadata") or {}
-        metadata["total_size"] = metadata.get("total_size", 0) + added
-        _write_index(scratch, index["weight_map"] | dict.fromkeys(tensors, file), metadata)
+        _write_index(scratch, index)
         os.replace(scratch / file, directory.path / file)
-        os.replace(scratch / INDEX, directory.path / INDEX)
+        os.replace(scratch / INDEX, index_file)
 
 
-def _write_index(folder: Path, weight_map: Mapping[str, str], metadata: Mapping[str, int]) -> None:
-    index = {"metadata": dict(metadata), "weight_map": dict(weight_map)}
+def _metadata(
+    directory: Directory,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+) -> dict[str, Any]:
+    """Returns an index's metadata after tensors are added to a directory or replaced in it.
+
+    `total_size` is the sum of the bytes of all tensors. Where a file is missing, as in a part of a
+    download, the sum is not known: the bytes of the new tensors are added to the `total_size` that
+    is there. So is the number of their elements to `total_parameters`, if that is there.
+    """
+    kept = [name for name in directory.files if name not in tensors]
+    replaced = [directory.entry(name) for name in directory.files if name in tensors]
+    sizes = {name: (math.prod(shape), dtype.itemsize) for name, (dtype, shape) in tensors.items()}
+    added = sum(count * itemsize for count, itemsize in sizes.values())
+    out = dict(metadata)
+    if all((directory.path / file).exists() for file in set(directory.files.values())):
+        out["total_size"] = added + sum(directory.entry(name).num_bytes for name in kept)
+    elif "total_size" in out:
+        out["total_size"] += added - sum(entry.num_bytes for entry in replaced)
+    if "total_parameters" in out:
+        out["total_parameters"] += sum(count for count, _ in sizes.values())
+        out["total_parameters"] -= sum(math.prod(entry.shape) for entry in replaced)
+    return out
+
+
+def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

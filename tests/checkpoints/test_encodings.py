@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from support.published import publish
 
-from jax_ep.checkpoints.encodings import MXFP4, Float8, Plain, open_tensor
+from jax_ep.checkpoints.encodings import MXFP4, Float8, Plain, Quantization, open_tensor
 from jax_ep.checkpoints.safetensors import Directory
 
 WHOLE = slice(None)
-BLOCK = (2, 3)
+BLOCK = Quantization("fp8", (2, 3))
 
 
 def tensor(folder, name, tensors, writable=False):
@@ -85,6 +85,26 @@ def test_float8_with_rounded_scales(tmp_path, dtype):
     values = np.float32(NUMBERS * 3.3)
     w.write((WHOLE, WHOLE), values)
     np.testing.assert_allclose(w.read((WHOLE, WHOLE)), values, rtol=2**-4, atol=2**-9 * 3.3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, jnp.float8_e8m0fnu])
+def test_float8_whose_scales_are_powers_of_two(tmp_path, dtype):
+    """The least with which no number overflows, also where 448 times a power just does not fit."""
+    quantization = Quantization("fp8", (2, 3), power_of_two=True)
+    rng = np.random.default_rng(0)
+    largest = np.float32([448, 449, 1, 1.75, 1.7500002, 2.0**-100, 3e30, 447.99997, 448.00003])
+    for size in largest:
+        publish(tmp_path, {}, float8_tensors() | {"w.weight_scale_inv": SCALES.astype(dtype)})
+        w = open_tensor(Directory(tmp_path, writable=True), "w.weight", quantization)
+        values = size * rng.uniform(-0.9, 0.9, (3, 4)).astype(np.float32)
+        values[0, 0] = values[0, 3] = values[2, 0] = values[2, 3] = size
+        w.write((WHOLE, WHOLE), values)
+        scales = w.directory.read("w.weight_scale_inv", (WHOLE, WHOLE)).astype(np.float32)
+        exponent = next(e for e in range(-126, 128) if np.float64(size) <= 448 * 2.0**e)
+        np.testing.assert_array_equal(scales, np.float32(2.0**exponent))
+        np.testing.assert_allclose(
+            w.read((WHOLE, WHOLE)), values, rtol=2**-4, atol=2.0 ** (exponent - 10)
+        )
 
 
 def test_float8_of_several_matrices(tmp_path):

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from support.published import publish, safetensors_bytes
 
-from jax_ep.checkpoints.safetensors import INDEX, Directory, adding, create, read_header, rewriting
+from jax_ep.checkpoints.safetensors import (
+    INDEX,
+    ONE_FILE,
+    Directory,
+    adding,
+    create,
+    read_header,
+    rewriting,
+)
 
 WHOLE = slice(None)
 
@@ -136,15 +144,119 @@ def test_rewrites_files_in_subfolders_and_no_others(tmp_path):
             Directory(folder)
 
 
-def test_an_index_without_metadata_gets_some(tmp_path):
+@pytest.mark.parametrize("metadata", [None, {"total_size": 0}, {"total_size": 7, "format": "pt"}])
+def test_an_index_has_the_bytes_of_all_tensors(tmp_path, metadata):
+    """Whatever it had before, of a file that is added and of one that is added again."""
     x = np.zeros(2, np.float32)
     publish(tmp_path, {}, {"x": x}, {"y": x})
-    index = json.loads((tmp_path / INDEX).read_text()) | {"metadata": None}
+    index = json.loads((tmp_path / INDEX).read_text()) | {"metadata": metadata, "kept": 1}
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with adding(Directory(tmp_path), "z.safetensors", {"z": (x.dtype, x.shape)}) as new:
-        new.write("z", (WHOLE,), x + 1)
-    assert json.loads((tmp_path / INDEX).read_text())["metadata"] == {"total_size": x.nbytes}
-    assert Directory(tmp_path).read("z", (WHOLE,)).tolist() == [1, 1]
+    for name, shape in {"z": (2,), "x": (3,)}.items():
+        with adding(Directory(tmp_path), f"{name}.safetensors", {name: (x.dtype, shape)}) as new:
+            new.write(name, (WHOLE,), np.ones(shape, np.float32))
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"] == (metadata or {}) | {"total_size": 4 * (2 + 2 + 3)}
+    assert index["kept"] == 1
+    assert Directory(tmp_path).read("x", (WHOLE,)).tolist() == [1, 1, 1]
+
+
+def test_the_index_of_a_part_of_a_download(tmp_path):
+    """The bytes of files that are not there are those that the index has."""
+    x = np.zeros(2, np.float32)
+    publish(tmp_path, {}, {"x": x}, {"y": x})
+    index = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / index["weight_map"]["y"]).unlink()
+    index["metadata"] = {"total_size": 16, "total_parameters": 4}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    for _ in range(2):
+        tensors = {"z": (x.dtype, (3,)), "x": (x.dtype, (2,))}
+        with adding(Directory(tmp_path), "new.safetensors", tensors):
+            pass
+        index = json.loads((tmp_path / INDEX).read_text())
+        assert index["metadata"] == {"total_size": 28, "total_parameters": 7}
+
+
+def test_a_file_with_other_tensors_is_not_replaced(tmp_path):
+    x = np.zeros(2, np.float32)
+    publish(tmp_path, {}, {"x": x}, {"y": x})
+    directory = Directory(tmp_path)
+    with (
+        pytest.raises(ValueError, match="free for a new block, but .* holds x; rename"),
+        adding(directory, directory.files["x"], {"z": (x.dtype, x.shape)}),
+    ):
+        pass
+
+
+def test_a_file_that_the_index_does_not_name_is_not_read(tmp_path):
+    x, y = np.zeros(2, np.float32), np.ones(2, np.float32)
+    publish(tmp_path, {}, {"x": x}, {"y": x})
+    publish(tmp_path, {}, {"x": y, "stray": y})
+    directory = Directory(tmp_path)
+    assert set(directory.files) == {"x", "y"}
+    assert directory.read("x", (WHOLE,)).tolist() == [0, 0]
+    with adding(directory, "z.safetensors", {"z": (x.dtype, x.shape)}):
+        pass
+    with rewriting(Directory(tmp_path), ["x"]) as new:
+        new.write("x", (WHOLE,), x + 2)
+    stray = Directory(publish(tmp_path / "alone", {}, {"x": y}))
+    assert stray.read("x", (WHOLE,)).tolist() == [1, 1]
+    assert Directory(tmp_path).read("x", (WHOLE,)).tolist() == [2, 2]
+    assert read_header(tmp_path / "model.safetensors").keys() == {"x", "stray"}
+    # No damaged one either, and one that the index names is read.
+    (tmp_path / "model.safetensors").write_bytes(b"<!DOCTYPE html>")
+    assert set(Directory(tmp_path).files) == {"x", "y", "z"}
+    publish(tmp_path / "named", {}, {"x": x}, {"y": x})
+    file = Directory(tmp_path / "named").files["x"]
+    (tmp_path / "named" / file).rename(tmp_path / "named" / "model.safetensors")
+    text = (tmp_path / "named" / INDEX).read_text().replace(file, "model.safetensors")
+    (tmp_path / "named" / INDEX).write_text(text)
+    assert Directory(tmp_path / "named").read("x", (WHOLE,)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind, bits", [
+    ("C64", 64), ("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6), ("F8_E4M3FNUZ", 8), ("F8_E5M2FNUZ", 8),
+    ("I4", 4), ("F12_OF_TOMORROW", 12),
+])  # fmt: skip
+def test_a_dtype_that_is_not_known_hinders_only_its_own_tensor(tmp_path, kind, bits):
+    """Between two tensors that are read."""
+    data = bytes(8 * bits // 8)
+    x = np.arange(3, dtype=np.float32)
+    header = {
+        "before": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+        "odd": {"dtype": kind, "shape": [2, 4], "data_offsets": [12, 12 + len(data)]},
+        "after": {
+            "dtype": "F32", "shape": [3], "data_offsets": [12 + len(data), 24 + len(data)]
+        },
+    }  # fmt: skip
+    text = json.dumps(header).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + x.tobytes() + data + x.tobytes())
+    directory = Directory(tmp_path)
+    for name in ("before", "after"):
+        np.testing.assert_array_equal(directory.read(name, (WHOLE,)), x)
+    with pytest.raises(ValueError, match=f"odd in .*{ONE_FILE} must have a dtype .* has {kind}"):
+        directory.read("odd", (WHOLE, WHOLE))
+    with rewriting(directory, ["after"]) as new:
+        new.write("after", (WHOLE,), x + 1)
+    assert file.read_bytes()[-24 - len(data) :] == x.tobytes() + data + (x + 1).tobytes()
+    # Its bytes must be in the file, and count.
+    file.rename(tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(header, "a.safetensors")})
+    )
+    with adding(Directory(tmp_path), "b.safetensors", {"b": (x.dtype, (1,))}):
+        pass
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 24 + len(data) + 4
+    (tmp_path / "a.safetensors").write_bytes(file_of(header, len(data) - 1))
+    with pytest.raises(ValueError, match="after in .* is the download complete"):
+        read_header(tmp_path / "a.safetensors")
+
+
+def file_of(header, num_bytes):
+    """A file with this header and so many bytes besides two tensors of 12 bytes."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(24 + num_bytes)
 
 
 def test_errors_name_the_file_and_the_tensor(tmp_path):
@@ -173,8 +285,8 @@ def test_errors_name_the_file_and_the_tensor(tmp_path):
     file.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match="x in .* must have 16 bytes .* download complete"):
         read_header(file)
-    file.write_bytes(whole.replace(b'"F32"', b'"C64"'))
-    with pytest.raises(ValueError, match="x in .* must have a dtype among F64, .*, but has C64"):
+    file.write_bytes(whole[:-1].replace(b'"F32"', b'"C64"'))
+    with pytest.raises(ValueError, match="x in .* its data_offsets are 0 and 16: is the download"):
         read_header(file)
 
     publish(tmp_path, {}, {"x": np.zeros(4, np.float32)}, {"y": np.zeros(4, np.float32)})
