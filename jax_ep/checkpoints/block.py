@@ -221,9 +221,10 @@ class Block:
         """Returns the dtype and shape of each tensor to store, given those of the parameters."""
         stored: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         for tensor in self.tensors:
-            shape, scales = self._stored_shape(tensor), self._new_float8_scales(tensor)
+            shape = self._stored_shape(tensor)
             for expert in range(self.sizes["E"] if "{e}" in tensor.name else 1):
                 name = self.prefix + tensor.name.format(e=expert)
+                scales = self._new_float8_scales(tensor, expert)
                 if name.endswith(BLOCKS):
                     stored |= mxfp4_tensors(name, shape)
                 elif scales is not None:
@@ -232,16 +233,17 @@ class Block:
                     stored[name] = dtypes[tensor.params[0]], shape
         return stored
 
-    def _new_float8_scales(self, tensor: Tensor) -> np.dtype | None:
+    def _new_float8_scales(self, tensor: Tensor, expert: int) -> np.dtype | None:
         """Returns the dtype of the scales of a new tensor; None if it is not stored as float8."""
-        near = f"{self.like}{tensor.name.format(e=0)}"
-        if self.like is not None and near in self.directory.files:
-            encoding = open_tensor(self.directory, near, self.quantization)
+        name = tensor.name.format(e=expert)
+        if self.like is not None and self.like + name in self.directory.files:
+            encoding = open_tensor(self.directory, self.like + name, self.quantization)
             return encoding.scale_dtype if isinstance(encoding, Float8) else None
-        is_matrix = not {"gate", "shared_gate"} & {*tensor.params} and " " in tensor.axes
-        is_matrix = is_matrix and not tensor.params[0].endswith("bias")
-        name = self.prefix + tensor.name.format(e=0)
-        return np.dtype(np.float32) if is_matrix and self.quantization.is_float8(name) else None
+        of_router = {"gate", "shared_gate"}.intersection(tensor.params)
+        is_bias = tensor.params[0].endswith("bias")
+        if of_router or is_bias or not self.quantization.is_float8(self.prefix + name):
+            return None
+        return np.dtype(np.float32)
 
     def stored(self) -> list[str]:
         """Returns the names of the stored tensors, scales included."""

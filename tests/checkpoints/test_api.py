@@ -21,7 +21,8 @@ from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
 
 import jax_ep
 from jax_ep import checkpoints
-from jax_ep.checkpoints.safetensors import Directory
+from jax_ep.checkpoints.architectures import PARAMETER_AXES
+from jax_ep.checkpoints.safetensors import INDEX, Directory
 
 X = numbers(7, 16, 4, H) * 4
 
@@ -483,6 +484,164 @@ def test_blocks_are_saved_into_a_new_directory(tmp_path):
     with pytest.raises(ValueError, match="must have an index, .* has model.safetensors"):
         checkpoints.save_moe(checkpoints.load_moe(old, 2), one, 2)
     assert files_of(one) == before
+
+
+def total_size(folder):
+    """What the index says, and the bytes of all tensors."""
+    index = json.loads((folder / INDEX).read_text())
+    directory = Directory(folder)
+    assert set(index["weight_map"]) == set(directory.files)
+    total = sum(directory.entry(name).num_bytes for name in directory.files)
+    return index["metadata"]["total_size"], total
+
+
+def test_a_block_is_added_to_a_model_and_replaced(tmp_path):
+    """Under its neighbours' names, and the index counts all of them."""
+    config, tensors = deepseek_v3()
+    tensors = {name.replace("model.", "module.model.", 1): a for name, a in tensors.items()}
+    folder = publish(tmp_path, config, tensors, {"lm_head.weight": numbers(0, 9, H)})
+    layer = checkpoints.load_moe(folder, 1, mesh=expert_mesh(4))
+    for number in (4, 2, 4):
+        checkpoints.save_moe(layer, folder, number)
+        said, total = total_size(folder)
+        assert said == total > 0
+        new = {name.replace("layers.1.", f"layers.{number}."): a for name, a in tensors.items()}
+        directory = Directory(folder)
+        for name, want in new.items():
+            np.testing.assert_array_equal(directory.read(name, (slice(None),) * want.ndim), want)
+    assert len(directory.files) == 3 * len(tensors) + 1
+
+
+@pytest.mark.parametrize("method", [None, "mxfp4"])
+def test_gpt_oss_is_saved_into_a_new_directory(tmp_path, method):
+    """As blocks and scales, or under the names of a model that is not quantized."""
+    h = f = 32
+    sizes = {"E": E, "H": h, "F": f, "R": E, "1": 1}
+    config = {
+        "model_type": "gpt_oss",
+        "num_local_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": h,
+        "intermediate_size": f,
+    }
+    if method is not None:
+        config["quantization_config"] = {"quant_method": method}
+    names = ("gate", "gate_bias", "wi_0", "wi_1", "wo", "wi_0_bias", "wi_1_bias", "wo_bias")
+    params = jax_ep.MoEParams.of(**{
+        name: jnp.asarray(
+            numbers(i, *(sizes[a] for a in PARAMETER_AXES[name]), dtype=jnp.bfloat16)
+        )
+        for i, name in enumerate(names)
+    })  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoints.save_moe(params, tmp_path, 1)
+    assert len(set(total_size(tmp_path))) == 1
+    prefix = "model.layers.1.mlp."
+    stacked = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    ends = [""] if method is None else ["_blocks", "_scales"]
+    want = {prefix + name + end for name in stacked for end in ends}
+    want |= {f"{prefix}{name}_bias" for name in stacked}
+    assert set(Directory(tmp_path).files) == want | {
+        prefix + "router.weight", prefix + "router.bias"
+    }  # fmt: skip
+    loaded = checkpoints.load_moe_params(tmp_path, 1)[1]
+    for name, got in loaded._asdict().items():
+        wanted = getattr(params, name)
+        if got is None or method is None or name not in ("wi_0", "wi_1", "wo"):
+            jax.tree.map(np.testing.assert_array_equal, got, wanted)
+        else:
+            # Of a block's largest number, 4 to 6 times its scale, a step is at most a quarter; what
+            # is above 6 times the scale, and below 8, becomes 6.
+            largest = np.abs(np.asarray(wanted, np.float32)).max()
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=largest / 4)
+            assert np.corrcoef(np.ravel(got), np.ravel(wanted))[0, 1] > 0.98
+    # What was read of blocks is written to blocks without a change.
+    second = tmp_path / "second"
+    second.mkdir()
+    shutil.copy(tmp_path / "config.json", second)
+    checkpoints.save_moe(loaded, second, 1)
+    again = checkpoints.load_moe_params(second, 1)[1]
+    jax.tree.map(np.testing.assert_array_equal, again, loaded)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
+def test_float8_scales_are_what_config_json_says(tmp_path, scale_fmt, is_new):
+    """Of changed blocks in a directory that has them, and of all in a new one."""
+    config, tensors = float8_model()
+    config["quantization_config"]["scale_fmt"] = scale_fmt
+    folder = publish(tmp_path / "model", config, tensors)
+    params = checkpoints.load_moe_params(folder, 1, dtype=jnp.float32)[1]
+    params = params._replace(wi_1=params.wi_1 * 1.37)
+    if is_new:
+        folder = tmp_path / "new"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    checkpoints.save_moe(params, folder, 1)
+    directory = Directory(folder)
+    assert set(directory.files) == set(tensors)
+    for name, old in tensors.items():
+        got = directory.read(name, (slice(None),) * old.ndim)
+        assert (got.dtype, got.shape) == (old.dtype, old.shape)
+        if name.endswith("_scale_inv") and (is_new or "experts" in name and "up_proj" in name):
+            is_changed = is_new or ".experts" in name
+            exact = np.array_equal(np.exp2(np.round(np.log2(got))), got)
+            assert exact == (scale_fmt == "ue8m0" and is_changed)
+    saved = checkpoints.load_moe_params(folder, 1, dtype=jnp.float32)[1]
+    for got, want in zip(jax.tree.leaves(saved), jax.tree.leaves(params), strict=True):
+        # The last bit of a number of 448 to 256 times its block's scale is 32 of them, twice that
+        # with a scale up to the next power of two.
+        np.testing.assert_allclose(got, want, rtol=2**-4, atol=np.abs(want).max() * 2**-9)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("root", ["base_model.model.model.", "_orig_mod.model."])
+def test_names_with_a_prefix_are_kept(tmp_path, root, is_sharded):
+    config, tensors = mixtral()
+    named = {name.replace("model.", root, 1): a for name, a in tensors.items()}
+    others = {"mtp.layers.0.block_sparse_moe.gate.weight": numbers(0, E, H)}
+    files = [named, others] if is_sharded else [named | others]
+    publish(tmp_path, config, *files)
+    before = files_of(tmp_path)
+    layer = checkpoints.load_moe(tmp_path, 1, mesh=expert_mesh(8))
+    want = checkpoints.load_moe_params(publish(tmp_path / "plain", config, tensors), 1)[1]
+    shutil.rmtree(tmp_path / "plain")
+    np.testing.assert_array_equal(layer.wo.get_value(), want.wo)
+    checkpoints.save_moe(layer, tmp_path, 1)
+    assert files_of(tmp_path) == before
+    layer.wo.set_value(2 * layer.wo.get_value())
+    checkpoints.save_moe(layer, tmp_path, 1)
+    assert set(Directory(tmp_path).files) == set(named | others)
+    np.testing.assert_array_equal(checkpoints.load_moe_params(tmp_path, 1)[1].wo, 2 * want.wo)
+
+
+@pytest.mark.parametrize("kind", ["C64", "F4", "I4", "F8_E4M3FNUZ"])
+def test_other_tensors_may_have_any_dtype(tmp_path, kind):
+    """In the file of the block; one of the block itself is refused by name."""
+    config, tensors = mixtral()
+    other = "model.layers.1.self_attn.q_proj.weight"
+    publish(tmp_path, config, tensors | {other: np.zeros(8, np.int32)})
+    file = tmp_path / "model.safetensors"
+    text = file.read_bytes()
+    file.write_bytes(with_kinds(text, {other: kind}))
+    before = files_of(tmp_path)
+    layer = checkpoints.load_moe(tmp_path, 1)
+    checkpoints.save_moe(layer, tmp_path, 1)
+    assert files_of(tmp_path) == before
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    file.write_bytes(with_kinds(text, {name: kind}))
+    with pytest.raises(ValueError, match=f"{name} in .*model.safetensors must .* but has {kind}"):
+        checkpoints.load_moe(tmp_path, 1)
+
+
+def with_kinds(data: bytes, kinds: dict[str, str]) -> bytes:
+    """A safetensors file with other names of dtypes in its header."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for name, kind in kinds.items():
+        header[name]["dtype"] = kind
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 # ------------------------------------------------------------------------------------- errors

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.published import E, F, H, K, deepseek_v3, mixtral, numbers, publish
 
-from jax_ep.checkpoints.block import open_block
+from jax_ep.checkpoints.architectures import architectures
+from jax_ep.checkpoints.block import open_block, plan_block
+from jax_ep.checkpoints.safetensors import adding
 
 WHOLE = slice(None)
 GATE, UP, DOWN = numbers(1, E, F, H), numbers(2, E, F, H), numbers(3, E, H, F)
@@ -199,3 +203,188 @@ def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path):
     # Another layer's, or attention's, is no concern of this block.
     other = {unknown.replace("s.1.", "s.2."): numbers(0, 2), "model.norm.weight": numbers(0, 2)}
     open_block(publish(tmp_path / "other", config, tensors | other), 1)
+
+
+# ------------------------------------------------------------- names, and where they come from
+
+DEEPSEEK_GATE = "mlp.gate.weight"
+
+
+def renamed(tensors, before, after):
+    return {name.replace(before, after, 1): array for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize("root", [
+    "base_model.model.model.", "module.model.", "_orig_mod.model.", "model._orig_mod.",
+    "module._orig_mod.model.language_model.", "_forward_module.model.", "base_model.model.",
+    "base_model.model.language_model.model.", "backbone.", "model._fsdp_wrapped_module.",
+])  # fmt: skip
+def test_names_of_wrapped_modules_are_found(tmp_path, root):
+    config, tensors = deepseek_v3()
+    named = renamed(tensors, "model.", root)
+    named |= {f"mtp.layers.1.{DEEPSEEK_GATE}": ROUTER}  # another decoder's of the same number
+    block = open_block(publish(tmp_path, config, named), 1)
+    assert block.prefix == root + "layers.1."
+    np.testing.assert_array_equal(
+        read(block, "gate", WHOLE, WHOLE), tensors["model.layers.1." + DEEPSEEK_GATE].T
+    )
+
+
+def test_a_layer_that_is_wrapped_itself_is_found(tmp_path):
+    config, tensors = deepseek_v3()
+    tensors = renamed(tensors, "layers.1.", "layers.1._checkpoint_wrapped_module.")
+    block = open_block(publish(tmp_path, config, tensors), 1)
+    assert block.prefix == "model.layers.1._checkpoint_wrapped_module."
+
+
+@pytest.mark.parametrize("name", [
+    "mtp.layers.0.mlp.gate.weight", "mtp.mlp.gate.weight", "mlp.gate.weight",
+    "model.layers.one.mlp.gate.weight", "policy.model.layers.1.mlp.gate.weight",
+    "base_model.model.model.layers.1.mlp.gate.base_layer.weight",
+    "base_model.model.model.layers.1.mlp.gate.lora_A.default.weight",
+    "transformer.h.1.mlp.experts.0.up_proj.weight",
+])  # fmt: skip
+@pytest.mark.parametrize("other_layer", [None, 3])
+def test_other_names_are_listed(tmp_path, name, other_layer):
+    config, tensors = deepseek_v3()
+    named = {name: ROUTER}
+    if other_layer is not None:
+        named |= renamed(tensors, "layers.1.", f"layers.{other_layer}.")
+    said = refused(tmp_path, config, named)
+    assert f"layer 1 of {tmp_path}" in said and "a tensor model.layers.1.mlp.gate.weight" in said
+    if other_layer is None:
+        assert "no layer has one" in said
+    else:
+        assert f"layers [{other_layer}] have one" in said
+    if other_layer is None or name.endswith(DEEPSEEK_GATE):
+        assert name in said and "rename the tensors, or save the model merged" in said
+
+
+def test_a_router_outside_of_the_layers_hinders_none(tmp_path):
+    config, tensors = deepseek_v3()
+    others = {f"mtp.{name}": ROUTER for name in ("layers.0.mlp.gate.weight", "mlp.gate.weight")}
+    assert open_block(publish(tmp_path, config, tensors | others), 1).prefix == "model.layers.1."
+    assert "mtp.layers.0" in refused(tmp_path, config, tensors | others, layer=0)
+
+
+def test_two_blocks_of_one_layer_are_refused(tmp_path):
+    config, tensors = deepseek_v3()
+    said = refused(tmp_path, config, tensors | renamed(tensors, "model.", "module.model."))
+    assert "must have one MoE block, but has 2: model.layers.1.mlp.gate.weight, module." in said
+
+
+# Published names, of model.safetensors.index.json at huggingface.co.
+ROOTS = dict.fromkeys(architectures(), "model.") | {
+    "qwen3_vl_moe_text": "model.language_model.",
+    "qwen3_5_moe_text": "model.language_model.",
+    "glm4v_moe_text": "model.language_model.",
+    "llama4_text": "language_model.model.",
+    "aria_text": "language_model.model.",
+    "nemotron_h": "backbone.",
+    "deepseek_v4": "",
+}
+
+
+def config_of(model_type):
+    """A config.json with every key that the row of this model reads, and no others."""
+    row = architectures()[model_type]
+    sizes = {"E": E, "H": H, "F": F, "S": 2 * F}
+    config = {"model_type": model_type}
+    for letter, key in row.sizes.items():
+        for factor in key.split("*"):
+            config[factor.split("|")[0]] = sizes[letter] if "*" not in key else 2
+    for letter in "EHF":
+        if letter in row.sizes:
+            config[row.sizes[letter].split("|")[0]] = sizes[letter]
+    values = {"activation": "silu", "normalize": True}
+    for field, key in row.fields.items():
+        config.setdefault(key.split("|")[0], values.get(field, 1))
+    for key, allowed in row.only.items():
+        if allowed:
+            config[key] = allowed[0]
+    return config | {"use_expert_bias": True}
+
+
+@pytest.mark.parametrize("model_type", ROOTS)
+@pytest.mark.parametrize("is_part", [False, True])
+def test_names_of_a_new_block_are_as_published(tmp_path, model_type, is_part):
+    config, root = config_of(model_type), ROOTS[model_type]
+    if is_part:
+        config = {"model_type": "of several media", "text_config": config}
+        root = root if "language_model" in root else "language_model." + root
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    block = plan_block(tmp_path, 1)
+    assert block.prefix == root + "layers.1."
+    dtypes = dict.fromkeys(block.params(), np.dtype(np.float32))
+    with adding(block.directory, "new.safetensors", block.new_tensors(dtypes)):
+        pass
+    assert open_block(tmp_path, 1).prefix == block.prefix
+    assert plan_block(tmp_path, 1) is None and plan_block(tmp_path, 2).like == block.prefix
+
+
+@pytest.mark.parametrize("neighbour, root", [
+    ("{}layers.0.mlp.gate.weight", "base_model.model.model."),
+    ("{}layers.0.mlp.gate_proj.weight", "model.language_model."),  # a layer without experts
+    ("{}layers.1.self_attn.q_proj.weight", "module.language_model.model."),
+    ("{}embed_tokens.weight", "language_model.model."), ("{}norm.weight", "backbone."),
+])  # fmt: skip
+def test_names_of_a_new_block_follow_its_neighbours(tmp_path, neighbour, root):
+    config, _ = deepseek_v3()
+    x = numbers(0, 2, 2)
+    others = ("mtp.layers.1.mlp.gate.weight", "vision_tower.layers.1.norm.weight", "visual.norm")
+    tensors = dict.fromkeys((*others, neighbour.format(root)), x)
+    folder = publish(tmp_path, config, tensors, {"lm_head.weight": x})
+    assert plan_block(folder, 1).prefix == f"{root}layers.1."
+
+
+def test_the_layout_of_a_new_block_is_that_of_its_neighbours(tmp_path):
+    for name in LAYOUTS:
+        open_layout(tmp_path, name, "_orig_mod.model.")
+        block = plan_block(tmp_path, 4)
+        stored = block.new_tensors(dict.fromkeys(block.params(), np.dtype(np.float16)))
+        there = [n for n in block.directory.files if "mlp" in n]
+        assert sorted(stored) == sorted(n.replace("layers.3.", "layers.4.") for n in there)
+        assert {dtype for dtype, _ in stored.values()} == {np.dtype(np.float16)}
+
+
+def new_tensors(folder, config, *files):
+    block = plan_block(publish(folder, config, *files), 1)
+    dtypes = dict.fromkeys(block.params(), np.dtype(jnp.bfloat16))
+    return {
+        name.removeprefix(block.prefix): (str(dtype), shape)
+        for name, (dtype, shape) in block.new_tensors(dtypes).items()
+    }
+
+
+def test_a_new_block_is_encoded_as_config_json_says(tmp_path):
+    nothing = {}, {}
+    config, _ = deepseek_v3()
+    float8 = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    float8["modules_to_not_convert"] = ["lm_head", "shared_experts", "model.layers.1.mlp.experts.3"]
+    stored = new_tensors(tmp_path, config | {"quantization_config": float8}, *nothing)
+    name = "mlp.experts.2.up_proj.weight"
+    assert stored[name] == ("float8_e4m3fn", (F, H))
+    assert stored[name + "_scale_inv"] == ("float32", (2, 2))
+    for name in ("mlp.experts.3.up_proj", "mlp.shared_experts.up_proj", "mlp.gate"):
+        assert stored[name + ".weight"][0] == "bfloat16"
+        assert name + ".weight_scale_inv" not in stored
+    assert stored["mlp.gate.e_score_correction_bias"][0] == "bfloat16"
+
+    config = config_of("gpt_oss") | {"hidden_size": 64, "intermediate_size": 32}
+    stored = new_tensors(tmp_path, config, *nothing)
+    assert stored["mlp.experts.gate_up_proj"] == ("bfloat16", (E, 64, 64))
+    assert stored["mlp.experts.down_proj"] == ("bfloat16", (E, 32, 64))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    stored = new_tensors(tmp_path, config, *nothing)
+    assert stored["mlp.experts.gate_up_proj_blocks"] == ("uint8", (E, 64, 2, 16))
+    assert stored["mlp.experts.gate_up_proj_scales"] == ("uint8", (E, 64, 2))
+    assert stored["mlp.experts.down_proj_blocks"] == ("uint8", (E, 64, 1, 16))
+    assert stored["mlp.experts.gate_up_proj_bias"] == ("bfloat16", (E, 64))
+    with pytest.raises(ValueError, match="gate_up_proj_blocks must have rows of a multiple of 32"):
+        new_tensors(tmp_path, config | {"hidden_size": 16}, *nothing)
+
+    config = config_of("qwen3_5_moe_text")
+    assert "mlp.experts.gate_up_proj" in new_tensors(tmp_path, config, *nothing)
+    stored = new_tensors(tmp_path, config | {"quantization_config": float8}, *nothing)
+    assert stored["mlp.experts.0.gate_proj.weight"][0] == "float8_e4m3fn"
+    assert stored["mlp.shared_expert_gate.weight"][0] == "bfloat16"
