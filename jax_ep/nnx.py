@@ -269,7 +269,7 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     if "exp" in axes:
         if not held:  # data parallelism: every rank has all experts
             spec[0] = None
-        _check_divides(value, spec[0], mesh)
+        _check_divides(value, spec[0], mesh, config)
     one_type = len(set(mesh.axis_types)) == 1
     flax_can = not ambient.empty and one_type and spec[0] == rules.get(str(axes[0]), spec[0])
     if not flax_can:
@@ -282,12 +282,15 @@ def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[st
     return tuple(axis for axis in as_axes(axes) if axis in mesh.axis_names)
 
 
-def _check_divides(weights: jax.Array, axes: Any, mesh: Mesh | AbstractMesh) -> None:
-    """Raises ValueError unless the experts of [E, ...] divide over the mesh axes."""
+def _check_divides(
+    weights: jax.Array, axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig
+) -> None:
+    """Raises ValueError unless the experts of [E, ...], or the slots, divide over the mesh axes."""
     names = as_axes(axes or ())
     num_ranks = math.prod(mesh.shape.get(axis, 1) for axis in names)
     if weights.shape[0] % num_ranks:
+        name = "num_experts" if config.num_slots is None else "num_slots"
         raise ValueError(
-            f"num_experts must be a multiple of the {num_ranks} ranks along expert_axis {names}, "
-            f"as must num_slots, but is {weights.shape[0]}."
+            f"{name} must be a multiple of the {num_ranks} ranks along expert_axis {names}, "
+            f"but is {weights.shape[0]}."
         )

@@ -440,3 +440,14 @@ def test_num_experts_must_be_a_multiple_of_the_ranks():
         ),
     ):
         call(layer(num_experts=12), make_x())
+
+
+@pytest.mark.parametrize("num_slots, fits", [(12, False), (16, True)])
+def test_num_slots_must_be_a_multiple_of_the_ranks_where_there_are_slots(num_slots, fits):
+    """And then the number of experts need not be."""
+    with jax.set_mesh(expert_mesh(8)):
+        if fits:
+            assert layer(num_experts=12, num_slots=num_slots).wo.get_value().shape[0] == num_slots
+            return
+        with pytest.raises(ValueError, match="num_slots must be a multiple of the 8 ranks .* 12"):
+            layer(num_experts=10, num_slots=num_slots)

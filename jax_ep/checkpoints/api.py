@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -21,8 +22,12 @@ from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
 from jax_ep.checks import as_axes, as_floating
 from jax_ep.moe.config import MoEConfig, check_config
+from jax_ep.moe.layer import moe_layer
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams
+from jax_ep.moe.slots import check_placement
 from jax_ep.nnx import MoE
+from jax_ep.placement.table import Placement
+from jax_ep.placement.weights import to_experts
 from jax_ep.runtime import jax_compat
 
 # Called with the bytes that are loaded and those that there are.
@@ -56,7 +61,9 @@ def load_moe_params(
             bfloat16 where the stored numbers are float8 or MXFP4.
         progress: called with the bytes that this process has loaded, and those that it will load.
             None: a line on standard error, where that is a terminal.
-        fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`.
+        fields: fields of `jax_ep.MoEConfig` to set or to change, such as `expert_axis`. With
+            `num_slots` the experts' parameters are [P, ...], placed as
+            `jax_ep.placement.Placement.in_order`.
 
     Returns:
         The configuration and the parameters.
@@ -64,9 +71,9 @@ def load_moe_params(
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: the architecture or quantization is unknown, the layer has no MoE block, a
-            tensor of the block is missing, misshapen or unknown, a field has no meaning or not
-            the stored number of experts, or experts or F do not divide over the mesh; the message
-            names it.
+            tensor of the block is missing, misshapen or unknown, a field has no meaning, not
+            the stored number of experts, or a value that no call of the layer accepts, or experts
+            (with `num_slots`, slots) or F do not divide over the mesh; the message names it.
         TypeError: `dtype` is not floating, `mesh` has no devices, or a keyword is no field of
             `jax_ep.MoEConfig`.
     """
@@ -79,11 +86,10 @@ def load_moe_params(
     block = open_block(directory, layer)
     config = MoEConfig(**(dict(block.fields) | {"mesh": mesh} | fields))
     check_config(config)
-    if config.num_experts != block.fields["num_experts"]:
-        raise ValueError(
-            f"num_experts must be {block.fields['num_experts']}, as stored, but is "
-            f"{config.num_experts}."
-        )
+    for name in ("num_experts", "zero_experts", "identity_experts", "constant_experts"):
+        if getattr(config, name) != (stored := block.fields.get(name, 0)):
+            raise ValueError(f"{name} must be {stored}, as stored, but is {getattr(config, name)}.")
+    block = dataclasses.replace(block, num_slots=config.num_slots)
     if mesh is None:
         mesh = _ambient_mesh()
     shardings = {name: _sharding(name, block, config, mesh) for name in block.params()}
@@ -91,6 +97,7 @@ def load_moe_params(
         name: np.dtype(np.float32 if name == "bias" else dtype or block.dtype(name))
         for name in block.params()
     }
+    _check_call(block, config, dtypes)
     total = sum(
         math.prod(sharding.shard_shape(block.shape(name)))
         * len(_devices_of_parts(sharding, block.shape(name)))
@@ -119,7 +126,13 @@ def load_moe(
     return _module(*load_moe_params(directory, layer, **arguments, **fields))
 
 
-def save_moe(layer_or_params: MoE | MoEParams, directory: PathLike, layer: int) -> None:
+def save_moe(
+    layer_or_params: MoE | MoEParams,
+    directory: PathLike,
+    layer: int,
+    *,
+    placement: Placement | None = None,
+) -> None:
     """Writes one layer's MoE block into a directory, as published.
 
     Where the directory has the block, its tensors are overwritten with the names, shapes, dtypes
@@ -131,19 +144,24 @@ def save_moe(layer_or_params: MoE | MoEParams, directory: PathLike, layer: int) 
     which may be removed.
 
     Where the directory has config.json and no such block, the block is written to a file of its
-    own, in the dtypes of the parameters, and added to the index.
+    own and added to the index. Names and layout are those of the nearest other block there, or else
+    as published. Matrices are float8 or MXFP4 where that block's are, or else where
+    `quantization_config` says so; the other tensors are in the dtypes of the parameters.
 
     Args:
         layer_or_params: the layer, or its parameters; on devices of this process.
         directory: the directory that was loaded or a copy, or a new one with the model's
             config.json.
         layer: the number of the decoder's layer.
+        placement: for parameters of slots (`num_slots`), which expert each slot holds: a
+            `jax_ep.placement.Placement` of this layer. An expert is saved from its first slot.
 
     Raises:
         FileNotFoundError, ValueError: as `load_moe_params`, and for parameters that are not those
-            of the block or not all on devices of this process.
+            of the block or not all on devices of this process, or a placement that does not fit.
         TypeError: it is neither a layer nor `MoEParams`.
     """
+    num_slots = None if placement is None else np.shape(placement.expert_of_slot)[-1]
     if isinstance(layer_or_params, MoEParams):
         fields = layer_or_params._asdict()
         given = {name: value for name, value in fields.items() if value is not None}
@@ -155,16 +173,41 @@ def save_moe(layer_or_params: MoE | MoEParams, directory: PathLike, layer: int) 
     else:
         variables = _variables(layer_or_params)
         given = {name: variable.get_value() for name, variable in variables.items()}
+        num_slots = layer_or_params.config.num_slots
     added = plan_block(directory, layer)
     block = added or open_block(directory, layer)
-    _check_saved(block, given)
+    check_placement(placement, block.sizes["E"], num_slots)
+    _check_saved(dataclasses.replace(block, num_slots=num_slots), given)
     if added:
         tensors = block.new_tensors({name: value.dtype for name, value in given.items()})
         files = adding(block.directory, f"model-moe-{layer:05}.safetensors", tensors)
     else:
         files = rewriting(block.directory, block.stored())
     with files as into:
-        block.write({name: np.asarray(value) for name, value in given.items()}, into)
+        params = {name: np.asarray(value) for name, value in given.items()}
+        block.write(params if placement is None else to_experts(params, placement), into)
+
+
+def _check_call(block: Block, config: MoEConfig, dtypes: dict[str, np.dtype]) -> None:
+    """Traces a call of the layer, so that a field that no call accepts is refused when loading."""
+    params: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(block.shape(name), dtype) for name, dtype in dtypes.items()
+    }
+    hidden = block.shape("wi_0")[1]
+    x = jax.ShapeDtypeStruct((1, 1, hidden), config.dtype or dtypes["wi_0"])
+    placement = None
+    if config.num_slots is not None:
+        sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
+        placement = Placement.in_order(**sizes, num_ranks=1)[0]
+    # Which implementations there are is a matter of the machine that calls.
+    config = dataclasses.replace(config, implementation=None, matmul_implementation=None)
+    mesh = contextlib.nullcontext() if config.mesh is None else jax.set_mesh(config.mesh)
+    with mesh:
+        jax.eval_shape(
+            lambda params, x: moe_layer(params, x, config, placement=placement),
+            MoEParams.of(**params),
+            x,
+        )
 
 
 def _load(
@@ -217,10 +260,15 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         )
         num_ranks = math.prod(mesh.shape[axis] for axis in axes)
         if size % num_ranks:
-            what = "num_experts" if letter == "E" else f"the width of {name}"
+            what, given = f"the width of {name}", f"{block.directory.path} has {size}."
+            if letter == "E" and config.num_slots is not None:
+                what, given = "num_slots", f"is {size}."
+            elif letter == "E":
+                least = -(-size // num_ranks) * num_ranks
+                what, given = "num_experts", f"{given[:-1]}; num_slots={least} would hold copies."
             raise ValueError(
                 f"{what} must be a multiple of the {num_ranks} ranks along {field} {axes}, but "
-                f"{block.directory.path} has {size}."
+                f"{given}"
             )
         spec.append(axes or None)
     return NamedSharding(mesh, PartitionSpec(*spec))
@@ -294,7 +342,7 @@ def _check_saved(block: Block, given: dict[str, Any]) -> None:
     if shapes != wanted:
         raise ValueError(
             f"layer_or_params must have the shapes of the block in {block.directory.path}, "
-            f"{wanted}, but has {shapes}."
+            f"{wanted}, but has {shapes}; parameters of slots need their placement."
         )
     for name, value in given.items():
         here = getattr(value, "is_fully_addressable", True) or value.is_fully_replicated

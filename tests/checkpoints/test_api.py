@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ import jax_ep
 from jax_ep import checkpoints
 from jax_ep.checkpoints.architectures import PARAMETER_AXES
 from jax_ep.checkpoints.safetensors import INDEX, Directory
+from jax_ep.placement import Placement, balance, redistribute
 
 X = numbers(7, 16, 4, H) * 4
 
@@ -230,7 +232,87 @@ def test_experts_are_split_over_a_tensor_axis_too(tmp_path):
         checkpoints.load_moe(tmp_path, 1, mesh=eight, tensor_axis="tensor")
 
 
-def test_a_device_reads_its_own_experts_and_no_others(tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_slots, shape", [
+    (9, (3,)), (8, (4,)), (6, (2,)), (14, (1,)), (16, (8,)), (8, (4, 2)),
+])  # fmt: skip
+def test_experts_are_loaded_into_slots(tmp_path, num_slots, shape):
+    """Any number of experts, on as many ranks as divide the slots; and saved from other slots."""
+    config, tensors = mixtral(e=6)
+    publish(tmp_path, config, tensors)
+    before = files_of(tmp_path)
+    on = mesh(shape, ("expert", "tensor")[: len(shape)])
+    split = {"tensor_axis": "tensor"} if len(shape) > 1 else {}
+    layer = checkpoints.load_moe(tmp_path, 1, mesh=on, num_slots=num_slots, **split)
+    params = checkpoints.load_moe_params(tmp_path, 1, num_slots=num_slots)[1]
+    np.testing.assert_array_equal(params.wo, layer.wo.get_value())
+    sizes = dict(num_experts=6, num_slots=num_slots, num_ranks=shape[0])
+    placement = Placement.in_order(**sizes)
+    want = mixtral_output(tensors, X.astype(np.float64))
+    run = nnx.jit(lambda layer, x, placement: layer(x, placement=placement)[0])
+    np.testing.assert_allclose(run(layer, X, placement[0]), want, rtol=1e-4, atol=1e-5)
+    checkpoints.save_moe(layer, tmp_path, 1, placement=placement[0])
+    assert files_of(tmp_path) == before
+
+    new = balance(np.arange(6.0)[None], num_slots=num_slots, num_ranks=shape[0])[0]
+    graph, state = nnx.split(layer)
+    moved = redistribute(state, placement[0], new, mesh=on)
+    layer = nnx.merge(graph, moved)
+    np.testing.assert_allclose(run(layer, X, new), want, rtol=1e-4, atol=1e-5)
+    checkpoints.save_moe(layer, tmp_path, 1, placement=new)
+    assert files_of(tmp_path) == before
+    checkpoints.save_moe(params, tmp_path, 1, placement=placement[0])
+    assert files_of(tmp_path) == before
+
+
+def test_slots_that_do_not_fit_are_refused(tmp_path):
+    config, tensors = mixtral(e=6)
+    publish(tmp_path, config, tensors)
+    load = functools.partial(checkpoints.load_moe, tmp_path, 1)
+    with pytest.raises(ValueError, match="num_slots must be a multiple of the 3 ranks .* is 8"):
+        load(num_slots=8, mesh=expert_mesh(3))
+    with pytest.raises(ValueError, match="num_experts must be .* 4 ranks .* 6; num_slots=8 would"):
+        load(mesh=expert_mesh(4))
+    with pytest.raises(ValueError, match="num_slots must be at least num_experts=6"):
+        load(num_slots=5)
+
+    of_slots = load(num_slots=6)
+    before = files_of(tmp_path)
+    with pytest.raises(TypeError, match="placement must say which expert each of the num_slots=6"):
+        checkpoints.save_moe(of_slots, tmp_path, 1)
+    wrong = Placement.in_order(num_experts=6, num_slots=8, num_ranks=2)[0]
+    with pytest.raises(ValueError, match="placement must be of this layer, with 6 slots and 6"):
+        checkpoints.save_moe(of_slots, tmp_path, 1, placement=wrong)
+    with pytest.raises(ValueError, match="placement must be None for a layer without num_slots"):
+        checkpoints.save_moe(load(), tmp_path, 1, placement=wrong)
+    params = checkpoints.load_moe_params(tmp_path, 1, num_slots=9)[1]
+    with pytest.raises(ValueError, match="of slots need their placement"):
+        checkpoints.save_moe(params, tmp_path, 1)
+    with pytest.raises(
+        ValueError, match="layer_or_params must have the shapes .*8, 16, 12.*9, 16, 12"
+    ):
+        checkpoints.save_moe(params, tmp_path, 1, placement=wrong)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("fields, said", [
+    ({"identity_experts": 2}, "identity_experts must be 0, as stored, but is 2"),
+    ({"constant_experts": 1}, "constant_experts must be 0, as stored, but is 1"),
+    ({"wire_dtype": jnp.float8_e4m3fn}, "wire_dtype=.* blocks of 128 values, but x has 16"),
+    ({"expert_axis": "exprt"}, "expert_axis .*exprt.* must name axes of the mesh"),
+    ({"batch_axes": "data"}, "batch_axes must be among the mesh axes"),
+    ({"tensor_axis": "expert"}, "tensor_axis must be another mesh axis"),
+    ({"router": lambda x, logits: logits}, "router"),
+])  # fmt: skip
+def test_a_layer_that_no_call_accepts_is_not_loaded(tmp_path, fields, said):
+    config, tensors = mixtral()
+    publish(tmp_path, config, tensors)
+    for load in (checkpoints.load_moe, checkpoints.load_moe_params):
+        with pytest.raises((TypeError, ValueError), match=said):
+            load(tmp_path, 1, mesh=expert_mesh(2), **fields)
+
+
+@pytest.mark.parametrize("num_slots, experts", [(None, "7"), (32, "4567")])
+def test_a_device_reads_its_own_experts_and_no_others(tmp_path, monkeypatch, num_slots, experts):
     """Of eight processes with a device each, the last: what is not addressable is not read."""
     config, tensors = mixtral()
     publish(tmp_path, config, tensors)
@@ -249,13 +331,13 @@ def test_a_device_reads_its_own_experts_and_no_others(tmp_path, monkeypatch):
     monkeypatch.setattr(
         jax, "make_array_from_single_device_arrays", lambda shape, sharding, arrays: arrays
     )
-    _, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(8))
+    _, params = checkpoints.load_moe_params(tmp_path, 1, mesh=expert_mesh(8), num_slots=num_slots)
     block = "model.layers.1.block_sparse_moe."
     assert set(read) == {block + "gate.weight"} | {
-        f"{block}experts.7.{name}.weight" for name in ("w1", "w2", "w3")
+        f"{block}experts.{e}.{name}.weight" for e in experts for name in ("w1", "w2", "w3")
     }
     (own,) = params.wi_0
-    np.testing.assert_array_equal(own[0], tensors[block + "experts.7.w1.weight"].T)
+    np.testing.assert_array_equal(own[-1], tensors[block + "experts.7.w1.weight"].T)
 
 
 PROCESS = """
@@ -266,6 +348,7 @@ import numpy as np
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from jax_ep import checkpoints, moe_layer
 from jax_ep.checkpoints.safetensors import Directory
+from jax_ep.placement import Placement
 
 read, take = set(), Directory.read
 Directory.read = lambda self, name, index: read.add(name) or take(self, name, index)
@@ -276,8 +359,17 @@ x = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("expert")), lamb
 run = jax.jit(lambda p, x: moe_layer(p, x, config)[0], out_shardings=NamedSharding(mesh, P()))
 np.save(f"{sys.argv[3]}/out{sys.argv[2]}.npy", run(params, x))
 print(sorted({name.split(".experts.")[1][0] for name in read if ".experts." in name}))
+read.clear()
+config, params = checkpoints.load_moe_params(sys.argv[3], 1, mesh=mesh, num_slots=12)
+placement = Placement.in_order(num_experts=8, num_slots=12, num_ranks=4)[0]
+run = jax.jit(
+    lambda p, x: moe_layer(p, x, config, placement=placement)[0],
+    out_shardings=NamedSharding(mesh, P()),
+)
+np.save(f"{sys.argv[3]}/slots{sys.argv[2]}.npy", run(params, x))
+print("of slots", sorted({name.split(".experts.")[1][0] for name in read if ".experts." in name}))
 try:
-    checkpoints.save_moe(params, sys.argv[3], 1)
+    checkpoints.save_moe(params, sys.argv[3], 1, placement=placement)
 except ValueError as error:
     print(error)
 """
@@ -308,10 +400,13 @@ def test_a_process_reads_the_experts_of_its_devices(tmp_path):
     printed = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], printed
     want = mixtral_output(tensors, X.astype(np.float64))
+    own_slots = (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 6, 7)
     for i, own in enumerate((range(4), range(4, 8))):
         assert str([str(e) for e in own]) in printed[i]
+        assert f"of slots {[str(e) for e in own_slots[i]]}" in printed[i]
         assert "wi_0 must be on devices of this process to be saved" in printed[i]
-        np.testing.assert_allclose(np.load(tmp_path / f"out{i}.npy"), want, rtol=1e-4, atol=1e-5)
+        for name in (f"out{i}.npy", f"slots{i}.npy"):
+            np.testing.assert_allclose(np.load(tmp_path / name), want, rtol=1e-4, atol=1e-5)
 
 
 def test_loading_needs_little_more_memory_than_it_keeps(tmp_path):
