@@ -200,7 +200,10 @@ def _check_call(block: Block, config: MoEConfig, dtypes: dict[str, np.dtype]) ->
         sizes = {"num_experts": config.num_experts, "num_slots": config.num_slots}
         placement = Placement.in_order(**sizes, num_ranks=1)[0]
     # Which implementations there are is a matter of the machine that calls.
-    config = dataclasses.replace(config, implementation=None, matmul_implementation=None)
+    between_hosts = config.host_capacity_factor is not None
+    config = dataclasses.replace(
+        config, implementation=None if between_hosts else "xla", matmul_implementation="xla"
+    )
     mesh = contextlib.nullcontext() if config.mesh is None else jax.set_mesh(config.mesh)
     with mesh:
         jax.eval_shape(

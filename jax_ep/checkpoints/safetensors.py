@@ -133,10 +133,16 @@ class Directory:
         """Returns the place of a tensor in its file.
 
         Raises:
+            FileNotFoundError: the index names a file for the tensor that is not there.
             ValueError: the index names a file for the tensor that does not hold it.
         """
         file = self.files[name]
         if file not in self._entries:
+            if not (self.path / file).exists():
+                raise FileNotFoundError(
+                    f"{self.path} must hold {file} with {name}, as {INDEX} says, but does not: is "
+                    f"the download complete? A {ONE_FILE} is read where there is no {INDEX}."
+                )
             self._entries[file] = read_header(self.path / file)
         if name not in self._entries[file]:
             raise ValueError(f"{self.path / file} must hold {name}, as {INDEX} says, but does not.")

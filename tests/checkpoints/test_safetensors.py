@@ -301,3 +301,6 @@ def test_errors_name_the_file_and_the_tensor(tmp_path):
     index.write_text(index.read_text().replace('"y"', '"z"'))
     with pytest.raises(ValueError, match="must hold z, as .*index.json says, but does not"):
         Directory(tmp_path).entry("z")
+    (tmp_path / json.loads(written)["weight_map"]["x"]).unlink()
+    with pytest.raises(FileNotFoundError, match="must hold model-00001-of-00002.* with x, as"):
+        Directory(tmp_path).entry("x")
