@@ -548,7 +548,6 @@ _ROOTS = {
     "qwen3_vl_moe_text": "model.language_model.",
     "glm4v_moe_text": "model.language_model.",
     "llama4_text": "language_model.model.",
-    "aria_text": "language_model.model.",
     "nemotron_h": "backbone.",
     "deepseek_v4": "",
 }

@@ -279,7 +279,6 @@ ROOTS = dict.fromkeys(architectures(), "model.") | {
     "qwen3_5_moe_text": "model.language_model.",
     "glm4v_moe_text": "model.language_model.",
     "llama4_text": "language_model.model.",
-    "aria_text": "language_model.model.",
     "nemotron_h": "backbone.",
     "deepseek_v4": "",
 }

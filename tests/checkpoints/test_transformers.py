@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -275,6 +276,25 @@ def test_loaded_and_saved_is_the_same_byte_for_byte(expected, name):
     layer = checkpoints.load_moe(folder, LAYER)
     checkpoints.save_moe(layer, folder, LAYER)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+# transformers gives LongCat-Flash's experts that cost nothing matrices, which are not published.
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "LongCat-Flash"])
+def test_a_block_in_a_new_directory_is_read_by_transformers(expected, tmp_path, name):
+    """With nothing but config.json there: every weight of the layer's block is found and equal."""
+    folder = expected(name).folder
+    shutil.copy(folder / "config.json", tmp_path)
+    checkpoints.save_moe(checkpoints.load_moe(folder, LAYER), tmp_path, LAYER)
+    kind = getattr(transformers, VARIANTS[name].name + "ForCausalLM")
+    model, info = kind.from_pretrained(tmp_path, output_loading_info=True)
+    want = kind.from_pretrained(folder).state_dict()
+    assert not info["unexpected_keys"]
+    new = set(want) - set(info["missing_keys"])
+    new = {key for key in new if f".{LAYER}." in key}
+    assert any("expert" in key or "input_linear" in key for key in new)
+    assert any("gate" in key or "router" in key for key in new)
+    for key in new:
+        torch.testing.assert_close(model.state_dict()[key], want[key], rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------- a whole model, as an example
