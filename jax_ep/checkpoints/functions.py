@@ -67,7 +67,8 @@ def _sparse_mixer(x: jax.Array, logits: jax.Array, *, jitter: float) -> Routing:
     for _ in range(2):
         largest = lax.stop_gradient(jnp.max(left, axis=-1, keepdims=True))
         size = jnp.maximum(jnp.abs(logits), largest)
-        near = (largest - logits) / size <= 2 * jitter
+        # A size of zero is that of a logit of zero that equals the largest, or was chosen before.
+        near = (largest - logits) / jnp.where(size == 0, 1.0, size) <= 2 * jitter
         expert = jnp.argmax(left, axis=-1, keepdims=True)
         # The largest itself is near, so that the softmax has a term.
         shares = jax.nn.softmax(jnp.where(near, left, -jnp.inf), axis=-1)

@@ -38,6 +38,23 @@ def test_sparse_mixer_weighs_among_logits_that_are_near():
     np.testing.assert_allclose(got.topk_weights, [first, [1, 1]], rtol=1e-6)
 
 
+def test_sparse_mixer_of_logits_that_are_zero():
+    """Zero is near zero, and the largest is near itself, whatever its size."""
+    cases = {
+        (0.0, 0.0, 0.0, 0.0): (1 / 4, 1 / 3),
+        (2.0, 0.0, -1.0, -1.0): (1, 1),
+        (0.0, -0.0, -1.0, 2.0): (1, 1 / 2),
+        (-3.0, 0.0, -1.0, -2.0): (1, 1),
+        (0.0, -1.0, -1.0, -1.0): (1, 1 / 3),
+    }
+    logits = jnp.array(list(cases))
+    mix = jnp.array([[1.0, -2.0]])
+    router = sparse_mixer(0.01)
+    np.testing.assert_allclose(router(None, logits).topk_weights, list(cases.values()), rtol=1e-6)
+    gradient = jax.grad(lambda logits: jnp.sum(router(None, logits).topk_weights * mix))(logits)
+    assert np.all(np.isfinite(gradient)) and np.any(gradient[0])
+
+
 def test_equal_numbers_give_equal_configurations():
     """So that layers alike are compiled once; and they can be pickled."""
 

@@ -109,7 +109,8 @@ def phimoe(logits, bias):
     left = logits
     for _ in range(2):
         top = left.max()
-        near = (top - logits) / np.maximum(np.abs(logits), top) <= 0.02
+        # Within 2% of the larger magnitude, without a division by zero where both are zero.
+        near = top - logits <= 0.02 * np.maximum(np.abs(logits), top)
         expert = best(left, 1)[0]
         idx.append(expert)
         weights.append(softmax(np.where(near & np.isfinite(left), left, -np.inf))[expert])
@@ -121,7 +122,7 @@ def phimoe_router(x, logits) -> jax_ep.Routing:
     idx, weights, left = [], [], logits
     for _ in range(2):
         top = left.max(axis=-1, keepdims=True)
-        near = (top - logits) / jnp.maximum(jnp.abs(logits), top) <= 0.02
+        near = top - logits <= 0.02 * jnp.maximum(jnp.abs(logits), top)
         expert = jnp.argmax(left, axis=-1, keepdims=True)
         gates = jnp.exp(left - top) * (near & jnp.isfinite(left))
         gates /= gates.sum(axis=-1, keepdims=True)
