@@ -17,8 +17,6 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.checks import AxisName
 from jax_ep.exchange.routes import count_experts, expert_ids
-from jax_ep.moe.routing import TINY
-from jax_ep.moe.top_k import normalized
 from jax_ep.runtime.jax_compat import register_for_export
 
 Convention = Literal["switch", "transformers", "deepseek_v3"]
@@ -66,11 +64,14 @@ def load_balance_loss(
       complementary sequence-wise loss (arXiv:2412.19437, eq. 17 to 20), as DeepSeek-V2 computes it
       too: of the choices that were made.
 
-    A token's probabilities are its row of `probs` divided by the row's sum. Softmax rows stay as
-    they are, and sigmoid scores become those of DeepSeek-V3 (eq. 19). c and P are summed over the
-    tokens of all ranks, or of a sequence, before they are multiplied: the mean of the ranks' own
-    losses would penalize a rank for the skew of its own tokens. A token that chooses no expert is
-    left out, even if it holds NaN.
+    A token's probabilities are its row of `probs` divided by the row's sum, however small that is;
+    a row of zeros has none. Softmax rows stay as they are, and sigmoid scores become those of
+    DeepSeek-V3 (eq. 19). With `Routing.probs` the loss is the same however low a token's logits
+    are as a whole; sigmoids that you make yourself are 0 in float32 for logits below -87.
+
+    c and P are summed over the tokens of all ranks, or of a sequence, before they are multiplied:
+    the mean of the ranks' own losses would penalize a rank for the skew of its own tokens. A token
+    that chooses no expert is left out, even if it holds NaN.
 
     Args:
         probs: [T, E] floating, not negative: `Routing.probs`. The gradient flows through it alone.
@@ -180,8 +181,7 @@ def balance_sums(
     topk_idx = expert_ids(topk_idx, num_experts)
     routed = jnp.any((topk_idx >= 0) & (topk_idx < num_experts), axis=-1)
     # Selected before the division: the derivative of what is not selected is zero times its value.
-    probs = jnp.where(routed[:, None], probs.astype(jnp.float32), 0.0)
-    probs = normalized(probs, TINY)
+    probs = _shares(jnp.where(routed[:, None], probs, 0.0))
     if num_sequences is None:
         return BalanceSums(
             count_experts(topk_idx, num_experts),
@@ -209,6 +209,21 @@ def balance_sums(
     exact = lax.Precision.HIGHEST  # counts must not be rounded
     sums = (jnp.matmul(members, a.astype(jnp.float32), precision=exact) for a in parts)
     return BalanceSums(*(a.astype(_sum_dtype(b)) for a, b in zip(sums, parts, strict=True)))
+
+
+def _shares(probs: jax.Array) -> jax.Array:
+    """Divides each row [T, E] by its sum; returns float32. A row of zeros, or of subnormals, is 0.
+
+    Each row is first divided by its largest number. The sum is then 1 or more, however small the
+    numbers are, and neither it nor the derivative of the division overflows.
+    """
+    if probs.dtype.itemsize < 4:
+        probs = probs.astype(jnp.float32)
+    largest = lax.stop_gradient(jnp.max(probs, axis=-1, keepdims=True))
+    is_zero = largest < jnp.finfo(probs.dtype).tiny
+    probs = jnp.where(is_zero, 0.0, probs) / jnp.where(is_zero, 1.0, largest)
+    total = jnp.sum(probs, axis=-1, keepdims=True)
+    return (probs / jnp.where(is_zero, 1.0, total)).astype(jnp.float32)
 
 
 def _sum_dtype(array: jax.Array) -> Any:

@@ -79,6 +79,49 @@ def test_load_balance_loss_and_its_gradient(score):
     np.testing.assert_allclose(grad, derivative(want, logits), atol=1e-6)
 
 
+@pytest.mark.parametrize("shift", [0, -32, -40, -60, -80])
+def test_the_loss_of_sigmoids_is_that_of_their_ratios(shift):
+    """However small they are; so is its gradient, by convention and by what computes it."""
+    logits = random_logits(3, tokens=8)
+    topk_idx = routing.top_k_routing(jnp.asarray(logits), 2).topk_idx
+    far = np.asarray(logits + np.float32(shift), np.float64)
+
+    def loss(logits, **options):
+        return losses.load_balance_loss(jax.nn.sigmoid(logits), topk_idx, **options)
+
+    def want(logits):
+        return reference.load_balance_loss(1 / (1 + np.exp(-logits)), np.asarray(topk_idx))
+
+    for options in ({}, dict(convention="deepseek_v3", num_sequences=1)):
+        value, grad = jax.value_and_grad(functools.partial(loss, **options))(
+            jnp.asarray(far, jnp.float32)
+        )
+        np.testing.assert_allclose(value, want(far), rtol=1e-6)
+        np.testing.assert_allclose(grad, derivative(want, far), rtol=1e-4, atol=1e-6)
+    sums = losses.balance_sums(jax.nn.sigmoid(jnp.asarray(far, jnp.float32)), topk_idx)
+    pooled = losses.pooled_load_balance_loss([sums, sums], convention="switch")
+    np.testing.assert_allclose(pooled, want(far), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_the_loss_of_the_smallest_and_largest_scores(dtype):
+    """From a dtype's smallest normal number to near its largest; zeros have no share."""
+    with jax.enable_x64(dtype == "float64"):
+        bits = jnp.finfo(dtype)
+        rows = jnp.array([[1, 2, 3, 2], [3, 1, 1, 3], [1, 1, 2, 2], [2, 2, 2, 1]], dtype)
+        idx = jnp.array([[2, 1], [0, 3], [3, 2], [0, 2]], jnp.int32)
+        want = reference.load_balance_loss(np.asarray(rows, np.float64), np.asarray(idx))
+        for factor in (4 * float(bits.tiny), 2.0 ** (bits.maxexp - 6)):
+            scores = rows * jnp.asarray(factor, dtype)
+            loss, grad = jax.value_and_grad(losses.load_balance_loss)(scores, idx)
+            np.testing.assert_allclose(loss, want, rtol=1e-6)
+            assert loss.dtype == jnp.float32 and np.all(jnp.isfinite(grad))
+        for zero in (jnp.zeros_like(rows), rows.at[1].set(0)):
+            loss, grad = jax.value_and_grad(losses.load_balance_loss)(zero, idx)
+            assert np.isfinite(loss) and np.all(np.isfinite(grad))
+        assert losses.load_balance_loss(jnp.zeros_like(rows), idx) == 0
+
+
 def test_load_balance_loss_is_one_when_even_and_num_experts_when_not():
     even = jnp.arange(T * 2, dtype=jnp.int32).reshape(T, 2) % E
     np.testing.assert_allclose(
