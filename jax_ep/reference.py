@@ -13,6 +13,7 @@ here imports it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -414,6 +415,7 @@ def top_k_routing(
     groups_kept: int = 1,
     group_score: str = "top2",
     normalize: bool = True,
+    normalize_epsilon: float = 0.0,
     scale: float = 1.0,
 ) -> Routing:
     """Chooses each token's k experts from logits [T, E], in float64.
@@ -421,42 +423,68 @@ def top_k_routing(
     For the choice only, `bias` [E] is added to the scores (DeepSeek-V3, arXiv:2412.19437, 2.1.2),
     or with `choose_by="logit"` to the logits. With `num_groups` > 1 the experts form equal
     consecutive groups. The score of a group is the sum of its two best biased scores ("top2") or
-    its best one ("max"), and experts are chosen from the `groups_kept` best groups. Of equal scores
-    the one with the lowest expert id is best.
+    its best one ("max"), and experts are chosen from the `groups_kept` best groups. Of sums that
+    round to the same, also in float64, those of the larger logits are best, then those of the
+    lowest id. Weights are ratios of scores of any size.
     """
     logits = logits.astype(np.float64)
     num_tokens, num_experts = logits.shape
-    if score == "softmax":
-        exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        probs = exp / exp.sum(axis=-1, keepdims=True)
-    elif score == "sigmoid":
-        probs = 1 / (1 + np.exp(-logits))
-    elif score == "sqrt_softplus":
-        probs = np.sqrt(np.logaddexp(0, logits))
-    else:
-        raise ValueError(
-            f"score must be 'softmax', 'sigmoid' or 'sqrt_softplus', but is {score!r}."
-        )
-
+    log_scores = _log_scores(logits, score)
+    probs = np.exp(log_scores)
     merit = logits if choose_by == "logit" else probs
     merit = merit if bias is None else merit + bias.astype(np.float64)
+    ties = logits
+    if bias is None and (num_groups == 1 or choose_by == "logit"):
+        merit = logits
     if num_groups > 1:
-        grouped = np.sort(merit.reshape(num_tokens, num_groups, -1), axis=-1)
-        best = {"top2": 2, "max": 1}[group_score]
-        kept = _best_first(grouped[:, :, -best:].sum(axis=-1), groups_kept)
-        group_of_expert = np.arange(num_experts) // (num_experts // num_groups)
+        group_size = num_experts // num_groups
+        grouped, log_grouped = (
+            a.reshape(num_tokens, num_groups, group_size) for a in (merit, log_scores)
+        )
+        logits_grouped = logits.reshape(grouped.shape)
+        best = _best_first({"top2": 2, "max": 1}[group_score], grouped, logits_grouped)
+        of_group, log_score, logit = (
+            np.take_along_axis(a, best, axis=-1) for a in (grouped, log_grouped, logits_grouped)
+        )
+        with np.errstate(invalid="ignore"):
+            of_mean = np.logaddexp.reduce(log_score, axis=-1)
+            if score == "sigmoid":
+                of_mean -= np.logaddexp.reduce(log_score - logit, axis=-1)  # log(1 - score)
+        tie = of_mean if choose_by == "score" else logit.sum(axis=-1)
+        kept = _best_first(groups_kept, of_group.sum(axis=-1), tie)
+        group_of_expert = np.arange(num_experts) // group_size
         allowed = (kept[:, :, None] == group_of_expert).any(axis=1)
-        merit = np.where(allowed, merit, -np.inf)
+        merit = logits if bias is None else merit
+        merit, ties = (np.where(allowed, a, -np.inf) for a in (merit, ties))
 
-    topk_idx = _best_first(merit, k)
+    topk_idx = _best_first(k, merit, ties)
     weights = np.take_along_axis(probs, topk_idx, axis=-1)
     if normalize:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        log_weights = np.take_along_axis(log_scores, topk_idx, axis=-1)
+        log_epsilon = math.log(normalize_epsilon) if normalize_epsilon else -np.inf
+        # Divided by the largest of the scores and epsilon, which may be too small for a float64.
+        largest = np.maximum(log_weights.max(axis=-1, keepdims=True), log_epsilon)
+        weights = np.exp(log_weights - largest)
+        total = weights.sum(axis=-1, keepdims=True) + np.exp(log_epsilon - largest)
+        weights = weights / total
     return Routing(topk_idx.astype(np.int32), weights * scale, probs)
 
 
-def _best_first(scores: Array, k: int) -> Array:
-    return np.argsort(-scores, axis=-1, kind="stable")[:, :k]
+def _log_scores(logits: Array, score: str) -> Array:
+    """Computes the logarithms of scores, which do not underflow."""
+    if score == "softmax":
+        return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    if score == "sigmoid":
+        return -np.logaddexp(0, -logits)
+    if score == "sqrt_softplus":
+        low = np.minimum(logits, -40)  # where softplus is exp
+        return 0.5 * np.where(logits < -40, low, np.log(np.logaddexp(0, np.maximum(logits, -40))))
+    raise ValueError(f"score must be 'softmax', 'sigmoid' or 'sqrt_softplus', but is {score!r}.")
+
+
+def _best_first(number: int, scores: Array, ties: Array) -> Array:
+    """Returns the indices of the largest scores; of equal ones the larger of `ties` is first."""
+    return np.lexsort((-ties, -scores), axis=-1)[..., :number]
 
 
 def load_balance_loss(probs: Array, topk_idx: Array) -> float:

@@ -103,7 +103,7 @@ class MoEConfig:
     groups_kept: int = 1
     group_score: routing.GroupScore = "top2"
     normalize: bool = True
-    normalize_epsilon: float = routing.TINY
+    normalize_epsilon: float = 0.0
     scale: float = 1.0
     router: Router | None = None
     router_dtype: Any = jnp.float32

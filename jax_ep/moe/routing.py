@@ -13,7 +13,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.routes import expert_ids
-from jax_ep.moe.top_k import choose, weigh
+from jax_ep.moe.top_k import add_sums, choose, weigh
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 from pallas_kernels.routing.plan import Groups, Weighing
 
@@ -21,9 +21,8 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# Keeps a normalization and its derivative finite when every chosen score is zero: far below any
-# score that matters, and its square does not underflow.
-TINY = 1e-15
+# `Routing.probs` of a token whose logits are all lower are those of logits raised so far.
+_LOWEST_LOGIT = -64.0
 
 
 class Routing(NamedTuple):
@@ -33,8 +32,9 @@ class Routing(NamedTuple):
         topk_idx: [T, K] int32, expert ids, best first; all K of a token are distinct.
         topk_weights: [T, K] float32, what `combine` multiplies each expert's output by.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`. None, from a router of your own, means that there is no such
-            loss.
+            for `load_balance_loss`, which needs their ratios. So that these exist, a token whose
+            logits are all below -64 has sigmoids, or roots of softplus, of logits raised as a whole
+            to -64. None, from a router of your own, means that there is no such loss.
     """
 
     topk_idx: jax.Array
@@ -156,16 +156,18 @@ def top_k_routing(
     groups_kept: int = 1,
     group_score: GroupScore = "top2",
     normalize: bool = True,
-    normalize_epsilon: float = TINY,
+    normalize_epsilon: float = 0.0,
     scale: float = 1.0,
 ) -> Routing:
     """Chooses k experts for every token.
 
     A token's score for an expert is the softmax of its logits over the experts, or the sigmoid or
     the square root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest
-    `score + bias` are chosen (the lower id where two are equal); their weights are their scores.
-    Without a bias experts are compared by their logits, which have the order of the unrounded
-    scores. Gradients flow through the weights and `probs`, not through the choice.
+    `score + bias` are chosen; their weights are their scores. The sums are compared to about twice
+    float32's digits, and where they are equal the logits are, then the lower id is best. So equal
+    biases change no choice, whatever scores round to. Without a bias experts are compared by their
+    logits, which have the order of the scores. Gradients flow through the weights and `probs`, not
+    through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
     may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
@@ -186,9 +188,11 @@ def top_k_routing(
         groups_kept: groups that a token may choose from.
         group_score: the score of a group: "top2", the sum of its two largest `score + bias`
             (DeepSeek-V3), or "max", its largest (DeepSeek-V2).
-        normalize: divide a token's k weights by their sum plus `normalize_epsilon`.
-        normalize_epsilon: the constant of the normalization, 0 or more (LFM2 has 1e-6). The default
-            only keeps a sum of zero finite.
+        normalize: divide a token's k weights by their sum plus `normalize_epsilon`. It is computed
+            with logarithms of scores, and is as exact for scores that are 0 in float32. Weights are
+            0 where all k scores are 0 without rounding, those of logits of -inf.
+        normalize_epsilon: the constant of the normalization, 0 or more (DeepSeek-V3 has 1e-20,
+            LFM2 1e-6). Where scores are far below it, so are the weights' sum and gradients.
         scale: factor on the weights, after normalization, 0 or more.
 
     Returns:
@@ -206,16 +210,34 @@ def top_k_routing(
     logits = logits.astype(jnp.float32)
     groups = None
     if groups_kept < num_groups:
-        groups = Groups(num_groups, groups_kept, {"top2": 2, "max": 1}[group_score])
-    weighing = Weighing(normalize, float(normalize_epsilon), float(scale))
-    is_by_logit = choose_by == "logit" or groups is None
-    if score == "softmax" and bias is None and is_by_logit:
-        return Routing(*choose(logits, None, k, weighing, groups))
-    probs = _SCORES[score](logits)
-    preference, scores = logits, logits if choose_by == "logit" else probs
-    if bias is not None:
-        preference = scores = scores + bias.astype(jnp.float32)[None]
-    return Routing(*choose(preference, probs, k, weighing, groups, scores))
+        best = {"top2": 2, "max": 1}[group_score]
+        groups = Groups(num_groups, groups_kept, best, score if choose_by == "score" else choose_by)
+    weighing = _weighing(score, normalize, normalize_epsilon, scale)
+    # Logits alone have the order of scores, but not of sums of scores, with a bias or of two.
+    has_sums = bias is not None or (choose_by == "score" and groups is not None and best == 2)
+    softmax = score == "softmax" and not (has_sums and choose_by == "score")
+    probs = sums = None
+    if not softmax:
+        probs = _SCORES[score](_raised(logits) if score != "softmax" else logits)
+    if has_sums:
+        sums = (logits, jnp.zeros_like(logits)) if choose_by == "logit" else _exact(score, logits)
+        if bias is not None:
+            of_bias = jnp.broadcast_to(bias.astype(jnp.float32)[None], logits.shape)
+            sums = add_sums(sums, (of_bias, jnp.zeros_like(of_bias)))
+    gathered = None
+    if not (softmax and not normalize):
+        gathered = _weighed(score, logits, weighing)
+    topk_idx, weights, made = choose(
+        logits,
+        k,
+        weighing,
+        sums=sums,
+        biased=bias is not None,
+        groups=groups,
+        gathered=None if gathered is logits else gathered,
+        softmax=softmax,
+    )
+    return Routing(topk_idx, weights, made if softmax else probs)
 
 
 def routing_of_choices(
@@ -224,7 +246,7 @@ def routing_of_choices(
     *,
     score: Score = "softmax",
     normalize: bool = True,
-    normalize_epsilon: float = TINY,
+    normalize_epsilon: float = 0.0,
     scale: float = 1.0,
 ) -> Routing:
     """Returns the `Routing` of choices that were made elsewhere, such as by a hash of the tokens.
@@ -234,15 +256,49 @@ def routing_of_choices(
     """
     check_weighing(score, normalize, normalize_epsilon, scale)
     num_experts = logits.shape[1]
-    probs = _SCORES[score](logits.astype(jnp.float32))
+    logits = logits.astype(jnp.float32)
+    weighing = _weighing(score, normalize, normalize_epsilon, scale)
     topk_idx = expert_ids(topk_idx, num_experts)
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
-    chosen = jnp.take_along_axis(probs, jnp.where(is_choice, topk_idx, 0), axis=-1)
-    weighing = Weighing(normalize, float(normalize_epsilon), float(scale))
-    # A token of no choice is weighed as if it had one, since its sum would be zero.
-    nothing = jnp.where(jnp.any(is_choice, axis=-1, keepdims=True), 0.0, 1.0)
-    weights = weigh(weighing, jnp.where(is_choice, chosen, nothing))
+    weighed = _weighed(score, logits, weighing)
+    chosen = jnp.take_along_axis(weighed, jnp.where(is_choice, topk_idx, 0), axis=-1)
+    weights = weigh(weighing, jnp.where(is_choice, chosen, -jnp.inf if normalize else 0.0))
+    probs = _SCORES[score](_raised(logits) if score != "softmax" else logits)
     return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
+
+
+def _weighing(score: str, normalize: bool, normalize_epsilon: float, scale: float) -> Weighing:
+    is_sigmoid = normalize and score == "sigmoid"
+    return Weighing(normalize, float(normalize_epsilon), float(scale), is_sigmoid)
+
+
+def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
+    """Returns what `weigh` makes weights of, [T, E]."""
+    if not weighing.normalize:
+        return _SCORES[score](logits)
+    if score == "sqrt_softplus":
+        return _log_sqrt_softplus(logits)
+    if score == "softmax" and weighing.epsilon:
+        return jax.nn.log_softmax(logits, axis=-1)
+    return logits
+
+
+def _exact(score: str, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns scores [T, E], rounded, and what was rounded off of those that are close to 1."""
+    if score != "sigmoid":
+        scores = _SCORES[score](logits)
+        return scores, jnp.zeros_like(scores)
+    is_high = logits > 0
+    smaller = jax.nn.sigmoid(-jnp.abs(logits))  # of sigmoid(x) and sigmoid(-x), which add up to 1
+    high = jnp.where(is_high, 1.0 - smaller, smaller)
+    return high, jnp.where(is_high, (1.0 - high) - smaller, 0.0)
+
+
+def _raised(logits: jax.Array) -> jax.Array:
+    """Raises a token's logits as a whole to `_LOWEST_LOGIT` where all are lower."""
+    largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
+    return jnp.where(largest < _LOWEST_LOGIT, raised, logits)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
@@ -251,6 +307,12 @@ def _sqrt_softplus(logits: jax.Array) -> jax.Array:
     is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return jnp.where(is_low, jnp.exp(0.5 * low), jnp.sqrt(jax.nn.softplus(high)))
+
+
+def _log_sqrt_softplus(logits: jax.Array) -> jax.Array:
+    is_low = logits < -15.0  # where softplus is exp; as above
+    low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
+    return 0.5 * jnp.where(is_low, low, jnp.log(jax.nn.softplus(high)))
 
 
 _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -1,13 +1,14 @@
 """Chooses the k best experts of each token and computes their weights, by a kernel where it runs.
 
-The kernel is `pallas_kernels.routing.top_k`; elsewhere XLA sorts. Both choose the same experts in
-the order of `lax.top_k`, the first of equal values. Weights may differ in their last bits, since
-scores are summed in another order.
+The kernel is `pallas_kernels.routing.top_k`; elsewhere XLA sorts. Both compare experts by the same
+numbers, in the order of `lax.top_k`, and take the first of equals. Weights may differ in their last
+bits, since scores are summed in another order.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,40 +18,62 @@ from jax import lax
 from jax_ep import checks
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import Program, define_primitive, result_type
-from pallas_kernels.routing import plan
+from pallas_kernels.routing import order, plan
 from pallas_kernels.routing.plan import Groups, Weighing
 
 
 def choose(
-    values: jax.Array,
-    probs: jax.Array | None,
+    logits: jax.Array,
     k: int,
     weighing: Weighing,
+    *,
+    sums: tuple[jax.Array, jax.Array] | None = None,
+    biased: bool = False,
     groups: Groups | None = None,
-    scores: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns each token's k best experts [T, k] int32, their weights [T, k], and probs [T, E].
+    gathered: jax.Array | None = None,
+    softmax: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns each token's k best experts [T, k] int32, their weights, and the softmax or None.
 
-    Gradients flow through probs to the weights, or through the values where probs is None.
+    Gradients flow through what is weighed, and through the softmax, to the logits or `gathered`.
 
     Args:
-        values: [T, E] float32, what experts are compared by.
-        probs: [T, E] float32, what weights are computed from; None: the softmax of the values.
+        logits: [T, E] float32, what experts are compared by.
         k: choices per token.
         weighing: how weights are computed.
+        sums: (high, low), [T, E] float32 each, or None: the sum of each expert's score and bias,
+            rounded, and what was rounded off. Experts with a bias, and groups by their two best,
+            are compared by these first, and by the logits where they are equal.
+        biased: whether experts are compared by the sums, too, and not groups alone.
         groups: the groups to choose within, or None.
-        scores: [T, E] float32, what groups are compared by; None: the values.
+        gathered: [T, E] float32, what is weighed of the chosen; None: the softmax, if it is made
+            and not normalized again, else the logits.
+        softmax: whether to return the softmax of the logits, [T, E].
     """
-    given = {"probs": probs, "scores": None if groups is None else scores}
-    given = {name: array for name, array in given.items() if array is not None}
-    operands = [lax.stop_gradient(array) for array in (values, *given.values())]
-    topk_idx, chosen, weights, *softmax = _choose_p.bind(
-        *operands, given=tuple(given), k=k, weighing=weighing, groups=groups
+    given = {"high": None, "low": None, "gathered": gathered}
+    if sums is not None:
+        given |= dict(zip(("high", "low"), sums, strict=True))
+    operands = {name: array for name, array in given.items() if array is not None}
+    topk_idx, chosen, weights, *made = _choose_p.bind(
+        *map(lax.stop_gradient, (logits, *operands.values())),
+        given=tuple(operands),
+        k=k,
+        weighing=weighing,
+        groups=groups,
+        biased=biased,
+        softmax=softmax,
     )
-    if probs is None:
-        probs = _softmax_known(values, *softmax)
-    chosen = _chosen_known(probs, topk_idx, chosen)
+    probs = _softmax_known(logits, *made) if softmax else None
+    chosen = _chosen_known(_weighed(logits, gathered, probs, weighing), topk_idx, chosen)
     return topk_idx, _weights_known(chosen, weights, weighing), probs
+
+
+def _weighed(
+    logits: jax.Array, gathered: jax.Array | None, probs: jax.Array | None, weighing: Weighing
+) -> jax.Array:
+    if gathered is not None:
+        return gathered
+    return logits if probs is None or weighing.normalize else probs
 
 
 # Each returns a result that the primitive has computed, with the derivatives that it has; and so do
@@ -70,7 +93,7 @@ def _softmax_derivative(primals, tangents):
 
 
 @jax.custom_jvp
-def _chosen_known(probs: jax.Array, topk_idx: jax.Array, chosen: jax.Array) -> jax.Array:
+def _chosen_known(weighed: jax.Array, topk_idx: jax.Array, chosen: jax.Array) -> jax.Array:
     return chosen
 
 
@@ -91,63 +114,119 @@ def _weights_derivative(weighing, primals, tangents):
     return weights, jax.jvp(functools.partial(weigh, weighing), primals[:1], tangents[:1])[1]
 
 
-def normalized(scores: jax.Array, epsilon: float) -> jax.Array:
-    """Divides each row of scores [T, n] float32 by its sum plus epsilon."""
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.float32(epsilon))
-
-
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
-    """Computes the weights [T, k] float32 from the scores of the chosen experts."""
+    """Computes the weights [T, k] float32 of the chosen; see `Weighing`.
+
+    The scores and epsilon are divided by the largest of them. Their sum is then 1/2 or more,
+    however small they are, unless all scores are 0: so are the weights then.
+    """
     if weighing.normalize:
-        chosen = normalized(chosen, weighing.epsilon)
+        exponent, factor = _sigmoid_factors(chosen) if weighing.sigmoid else (chosen, None)
+        log_epsilon = jnp.float32(weighing.log_epsilon)
+        largest = jnp.maximum(jnp.max(exponent, axis=-1, keepdims=True), log_epsilon)
+        largest = lax.stop_gradient(largest)
+        terms = jnp.exp(exponent - largest)
+        if factor is not None:
+            terms *= factor
+        total = jnp.sum(terms, axis=-1, keepdims=True)
+        if weighing.epsilon:
+            total += jnp.exp(log_epsilon - largest)
+        chosen = terms / jnp.maximum(total, jnp.float32(plan.LEAST_SUM))
     return chosen * jnp.asarray(weighing.scale, jnp.float32)
 
 
-def _named(values: Any, others: Any, given: tuple[str, ...]) -> dict[str, Any]:
-    return {"probs": None, "scores": None, **dict(zip(given, others, strict=True))}
+def _sigmoid_factors(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (a, f) with sigmoid(logits) = e^a f, f of 1/2 or more: nothing is lost below -87."""
+    is_low = logits < 0
+    exponent = jnp.where(is_low, logits, 0.0)
+    return exponent, jax.nn.sigmoid(jnp.where(is_low, -logits, logits))
 
 
-def _by_xla(values, *others, given, k, weighing, groups):
-    probs, scores = _named(values, others, given).values()
-    softmax = []
-    if probs is None:
-        probs = jax.nn.softmax(values, axis=-1)
-        softmax = [probs]
-    if groups is not None:
-        values = _within_best_groups(values, scores, groups)
-    topk_idx = lax.top_k(values, k)[1].astype(jnp.int32)
-    chosen = jnp.take_along_axis(probs, topk_idx, axis=-1)
-    return topk_idx, chosen, weigh(weighing, chosen), *softmax
+def _total_order(x: jax.Array) -> jax.Array:
+    """Returns int32 numbers in the order of float32 numbers: -NaN < -inf < -0 < 0 < inf < NaN."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-def _within_best_groups(values: jax.Array, scores: jax.Array | None, groups: Groups) -> jax.Array:
-    """Returns values [T, E], with -inf outside each token's best groups.
+def _best_first(keys: Sequence[jax.Array], k: int) -> jax.Array:
+    """Returns the indices [..., k] int32 of the largest along the last axis, the first of equals.
 
-    A group is compared by the sum of its `groups.best` largest scores.
+    `keys` are what elements are compared by, [..., n] float32 each, the first first.
     """
-    tokens, num_experts = values.shape
-    grouped = (values if scores is None else scores).reshape(
-        tokens, groups.number, num_experts // groups.number
-    )
-    group_score = jnp.sum(lax.top_k(grouped, min(groups.best, grouped.shape[-1]))[0], axis=-1)
-    kept = lax.top_k(group_score, groups.kept)[1]
+    if len(keys) == 1:
+        return lax.top_k(keys[0], k)[1].astype(jnp.int32)
+    descending = [~_total_order(key) for key in keys]
+    indices = lax.broadcasted_iota(jnp.int32, keys[0].shape, keys[0].ndim - 1)
+    return lax.sort((*descending, indices), num_keys=len(keys), is_stable=True)[-1][..., :k]
+
+
+def add_sums(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Adds two sums (high, low); see `pallas_kernels.routing.order`."""
+
+    def where_finite(of: jax.Array, value: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(of), value, 0.0)
+
+    return order.add(lambda function, *arrays: function(*arrays), where_finite, a, b)
+
+
+def _by_xla(logits, *others, given, k, weighing, groups, biased, softmax):
+    operands = dict(zip(given, others, strict=True))
+    probs = jax.nn.softmax(logits, axis=-1) if softmax else None
+    sums = [operands[name] for name in ("high", "low") if name in operands]
+    keys = [*sums, logits] if biased else [logits]
+    if groups is not None:
+        is_kept = _is_in_best_groups([*sums, logits], groups)
+        keys = [jnp.where(is_kept, key, -jnp.inf) for key in keys]
+    topk_idx = _best_first(keys, k)
+    weighed = _weighed(logits, operands.get("gathered"), probs, weighing)
+    chosen = jnp.take_along_axis(weighed, topk_idx, axis=-1)
+    return topk_idx, chosen, weigh(weighing, chosen), *([probs] if softmax else [])
+
+
+def _is_in_best_groups(keys: Sequence[jax.Array], groups: Groups) -> jax.Array:
+    """Returns whether experts are in a token's best groups, [T, E] bool.
+
+    `keys` are the logits [T, E], after `high` and `low` if they are given.
+    """
+    tokens, num_experts = keys[0].shape
+    size = num_experts // groups.number
+    grouped = [key.reshape(tokens, groups.number, size) for key in keys]
+    best = _best_first(grouped, min(groups.best, size))
+    of_group = [jnp.take_along_axis(key, best, axis=-1) for key in grouped]
+    if best.shape[-1] == 1:
+        group_keys = [key[..., 0] for key in of_group]
+    else:
+        *sums, logits = of_group
+        high, low = sums or (logits, jnp.zeros_like(logits))
+        total = add_sums((high[..., 0], low[..., 0]), (high[..., 1], low[..., 1]))
+        group_keys = [*total, order.OF_TWO[groups.scores](logits[..., 0], logits[..., 1])]
+    kept = _best_first(group_keys, groups.kept)
     numbers = jnp.arange(groups.number, dtype=kept.dtype)
     is_kept = jnp.any(kept[:, :, None] == numbers[None, None], axis=1)
-    is_kept = jnp.repeat(is_kept, num_experts // groups.number, axis=1)
-    return jnp.where(is_kept, values, -jnp.inf)
+    return jnp.repeat(is_kept, size, axis=1)
 
 
-def _by_kernel(values, *others, given, k, weighing, groups):
+def _by_kernel(logits, *others, given, k, weighing, groups, biased, softmax):
     from pallas_kernels.routing import top_k as kernels
 
-    probs, scores = _named(values, others, given).values()
-    if groups is not None and plan.unavailable_reason(values.shape[1], k, groups):
-        probs = jax.nn.softmax(values, axis=-1) if probs is None else probs
-        values, scores, groups = _within_best_groups(values, scores, groups), None, None
+    operands = dict(zip(given, others, strict=True))
+    options: dict[str, Any] = {"biased": biased, "groups": groups, "softmax": softmax}
+    probs = None
+    if groups is not None and plan.unavailable_reason(logits.shape[1], k, groups):
+        sums = {name: operands.pop(name) for name in ("high", "low") if name in operands}
+        keys = (sums if biased else {}) | {"logits": logits}
+        is_kept = _is_in_best_groups([*sums.values(), logits], groups)
+        if softmax:
+            probs = jax.nn.softmax(logits, axis=-1)
+            if not weighing.normalize:
+                operands.setdefault("gathered", probs)
+        keys = {name: jnp.where(is_kept, key, -jnp.inf) for name, key in keys.items()}
+        logits = keys.pop("logits")
+        operands |= keys
+        options |= {"groups": None, "softmax": False}
     with jax.enable_x64(False):
-        chosen = kernels.top_k(values, k, weighing, gathered=probs, groups=groups, scores=scores)
-    results = chosen._replace(softmax=probs if chosen.softmax is None else chosen.softmax)
-    return results if "probs" not in given else results[:-1]
+        results = kernels.top_k(logits, k, weighing, **operands, **options)
+    return (*results[:3], *([results.softmax if probs is None else probs] if softmax else []))
 
 
 def _lower(program: Program, *operands: Any, **params: Any) -> Any:
@@ -171,10 +250,10 @@ def _kernel_unavailable(program: Program, k: int) -> bool:
     )
 
 
-def _types(values: Any, *_: Any, given: tuple[str, ...], k: int, **__: Any) -> Any:
-    shape = (values.shape[0], k)
-    of_choices = [result_type(values, shape, dtype) for dtype in (jnp.int32, None, None)]
-    return of_choices if "probs" in given else [*of_choices, values]
+def _types(logits: Any, *_: Any, k: int, softmax: bool, **__: Any) -> Any:
+    shape = (logits.shape[0], k)
+    of_choices = [result_type(logits, shape, dtype) for dtype in (jnp.int32, None, None)]
+    return [*of_choices, *([logits] if softmax else [])]
 
 
 def _batch(operands: Any, axes: Any, **params: Any) -> Any:

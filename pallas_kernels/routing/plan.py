@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from pallas_kernels.fabric.hardware import WARP
 
 MOST_COLUMNS = 1024  # so that a row fits into the registers of a warp
 MOST_CHOICES = WARP  # each is stored by a lane of its own
+# Below the sum of scores divided by the largest, unless all are 0.
+LEAST_SUM = 1e-6
+_LOWEST = -3.4028234663852886e38  # of float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +22,13 @@ class Groups:
       number: how many blocks there are, a divisor of the columns.
       kept: how many of them a row chooses from.
       best: how many of a block's largest scores are summed to what the block is worth, 1 or 2.
+      scores: what is summed, a key of `order.OF_TWO`.
     """
 
     number: int
     kept: int
     best: int
+    scores: str = "logit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +36,23 @@ class Weighing:
     """How the scores of a row's choices become weights.
 
     Attributes:
-      normalize: whether each is divided by their sum plus `epsilon`.
-      epsilon: a float32.
+      normalize: whether each score is divided by their sum plus `epsilon`. What is weighed is then
+        the logarithms of scores, but for a common summand if epsilon is 0, so that ratios exist
+        of scores that underflow; else it is the scores.
+      epsilon: 0 or more.
       scale: a factor on each, at the end.
+      sigmoid: with `normalize`: what is weighed is logits, and the scores are their sigmoids.
     """
 
     normalize: bool
     epsilon: float
     scale: float
+    sigmoid: bool = False
+
+    @property
+    def log_epsilon(self) -> float:
+        """The logarithm of epsilon; that of 0 is the lowest float32."""
+        return math.log(self.epsilon) if self.epsilon else _LOWEST
 
 
 def unavailable_reason(columns: int, k: int, groups: Groups | None = None) -> str | None:

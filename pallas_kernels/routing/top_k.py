@@ -1,16 +1,18 @@
-"""The k largest of every row, without sorting the row: one warp for a row, in registers.
+"""The k best experts of every row, without sorting the row: one warp for a row, in registers.
 
-A lane holds neighbouring columns of its row as (key, order) pairs of unsigned 32-bit words. `key`
-grows with the value in the total order of IEEE 754, which is that of `lax.top_k`: -NaN < -inf <
--0 < 0 < inf < NaN. `order` shrinks with the column, so of equal values the first is the largest
-pair. Each of k steps takes the largest pair of the row, by two reductions over the warp, and
-empties it in the lane that holds it.
+A lane holds neighbouring columns of its row, each as a tuple of unsigned 32-bit words. The last
+word shrinks with the column. The words before it are keys of the numbers that columns are compared
+by, the first first: the logit, or what biased columns are compared by, (high, low, logit) of
+`order`. A key grows with its number in the total order of IEEE 754, which is that of `lax.top_k`:
+-NaN < -inf < -0 < 0 < inf < NaN. So of columns alike the first has the largest tuple. Each of k
+steps takes the largest tuple of the row, by one reduction over the warp for each word, and empties
+it in the lane that holds it.
 
-Without scores of its own to gather, the warp makes the softmax of its row first. Weights follow
-from what the lanes of the choices hold. Arithmetic is that of XLA's kernels but for the order of
-sums, which is that of the lanes, whatever the number of rows.
+Where the softmax of the row is wanted the warp makes it, too. Weights follow from what the lanes of
+the choices hold. Arithmetic is that of XLA's kernels but for the order of sums, which is that of
+the lanes, whatever the number of rows.
 
-With groups, the lanes of a group first make its score, the warp chooses the best groups in the same
+With groups, the lanes of a group first make its keys, the warp chooses the best groups in the same
 way, and what lies outside of them counts as -inf.
 """
 
@@ -33,13 +35,24 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
 from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.routing.plan import Groups, Weighing, unavailable_reason
+from pallas_kernels.routing import order
+from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
 
 _ROWS = LANES // WARP  # rows of a block
 _SIGN = 0x80000000
 _ADD = Elementwise(lambda a, b: a + b, 2)
+_MAX = Elementwise(lambda a, b: jnp.maximum(a, b), 2)
 _EXP = Elementwise(lambda value, largest: jnp.exp(value - largest), 2)
 _DIVIDE = Elementwise(lambda a, b: a / b, 2)
+_SCALE = Elementwise(lambda x, scale: x * scale, 2)
+_EXPONENT = Elementwise(lambda logit: jnp.minimum(logit, np.float32(0)), 1)
+_FACTOR = Elementwise(lambda logit: jax.nn.sigmoid(jnp.abs(logit)), 1)
+_OF_SUMS = {
+    function: Elementwise(function, arity)
+    for function, arity in ((order.plus, 2), (order.rounded_off, 3), (order.left_of, 3))
+}
+_OF_TWO = {name: Elementwise(function, 2) for name, function in order.OF_TWO.items()}
+_INFINITY = 0x7F800000
 _KEY_OF_MINUS_INFINITY = 0x007FFFFF
 
 
@@ -47,50 +60,60 @@ class Chosen(NamedTuple):
     """The choices of each row. T rows, E columns.
 
     Attributes:
-      columns: [T, k] int32, in the order of `lax.top_k`.
-      scores: [T, k] float32, what the gathered array, or the softmax, holds there.
-      weights: [T, k] float32, what the scores weigh.
-      softmax: [T, E] float32, of each row; None where an array was given to gather from.
+      columns: [T, k] int32, the best first.
+      chosen: [T, k] float32, what is weighed of them.
+      weights: [T, k] float32.
+      softmax: [T, E] float32, of each row of logits; None unless it was asked for.
     """
 
     columns: Any
-    scores: Any
+    chosen: Any
     weights: Any
     softmax: Any = None
 
 
 def top_k(
-    values: jax.Array,
+    logits: jax.Array,
     k: int,
     weighing: Weighing,
     *,
+    high: jax.Array | None = None,
+    low: jax.Array | None = None,
     gathered: jax.Array | None = None,
     groups: Groups | None = None,
-    scores: jax.Array | None = None,
+    biased: bool = False,
+    softmax: bool = False,
     interpret: Any = None,
 ) -> Chosen:
-    """Chooses the k largest values of each row.
+    """Chooses the k best columns of each row.
 
     Args:
-      values: [T, E] float32, T > 0.
+      logits: [T, E] float32, T > 0, what columns are compared by.
       k: how many to choose.
-      weighing: what is made of the scores of the chosen.
-      gathered: [T, E] float32, where these scores are; None: the softmax of the values.
+      weighing: what weights are made of.
+      high: [T, E] float32, or None: the sums that biased columns, and groups by their two best, are
+        compared by before the logits, rounded; None: the logits.
+      low: [T, E] float32, what was rounded off of `high`; given together with it.
+      gathered: [T, E] float32, what is weighed; None: the softmax if it is made and is not
+        normalized again, else the logits.
       groups: the groups of columns to choose from, or None.
-      scores: [T, E] float32, what the groups are compared by; None: the values.
+      biased: whether columns are compared by `high` and `low`, too, and not groups alone.
+      softmax: whether to return the softmax of the logits.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
     """
-    rows, columns = values.shape
+    rows, columns = logits.shape
     if reason := unavailable_reason(columns, k, groups):
         raise ValueError(f"the kernel cannot run: {reason}.")
     out_type = [
         jax.ShapeDtypeStruct((rows, k), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32)
     ]
-    if gathered is None:
+    if softmax:
         out_type.append(jax.ShapeDtypeStruct((rows, columns), jnp.float32))
-    operands = {"values": values, "gathered": gathered, "scores": scores}
+    operands = {"logits": logits, "high": high, "low": low, "gathered": gathered}
     given = {name: array for name, array in operands.items() if array is not None}
-    kernel = _TopK(rows, columns, k, weighing, groups, tuple(given), bool(interpret))
+    kernel = _TopK(
+        rows, columns, k, weighing, groups, biased, softmax, tuple(given), bool(interpret)
+    )
     return Chosen(
         *plgpu.kernel(
             kernel,
@@ -104,11 +127,9 @@ def top_k(
     )
 
 
-class _Pair(NamedTuple):
-    """The key and the order of a value, or of the largest of several; (0, 0) is none."""
-
-    key: Any
-    order: Any
+# The words of a column, of a group, or of the best of several: keys, the first first, and last what
+# tells equal ones apart. Words of 0 are none.
+_Words = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +139,8 @@ class _TopK:
     k: int
     weighing: Weighing
     groups: Groups | None
+    biased: bool
+    makes_softmax: bool
     given: tuple[str, ...]  # the operands' names
     interpreted: bool
 
@@ -149,33 +172,44 @@ class _TopK:
         """Makes a row's choices. Words of `lanes` hold the bits of what they stand for."""
         operands = dict(zip(self.given, refs, strict=False))
         out = Chosen(*refs[len(operands) :])
-        values = lanes.load(operands["values"], row)
-        of_groups = lanes.load(operands["scores"], row) if "scores" in operands else values
-        chosen = self.choose(lanes, values, of_groups)
-        columns = lanes.complement(chosen.order)
-        if "gathered" in operands:
-            scores = lanes.gather(operands["gathered"], row, columns)
-        else:
-            *softmax, scores = self.softmax(lanes, values, lanes.bits(chosen.key))
+        logits = lanes.load(operands["logits"], row)
+        sums = [lanes.load(operands[name], row) for name in ("high", "low") if name in operands]
+        best = self.choose(lanes, logits, sums)
+        columns, chosen = lanes.complement(best[-1]), lanes.bits(best[-2])
+        if self.makes_softmax:
+            *softmax, of_chosen = self.softmax(lanes, logits, chosen)
             lanes.store_row(softmax, out.softmax, row)
+            chosen = chosen if self.weighing.normalize else of_chosen
+        if "gathered" in operands:
+            chosen = lanes.gather(operands["gathered"], row, columns)
         lanes.store_chosen(columns, out.columns, row, self.k)
-        lanes.store_chosen(scores, out.scores, row, self.k)
-        lanes.store_chosen(self.weigh(lanes, scores), out.weights, row, self.k)
+        lanes.store_chosen(chosen, out.chosen, row, self.k)
+        lanes.store_chosen(self.weigh(lanes, chosen), out.weights, row, self.k)
 
-    def weigh(self, lanes: Any, scores: Any) -> Any:
+    def weigh(self, lanes: Any, chosen: Any) -> Any:
         """Returns the weights of what the first k lanes hold."""
         weighing = self.weighing
-        if weighing.normalize:
-            is_choice = lanes.greater(lanes.word(self.k), lanes.lane)
-            total = lanes.select(is_choice, scores, lanes.word(0))
-            total = _sum_of_lanes(lanes, total, pl.next_power_of_2(self.k))
-            divide = Elementwise(lambda x, total: x / (total + np.float32(weighing.epsilon)), 2)
-            scores = lanes.apply(divide, scores, total)
-        return lanes.apply(Elementwise(lambda x: x * np.float32(weighing.scale), 1), scores)
+        scale = lanes.number(weighing.scale)
+        if not weighing.normalize:
+            return lanes.apply(_SCALE, chosen, scale)
+        is_choice = lanes.greater(lanes.word(self.k), lanes.lane)
+        exponent = lanes.apply(_EXPONENT, chosen) if weighing.sigmoid else chosen
+        key = lanes.warp_max(lanes.select(is_choice, lanes.key(exponent), lanes.word(0)))
+        floor = lanes.number(weighing.log_epsilon)
+        largest = lanes.apply(_MAX, lanes.bits(key), floor)
+        terms = lanes.apply(_EXP, exponent, largest)
+        if weighing.sigmoid:
+            terms = lanes.apply(_SCALE, terms, lanes.apply(_FACTOR, chosen))
+        total = lanes.select(is_choice, terms, lanes.word(0))
+        total = _sum_of_lanes(lanes, total, pl.next_power_of_2(self.k))
+        if weighing.epsilon:
+            total = lanes.apply(_ADD, total, lanes.apply(_EXP, floor, largest))
+        total = lanes.apply(_MAX, total, lanes.number(LEAST_SUM))
+        return lanes.apply(_SCALE, lanes.apply(_DIVIDE, terms, total), scale)
 
     def softmax(self, lanes: Any, values: Sequence[Any], *others: Any) -> list[Any]:
         """Returns the softmax of the row, for a lane's values and for others of the row."""
-        keys = [pair.key for pair in lanes.pairs([lanes.key(value) for value in values])]
+        keys = [words[0] for words in lanes.columns_of([[lanes.key(value) for value in values]])]
         while len(keys) > 1:
             first, second, *rest = keys
             keys = [*rest, lanes.select(lanes.greater(first, second), first, second)]
@@ -187,87 +221,122 @@ class _TopK:
         total = _sum_of_lanes(lanes, total, WARP)
         return [lanes.apply(_DIVIDE, term, total) for term in terms]
 
-    def choose(self, lanes: Any, values: Sequence[Any], scores: Sequence[Any]) -> _Pair:
-        """Returns, in lane i < k, the i-th largest of a row, and elsewhere any of its columns.
+    def choose(self, lanes: Any, logits: Sequence[Any], sums: Sequence[Sequence[Any]]) -> _Words:
+        """Returns, in lane i < k, the i-th best of a row, and elsewhere any of its columns.
 
-        `values` is what a lane holds of the row, and `scores` of the scores of its groups.
+        `logits` is what a lane holds of the row, and `sums` of its high and low, if there are any.
         """
-        pairs = lanes.pairs([lanes.key(value) for value in values])
+        keys = [[lanes.key(value) for value in values] for values in (*sums, logits)]
+        columns = lanes.columns_of(keys if self.biased else keys[-1:])
         if self.groups is not None:
-            kept = self.kept(lanes, [lanes.key(score) for score in scores])
+            kept = self.kept(lanes, list(zip(*keys, strict=True)))
             out = lanes.word(_KEY_OF_MINUS_INFINITY)
-            pairs = [_Pair(lanes.select(kept, p.key, out), p.order) for p in pairs]
-        chosen = _Pair(lanes.word(0), lanes.complement(lanes.word(0)))
+            columns = [
+                (*(lanes.select(kept, key, out) for key in words[:-1]), words[-1])
+                for words in columns
+            ]
+        none = lanes.word(0)
+        chosen: _Words = (*[none] * (len(columns[0]) - 1), lanes.complement(none))
         for step in range(self.k):
-            best = _warp_best(lanes, _best(lanes, pairs))
-            pairs = [_without(lanes, pair, best) for pair in pairs]
+            best = _warp_best(lanes, _best(lanes, columns))
+            columns = [_without(lanes, words, best) for words in columns]
             mine = lanes.equal(lanes.lane, lanes.word(step))
-            chosen = _Pair(*(lanes.select(mine, *each) for each in zip(best, chosen, strict=True)))
+            chosen = _selected(lanes, mine, best, chosen)
         return chosen
 
-    def kept(self, lanes: Any, keys: Sequence[Any]) -> Any:
-        """Returns whether each lane's group is among the best."""
+    def kept(self, lanes: Any, columns: Sequence[_Words]) -> Any:
+        """Returns whether each lane's group is among the best; `columns` are keys alone."""
         assert self.groups is not None
         lanes_of_group = WARP // self.groups.number
-        first, second = keys[0], None
-        for key in keys[1:]:
-            first, second = _two_largest(lanes, first, second, key, None)
+        first, second = columns[0], None
+        for words in columns[1:]:
+            first, second = _two_largest(lanes, first, second, words, None)
         distance = 1
         while distance < lanes_of_group:
             others = [
-                None if key is None else lanes.exchange(key, distance) for key in (first, second)
+                None if words is None else tuple(lanes.exchange(key, distance) for key in words)
+                for words in (first, second)
             ]
             first, second = _two_largest(lanes, first, second, *others)
             distance *= 2
-        # XLA drops a sum of one score, and starts a sum of two at zero.
         if self.groups.best == 2:
-            total = lanes.apply(_ADD, lanes.word(0), lanes.bits(first))
-            first = lanes.key(lanes.apply(_ADD, total, lanes.bits(second)))
-        own = _Pair(first, lanes.complement(lanes.divided(lanes.lane, lanes_of_group)))
+            first = self.sum_of(lanes, first, second)
+        own: _Words = (*first, lanes.complement(lanes.divided(lanes.lane, lanes_of_group)))
         kept = None
         for _ in range(self.groups.kept):
             best = _warp_best(lanes, own)
-            is_best = lanes.equal(own.order, best.order)
+            is_best = lanes.equal(own[-1], best[-1])
             kept = is_best if kept is None else lanes.either(kept, is_best)
             own = _without(lanes, own, best)
         return kept
 
+    def sum_of(self, lanes: Any, *keys: _Words) -> _Words:
+        """Returns the keys of a group of these two best columns."""
+        assert self.groups is not None
+        numbers = [[lanes.bits(key) for key in words] for words in keys]
+        logits = [words[-1] for words in numbers]
+        zero = lanes.word(0)
+        sums = [words[:-1] or [logit, zero] for words, logit in zip(numbers, logits, strict=True)]
 
-def _best(lanes: Any, pairs: Sequence[_Pair]) -> _Pair:
-    """Returns the largest pair of a lane."""
-    pairs = list(pairs)
-    while len(pairs) > 1:
-        odd = pairs[len(pairs) // 2 * 2 :]
-        pairs = [_larger(lanes, a, b) for a, b in zip(pairs[::2], pairs[1::2], strict=False)] + odd
-    return pairs[0]
+        def where_finite(of: Any, word: Any) -> Any:
+            magnitude = lanes.both(of, lanes.word(_SIGN - 1))
+            return lanes.select(lanes.greater(lanes.word(_INFINITY), magnitude), word, zero)
 
+        def apply(function: Any, *words: Any) -> Any:
+            return lanes.apply(_OF_SUMS[function], *words)
 
-def _larger(lanes: Any, a: _Pair, b: _Pair) -> _Pair:
-    ahead = lanes.both(lanes.equal(a.key, b.key), lanes.greater(a.order, b.order))
-    is_a = lanes.either(lanes.greater(a.key, b.key), ahead)
-    return _Pair(lanes.select(is_a, a.key, b.key), lanes.select(is_a, a.order, b.order))
-
-
-def _warp_best(lanes: Any, own: _Pair) -> _Pair:
-    """Returns the largest pair of the warp, in every lane."""
-    key = lanes.warp_max(own.key)
-    is_best = lanes.equal(own.key, key)
-    return _Pair(key, lanes.warp_max(lanes.select(is_best, own.order, lanes.word(0))))
+        total = order.add(apply, where_finite, *sums)
+        tie = lanes.apply(_OF_TWO[self.groups.scores], *logits)
+        return tuple(lanes.key(word) for word in (*total, tie))
 
 
-def _without(lanes: Any, pair: _Pair, taken: _Pair) -> _Pair:
-    """Returns a pair, or none if it is the one that is taken; orders are distinct."""
-    gone, none = lanes.equal(pair.order, taken.order), lanes.word(0)
-    return _Pair(lanes.select(gone, none, pair.key), lanes.select(gone, none, pair.order))
+def _selected(lanes: Any, condition: Any, a: _Words, b: _Words) -> _Words:
+    return tuple(lanes.select(condition, *words) for words in zip(a, b, strict=True))
 
 
-def _two_largest(lanes: Any, a: Any, a_second: Any, b: Any, b_second: Any) -> tuple[Any, Any]:
-    """Returns the two largest of up to four keys, of which a >= a_second and b >= b_second."""
-    a_is_larger = lanes.greater(a, b)
-    first, second = lanes.select(a_is_larger, a, b), lanes.select(a_is_larger, b, a)
+def _is_larger(lanes: Any, a: _Words, b: _Words) -> Any:
+    *firsts, last = zip(a, b, strict=True)
+    larger = lanes.greater(*last)
+    for words in reversed(firsts):
+        larger = lanes.either(lanes.greater(*words), lanes.both(lanes.equal(*words), larger))
+    return larger
+
+
+def _best(lanes: Any, columns: Sequence[_Words]) -> _Words:
+    """Returns the largest words of a lane."""
+    columns = list(columns)
+    while len(columns) > 1:
+        odd = columns[len(columns) // 2 * 2 :]
+        pairs = zip(columns[::2], columns[1::2], strict=False)
+        columns = [_selected(lanes, _is_larger(lanes, a, b), a, b) for a, b in pairs] + odd
+    return columns[0]
+
+
+def _warp_best(lanes: Any, own: _Words) -> _Words:
+    """Returns the largest words of the warp, in every lane."""
+    best, is_best = [lanes.warp_max(own[0])], None
+    for word in own[1:]:
+        is_last = lanes.equal(own[len(best) - 1], best[-1])
+        is_best = is_last if is_best is None else lanes.both(is_best, is_last)
+        best.append(lanes.warp_max(lanes.select(is_best, word, lanes.word(0))))
+    return tuple(best)
+
+
+def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
+    """Returns words, or none if they are those that are taken; last words are distinct."""
+    gone, none = lanes.equal(words[-1], taken[-1]), lanes.word(0)
+    return tuple(lanes.select(gone, none, word) for word in words)
+
+
+def _two_largest(
+    lanes: Any, a: _Words, a_second: _Words | None, b: _Words, b_second: _Words | None
+) -> tuple[_Words, _Words]:
+    """Returns the two largest of up to four, of which a >= a_second and b >= b_second."""
+    a_is_larger = _is_larger(lanes, a, b)
+    first, second = _selected(lanes, a_is_larger, a, b), _selected(lanes, a_is_larger, b, a)
     for other in (a_second, b_second):
         if other is not None:
-            second = lanes.select(lanes.greater(other, second), other, second)
+            second = _selected(lanes, _is_larger(lanes, other, second), other, second)
     return first, second
 
 
@@ -312,17 +381,18 @@ class _Lanes:
         spread = arith.shrsi(bits, mosaic.i32(31))
         return arith.xori(bits, arith.ori(spread, mosaic.i32(_SIGN)))
 
-    def pairs(self, keys: Sequence[Value]) -> list[_Pair]:
+    def columns_of(self, keys: Sequence[Sequence[Value]]) -> list[_Words]:
+        """Returns the words of this lane's columns; those past the last column are 0."""
         first = arith.muli(self.lane, mosaic.i32(self.width))
-        pairs = []
-        for i, key in enumerate(keys):
+        columns = []
+        for i, of_column in enumerate(zip(*keys, strict=True)):
             column = arith.addi(first, mosaic.i32(i))
-            order = self.complement(column)
+            words = (*of_column, self.complement(column))
             if self.columns % WARP:
                 is_column, none = mosaic.below(column, mosaic.i32(self.columns)), self.word(0)
-                key, order = (arith.select(is_column, word, none) for word in (key, order))
-            pairs.append(_Pair(key, order))
-        return pairs
+                words = tuple(arith.select(is_column, word, none) for word in words)
+            columns.append(words)
+        return columns
 
     def bits(self, key: Value) -> Value:
         """Returns the bits whose key this is."""
@@ -387,6 +457,10 @@ class _Lanes:
     def word(self, value: int) -> Value:
         return mosaic.i32(value)
 
+    def number(self, value: float) -> Any:
+        """Returns the bits of a float32."""
+        return self.word(int(np.float32(value).view(np.uint32)))
+
     def complement(self, word: Value) -> Value:
         return arith.xori(word, mosaic.i32(0xFFFFFFFF))
 
@@ -424,13 +498,14 @@ class _InterpretedLanes(_Lanes):
     def key(self, bits: Any) -> Any:
         return jnp.where(bits >= jnp.uint32(_SIGN), ~bits, bits | jnp.uint32(_SIGN))
 
-    def pairs(self, keys: Sequence[Any]) -> list[_Pair]:
-        pairs = []
-        for i, key in enumerate(keys):
+    def columns_of(self, keys: Sequence[Sequence[Any]]) -> list[_Words]:
+        columns = []
+        for i, of_column in enumerate(zip(*keys, strict=True)):
             column = self.lane * self.width + i
             is_column = column < self.columns
-            pairs.append(_Pair(jnp.where(is_column, key, 0), jnp.where(is_column, ~column, 0)))
-        return pairs
+            words = (*of_column, ~column)
+            columns.append(tuple(jnp.where(is_column, word, 0) for word in words))
+        return columns
 
     def bits(self, key: Any) -> Any:
         return jnp.where(key >= jnp.uint32(_SIGN), key ^ jnp.uint32(_SIGN), ~key)

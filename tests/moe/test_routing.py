@@ -294,6 +294,138 @@ def test_the_constant_of_the_normalization():
     np.testing.assert_allclose(default.topk_weights, 0.5, rtol=1e-5)
 
 
+SHIFTS = [0.0, -32.0, -40.0, -88.0, -120.0, -1000.0]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_are_ratios_of_scores_of_any_size(score, shift, biased):
+    """With their gradients; of choices that are far below the best, too; and those made before."""
+    logits = np.round(random_logits(1, tokens=4) * 4, 3)
+    if score == "softmax":
+        logits[:, 0] -= shift  # far above the others; a bias keeps it from being chosen
+        biased = True
+    else:
+        logits += np.float32(shift)
+    bias = np.zeros(E, np.float32) if biased else None
+    if score == "softmax":
+        bias[0] = -3.0
+    mix = np.random.default_rng(2).normal(size=(4, 3))
+
+    def weights(logits, router, **options):
+        return router(logits, 3, score=score, scale=1.5, bias=bias, **options).topk_weights
+
+    got, vjp = jax.vjp(lambda x: weights(x, routing.top_k_routing), jnp.asarray(logits))
+    want = weights(logits, reference.top_k_routing)
+    np.testing.assert_allclose(got, want, rtol=3e-6)
+    slope = derivative(lambda x: np.sum(weights(x, reference.top_k_routing) * mix), logits)
+    np.testing.assert_allclose(vjp(jnp.asarray(mix, jnp.float32))[0], slope, atol=3e-6)
+    idx = reference.top_k_routing(logits, 3, score=score, bias=bias).topk_idx
+    given = routing.routing_of_choices(jnp.asarray(logits), jnp.asarray(idx), score=score)
+    np.testing.assert_allclose(given.topk_weights * 1.5, want, rtol=3e-6)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-12, 1e-20])
+def test_the_constant_of_the_normalization_where_scores_are_below_it(score, epsilon):
+    """Weights are score / (sum + epsilon); gradients are finite, also where both underflow."""
+    bias = jnp.where(jnp.arange(E) < 3, 100.0, 0.0)
+    for shift in SHIFTS:
+        logits = np.array(random_logits(1, tokens=4))
+        logits[:, :3] += np.float32(shift)
+        if score != "softmax":
+            logits += np.float32(shift)
+        options = dict(score=score, normalize_epsilon=epsilon)
+        got, vjp = jax.vjp(
+            lambda x, options=options: routing.top_k_routing(x, 3, bias=bias, **options),
+            jnp.asarray(logits),
+        )
+        want = reference.top_k_routing(logits, 3, bias=np.asarray(bias), **options)
+        np.testing.assert_allclose(got.topk_weights, want.topk_weights, rtol=1e-4, atol=1e-37)
+        ones = jax.tree.map(
+            lambda a: np.ones(a.shape, jax.dtypes.float0 if a.dtype == jnp.int32 else a.dtype), got
+        )
+        assert np.all(np.isfinite(vjp(ones)[0]))
+
+
+def test_the_weights_of_experts_that_cannot_be_chosen_are_zero():
+    logits = jnp.array([[-jnp.inf, -3.0, -jnp.inf, -jnp.inf], [-jnp.inf] * 4])
+    for score in ("sigmoid", "sqrt_softplus"):
+        weights, vjp = jax.vjp(
+            lambda x, score=score: routing.top_k_routing(x, 2, score=score).topk_weights, logits
+        )
+        np.testing.assert_array_equal(weights, [[1, 0], [0, 0]])
+        assert np.all(np.isfinite(vjp(jnp.ones_like(weights))[0]))
+
+
+CHOOSING: list[dict] = [
+    dict(),
+    dict(choose_by="logit"),
+    dict(num_groups=4, groups_kept=2),
+    dict(num_groups=4, groups_kept=2, group_score="max"),
+    dict(num_groups=8, groups_kept=3, choose_by="logit"),
+]
+
+
+@pytest.mark.parametrize("options", CHOOSING, ids=str)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_equal_biases_change_no_choice(score, options):
+    """Whatever float32 rounds scores and sums to: to 1, to 0, or to the bias."""
+    for shift in (-300.0, -120.0, -40.0, -16.0, 0.0, 16.0, 40.0, 300.0):
+        logits = np.round(random_logits(5) * 3, 3) + np.float32(shift)
+        for factor in (1, 0.25):
+            scaled = jnp.asarray(logits * np.float32(factor))
+            route = functools.partial(routing.top_k_routing, scaled, 4, score=score, **options)
+            without = route().topk_idx
+            want = reference.top_k_routing(np.asarray(scaled), 4, score=score, **options)
+            np.testing.assert_array_equal(without, want.topk_idx)
+            for equal in (0.0, 12.0, -0.3, 1e4):
+                np.testing.assert_array_equal(route(bias=jnp.full(E, equal)).topk_idx, without)
+
+
+def test_experts_of_equal_biases_are_ordered_by_logits_where_sums_round_to_the_same():
+    bias = jnp.array([0.0, 0.0, 0.0, 0.0, -0.5, -0.5])
+    logits = jnp.array([[17.0, 18.0, 19.0, 20.0, 21.0, 22.0]])
+    routed = routing.top_k_routing(logits, 6, score="sigmoid", bias=bias)
+    np.testing.assert_array_equal(routed.topk_idx, [[3, 2, 1, 0, 5, 4]])
+    routed = routing.top_k_routing(logits - 38, 6, score="sigmoid", bias=bias + 12)
+    np.testing.assert_array_equal(routed.topk_idx, [[3, 2, 1, 0, 5, 4]])
+
+
+def test_biases_that_a_sum_rounds_off_count():
+    bias = jnp.arange(4) * 1e-9
+    for score, logit in (("sigmoid", 30.0), ("sqrt_softplus", 4.0)):
+        routed = routing.top_k_routing(jnp.full((1, 4), logit), 4, score=score, bias=bias)
+        np.testing.assert_array_equal(routed.topk_idx, [[3, 2, 1, 0]])
+    routed = routing.top_k_routing(jnp.full((1, 4), 5.0), 4, bias=bias, choose_by="logit")
+    np.testing.assert_array_equal(routed.topk_idx, [[3, 2, 1, 0]])
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_the_loss_is_the_same_however_low_the_logits_are(score, shift):
+    """And so is its gradient; below -40 both scores are exponentials."""
+    logits = np.round(random_logits(3, tokens=8), 3)
+
+    def loss(logits):
+        routed = routing.top_k_routing(logits, 2, score=score)
+        return losses.load_balance_loss(routed.probs, routed.topk_idx)
+
+    def want(logits):
+        logits = np.asarray(logits, np.float64)
+        idx = reference.top_k_routing(logits, 2, score=score).topk_idx
+        top = max(shift, -100.0) - shift  # float64 holds the scores of -100
+        return reference.load_balance_loss(
+            reference.top_k_routing(logits + top, 2, score=score).probs, idx
+        )
+
+    low = np.asarray(logits + np.float32(shift), np.float32)
+    value, grad = jax.value_and_grad(loss)(jnp.asarray(low))
+    np.testing.assert_allclose(value, want(low), rtol=1e-5)
+    np.testing.assert_allclose(grad, derivative(want, low), rtol=1e-4, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], "bfloat16"))
 def test_strict_promotion(dtype):
     """The program of routers, losses and the bias's step is the one without "strict", "raise"."""

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import simulator
-from support.rows import descending, rows, within_best_groups
+from support.rows import descending, rows, total_order, within_best_groups
 from support.selection import quick
 from support.simulator import interpret, simulated
 
+from pallas_kernels.routing import order
 from pallas_kernels.routing import top_k as kernels
 from pallas_kernels.routing.plan import Groups, Weighing, unavailable_reason
 
 PLAIN = Weighing(normalize=False, epsilon=0.0, scale=1.0)
 
 
-def choose(k, weighing=PLAIN, groups=None, **operands):
-    call = functools.partial(kernels.top_k, k=k, weighing=weighing, groups=groups)
+def choose(k, weighing=PLAIN, groups=None, biased=False, softmax=False, **operands):
+    call = functools.partial(
+        kernels.top_k, k=k, weighing=weighing, groups=groups, biased=biased, softmax=softmax
+    )
     arrays = {name: jnp.asarray(array) for name, array in operands.items()}
     return interpret(lambda: call(**arrays, interpret=simulator.INTERPRETER))
 
@@ -30,28 +34,56 @@ def choose(k, weighing=PLAIN, groups=None, **operands):
     ("number", "columns", "k"), quick([(5, 64, 3), (2, 60, 4), (1, 3, 3)], (5, 64, 3))
 )
 def test_choices_are_the_first_of_the_total_order(number, columns, k, kind):
-    values, gathered = rows(number, columns, kind), rows(number, columns, "random", 1)
-    chosen = choose(k, values=values, gathered=gathered)
-    want = descending(values)[:, :k]
+    logits, gathered = rows(number, columns, kind), rows(number, columns, "random", 1)
+    chosen = choose(k, logits=logits, gathered=gathered)
+    want = descending(logits)[:, :k]
     np.testing.assert_array_equal(chosen.columns, want)
-    np.testing.assert_array_equal(chosen.scores, np.take_along_axis(gathered, want, axis=1))
-    np.testing.assert_array_equal(chosen.weights, chosen.scores)
+    np.testing.assert_array_equal(chosen.chosen, np.take_along_axis(gathered, want, axis=1))
+    np.testing.assert_array_equal(chosen.weights, chosen.chosen)
 
 
 @simulated
 @pytest.mark.parametrize("columns", quick([40, 64, 3], 40))
 def test_weights_are_of_the_softmax(columns):
-    values, k = rows(3, columns, "random"), 3
-    chosen = choose(k, Weighing(normalize=True, epsilon=0.25, scale=2.5), values=values)
-    exact = np.exp(values.astype(np.float64))
+    logits, k = rows(3, columns, "random"), 3
+    exact = np.exp(logits.astype(np.float64))
     exact /= exact.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(chosen.softmax, exact, rtol=1e-6)
-    want = descending(values)[:, :k]
-    np.testing.assert_array_equal(chosen.columns, want)
-    np.testing.assert_array_equal(chosen.scores, np.take_along_axis(chosen.softmax, want, axis=1))
+    want = descending(logits)[:, :k]
     scores = np.take_along_axis(exact, want, axis=1)
-    weights = 2.5 * scores / (scores.sum(axis=1, keepdims=True) + 0.25)
-    np.testing.assert_allclose(chosen.weights, weights, rtol=1e-6)
+    for normalize, factor in ((True, 1 / scores.sum(axis=1, keepdims=True)), (False, 1)):
+        weighing = Weighing(normalize, epsilon=0.0, scale=2.5)
+        chosen = choose(k, weighing, softmax=True, logits=logits)
+        np.testing.assert_allclose(chosen.softmax, exact, rtol=1e-6)
+        np.testing.assert_array_equal(chosen.columns, want)
+        weighed = logits if normalize else chosen.softmax
+        np.testing.assert_array_equal(chosen.chosen, np.take_along_axis(weighed, want, axis=1))
+        np.testing.assert_allclose(chosen.weights, 2.5 * scores * factor, rtol=1e-6)
+
+
+@simulated
+@pytest.mark.parametrize("shift", [0, -40, -300])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-20])
+def test_weights_are_of_scores_of_any_size(epsilon, shift):
+    logits, k = rows(3, 40, "random") + np.float32(shift), 3
+    want = np.sort(logits.astype(np.float64), axis=1)[:, : -k - 1 : -1]
+    scores = np.exp(want) / (1 + np.exp(want))
+    weighing = Weighing(normalize=True, epsilon=epsilon, scale=1.0)
+    sigmoids = choose(k, dataclasses.replace(weighing, sigmoid=True), logits=logits)
+    exponentials = choose(k, weighing, logits=logits)
+    for got, of in ((sigmoids, scores), (exponentials, np.exp(want))):
+        weights = of / (of.sum(axis=1, keepdims=True) + epsilon)
+        rtol = 2e-5 if epsilon else 1e-6
+        np.testing.assert_allclose(got.weights, weights, rtol, atol=1e-37)
+    nothing = choose(k, dataclasses.replace(weighing, sigmoid=True), logits=logits - np.inf)
+    np.testing.assert_array_equal(nothing.weights, 0.0)
+
+
+@simulated
+def test_equal_sums_are_ordered_by_what_was_rounded_off_then_by_logits():
+    high, low, logits = (rows(5, 64, "ties", seed) for seed in range(3))
+    chosen = choose(9, biased=True, high=high, low=low, logits=logits)
+    want = np.lexsort([-total_order(values) for values in (logits, low, high)])
+    np.testing.assert_array_equal(chosen.columns, want[:, :9])
 
 
 @simulated
@@ -61,7 +93,7 @@ def test_weights_are_of_the_softmax(columns):
     quick(
         [
             (64, Groups(8, 3, 2)),
-            (64, Groups(32, 3, 2)),
+            (64, Groups(32, 3, 2, "sigmoid")),
             (160, Groups(8, 3, 1)),
             (32, Groups(1, 1, 1)),
         ],
@@ -70,10 +102,41 @@ def test_weights_are_of_the_softmax(columns):
 )
 def test_choices_are_of_the_best_groups(columns, groups, kind):
     values, scores = rows(5, columns, kind), rows(5, columns, kind, 1)
-    chosen = choose(2, groups=groups, values=values, gathered=values, scores=scores)
     args = groups.number, groups.kept, groups.best
-    want = descending(within_best_groups(values, scores, *args))[:, :2]
-    np.testing.assert_array_equal(chosen.columns, want)
+    if groups.best == 1:
+        chosen = choose(2, groups=groups, logits=values)
+        want = within_best_groups(values, values, *args)
+    else:
+        zero = np.zeros_like(scores)
+        chosen = choose(2, groups=groups, logits=values, high=scores, low=zero)
+        want = within_best_groups(values, scores, *args, of_ties=groups.scores)
+    np.testing.assert_array_equal(chosen.columns, descending(want)[:, :2])
+
+
+@simulated
+@pytest.mark.parametrize("scores", order.OF_TWO)
+def test_groups_of_equal_sums_are_those_of_larger_scores(scores):
+    """Sums of two sigmoids close to 1, to 0, and below what float32 can hold, all rounded to 24."""
+    for shift in (0, 18, -18, -120):
+        logits = rows(5, 64, "random") + np.float32(shift)
+        two = np.sort(logits.astype(np.float64).reshape(5, 8, 8))[..., -2:]
+        log_score, other = {
+            "logit": (two, None),
+            "softmax": (two, None),
+            "sqrt_softplus": (two / 2, None),
+            "sigmoid": (-np.logaddexp(0, -two), -np.logaddexp(0, two)),
+        }[scores]
+        of_group = np.logaddexp(*np.moveaxis(log_score, -1, 0))
+        if scores == "logit":
+            of_group = two.sum(axis=-1)
+        elif other is not None and shift > 0:
+            of_group = -np.logaddexp(*np.moveaxis(other, -1, 0))
+        best = np.argsort(-of_group, axis=-1)[:, 0]
+        high = np.full_like(logits, 12)
+        chosen = choose(
+            2, groups=Groups(8, 1, 2, scores), biased=True, logits=logits, high=high, low=high * 0
+        )
+        np.testing.assert_array_equal(np.asarray(chosen.columns) // 8, best[:, None] + [[0, 0]])
 
 
 def test_what_does_not_fit_is_refused():
@@ -82,6 +145,6 @@ def test_what_does_not_fit_is_refused():
     assert "32 choices, not 33" in unavailable_reason(64, 33)
     assert "not 5 groups of 160" in unavailable_reason(160, 4, Groups(5, 2, 1))
     assert "not 32 groups of 32" in unavailable_reason(32, 4, Groups(32, 8, 2))
-    values = jnp.zeros((2, 1025), jnp.float32)
+    logits = jnp.zeros((2, 1025), jnp.float32)
     with pytest.raises(ValueError, match="at most 1024 columns"):
-        kernels.top_k(values, 4, PLAIN)
+        kernels.top_k(logits, 4, PLAIN)
