@@ -180,16 +180,20 @@ BLOCKS = {
     "DeepSeek-V2": Block(
         deepseek_v2, dict(group_score="max", normalize=False, scale=16.0, **_GROUPS)
     ),
-    "DeepSeek-V3": Block(deepseek_v3, dict(score="sigmoid", scale=2.5, **_GROUPS), biased=True),
+    "DeepSeek-V3": Block(
+        deepseek_v3,
+        dict(score="sigmoid", normalize_epsilon=1e-20, scale=2.5, **_GROUPS),
+        biased=True,
+    ),
     "DeepSeek-V4": Block(
         deepseek_v4,
-        dict(score="sqrt_softplus", scale=1.5, clamp=1.0),
+        dict(score="sqrt_softplus", normalize_epsilon=1e-20, scale=1.5, clamp=1.0),
         dict(num_shared_experts=1),
         biased=True,
         hidden=clamped_swiglu,
     ),
     "LFM2": Block(lfm2, dict(score="sigmoid", normalize_epsilon=1e-6), biased=True),
-    "Ernie 4.5": Block(ernie, biased=True),
+    "Ernie 4.5": Block(ernie, dict(normalize_epsilon=1e-12), biased=True),
     "LongCat": Block(longcat, dict(normalize=False, scale=6.0), biased=True),
     "GPT-OSS": Block(
         gpt_oss,
