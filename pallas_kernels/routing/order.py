@@ -55,8 +55,9 @@ def _log_sum(a: jax.Array, b: jax.Array | np.float32) -> jax.Array:
     """Returns log(e^a + e^b): the larger plus log(1 + y) for a y of 0 to 1, by its series."""
     ratio = jnp.exp(-jnp.abs(a - b))
     z = ratio / (ratio + np.float32(2))  # log(1 + y) = 2 artanh(z)
-    square, series = z * z, np.float32(2 / 13)
-    for power in (11, 9, 7, 5, 3, 1):
+    square = z * z
+    series = square * np.float32(2 / 13) + np.float32(2 / 11)
+    for power in (9, 7, 5, 3, 1):
         series = series * square + np.float32(2 / power)
     return jnp.maximum(a, b) + z * series
 

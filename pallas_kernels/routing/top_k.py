@@ -248,18 +248,18 @@ class _TopK:
         """Returns whether each lane's group is among the best; `columns` are keys alone."""
         assert self.groups is not None
         lanes_of_group = WARP // self.groups.number
-        first, second = columns[0], None
+        first: _Words = columns[0]
+        second: _Words | None = None
         for words in columns[1:]:
             first, second = _two_largest(lanes, first, second, words, None)
         distance = 1
         while distance < lanes_of_group:
-            others = [
-                None if words is None else tuple(lanes.exchange(key, distance) for key in words)
-                for words in (first, second)
-            ]
-            first, second = _two_largest(lanes, first, second, *others)
+            other = tuple(lanes.exchange(key, distance) for key in first)
+            other_second = second and tuple(lanes.exchange(key, distance) for key in second)
+            first, second = _two_largest(lanes, first, second, other, other_second)
             distance *= 2
         if self.groups.best == 2:
+            assert second is not None  # a group has two columns or more
             first = self.sum_of(lanes, first, second)
         own: _Words = (*first, lanes.complement(lanes.divided(lanes.lane, lanes_of_group)))
         kept = None

@@ -1,0 +1,63 @@
+"""Sums of two float32 numbers, and what compares groups whose sums are equal, against float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.routing import order
+
+
+@jax.jit
+def add(*sums):
+    def where_finite(of, value):
+        return jnp.where(jnp.isfinite(of), value, 0.0)
+
+    return order.add(lambda function, *arrays: function(*arrays), where_finite, *sums)
+
+
+def test_a_sum_keeps_what_float32_rounds_off():
+    """Compiled, too; numbers of different sizes, and those that almost cancel."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 1000)) * 10.0 ** rng.integers(-2, 3, (2, 1000))
+    a[:100] = -b[:100] * (1 + 1e-6)
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    exact = a.astype(np.float64) + b
+    high, low = add((a, np.zeros_like(a)), (b, np.zeros_like(b)))
+    np.testing.assert_array_equal(high, exact.astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(low), exact - np.asarray(high))
+    four = add((high, low), (b, np.float32(1e-9) * b))
+    total = exact + b + (np.float32(1e-9) * b).astype(np.float64)
+    np.testing.assert_array_equal(four[0], total.astype(np.float32))
+
+
+def test_sums_that_are_not_finite_have_nothing_rounded_off():
+    values = np.array([np.inf, -np.inf, np.nan], np.float32)
+    for high, low in (
+        add((values, np.zeros(3, np.float32)), (np.ones(3, np.float32),) * 2),
+        add((values, np.zeros(3, np.float32)), (values, np.zeros(3, np.float32))),
+    ):
+        np.testing.assert_array_equal(high, values)
+        np.testing.assert_array_equal(low, 0)
+
+
+@pytest.mark.parametrize("scores", order.OF_TWO)
+def test_groups_are_compared_by_what_grows_with_the_sum_of_two_scores(scores):
+    rng = np.random.default_rng(0)
+    logits = np.concatenate([rng.normal(size=(2, 50)) * 3 + shift for shift in (-200, 0, 60)], 1)
+    logits = logits.astype(np.float32)
+    a, b = logits.astype(np.float64)
+    want = {
+        "logit": a + b,
+        "softmax": np.logaddexp(a, b),
+        "sqrt_softplus": np.logaddexp(a / 2, b / 2),
+        "sigmoid": np.logaddexp(-np.logaddexp(0, -a), -np.logaddexp(0, -b))
+        - np.logaddexp(-np.logaddexp(0, a), -np.logaddexp(0, b)),
+    }[scores]
+    function = Elementwise(order.OF_TWO[scores], 2)  # which the kernel can emit
+    np.testing.assert_allclose(function.function(*logits), want, rtol=1e-6, atol=1e-6)
+    lowest = order.OF_TWO[scores](*np.full((2, 1), -np.inf, np.float32))
+    assert np.isfinite(lowest) and lowest < np.min(want)
