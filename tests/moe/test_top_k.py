@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from support.kernels import needs_kernels
 from support.meshes import mesh
-from support.rows import KINDS, descending, rows, within_best_groups
+from support.rows import KINDS, descending, rows, total_order, within_best_groups
 from support.selection import quick
 
 from jax_ep.moe.routing import top_k_routing
@@ -57,6 +57,20 @@ def test_choices_are_the_first_of_the_total_order(number, experts, k, kind):
     assert topk_idx.dtype == jnp.int32 and chosen.dtype == jnp.float32
     np.testing.assert_array_equal(topk_idx, want)
     np.testing.assert_array_equal(chosen, np.take_along_axis(probs, want, axis=1))
+
+
+@pytest.mark.parametrize("kind", quick(KINDS, "ties"))
+@pytest.mark.parametrize(("experts", "k"), [(40, 3), (40, 13), (40, 40), (7, 2)])
+def test_biased_choices_are_by_three_numbers(experts, k, kind):
+    """The sum, what was rounded off and the logit; many are alike, and infinite or NaN."""
+    high, low, logits = (rows(50, experts, kind, seed) for seed in range(3))
+
+    @jax.jit
+    def run(high, low, logits):
+        return choose(logits, k, PLAIN, sums=(high, low), biased=True)[0]
+
+    want = np.lexsort([-total_order(values) for values in (logits, low, high)])[:, :k]
+    np.testing.assert_array_equal(run(high, low, logits), want)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
