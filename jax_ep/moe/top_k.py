@@ -172,7 +172,8 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
     """
     least = lax.bitcast_convert_type(jnp.int32(-1), jnp.float32)  # the least in the total order
     is_tie = jnp.ones_like(keys[0], jnp.bool_)
-    indices, is_out = [], []
+    indices: list[jax.Array] = []
+    is_out: list[jax.Array] = []
     for key in keys:
         key = jnp.where(is_tie, key, least)
         best = lax.top_k(key, k)[1].astype(jnp.int32)
