@@ -156,7 +156,7 @@ class CommandHelp(Directive):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             jax_ep.cli.main(["jax_ep", *self.arguments[0].split(), "--help"])
-        help_ = printed.getvalue().split("\nabsl.flags:")[0]
+        help_ = printed.getvalue()
         return [nodes.literal_block(help_, help_, language="text")]
 
 

@@ -14,6 +14,7 @@ from absl import flags
 Error = flags.Error  # wrong usage: `main` prints it, and the exit status is 2
 Holder = flags.FlagHolder
 _MOST = 2**31 - 1
+DTYPES = ("bfloat16", "float16", "float32")  # of rows and operands, for --dtype
 
 
 class Flags:
@@ -26,7 +27,7 @@ class Flags:
     def __init__(self) -> None:
         self.values = flags.FlagValues()
         flags.DEFINE_boolean(
-            "help", False, "Show this list.", short_name="h", flag_values=self.values
+            "help", False, "Print this list and exit.", short_name="h", flag_values=self.values
         )
         self._outputs: list[flags.FlagHolder] = []
 
@@ -60,10 +61,16 @@ class Flags:
         return flags.DEFINE_enum(name, default, list(allowed), help, flag_values=self.values)
 
     def choices(
-        self, name: str, default: Iterable[str] | None, allowed: Iterable[str], help: str
+        self,
+        name: str,
+        default: Iterable[str] | None,
+        allowed: Iterable[str],
+        help: str,
+        *,
+        may_be_empty: bool = False,
     ) -> Holder:
         """Defines a flag for a comma-separated list of values in `allowed`."""
-        return self._define(_Choices(allowed), name, default, help)
+        return self._define(_Choices(allowed, may_be_empty), name, default, help)
 
     def integers(
         self, name: str, default: Sequence[int] | None, help: str, least: int = 1
@@ -71,7 +78,7 @@ class Flags:
         """Defines a flag for a comma-separated list of integers from `least` to 2^31 - 1."""
         return self._define(_Integers(least), name, default, help)
 
-    def numbers(self, name: str, default: Sequence[float], help: str) -> Holder:
+    def numbers(self, name: str, default: Sequence[float] | None, help: str) -> Holder:
         """Defines a flag for a comma-separated list of finite numbers that are not negative."""
         return self._define(_Numbers(), name, default, help)
 
@@ -81,11 +88,31 @@ class Flags:
         self._outputs.append(holder)
         return holder
 
+    def json(self) -> Holder:
+        """Defines --json: the file that takes everything the command found."""
+        return self.output(
+            "json",
+            "The file to write all results to, as one JSON object; what is printed stays the same. "
+            "Default: no file.",
+        )
+
+    def plot(self, drawn: str) -> Holder:
+        """Defines --plot: the file of a picture of what `drawn` names."""
+        return self.output(
+            "plot",
+            f"The file to draw {drawn} to; its ending sets the format, such as out.png. "
+            "Default: no file.",
+        )
+
     def check_outputs(self) -> None:
         """Raises `Error` for an output file that cannot be written; call it before long work."""
         for holder in self._outputs:
             if holder.value is not None:
                 _check_output(holder.name, holder.value)
+
+    def given(self, holder: Holder) -> bool:
+        """Returns whether the command line has the flag."""
+        return bool(self.values[holder.name].present)
 
     def parse(self, command: str, argv: Sequence[str]) -> None:
         """Resets all flags to their defaults, and parses the arguments after the command's name.
@@ -96,6 +123,11 @@ class Flags:
             self.values[name].unparse()
         if extra := self.values([command, *argv])[1:]:
             raise Error(f"unexpected arguments: {' '.join(extra)}")
+
+    def help(self) -> str:
+        """Renders all flags of the command, with their texts, defaults and values."""
+        sections = self.values.get_help(include_special_flags=False).splitlines()
+        return "\n".join(line for line in sections if not line or line.startswith(" ")).strip("\n")
 
     def _define(self, parser: Any, name: str, default: Any, help: str) -> Holder:
         text = default if default is None else parser.serialize(default)
@@ -119,8 +151,12 @@ class _Number(flags.ArgumentParser):
 
 
 class _List(flags.ArgumentParser):
+    may_be_empty = False
+
     def parse(self, argument: Any) -> list[Any]:
         values = [text.strip() for text in argument.split(",")] if argument else []
+        if not values and not self.may_be_empty:
+            raise ValueError("name one value or more, or leave the flag out")
         return [self.item(value) for value in values]
 
     def serialize(self, values: Iterable[Any]) -> str:
@@ -153,14 +189,27 @@ class _Numbers(_List):
 
 
 class _Choices(_List):
-    def __init__(self, allowed: Iterable[str]) -> None:
+    def __init__(self, allowed: Iterable[str], may_be_empty: bool) -> None:
         self.allowed = list(allowed)
+        self.may_be_empty = may_be_empty
         self.syntactic_help = f"a comma separated list of: {', '.join(self.allowed)}"
 
     def item(self, value: str) -> str:
         if value not in self.allowed:
             raise ValueError(f"{value!r} is not one of {', '.join(self.allowed)}")
         return value
+
+
+def check_experts(num_experts: int, num_ranks: int, top_k: int, whose: str | None = None) -> None:
+    """Raises `Error` unless E experts fit N ranks, and K distinct ones can be chosen among them.
+
+    `whose` is the name of the model that has them, if it is not the flags that say E.
+    """
+    of = "" if whose is None else f"{whose}'s "
+    if num_experts % num_ranks:
+        raise Error(f"--num_experts: {of}{num_experts} is no multiple of {num_ranks} ranks")
+    if top_k > num_experts:
+        raise Error(f"--top_k: {top_k} distinct of {of}{num_experts} experts")
 
 
 def _check_output(flag: str, path: str) -> None:

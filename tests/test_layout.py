@@ -15,7 +15,7 @@ TESTS = {"jax_ep": "tests", "pallas_kernels": "tests/kernels"}
 ELSEWHERE = {
     # Each command's tests run its parts: what it times, what it compares with, what it prints.
     "jax_ep/bench/baselines.py": "tests/bench/test_exchange.py",
-    "jax_ep/bench/exchange_model.py": "tests/bench/test_model.py",
+    "jax_ep/bench/exchange_model.py": "tests/bench/test_estimate.py",
     "jax_ep/bench/layer_baselines.py": "tests/bench/test_layer.py",
     "jax_ep/bench/matmul_checks.py": "tests/bench/test_matmul.py",
     "jax_ep/bench/matmul_operations.py": "tests/bench/test_matmul.py",

@@ -30,31 +30,53 @@ from jax_ep.bench.flags import BenchFlags
 from jax_ep.bench.operations import rows_needed
 from jax_ep.bench.timing import Loop
 from jax_ep.exchange.routes import Overflow
-from jax_ep.flags import Error
+from jax_ep.flags import Error, check_experts
 from jax_ep.moe import layer as moe
 from jax_ep.moe.config import MoEConfig
 from jax_ep.placement import Placement, balance, redistribute, to_slots
 
 FLAGS = BenchFlags()
-_SHAPES = FLAGS.choices("shapes", ["qwen3-moe"], bench_layer.SHAPES, "Models, as `bench layer`'s.")
+_SHAPES = FLAGS.choices(
+    "shapes",
+    ["qwen3-moe"],
+    bench_layer.SHAPES,
+    "The models whose MoE layers are measured, as in `bench layer`.",
+)
 _RANKS = FLAGS.ranks()
 _TOKENS = FLAGS.tokens("4096", "64")
-_EXPONENTS = FLAGS.numbers("exponents", [0.0, 1.0], "Of the experts' popularity; 0: uniform.")
+_EXPONENTS = FLAGS.numbers(
+    "exponents",
+    [0.0, 1.0],
+    "Exponents of the experts' popularity: an expert of popularity rank i, from 0, is chosen with "
+    "a probability proportional to 1 / (1 + i) ** exponent. 0: uniform routing.",
+)
 _COPIES = FLAGS.integers(
-    "copies", [0, 1], "Slots that each rank has besides those for E experts.", least=0
+    "copies",
+    [0, 1],
+    "Numbers of extra slots, for copies of popular experts, that each rank has beyond its E / N.",
+    least=0,
 )
-_OVERFLOWS = FLAGS.choices("overflows", ["fair"], get_args(Overflow), "Which rows are dropped.")
+_OVERFLOWS = FLAGS.choices(
+    "overflows",
+    ["fair"],
+    get_args(Overflow),
+    "Which rows are dropped where a receive buffer is full: fair takes from the experts with most, "
+    "tail from the last.",
+)
 _CAPACITY_FACTORS = FLAGS.numbers(
-    "capacity_factors",
-    [0.0],
-    "Rows of a receive buffer over the T * K that a rank gets on average, whatever that drops. 0: "
-    "what the routing needs.",
+    "capacity_factor",
+    None,
+    "Rows of a receive buffer, as multiples of the T * K rows that a rank gets on average; rows "
+    "that do not fit are dropped. 0: room for any routing. Default: what each routing needs.",
 )
-_STEPS = FLAGS.integer("steps", 100, "Steps from one redistribution to the next.")
+_EVERY = FLAGS.integer(
+    "redistribute_every", 100, "Training steps from one redistribution of experts to the next."
+)
 _TIMING = FLAGS.timing(10, 5, least_iterations=2)
-_CHECK = FLAGS.boolean("check", "Compare the outputs of all layers of one routing before timing.")
-_SEED = FLAGS.integer("seed", 0, "Of parameters, tokens and choices.", least=0)
+_CHECK = FLAGS.check("the outputs of all layers of one routing with each other")
+_SEED = FLAGS.seed("parameters, tokens and choices")
 _JSON = FLAGS.json()
+_PLOT = FLAGS.plot("the times by placement")
 
 
 def run() -> int:
@@ -67,23 +89,47 @@ def run() -> int:
     shapes = {name: table[name] for name in _SHAPES.value}
     for num_ranks in ranks:
         for name, shape in shapes.items():
-            if shape.num_experts % num_ranks:
-                raise Error(f"--ranks: {name}'s {shape.num_experts} experts on {num_ranks} ranks")
+            check_experts(shape.num_experts, num_ranks, shape.top_k, name)
+    if FLAGS.given(_COPIES) and not any(_EXPONENTS.value):
+        raise Error("--copies: uniform routing is measured without; name an --exponents above 0")
     rows: list[report.Row] = []
     for num_ranks in ranks:
         for name, shape in shapes.items():
             for num_tokens in _TOKENS.value or [4096 if platform == "gpu" else 64]:
                 work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens}
+                work |= dataclasses.asdict(shape)
                 rows += measure_shape(work, shape)
                 if _JSON.value:
                     measuring.write_json(_JSON.value, rows)
     measuring.progress("")
-    compare(rows, _STEPS.value)
+    compare(rows, _EVERY.value)
     print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16, forward")
     text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _TEXT)
     text += report.notes(rows, _name)
     print("\n".join(["", *text, *(report.kernels(rows, _name) if _TIMING.by_kernel.value else [])]))
+    if _PLOT.value:
+        plot(rows, _PLOT.value, measuring.devices_in_words(devices))
     return 1 if any("error" in row for row in rows) else 0
+
+
+def plot(rows: list[report.Row], path: str, machine: str) -> None:
+    """Draws to a file the wall time of a layer, by routing and by where its experts live."""
+
+    def bar(row: report.Row) -> str:
+        factor = row.get("capacity_factor")
+        buffer = "" if factor is None else f", capacity factor {factor:g}"
+        return f"{_placement(row)}, {row.get('overflow', 'not placed')}{buffer}"
+
+    report.bars(
+        rows,
+        path,
+        title=f"Time of the MoE layer under skewed routing, forward, bfloat16\n{machine}",
+        panel=bench_layer.sizes,
+        group=lambda row: f"exponent {row['exponent']:g}",
+        bar=bar,
+        height=lambda row: row["wall"]["median_us"] if "wall" in row else None,
+        label="in-loop wall time, us",
+    )
 
 
 def draw_choices(
@@ -119,7 +165,7 @@ def measure_shape(work: dict[str, Any], shape: bench_layer.Shape) -> list[report
                 rows.append(case | {"error": measuring.first_line(error)})
                 continue
             for overflow in _OVERFLOWS.value:
-                for factor in _CAPACITY_FACTORS.value:
+                for factor in _CAPACITY_FACTORS.value or [None]:
                     own = case | facts | {"overflow": overflow, "capacity_factor": factor}
                     try:
                         row, out = _measure(own, shape, placed, topk_idx, mesh)
@@ -187,7 +233,10 @@ def _measure(
     stacked = None if placement is None else _stacked(placement, mesh)
     state = params, x, chosen, stacked
     needed = _rows_needed(state, mesh, config)
-    rows = math.ceil((case["capacity_factor"] * average or needed) / 128) * 128
+    most = mesh.size * average
+    factor = case["capacity_factor"]
+    rows = needed if factor is None else factor * average if factor else most
+    rows = min(math.ceil(rows / 128) * 128, most)
     config = dataclasses.replace(config, capacity_factor=rows / average)
 
     def step(state: Any) -> Any:

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep.bench import measuring, report
 from jax_ep.bench.baselines import AXIS
-from jax_ep.bench.flags import DTYPES, BenchFlags
+from jax_ep.bench.flags import BenchFlags
 from jax_ep.bench.timing import Loop
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
@@ -67,27 +67,39 @@ _CPU_ROWS = [32, 128]
 _ALGORITHM_NAMES = sorted({name for names in ALGORITHMS.values() for name in names})
 
 FLAGS = BenchFlags()
-_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "Operations to measure.")
+_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
 _RANKS = FLAGS.ranks("those of 2, 4 and 8 that there are devices for")
 _ROWS = FLAGS.integers(
     "rows",
     None,
-    "Rows of the whole array. Default: 8 and powers of two, 32 to 4096, on GPUs; 32, 128 on CPUs.",
+    "Numbers of rows of the whole array, a multiple of the ranks each. Default: 8 and the powers "
+    "of two from 32 to 4096 on GPUs, 32,128 on CPUs.",
 )
-_HIDDEN = FLAGS.integer("hidden", None, "Columns. Default: 8192 on GPUs and 256 on CPUs.")
-_DTYPE = FLAGS.choice("dtype", "bfloat16", DTYPES, "Of the elements.")
-_ALGORITHMS = FLAGS.choices("algorithms", None, _ALGORITHM_NAMES, "Default: all that run here.")
+_HIDDEN = FLAGS.integer(
+    "hidden",
+    None,
+    "H, the hidden size: elements of a row. Default: 8192 on GPUs and 256 on CPUs.",
+)
+_DTYPE = FLAGS.dtype("the elements")
+_IMPLEMENTATIONS = FLAGS.choices(
+    "implementations",
+    None,
+    _ALGORITHM_NAMES,
+    "This library's implementations of the collectives to measure, by the name that their "
+    "argument `algorithm` takes. xla: the function of jax.lax. Default: all that run here but "
+    "fused and multimem.",
+)
 _PLANS = FLAGS.strings(
     "plans",
-    "Time the kernels with these plans too: BLOCKSxWARPGROUPSxVECTORS, such as 64x4x1.",
+    "Plans to measure each kernel with besides its own: thread blocks, warpgroups of a block and "
+    "vectors of a thread, such as 64x4x1,32x4x2. Default: none.",
 )
-_CHECK = FLAGS.boolean("check", "Compare with float64 before timing.")
+_CHECK = FLAGS.check("results with sums in float64")
 _TIMING = FLAGS.timing(50, 7, least_iterations=10)
 _SECONDS = FLAGS.seconds(1200.0)
-_WRITE_TABLE = FLAGS.output(
-    "write_table", "Write the lookup table, merged into the one in this file."
-)
+_WRITE_TABLE = FLAGS.write_table()
 _JSON = FLAGS.json()
+_PLOT = FLAGS.plot("the wall times over the size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +253,7 @@ def run() -> int:
     on_gpu = devices[0].platform == "gpu"
     rows = _ROWS.value or (_GPU_ROWS if on_gpu else _CPU_ROWS)
     _check_flags(ranks, rows)
+    _check_implementations(ranks, on_gpu)
     hidden = _HIDDEN.value or (8192 if on_gpu else 256)
     kind = measuring.devices_in_words(devices)
     print(f"{kind}, jax {jax.__version__}, {_DTYPE.value}")
@@ -270,6 +283,8 @@ def run() -> int:
         measuring.write_json(_JSON.value, records, nccl_nvls_enable=multicast)
     if _WRITE_TABLE.value:
         write_table(_WRITE_TABLE.value, records, devices)
+    if _PLOT.value:
+        plot(records, _PLOT.value, f"arrays of {hidden} columns, {_DTYPE.value}\n{kind}")
     return 1 if any(not record.get("out_of_time") for record in records if "error" in record) else 0
 
 
@@ -278,12 +293,12 @@ def table(records: Sequence[dict[str, Any]], clock: str) -> str:
     timed = [record for record in records if record.get(clock)]
     if not timed:
         return ""
-    columns = list(dict.fromkeys(record["column"] for record in timed))
+    columns = list(dict.fromkeys(record["implementation"] for record in timed))
     header = ["shape", "MB", *columns, "best", f"vs {LAX_NAMES[timed[0]['op']]}", "auto", "checked"]
     lines = []
     for rows in dict.fromkeys(record["rows"] for record in timed):
         times = {
-            record["column"]: record[clock]["median_us"]
+            record["implementation"]: record[clock]["median_us"]
             for record in timed
             if record["rows"] == rows
         }
@@ -298,8 +313,24 @@ def table(records: Sequence[dict[str, Any]], clock: str) -> str:
     return "\n".join(report.fixed_width(header, lines))
 
 
+def plot(records: Sequence[dict[str, Any]], path: str, sizes: str) -> None:
+    """Draws wall times over the array's size to a file: a panel for each operation and N."""
+    panels: report.Panels = {}
+    for record in (record for record in records if record.get("wall")):
+        panel = panels.setdefault("{op}, {ranks} ranks".format(**record), {})
+        points = panel.setdefault(record["implementation"], [])
+        points.append((record["bytes"] / 1e6, record["wall"]["median_us"]))
+    report.lines(
+        panels,
+        path,
+        title=f"Times of the collectives: {sizes}",
+        x_label="MB (10^6 bytes) of the whole array",
+        y_label="in-loop wall time, us",
+    )
+
+
 def _name(record: dict[str, Any]) -> str:
-    return "{op}, {ranks} ranks, {rows} rows, {column}".format(**record)
+    return "{op}, {ranks} ranks, {rows} rows, {implementation}".format(**record)
 
 
 def read_table(path: str) -> dict[str, Any]:
@@ -331,7 +362,7 @@ def write_table(
             record
             for record in records
             if (record["op"], record["ranks"]) == (op, ranks)
-            and record["column"] in MEASURED[op]  # an algorithm with its own plan
+            and record["implementation"] in MEASURED[op]  # with its own plan
             and record.get("wall")
         ]
         clock = "device" if all(record.get("device") for record in timed) else "wall"
@@ -346,7 +377,9 @@ def write_table(
         if before.items() >= source.items():
             times = {int(size): dict(at_size) for size, at_size in before["us"].items()}
         for record in timed:
-            times.setdefault(record["bytes"], {})[record["column"]] = record[clock]["median_us"]
+            times.setdefault(record["bytes"], {})[record["implementation"]] = record[clock][
+                "median_us"
+            ]
         sizes = sorted(size for size, at_size in times.items() if "xla" in at_size)
         if not sizes:
             continue
@@ -404,7 +437,7 @@ def _measure(
             "rows": case.rows,
             "hidden": case.hidden,
             "bytes": case.num_bytes,
-            "column": column.name,
+            "implementation": column.name,
             "checked": _CHECK.value,
         }
         records.append(record)
@@ -427,7 +460,7 @@ def _measure(
 
 
 def _columns(case: Case, on_gpu: bool) -> list[Column]:
-    op, names = case.op, _ALGORITHMS.value
+    op, names = case.op, _IMPLEMENTATIONS.value
     if names is None:
         available = [
             name
@@ -453,6 +486,23 @@ def _plan(text: str) -> TilePlan:
 
     num_blocks, num_warpgroups, num_vectors = map(int, text.split("x"))
     return TilePlan(num_blocks, num_warpgroups, num_vectors)
+
+
+def _check_implementations(ranks: Sequence[int], on_gpu: bool) -> None:
+    """Raises `Error` for what is named and would not be measured."""
+    names, refused = _IMPLEMENTATIONS.value, _no_kernels(on_gpu)
+    for name in names or []:
+        if not any(name in ALGORITHMS[op] for op in _OPS.value):
+            ops = ", ".join(op for op, known in ALGORITHMS.items() if name in known)
+            raise Error(f"--implementations: {name} is of {ops}, and --ops has none of them")
+        if refused and name not in ("xla", "unfused"):
+            raise Error(f"--implementations: {name} cannot run here: {refused}")
+        if name != "xla" and max(ranks) == 1:
+            raise Error(f"--implementations: {name} needs more than one rank")
+    if _PLANS.value and (refused or names and set(names) <= {"xla", "unfused", "multimem"}):
+        raise Error(f"--plans: no kernel is measured: {refused or 'see --implementations'}")
+    if _WRITE_TABLE.value and names and "xla" not in names:
+        raise Error("--write_table: compares with xla, which --implementations must name")
 
 
 def _check_flags(ranks: Sequence[int], rows: Sequence[int]) -> None:

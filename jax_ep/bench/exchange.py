@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from jax_ep.bench import floor, measuring, report
 from jax_ep.bench.baselines import AXIS, BASELINES, Case, unavailable_reason
-from jax_ep.bench.flags import DTYPES, BenchFlags, Iterations
+from jax_ep.bench.flags import BenchFlags, Iterations
 from jax_ep.bench.operations import (
     DIRECTIONS,
     OF_RANK_MAJOR,
@@ -41,58 +41,69 @@ from jax_ep.bench.timing import Loop
 from jax_ep.exchange import quantization
 from jax_ep.exchange.memory import LAYOUTS
 from jax_ep.exchange.primitives import IMPLEMENTATIONS
-from jax_ep.flags import Error
+from jax_ep.flags import Error, check_experts
 from jax_ep.runtime import availability, hosts
 
 WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in quantization.DTYPES)
 
 FLAGS = BenchFlags()
-_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "Operations to measure.")
+_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
 _TOKENS = FLAGS.tokens("128,4096", "32,128")
 _RANKS = FLAGS.ranks()
-_DTYPES = FLAGS.choices("dtypes", ["bfloat16"], DTYPES, "Of the rows.")
-_HIDDEN = FLAGS.integer("hidden", None, "H. Default: 7168 on GPUs and 256 on CPUs.")
-_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E.")
-_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts per token.")
-_CAPACITY_FACTOR = FLAGS.capacity_factor()
-_ALIGNMENT = FLAGS.integer("expert_alignment", 1, "Each expert's block starts at a multiple.")
-_IMPLEMENTATIONS = FLAGS.choices(
-    "implementations", None, IMPLEMENTATIONS, "Default: all that run here."
+_DTYPE = FLAGS.dtype("the rows")
+_HIDDEN = FLAGS.integer(
+    "hidden",
+    None,
+    "H, the hidden size: values of a token. Default: 7168 on GPUs and 256 on CPUs.",
 )
-_BASELINES = FLAGS.choices("baselines", None, BASELINES, "Default: all that run here.")
+_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E, experts of all ranks together.")
+_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts that each token chooses.")
+_CAPACITY_FACTOR = FLAGS.capacity_factor()
+_ALIGNMENT = FLAGS.integer(
+    "expert_alignment",
+    1,
+    "Rows that the start of each expert's block in the receive buffer is a multiple of.",
+)
+_IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS, "the exchange", "all that run here")
+_BASELINES = FLAGS.baselines(BASELINES, "collectives of plain JAX", "all that run here")
 _HOST_CAPACITY = FLAGS.integer(
     "host_capacity",
     None,
-    "The most rows that a rank sends to each other host, of two_level in the layout expert. Which "
-    "devices share a host: see JAX_EP_DEVICES_PER_HOST. Default: all rows.",
+    "The most rows that a rank sends to each other host, for two_level in the layout expert. "
+    "JAX_EP_DEVICES_PER_HOST says which devices share a host. Default: all rows.",
 )
-_LAYOUTS = FLAGS.choices("layouts", ["expert"], LAYOUTS, "Of what is received.")
+_LAYOUTS = FLAGS.choices(
+    "layouts",
+    ["expert"],
+    LAYOUTS,
+    "The orders of received rows to measure: by expert, or by source rank and token.",
+)
 _WIRE_DTYPES = FLAGS.choices(
-    "wire_dtypes",
+    "wire_dtype",
     ["none"],
     ["none", *WIRE_DTYPES],
-    "Of what crosses in the operation itself; none: as it is. Rows of a dispatch, sums of a "
-    "combine, cotangents of a gradient (its grad_wire_dtype); a round_trip quantizes its dispatch "
-    "alone. group_by_expert, which sends nothing, takes the rows of --output=quantized by it.",
+    "The dtypes to send rows of a dispatch, sums of a combine and cotangents of a gradient in; a "
+    "round_trip quantizes its dispatch alone. none: rows are sent as they are. group_by_expert, "
+    "which sends nothing, then permutes the float8 rows of --output=quantized.",
 )
 _OUTPUT = FLAGS.choice(
     "output",
     "dequantized",
     ["dequantized", "quantized"],
-    "What a dispatch with a wire dtype returns: rows of --dtypes, or float8 rows and scales.",
+    "What a dispatch with a wire dtype returns: rows of --dtype, or float8 rows and scales.",
 )
-_CHECK = FLAGS.boolean("check", "Compare every element with jax_ep.reference before timing.")
+_CHECK = FLAGS.check("every element with jax_ep.reference")
 _TIMING = FLAGS.timing(Iterations(20, 60, 400), 5, least_iterations=10)
 _ITERATIONS_OF_RAGGED = 20  # `lax.ragged_all_to_all` takes milliseconds
 _UNROLL = FLAGS.integer(
     "unroll",
     10,
-    "Calls in the body of the loop whose wall time is measured, as in a model of that many layers. "
-    "The host launches the loop's own kernels once for all of them.",
+    "Calls in the body of the loop whose wall time is measured, as in a model of that many layers; "
+    "the host launches the loop's own kernels once for all of them.",
 )
-_SEED = FLAGS.integer("seed", 0, "Of routing and rows.", least=0)
+_SEED = FLAGS.seed("routing and rows")
 _JSON = FLAGS.json()
-_PLOT = FLAGS.plot()
+_PLOT = FLAGS.plot("wall times over the number of tokens")
 
 
 def run() -> int:
@@ -104,7 +115,10 @@ def run() -> int:
     _check_flags(ranks, platform)
     cases = list(_cases(ranks, platform))
     if not cases:
-        raise Error("nothing to measure: see --wire_dtypes, which not every operation takes")
+        raise Error(
+            "nothing to measure: no operation of --ops is in the --layouts, takes the "
+            "--wire_dtype and has one of the --implementations or --baselines"
+        )
 
     bandwidths = floor.measure(devices[: max(ranks)])
     gb_per_s = {
@@ -132,7 +146,9 @@ def run() -> int:
     if _JSON.value:
         measuring.write_json(_JSON.value, rows, **gb_per_s)
     if _PLOT.value:
-        report.plot(rows, _PLOT.value)
+        sizes = f"H={rows[0]['hidden']}, E={_NUM_EXPERTS.value}, K={_TOP_K.value}"
+        machine = measuring.devices_in_words(devices)
+        report.plot(rows, _PLOT.value, f"Times of an exchange: {sizes}\n{machine}")
     return 1 if any("error" in row for row in rows) else 0
 
 
@@ -273,30 +289,33 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
             two_level = len(set(hosts.hosts_of(jax.devices()[:num_ranks]))) > 1
             found = {"two_level": two_level, "pallas": kernels_run, "xla": True}
             implementations = [name for name, runs in found.items() if runs]
-        for dtype in _DTYPES.value:
-            for num_tokens in tokens:
-                for op in _OPS.value:
-                    for way in _ways(op, implementations, baselines):
-                        limited = (way["implementation"], way["layout"]) == ("two_level", "expert")
-                        yield way | {
-                            "op": op,
-                            "host_capacity": _HOST_CAPACITY.value if limited else None,
-                            "tokens": num_tokens,
-                            "ranks": num_ranks,
-                            "dtype": dtype,
-                            "output": _OUTPUT.value,
-                            "hidden": _HIDDEN.value or (7168 if on_gpu else 256),
-                            "num_experts": _NUM_EXPERTS.value,
-                            "top_k": _TOP_K.value,
-                            "capacity_factor": _CAPACITY_FACTOR.value,
-                            "expert_alignment": _ALIGNMENT.value,
-                            "iterations": _iterations(way["implementation"], num_tokens),
-                            "unroll": _UNROLL.value,
-                            "repeats": _TIMING.repeats.value,
-                            "device_timer": _TIMING.timer.value,
-                            "check": _CHECK.value,
-                            "seed": _SEED.value,
-                        }
+        for num_tokens in tokens:
+            for op in _OPS.value:
+                for way in _ways(op, implementations, baselines):
+                    limited = (way["implementation"], way["layout"]) == ("two_level", "expert")
+                    yield way | {
+                        "op": op,
+                        "host_capacity": _HOST_CAPACITY.value if limited else None,
+                        "tokens": num_tokens,
+                        "ranks": num_ranks,
+                        "dtype": _DTYPE.value,
+                        "output": _OUTPUT.value,
+                        "hidden": _hidden(platform),
+                        "num_experts": _NUM_EXPERTS.value,
+                        "top_k": _TOP_K.value,
+                        "capacity_factor": _CAPACITY_FACTOR.value,
+                        "expert_alignment": _ALIGNMENT.value,
+                        "iterations": _iterations(way["implementation"], num_tokens),
+                        "unroll": _UNROLL.value,
+                        "repeats": _TIMING.repeats.value,
+                        "device_timer": _TIMING.timer.value,
+                        "check": _CHECK.value,
+                        "seed": _SEED.value,
+                    }
+
+
+def _hidden(platform: str) -> int:
+    return _HIDDEN.value or (7168 if platform == "gpu" else 256)
 
 
 def _iterations(implementation: str, num_tokens: int) -> int:
@@ -336,17 +355,26 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
 
 def _check_flags(ranks: list[int], platform: str) -> None:
     if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
-        raise Error(f"--output: quantized rows need a wire dtype, --wire_dtypes={WIRE_DTYPES[0]}")
+        raise Error(f"--output: quantized rows need a wire dtype, --wire_dtype={WIRE_DTYPES[0]}")
+    if set(_WIRE_DTYPES.value) - {"none"} and _hidden(platform) % quantization.BLOCK:
+        raise Error(
+            f"--wire_dtype: rows of --hidden={_hidden(platform)} values are not whole blocks of "
+            f"{quantization.BLOCK}"
+        )
     for name in _BASELINES.value or []:
         if reason := unavailable_reason(name, platform):
             raise Error(f"--baselines: {name} cannot run here: {reason}")
+    kernels = availability.unavailable_reason(jax.devices()[: max(ranks)])
+    if "pallas" in (_IMPLEMENTATIONS.value or ()) and kernels:
+        raise Error(f"--implementations: pallas cannot run here: {kernels}")
     for num_ranks in ranks:
-        if _NUM_EXPERTS.value % num_ranks:
-            raise Error(f"--num_experts: {_NUM_EXPERTS.value} is no multiple of {num_ranks} ranks")
+        found = hosts.num_hosts_of(hosts.hosts_of(jax.devices()[:num_ranks]))
+        if "two_level" in (_IMPLEMENTATIONS.value or ()) and (found == 1 or isinstance(found, str)):
+            reason = found if isinstance(found, str) else f"{num_ranks} ranks are on one host"
+            raise Error(f"--implementations: two_level cannot run here: {reason}")
+        check_experts(_NUM_EXPERTS.value, num_ranks, _TOP_K.value)
     if _HOST_CAPACITY.value and "two_level" not in (_IMPLEMENTATIONS.value or ()):
         raise Error("--host_capacity: is of two_level, which --implementations must name")
-    if _TOP_K.value > _NUM_EXPERTS.value:
-        raise Error(f"--top_k: {_TOP_K.value} distinct of {_NUM_EXPERTS.value} experts")
 
 
 def _check_baseline(baseline, state, outputs, plain: Case) -> None:

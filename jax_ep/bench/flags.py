@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 
 from jax_ep.bench.timing import DEVICE_TIMERS
-from jax_ep.flags import Flags, Holder
+from jax_ep.flags import DTYPES, Flags, Holder
 from pallas_kernels.exchange.plan import FEW_TOKENS
 
-DTYPES = ("bfloat16", "float16", "float32")
 TIMERS = ("auto", *DEVICE_TIMERS, "none")
 
 
@@ -52,51 +52,95 @@ class BenchFlags(Flags):
 
         `iterations` and `repeats` are defaults; `least_iterations` is the least that is allowed.
         """
-        text, default = "Dependent calls in one loop.", None
+        text, default = "Dependent calls in one timed loop.", None
         if isinstance(iterations, int):
             default, iterations = iterations, Iterations(iterations, iterations, iterations)
         else:
             text += (
-                f" Default: on GPUs {iterations.many_tokens}, or {iterations.few_tokens} of up to "
-                f"{FEW_TOKENS} tokens a rank, fewer of what takes milliseconds; "
-                f"{iterations.on_cpus} on CPUs."
+                f" Default: on GPUs {iterations.many_tokens}, and {iterations.few_tokens} for up "
+                f"to {FEW_TOKENS} tokens per rank, with fewer for what takes milliseconds; on CPUs "
+                f"{iterations.on_cpus}."
             )
         return Timing(
             self.integer("iterations", default, text, least_iterations),
-            self.integer("repeats", repeats, "Times each loop is run."),
-            self.choice(
-                "device_timer",
-                "auto",
-                TIMERS,
-                "CUPTI through jax.profiler's trace (by rank; kernels, copies and memsets) or "
-                "through JAX's Mosaic GPU profiler (kernels, ranks mixed). auto: the first that "
-                "works.",
+            self.integer("repeats", repeats, "How many times each loop is run and timed."),
+            self.device_timer(),
+            self.boolean(
+                "by_kernel", "Print each result's device time by kernel, below the table."
             ),
-            self.boolean("by_kernel", "Print device times by kernel below the table."),
             iterations,
         )
 
+    def device_timer(self) -> Holder:
+        return self.choice(
+            "device_timer",
+            "auto",
+            TIMERS,
+            "What measures device times on GPUs. trace: jax.profiler's trace, which knows the rank "
+            "of each kernel, copy and memset. cupti: JAX's Mosaic GPU profiler, which sees kernels "
+            "only and mixes ranks. auto: the first that works. none: device times are left out.",
+        )
+
     def ranks(self, default: str = "all devices") -> Holder:
-        return self.integers("ranks", None, f"Rank counts. Default: {default}.")
+        return self.integers(
+            "ranks", None, f"N, the numbers of ranks to measure. Default: {default}."
+        )
 
     def tokens(self, on_gpus: str, on_cpus: str) -> Holder:
         return self.integers(
-            "tokens", None, f"Tokens per rank. Default: {on_gpus} on GPUs and {on_cpus} on CPUs."
+            "tokens",
+            None,
+            "T, the numbers of tokens per rank to measure. "
+            f"Default: {on_gpus} on GPUs and {on_cpus} on CPUs.",
         )
+
+    def dtype(self, of: str, allowed: Iterable[str] = DTYPES) -> Holder:
+        return self.choice("dtype", "bfloat16", allowed, f"The dtype of {of}.")
 
     def capacity_factor(self) -> Holder:
         return self.number(
             "capacity_factor",
             1.125,
-            "Rows of a receive buffer over the T * K that a rank gets on average; raised where the "
-            "run's routing needs more. 0: room for any routing.",
+            "Rows of a receive buffer, as a multiple of the T * K rows that a rank gets on "
+            "average. The buffer is larger where the run's routing needs more rows. 0: room for "
+            "any routing.",
+        )
+
+    def implementations(self, allowed: Iterable[str], of: str, default: str) -> Holder:
+        """Defines --implementations: which of this library's ways to do a thing are measured."""
+        return self.choices(
+            "implementations",
+            None,
+            allowed,
+            f"This library's implementations of {of} to measure; empty: none. Default: {default}.",
+            may_be_empty=True,
+        )
+
+    def baselines(self, allowed: Iterable[str], of: str, default: str) -> Holder:
+        """Defines --baselines: what this library's implementations are compared with."""
+        return self.choices(
+            "baselines",
+            None,
+            allowed,
+            f"What the implementations are compared with: {of}; empty: nothing. "
+            f"Default: {default}.",
+            may_be_empty=True,
+        )
+
+    def check(self, what: str) -> Holder:
+        return self.boolean("check", f"Before timing, compare {what}; a difference is an error.")
+
+    def seed(self, of: str) -> Holder:
+        return self.integer("seed", 0, f"The seed that {of} are drawn from.", least=0)
+
+    def write_table(self) -> Holder:
+        return self.output(
+            "write_table",
+            "The JSON file to write the collectives' lookup table to, merged into what the file "
+            "has. Default: no file.",
         )
 
     def seconds(self, default: float) -> Holder:
-        return self.number("seconds", default, "Start nothing more after this long.")
-
-    def json(self) -> Holder:
-        return self.output("json", "Write everything measured to this file.")
-
-    def plot(self) -> Holder:
-        return self.output("plot", "Write a plot to this file, such as out.png.")
+        return self.number(
+            "seconds", default, "Seconds after the start from which no other measurement is begun."
+        )

@@ -34,7 +34,9 @@ from jax_ep.bench import measuring, report
 from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
 from jax_ep.bench.flags import BenchFlags, Iterations
 from jax_ep.bench.layer_baselines import (
-    CONTENDERS,
+    BASELINES,
+    IMPLEMENTATIONS,
+    LAYERS,
     RAGGED_DOT,
     SLOW,
     make_layer,
@@ -44,7 +46,7 @@ from jax_ep.bench.layer_baselines import (
 from jax_ep.bench.operations import rows_needed
 from jax_ep.bench.timing import Loop
 from jax_ep.exchange import quantization
-from jax_ep.flags import Error
+from jax_ep.flags import Error, check_experts
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routing import Score
@@ -84,39 +86,53 @@ SMALL_SHAPES = {  # for CPUs
 }
 
 FLAGS = BenchFlags()
-_SHAPES = FLAGS.choices("shapes", SHAPES, SHAPES, "Models; on CPUs, small layers of the same kind.")
-_DIRECTIONS = FLAGS.choices("directions", DIRECTIONS, DIRECTIONS, "What to time.")
+_SHAPES = FLAGS.choices(
+    "shapes",
+    SHAPES,
+    SHAPES,
+    "The models whose MoE layers are measured; on CPUs, small layers of the same kind.",
+)
+_DIRECTIONS = FLAGS.choices(
+    "directions", DIRECTIONS, DIRECTIONS, "What to time: the forward pass, or forward and backward."
+)
 _TOKENS = FLAGS.tokens("4096", "64")
 _RANKS = FLAGS.ranks()
-_HIDDEN = FLAGS.integer("hidden", None, "H, for every shape.")
-_MLP_DIM = FLAGS.integer("mlp_dim", None, "F, for every shape.")
+_HIDDEN = FLAGS.integer(
+    "hidden", None, "H, the hidden size: values of a token. Default: that of each shape."
+)
+_MLP_DIM = FLAGS.integer(
+    "mlp_dim", None, "F, the width of each expert's MLP. Default: that of each shape."
+)
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, for every shape. A single rank with E / 8 does the matmuls of one rank of 8.",
+    "E, experts of all ranks together; a single rank with E / 8 does the matmuls of one rank of 8. "
+    "Default: that of each shape.",
 )
-_TOP_K = FLAGS.integer("top_k", None, "K, for every shape.")
-_CONTENDERS = FLAGS.choices(
-    "contenders",
-    None,
-    CONTENDERS,
-    f"Layers to measure. Default: all that run here but {SLOW}, which is slow.",
+_TOP_K = FLAGS.integer(
+    "top_k", None, "K, distinct experts that each token chooses. Default: that of each shape."
+)
+_IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS, "the layer", "all")
+_BASELINES = FLAGS.baselines(
+    BASELINES,
+    "layers of plain JAX",
+    f"all that run here but {SLOW}, which is slow",
 )
 _CAPACITY_FACTOR = FLAGS.capacity_factor()
 _WIRE_DTYPE = FLAGS.choice(
     "wire_dtype",
     "none",
     ["none", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES)],
-    "In which jax_ep sends tokens to the experts; none: as they are, which is how the other layers "
-    "send them in any case.",
+    "The dtype that jax_ep sends tokens to the experts in. none: as they are, which is how the "
+    "baselines send them in any case.",
 )
-_CHECK = FLAGS.boolean("check", "Compare outputs and gradients of all layers before timing.")
+_CHECK = FLAGS.check("the outputs and gradients of all layers with each other")
 # ragged_dot: 2 iterations, 3 repeats.
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
 _SECONDS = FLAGS.seconds(600.0)
-_SEED = FLAGS.integer("seed", 0, "Of parameters and tokens.", least=0)
+_SEED = FLAGS.seed("parameters and tokens")
 _JSON = FLAGS.json()
-_PLOT = FLAGS.plot()
+_PLOT = FLAGS.plot("the throughputs")
 
 
 def run() -> int:
@@ -125,7 +141,7 @@ def run() -> int:
     devices = measuring.find_devices(max(_RANKS.value or [8]))
     platform = devices[0].platform
     shapes = _shapes(platform)
-    contenders = _contenders(platform)
+    names = _names(platform)
     tokens = _TOKENS.value or [4096 if platform == "gpu" else 64]
     ranks = _RANKS.value or [len(devices)]
     measuring.check_ranks(ranks, len(devices))
@@ -136,7 +152,7 @@ def run() -> int:
         for name, shape in shapes.items():
             for num_tokens in tokens:
                 work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens}
-                rows += measure_shape(work, shape, contenders, deadline)
+                rows += measure_shape(work, shape, names, deadline)
                 if _JSON.value:  # as it goes: a run that is ended early leaves what it has
                     measuring.write_json(_JSON.value, rows)
     measuring.progress("")
@@ -152,19 +168,20 @@ def run() -> int:
         report.bars(
             rows,
             _PLOT.value,
-            panel="direction",
-            group=lambda row: f"{row['shape']}\n{row['tokens']} tokens x {row['ranks']}",
-            bar="contender",
-            height="tokens_per_s",
-            label="tokens/s",
+            title="Throughput of the MoE layer, bfloat16\n" + measuring.devices_in_words(devices),
+            panel=lambda row: row["direction"],
+            group=sizes,
+            bar=lambda row: row["implementation"],
+            height=lambda row: row.get("tokens_per_s"),
+            label="tokens/s of all ranks",
         )
     return 1 if any("error" in row for row in rows) else 0
 
 
 def measure_shape(
-    work: dict[str, Any], shape: Shape, contenders: Sequence[str], deadline: float
+    work: dict[str, Any], shape: Shape, names: Sequence[str], deadline: float
 ) -> list[report.Row]:
-    """Measures one shape: returns a row for each direction and contender, with times or an error.
+    """Measures one shape: returns a row for each direction and layer, with times or an error.
 
     `work` names the shape and has its ranks and tokens. After `deadline`, in seconds of
     `time.monotonic`, nothing more is started.
@@ -172,9 +189,9 @@ def measure_shape(
     cases = [
         work
         | dataclasses.asdict(shape)
-        | {"direction": direction, "contender": contender, "wire_dtype": _wire_dtype(contender)}
+        | {"direction": direction, "implementation": name, "wire_dtype": _wire_dtype(name)}
         for direction in _DIRECTIONS.value
-        for contender in contenders
+        for name in names
     ]
     text = "{shape}, {tokens} tokens, {ranks} ranks".format(**work)
     measuring.progress(f"{text}: compiling")
@@ -188,20 +205,22 @@ def measure_shape(
     def build(case: dict[str, Any]) -> Loop:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not started within {_SECONDS.value:g} s")
-        iterations = 2 if case["contender"] == RAGGED_DOT else _TIMING.iterations_of(case["tokens"])
+        iterations = (
+            2 if case["implementation"] == RAGGED_DOT else _TIMING.iterations_of(case["tokens"])
+        )
         wire_dtype = None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"])
         own = dataclasses.replace(config, wire_dtype=wire_dtype)
-        step = make_step(case["contender"], case["direction"], own, load["capacity"])
+        step = make_step(case["implementation"], case["direction"], own, load["capacity"])
         return Loop(None, step, state, mesh, iterations)
 
     rows: list[report.Row] = []
-    expected: dict[str, tuple[str, Any]] = {}  # by direction: a contender and its outputs
+    expected: dict[str, tuple[str, Any]] = {}  # by direction: a layer and its outputs
     with ThreadPoolExecutor(max_workers=len(cases)) as pool:
         futures = [pool.submit(build, case) for case in cases]
         for future in futures:  # waits for all: compiled in parallel, timed one by one
             future.exception()
     for case, future in zip(cases, futures, strict=True):
-        measuring.progress("{}: {direction}, {contender}".format(text, **case))
+        measuring.progress("{}: {direction}, {implementation}".format(text, **case))
         memory: dict[str, Any] = {}
         try:
             loop = future.result()
@@ -210,10 +229,10 @@ def measure_shape(
                 raise TimeoutError(f"not started within {_SECONDS.value:g} s")
             if _CHECK.value:
                 outputs = loop.outputs()
-                theirs = expected.setdefault(case["direction"], (case["contender"], outputs))
+                theirs = expected.setdefault(case["direction"], (case["implementation"], outputs))
                 quantized = _WIRE_DTYPE.value != "none"
                 tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE
-                agree(case["contender"], outputs, *theirs, tolerance)
+                agree(case["implementation"], outputs, *theirs, tolerance)
                 del outputs
             checked = {"checked": _CHECK.value}
             rows.append(case | load | checked | memory | measure(loop, case))
@@ -222,13 +241,19 @@ def measure_shape(
     return rows
 
 
-def _wire_dtype(contender: str) -> str:
-    return "none" if CONTENDERS[contender].plain_exchange else _WIRE_DTYPE.value
+def sizes(row: report.Row) -> str:
+    """Names a row's shape and its sizes, in lines for a plot."""
+    text = "H={hidden} F={mlp_dim}\nE={num_experts} K={top_k}\n{tokens} tokens, {ranks} ranks"
+    return f"{row['shape']}\n{text.format(**row)}"
+
+
+def _wire_dtype(name: str) -> str:
+    return "none" if name in BASELINES else _WIRE_DTYPE.value
 
 
 def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
     """Measures the times and the throughput of one compiled layer, as fields of its row."""
-    slow = case["contender"] == RAGGED_DOT
+    slow = case["implementation"] == RAGGED_DOT
     result: dict[str, Any] = {
         "iterations": loop.iterations,
         **measuring.times(
@@ -339,12 +364,12 @@ def make_config(
     return config, {"rows": average, "rows_needed": needed, "capacity": min(rows, most)}
 
 
-def make_step(contender: str, direction: str, config: MoEConfig, capacity: int) -> Any:
-    """Returns the function that a `Loop` repeats: a contender's layer, with or without gradients.
+def make_step(name: str, direction: str, config: MoEConfig, capacity: int) -> Any:
+    """Returns the function that a `Loop` repeats: one of LAYERS, with or without gradients.
 
     It returns the arrays that OUTPUTS names, or, for the direction "forward", the first of them.
     """
-    layer = make_layer(contender, config, capacity)
+    layer = make_layer(name, config, capacity)
 
     def forward(state):
         params, x, _ = state
@@ -401,8 +426,8 @@ def compare(rows: list[report.Row]) -> None:
     for row in measured:
         alike = [other for other in measured if work(other) == work(row)]
         for key, yardsticks in {
-            "speedup_over_ragged": [o for o in alike if o["contender"] == RAGGED_DOT],
-            "speedup_over_xla": [o for o in alike if CONTENDERS[o["contender"]].plain_exchange],
+            "speedup_over_ragged": [o for o in alike if o["implementation"] == RAGGED_DOT],
+            "speedup_over_xla": [o for o in alike if LAYERS[o["implementation"]].plain_exchange],
         }.items():
             if yardsticks:
                 fastest = min(other["wall"]["median_us"] for other in yardsticks)
@@ -426,7 +451,7 @@ def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
 
 
 def _name(row: report.Row) -> str:
-    return "{shape}, {direction}, {contender}".format(**row)
+    return "{shape}, {direction}, {implementation}".format(**row)
 
 
 def _cells(row: report.Row) -> list[str]:
@@ -440,7 +465,7 @@ def _cells(row: report.Row) -> list[str]:
         str(row["tokens"]),
         str(row["ranks"]),
         row["direction"],
-        row["contender"],
+        row["implementation"],
         "" if row.get("wire_dtype", "none") == "none" else row["wire_dtype"],
         "yes" if row.get("checked") else "",
         cell(wall.get("median_us"), "{:.1f}"),
@@ -467,30 +492,30 @@ def _shapes(platform: str) -> dict[str, Shape]:
     return {name: dataclasses.replace(table[name], **own) for name in _SHAPES.value}
 
 
-def _contenders(platform: str) -> list[str]:
-    chosen = _CONTENDERS.value
-    if chosen is None:
-        usual = [name for name in CONTENDERS if name != SLOW]
-        return [name for name in usual if unavailable_reason(name, platform) is None]
-    for name in chosen:
+def _names(platform: str) -> list[str]:
+    """Returns the layers to measure: the implementations, and then the baselines."""
+    own = _IMPLEMENTATIONS.value
+    others = _BASELINES.value
+    if others is None:
+        usual = [name for name in BASELINES if name != SLOW]
+        others = [name for name in usual if unavailable_reason(name, platform) is None]
+    for name in others:
         if reason := unavailable_reason(name, platform):
-            raise Error(f"--contenders: {name} cannot run here: {reason}")
-    return chosen
+            raise Error(f"--baselines: {name} cannot run here: {reason}")
+    names = [*(IMPLEMENTATIONS if own is None else own), *others]
+    if not names:
+        raise Error("--implementations and --baselines are both empty: nothing to measure")
+    if _WIRE_DTYPE.value != "none" and all(name in BASELINES for name in names):
+        raise Error("--wire_dtype: needs an implementation; baselines send tokens as they are")
+    return names
 
 
 def _check_flags(ranks: list[int], shapes: dict[str, Shape]) -> None:
     for num_ranks in ranks:
         for name, shape in shapes.items():
-            if shape.num_experts % num_ranks:
-                raise Error(
-                    f"--ranks: {num_ranks} does not divide {name}'s {shape.num_experts} experts"
-                )
+            check_experts(shape.num_experts, num_ranks, shape.top_k, name)
             if _WIRE_DTYPE.value != "none" and shape.hidden % quantization.BLOCK:
                 raise Error(
                     f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
                     f"of {quantization.BLOCK}"
-                )
-            if shape.top_k > shape.num_experts:
-                raise Error(
-                    f"--top_k: {shape.top_k} distinct of {name}'s {shape.num_experts} experts"
                 )

@@ -42,7 +42,7 @@ class Exchange(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender:
+class MeasuredLayer:
     """A way to compute the MoE layer, for `bench layer`.
 
     Attributes:
@@ -59,17 +59,17 @@ class Contender:
 
 
 def make_layer(name: str, config: MoEConfig, capacity: int) -> Layer:
-    """Returns the layer of one of CONTENDERS, with a receive buffer of `capacity` rows.
+    """Returns the layer of one of LAYERS, with a receive buffer of `capacity` rows.
 
     `config` must give the same capacity.
     """
-    contender = CONTENDERS[name]
-    exchange = contender.exchange
+    chosen = LAYERS[name]
+    exchange = chosen.exchange
     if exchange is None:
-        own = dataclasses.replace(config, implementation=contender.implementation)
+        own = dataclasses.replace(config, implementation=chosen.implementation)
         return lambda params, x: moe.moe_layer(params, x, own)[0]
 
-    experts = _ragged_dot_mlp if contender.ragged_dot else expert_mlp
+    experts = _ragged_dot_mlp if chosen.ragged_dot else expert_mlp
 
     def layer(params, x):
         routed = route(params, x, config)
@@ -88,7 +88,7 @@ def route(params: MoEParams, x: jax.Array, config: MoEConfig) -> routing.Routing
 
 
 def unavailable_reason(name: str, platform: str) -> str | None:
-    """Returns why a contender cannot run on a platform, such as "cpu", or None if it can."""
+    """Returns why a layer cannot run on a platform, such as "cpu", or None if it can."""
     if name.startswith("ragged") and platform == "cpu":
         return "XLA has no ragged_all_to_all for CPU"
     return None
@@ -268,12 +268,13 @@ def _ragged_all_to_all(rows: jax.Array, pairs: jax.Array, num_rows: int) -> jax.
     )
 
 
-CONTENDERS = {
-    "jax_ep": Contender(),
-    "all_gather+psum_scatter": Contender(gather_and_scatter, plain_exchange=True),
-    "all_gather+all_to_all": Contender(implementation="xla", plain_exchange=True),
-    "ragged_all_to_all+grouped_matmul": Contender(ragged, plain_exchange=True),
-    "ragged_all_to_all+ragged_dot": Contender(ragged, ragged_dot=True),
+IMPLEMENTATIONS = {"jax_ep": MeasuredLayer()}
+BASELINES = {
+    "all_gather+psum_scatter": MeasuredLayer(gather_and_scatter, plain_exchange=True),
+    "all_gather+all_to_all": MeasuredLayer(implementation="xla", plain_exchange=True),
+    "ragged_all_to_all+grouped_matmul": MeasuredLayer(ragged, plain_exchange=True),
+    "ragged_all_to_all+ragged_dot": MeasuredLayer(ragged, ragged_dot=True),
 }
+LAYERS = IMPLEMENTATIONS | BASELINES
 SLOW = "ragged_all_to_all+grouped_matmul"
 RAGGED_DOT = "ragged_all_to_all+ragged_dot"

@@ -1,12 +1,12 @@
-"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul.
+"""`python -m jax_ep bench matmul`: times grouped matmuls, compared with a dense matmul and others'.
 
 Times the product, the gate of two products (gated), the product's gradients for the rows (dlhs) and
 for the matrices (drhs), and the sum of two dlhs, which the gradient of a gated expert needs.
-Candidates are the backends that compute an operation here. They and the dense matmul run in turn,
-one loop each, since a GPU's clock drifts; "of dense" is the median over turns of the ratio of their
-rates. TFLOP/s count only rows that are in a group.
+All backends that compute an operation here and the dense matmul run in turn, one loop each, since a
+GPU's clock drifts; "of dense" is the median over turns of the ratio of their rates. TFLOP/s count
+only rows that are in a group.
 
-`--check` first compares every candidate: on small random operands (empty and large groups, NaN past
+`--check` first compares every backend: on small random operands (empty and large groups, NaN past
 the last group) with float64, and at the sizes that are timed, in some groups, with float32.
 """
 
@@ -25,8 +25,16 @@ from jax.sharding import Mesh
 
 from jax_ep.bench import measuring, report
 from jax_ep.bench.flags import BenchFlags
+from jax_ep.bench.matmul_baselines import (
+    BASELINES,
+    IMPLEMENTATIONS,
+    TOKAMAX,
+    available,
+    other_blocks,
+    unavailable_reason,
+    usual_implementations,
+)
 from jax_ep.bench.matmul_checks import LIMITS, check, check_some_groups
-from jax_ep.bench.matmul_contenders import TOKAMAX, available, other_blocks
 from jax_ep.bench.matmul_operations import (
     CASES,
     OF_TWO_PAIRS,
@@ -47,21 +55,27 @@ FLAGS = BenchFlags()
 _CASE = FLAGS.string(
     "case",
     "",
-    f"Only cases with this in their name: {'; '.join(case.name for case in CASES)}; on CPUs, "
+    "A part of the names of the cases to measure; empty: all. The cases are: "
+    f"{'; '.join(case.name for case in CASES)}; on CPUs: "
     f"{'; '.join(case.name for case in SMALL_CASES)}.",
 )
-_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "Operations to measure.")
-_CANDIDATE = FLAGS.string(
-    "candidate", "", "Only candidates with this in their name, and the dense matmul."
+_OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
+_IMPLEMENTATIONS = FLAGS.implementations(
+    IMPLEMENTATIONS, "grouped matmuls", "all that run here, but the slow xla and loop in few cases"
 )
-_DTYPE = FLAGS.choice("dtype", "bfloat16", LIMITS, "Of the operands.")
-_SWEEP = FLAGS.boolean("sweep", "Try pallas and mosaic with other block sizes too.")
-_CHECK = FLAGS.boolean("check", "Compare results before timing.")
+_BASELINES = FLAGS.baselines(
+    BASELINES, "others' grouped matmuls, next to the dense matmul", "all that run here"
+)
+_DTYPE = FLAGS.dtype("the operands", LIMITS)
+_SWEEP = FLAGS.boolean(
+    "sweep", "Measure pallas and mosaic with other block sizes too, not only those they choose."
+)
+_CHECK = FLAGS.check("results with float64 on small operands, and with float32 on those timed")
 _TIMING = FLAGS.timing(5, 10, least_iterations=1)
 _SECONDS = FLAGS.seconds(600.0)
-_SEED = FLAGS.integer("seed", 0, "Of the operands that are timed.", least=0)
+_SEED = FLAGS.seed("the operands that are timed")
 _JSON = FLAGS.json()
-_PLOT = FLAGS.plot()
+_PLOT = FLAGS.plot("the rates")
 
 
 def run() -> int:
@@ -74,13 +88,14 @@ def run() -> int:
         names = "; ".join(case.name for case in every_case)
         raise Error(f"--case: {_CASE.value!r} is in the name of none: {names}")
     dtype = jnp.dtype(_DTYPE.value)
-    if not any(candidates(case, op, dtype) for case in cases for op in _OPS.value):
-        known = available((cases[0].hidden, cases[0].mlp), dtype)
-        names = ", ".join(candidate.name for candidate in known)
-        raise Error(f"--candidate: {_CANDIDATE.value!r} is in the name of none: {names}")
+    _check_backends(cases, dtype)
     print(f"{device.device_kind}, jax {jax.__version__}, {dtype}")
 
-    wrong = check(dtype, _CANDIDATE.value, _OPS.value) if _CHECK.value else []
+    wrong = (
+        check(dtype, {name for case in cases for name in _names(case)}, _OPS.value)
+        if _CHECK.value
+        else []
+    )
     mesh = Mesh(np.asarray([device]), ("one",))
     rows: list[report.Row] = []
     for case in cases:
@@ -97,17 +112,21 @@ def run() -> int:
         report.bars(
             rows,
             _PLOT.value,
-            panel="op",
-            group=lambda row: row["case"],
-            bar="candidate",
-            height="tflops",
+            title=f"Grouped matmuls, {dtype}: rows of H times groups of [H, F]\n"
+            + device.device_kind,
+            panel=lambda row: row["op"],
+            group=lambda row: (
+                "{case}\n{rows} rows, H={hidden}\nF={mlp_dim}, {num_groups} groups".format(**row)
+            ),
+            bar=lambda row: row["implementation"],
+            height=lambda row: row.get("tflops"),
             label="TFLOP/s",
         )
     return 1 if wrong or any("error" in row for row in rows) else 0
 
 
 def measure_case(case: Case, dtype: Any, mesh: Mesh, deadline: float) -> Iterator[report.Row]:
-    """Yields a row of results for each operation and candidate of a case, dense matmul included."""
+    """Yields a row of results for each operation and backend of a case, dense matmul included."""
     facts = {
         "case": case.name,
         "rows": case.num_rows,
@@ -122,7 +141,7 @@ def measure_case(case: Case, dtype: Any, mesh: Mesh, deadline: float) -> Iterato
         state = random_operands(case, dtype, _SEED.value)
     except Exception as error:  # a case that fails must not cost others their results
         yield from (
-            facts | {"op": op, "candidate": "all", "error": measuring.first_line(error)}
+            facts | {"op": op, "implementation": "all", "error": measuring.first_line(error)}
             for op in _OPS.value
         )
         return
@@ -136,13 +155,13 @@ def measure_operation(
 ) -> list[report.Row]:
     """Measures one operation: returns a row for the dense matmul, then others, fastest first."""
     found = [("dense", dense_operation(op))]
-    for backend in candidates(case, op, state.lhs.dtype):
+    for backend in backends(case, op, state.lhs.dtype):
         found.append((backend.name, operation(backend, op)))
-    rows: list[report.Row] = [{"candidate": name} for name, _ in found]
+    rows: list[report.Row] = [{"implementation": name} for name, _ in found]
     loops = _compile(f"{case.name}, {op}", op, found, rows, state, mesh, deadline)
     turns = [{i: loop.run() for i, loop in loops.items()} for _ in range(_TIMING.repeats.value)]
     for i, loop in loops.items():
-        dense = rows[i]["candidate"] == "dense"
+        dense = rows[i]["implementation"] == "dense"
         flops = case.flops(op, case.live)
         if dense:
             flops *= case.num_rows / case.live / (2 if op in OF_TWO_PAIRS else 1)
@@ -169,7 +188,7 @@ def _compile(
     mesh: Mesh,
     deadline: float,
 ) -> dict[int, Loop]:
-    """Compiles the loops of candidates in parallel; checks and warms them up one by one.
+    """Compiles the loops of all functions in parallel; checks and warms them up one by one.
 
     Returns the loops that work, by their index in `found`. The error of another loop goes into its
     entry of `rows`.
@@ -185,12 +204,12 @@ def _compile(
     with ThreadPoolExecutor(max_workers=8) as pool:
         futures = [pool.submit(build, function) for _, function in found]
     for i, (row, future) in enumerate(zip(rows, futures, strict=True)):
-        measuring.progress(f"{what}, {row['candidate']}")
+        measuring.progress(f"{what}, {row['implementation']}")
         try:
             loop = future.result()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not started within {_SECONDS.value:g} s")
-            checked = _CHECK.value and row["candidate"] != "dense"
+            checked = _CHECK.value and row["implementation"] != "dense"
             if checked:
                 check_some_groups(op, state, loop)
             loop.run()
@@ -202,7 +221,7 @@ def _compile(
 
 
 _COLUMNS = (
-    "case", "op", "candidate", "checked", "wall us", "low..high", "device us", "TFLOP/s",
+    "case", "op", "implementation", "checked", "wall us", "low..high", "device us", "TFLOP/s",
     "of dense",
 )  # fmt: skip
 
@@ -215,7 +234,7 @@ def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
 
 
 def _name(row: report.Row) -> str:
-    return "{case}, {op}, {candidate}".format(**row)
+    return "{case}, {op}, {implementation}".format(**row)
 
 
 def _cells(row: report.Row) -> list[str]:
@@ -223,7 +242,7 @@ def _cells(row: report.Row) -> list[str]:
     return [
         row["case"],
         row["op"],
-        row["candidate"],
+        row["implementation"],
         "yes" if row.get("checked") else "",
         f"{wall['median_us']:.1f}" if wall else "",
         f"{wall['low_us']:.1f}..{wall['high_us']:.1f}" if wall else "failed",
@@ -233,11 +252,35 @@ def _cells(row: report.Row) -> list[str]:
     ]
 
 
-def candidates(case: Case, op: str, dtype: Any) -> list[Backend]:
-    """Returns the backends that compute an operation here and that `--candidate` names."""
-    found = available((case.hidden, case.mlp), dtype, slow=case.slow)
+def _names(case: Case) -> list[str]:
+    """Returns the names of the backends to measure a case by."""
+    own, others = _IMPLEMENTATIONS.value, _BASELINES.value
+    return [
+        *(usual_implementations(case) if own is None else own),
+        *(BASELINES if others is None else others),
+    ]
+
+
+def _check_backends(cases: Sequence[Case], dtype: Any) -> None:
+    """Raises `Error` for a named backend that runs no case here, and if none is left to measure."""
+    for flag in (_IMPLEMENTATIONS, _BASELINES):
+        for name in flag.value or []:
+            reasons = [unavailable_reason(name, (c.hidden, c.mlp), dtype) for c in cases]
+            if all(reasons):
+                raise Error(f"--{flag.name}: {name} cannot run here: {reasons[0]}")
+    found = [b.name for case in cases for op in _OPS.value for b in backends(case, op, dtype)]
+    if not found:
+        raise Error("--implementations, --baselines and --ops leave nothing to measure")
+    if _SWEEP.value and not any(" " in name for name in found):
+        raise Error("--sweep: is of pallas and mosaic, of which none is measured here")
+
+
+def backends(case: Case, op: str, dtype: Any) -> list[Backend]:
+    """Returns the backends that the flags choose, of those that compute an operation here."""
+    names = _names(case)
+    found = [b for b in available((case.hidden, case.mlp), dtype) if b.name in names]
     if _SWEEP.value:
         found += other_blocks(case, op, [backend.name for backend in found])
     if op == "drhs":  # TOKAMAX has the drhs of "xla"
         found = [backend for backend in found if backend is not TOKAMAX]
-    return [backend for backend in found if _CANDIDATE.value in backend.name]
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jax_ep.bench import measuring
-from jax_ep.bench.matmul_contenders import available
+from jax_ep.bench.matmul_baselines import available
 from jax_ep.bench.matmul_operations import OPERATIONS, Operands, operation, swiglu
 from jax_ep.bench.timing import Loop
 
@@ -21,12 +21,12 @@ from jax_ep.bench.timing import Loop
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 
 
-def check(dtype: Any, only: str = "", ops: Sequence[str] = OPERATIONS) -> list[str]:
+def check(dtype: Any, only: Collection[str], ops: Sequence[str] = OPERATIONS) -> list[str]:
     """Compares every backend with float64 on small random operands, different in each run.
 
     Args:
       dtype: the operands' dtype.
-      only: a part of the names of the backends to check; "" for all.
+      only: the names of the backends to check.
       ops: the operations to check, of OPERATIONS.
 
     Returns:
@@ -39,7 +39,7 @@ def check(dtype: Any, only: str = "", ops: Sequence[str] = OPERATIONS) -> list[s
         want = reference(operands)
         sizes = operands.group_sizes.tolist()
         for backend in available((hidden, mlp), dtype):
-            for op in ops if only in backend.name else ():
+            for op in ops if backend.name in only else ():
                 where = (
                     f"{backend.name}, {op}, {list(operands.lhs.shape)} x "
                     f"{list(operands.rhs.shape)} by {sizes}"

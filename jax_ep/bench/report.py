@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 Row = dict[str, Any]
+Panels = dict[str, dict[str, list[tuple[float, float]]]]  # points (x, y) by panel and by line
 
 _COLUMNS = (
     ("op", "op"),
@@ -47,8 +50,15 @@ def table(rows: Sequence[Row], by_kernel: bool = False) -> str:
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
-    """Renders lines for below a table: each row's error, and why device times are missing."""
-    lines = [f"{name(row)}: {row['error']}" for row in rows if row.get("error")]
+    """Renders lines for below a table: each error, once, and why device times are missing."""
+    failed: dict[str, list[str]] = {}
+    for row in rows:
+        if row.get("error"):
+            failed.setdefault(row["error"], []).append(name(row))
+    lines = [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {error}"
+        for error, names in failed.items()
+    ]
     blind = sorted({row["device_error"] for row in rows if row.get("device_error")})
     lines += [f"no device time: {error}" for error in blind]
     return ["", *lines] if lines else []
@@ -89,39 +99,59 @@ def fixed_width(
     return out
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot(rows: Sequence[Row], path: str, title: str) -> None:
     """Draws the results of `bench` to a file: wall time over tokens, a panel for each operation.
 
     A panel has a line for each combination of implementation, number of ranks, dtype and layout.
     """
-    import matplotlib
+    panels: Panels = {}
+    for row in (row for row in rows if not row.get("error")):
+        label = ", ".join([f"{row['ranks']} ranks", row["dtype"], *_way(row)])
+        points = panels.setdefault(row["op"], {}).setdefault(label, [])
+        points.append((row["tokens"], row["wall"]["median_us"]))
+    lines(panels, path, title=title, x_label="tokens per rank", y_label="in-loop wall time, us")
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    measured = [row for row in rows if not row.get("error")]
-    operations = list(dict.fromkeys(row["op"] for row in measured)) or ["nothing measured"]
-    figure, axes = plt.subplots(
-        1, len(operations), figsize=(5 * len(operations), 4.5), squeeze=False, sharey=True
-    )
-    for axis, operation in zip(axes[0], operations, strict=True):
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for row in (row for row in measured if row["op"] == operation):
-            label = ", ".join([f"{row['ranks']} ranks", row["dtype"], *_way(row)])
-            lines.setdefault(label, []).append((row["tokens"], row["wall"]["median_us"]))
-        for label, points in lines.items():
-            tokens, times = zip(*sorted(points), strict=True)
-            axis.plot(tokens, times, marker="o", label=label)
-        axis.set(title=operation, xlabel="tokens per rank", xscale="log", yscale="log")
-        label_log_axis(axis.xaxis, sorted({row["tokens"] for row in measured}))
-        label_log_axis(axis.yaxis)
-        axis.grid(visible=True, which="both", alpha=0.3)
-        if lines:
-            axis.legend(fontsize="x-small")
-    axes[0][0].set_ylabel("in-loop wall time, us")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def lines(
+    panels: Panels,
+    path: str,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    logarithmic: bool = True,
+    mark: tuple[float, str] | None = None,
+) -> None:
+    """Draws lines to a file.
+
+    Args:
+      panels: the points (x, y) by panel and by line.
+      path: the file to write.
+      title: what is shown, and its sizes.
+      x_label: what x is, with its unit.
+      y_label: what y is, with its unit.
+      logarithmic: whether both axes are.
+      mark: an x to draw a dashed vertical line at, and what it means.
+    """
+    panels = panels or {"nothing measured": {}}
+    styles = _styles(label for found in panels.values() for label in found)
+    with _figure(path, title, len(panels)) as axes:
+        for axis, (name, found) in zip(axes, panels.items(), strict=True):
+            for label, points in found.items():
+                x, y = zip(*sorted(points), strict=True)
+                # Smaller points lie on larger ones, so that equal lines are both seen.
+                size = max(3, 10 - 2 * list(styles).index(label))
+                points_style = {"marker": "o", "markersize": size} if logarithmic else {}
+                axis.plot(x, y, label=label, **styles[label], **points_style)
+            axis.set(title=name.replace("_", " "), xlabel=x_label, ylabel=y_label)
+            if logarithmic:
+                axis.set(xscale="log", yscale="log")
+                ticks = {x for points in found.values() for x, _ in points}
+                label_log_axis(axis.xaxis, sorted(ticks) if len(ticks) < 8 else None)
+                label_log_axis(axis.yaxis)
+            if mark is not None:
+                axis.axvline(mark[0], color="gray", linestyle="--", label=mark[1])
+            axis.grid(visible=True, which="both", alpha=0.3)
 
 
 def label_log_axis(axis: Any, ticks: Sequence[float] | None = None) -> None:
@@ -134,18 +164,31 @@ def label_log_axis(axis: Any, ticks: Sequence[float] | None = None) -> None:
     axis.set_major_locator(
         ticker.LogLocator(subs=(1, 2, 5)) if ticks is None else ticker.FixedLocator(list(ticks))
     )
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter(
+        ticker.FuncFormatter(
+            lambda value, _: f"{value:.0f}" if 1 <= value < 1e6 else readable(value)
+        )
+    )
     axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def readable(value: float) -> str:
+    """Returns a number with three digits, in thousands (k), millions (M) or billions (G)."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"
 
 
 def bars(
     rows: Sequence[Row],
     path: str,
     *,
-    panel: str,
+    title: str,
+    panel: Callable[[Row], str],
     group: Callable[[Row], str],
-    bar: str,
-    height: str,
+    bar: Callable[[Row], str],
+    height: Callable[[Row], float | None],
     label: str,
 ) -> None:
     """Draws results as groups of bars, to a file.
@@ -153,39 +196,83 @@ def bars(
     Args:
       rows: the results.
       path: the file to write.
-      panel: the key whose values get a panel each.
+      title: what is shown, and its sizes.
+      panel: returns the panel that a row belongs to.
       group: returns the label of the group of bars that a row belongs to.
-      bar: the key whose values get a bar each in every group.
-      height: the key of a bar's height; a row without it has no height.
-      label: the label of the vertical axis.
+      bar: returns the name of a row's bar in its group.
+      height: returns the height of a row's bar; None: it failed.
+      label: the label of the vertical axis, with its unit.
     """
+    from matplotlib import ticker
+
+    panels = list(dict.fromkeys(panel(row) for row in rows))
+    groups = list(dict.fromkeys(group(row) for row in rows))
+    styles = _styles(bar(row) for row in rows)
+    width = 0.8 / max(len(styles), 1)
+    panel_width = 2 + max(2.5, 0.55 * len(styles)) * len(groups)
+    with _figure(path, title, max(len(panels), 1), panel_width) as axes:
+        for axis, name in zip(axes, panels, strict=False):
+            for number, (text, style) in enumerate(styles.items()):
+                found = {
+                    group(row): height(row)
+                    for row in rows
+                    if panel(row) == name and bar(row) == text
+                }
+                offset = (number - (len(styles) - 1) / 2) * width
+                places = [groups.index(key) + offset for key in found]
+                drawn = axis.bar(
+                    places, [h or 0.0 for h in found.values()], width, label=text, **style
+                )
+                texts = ["failed" if h is None else readable(h) for h in found.values()]
+                axis.bar_label(drawn, texts, fontsize=7, rotation=90, padding=2)
+            axis.set_xticks(range(len(groups)), groups, fontsize="small")
+            axis.margins(y=0.15)  # room for the numbers
+            axis.set(title=name.replace("_", " "), ylabel=label)
+            axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: readable(value)))
+            axis.grid(visible=True, axis="y", alpha=0.3)
+
+
+def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Gives every distinct label a color, the same in all panels."""
+    import matplotlib
+
+    distinct = list(dict.fromkeys(labels))
+    name, count = ("tab10", 10) if len(distinct) <= 10 else ("tab20", 20)
+    colors = matplotlib.colormaps[name]
+    return {label: {"color": colors(i % count)} for i, label in enumerate(distinct)}
+
+
+@contextlib.contextmanager
+def _figure(path: str, title: str, panels: int, width: float = 5.5) -> Iterator[list[Any]]:
+    """Yields the axes of a new figure's panels; adds one legend below them, and writes the file."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    groups = list(dict.fromkeys(group(row) for row in rows))
-    names = list(dict.fromkeys(row[bar] for row in rows))
-    panels = list(dict.fromkeys(row[panel] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(2 + 2.5 * len(groups) * len(panels), 4.5), squeeze=False
+    columns = min(panels, max(1, int(22 / width)))
+    rows = -(-panels // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(width * columns, 4.5 * rows), squeeze=False, layout="constrained"
     )
-    width = 0.8 / len(names)
-    for axis, title in zip(axes[0], panels, strict=True):
-        for number, name in enumerate(names):
-            found = {
-                group(row): row.get(height) or 0.0
-                for row in rows
-                if (row[panel], row[bar]) == (title, name)
-            }
-            places = [i + (number - (len(names) - 1) / 2) * width for i in range(len(groups))]
-            drawn = axis.bar(places, [found.get(g, 0.0) for g in groups], width, label=name)
-            axis.bar_label(drawn, fmt="{:.2g}", fontsize=6)
-        axis.set_xticks(range(len(groups)), groups, fontsize="small")
-        axis.set(title=title.replace("_", " "), ylabel=label)
-        axis.grid(visible=True, axis="y", alpha=0.3)
-    axes[0][0].legend(fontsize="x-small")
-    figure.tight_layout()
+    axes = list(grid.reshape(-1))
+    for unused in axes[panels:]:
+        unused.remove()
+    yield axes[:panels]
+    handles: dict[str, Any] = {}
+    for axis in axes[:panels]:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    if handles:
+        figure.legend(
+            handles.values(),
+            handles,
+            loc="outside lower center",
+            ncols=max(1, int(width * columns / 2.7)),
+            fontsize="small",
+        )
+    letters = int(width * columns * 13)  # of a line that fits
+    wrapped = [textwrap.fill(line, letters) for line in title.splitlines()]
+    figure.suptitle("\n".join(wrapped), fontsize="medium")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax_ep.bench import measuring, report
-from jax_ep.bench.flags import TIMERS, BenchFlags
+from jax_ep.bench.flags import BenchFlags
 from jax_ep.flags import Error
 
 _TAIL = 4000  # last characters of a failed step's error output that are kept
@@ -50,7 +50,7 @@ STEPS = {
             "bench",
             "--ops=dispatch,combine,round_trip,dispatch_grad,combine_grad",
             "--baselines=",
-            "--wire_dtypes=float8_e4m3fn",
+            "--wire_dtype=float8_e4m3fn",
             "--output=quantized",
         ),
         (*_SIZES, "hidden"),
@@ -61,22 +61,42 @@ STEPS = {
 }
 
 FLAGS = BenchFlags()
-_STEPS = FLAGS.choices("steps", STEPS, STEPS, "What to measure, in this order.")
-_RANKS = FLAGS.ranks()
+_STEPS = FLAGS.choices(
+    "steps",
+    STEPS,
+    STEPS,
+    "The steps to run, in this order, each one bench command in a process of its own; empty: "
+    "those of --also alone.",
+    may_be_empty=True,
+)
+_RANKS = FLAGS.ranks("what each step has")
 _TOKENS = FLAGS.tokens("128,4096", "what each step has")
-_HIDDEN = FLAGS.integer("hidden", None, "H. Default: what each step has.")
-_NUM_EXPERTS = FLAGS.integer("num_experts", None, "E. Default: what each step has.")
-_CHECK = FLAGS.boolean("check", "Compare results before timing, in every step.")
-_ITERATIONS = FLAGS.integer("iterations", None, "Dependent calls in one loop.", least=10)
-_REPEATS = FLAGS.integer("repeats", None, "Times each loop is run.")
-_TIMER = FLAGS.choice("device_timer", "auto", TIMERS, "As in `bench`.")
-_STEP_SECONDS = FLAGS.number("step_seconds", 900.0, "End a step after this long.")
+_HIDDEN = FLAGS.integer(
+    "hidden", None, "H, the hidden size: values of a token. Default: what each step has."
+)
+_NUM_EXPERTS = FLAGS.integer(
+    "num_experts", None, "E, experts of all ranks together. Default: what each step has."
+)
+_CHECK = FLAGS.check("results with a reference, in every step")
+_ITERATIONS = FLAGS.integer(
+    "iterations",
+    None,
+    "Dependent calls in one timed loop. Default: what each step has.",
+    least=10,
+)
+_REPEATS = FLAGS.integer(
+    "repeats", None, "How many times each loop is run and timed. Default: what each step has."
+)
+_TIMER = FLAGS.device_timer()
+_STEP_SECONDS = FLAGS.number(
+    "step_seconds", 900.0, "Seconds after which a step that still runs is ended."
+)
 _ALSO = FLAGS.several(
     "also",
-    "Run this shell command as a step, too, such as --also='python -m pytest'. May be given "
-    "several times.",
+    "A shell command to run as one more step, such as --also='python -m pytest'. May be given "
+    "several times. Default: none.",
 )
-_WRITE_TABLE = FLAGS.output("write_table", "As in `bench collectives`.")
+_WRITE_TABLE = FLAGS.write_table()
 _JSON = FLAGS.json()
 
 
@@ -85,9 +105,19 @@ def run() -> int:
         raise Error("--json: name the file that takes the results")
     if not _STEP_SECONDS.value:
         raise Error("--step_seconds: a step needs more than 0 seconds")
+    _check_taken()
     FLAGS.check_outputs()
     with _terminated_as_interrupted():
         return _run()
+
+
+def _check_taken() -> None:
+    """Raises `Error` for a flag that no chosen step takes."""
+    taken = {flag for name in _STEPS.value for flag in STEPS[name].flags}
+    for holder in (_RANKS, _TOKENS, _HIDDEN, _NUM_EXPERTS, _WRITE_TABLE):
+        if holder.value is not None and holder.name not in taken:
+            takers = ", ".join(name for name, step in STEPS.items() if holder.name in step.flags)
+            raise Error(f"--{holder.name}: no chosen step takes it; these do: {takers}")
 
 
 def _run() -> int:
@@ -128,17 +158,15 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _machine() -> dict[str, Any]:
-    """Returns what `python -m jax_ep info --json` prints of the machine.
+    """Returns what `python -m jax_ep info --json=FILE` says of the machine.
 
     It runs in another process, since this one must not take the GPUs' memory.
     """
-    found = subprocess.run(
-        [sys.executable, "-m", "jax_ep", "info", "--json"], capture_output=True, text=True
-    )
-    try:
-        machine = json.loads(found.stdout)
-    except ValueError as error:
-        raise Error(f"python -m jax_ep info failed: {found.stderr[-_TAIL:]}") from error
+    command = [sys.executable, "-m", "jax_ep", "info"]
+    found = run_step(command, _STEP_SECONDS.value, measures=True)
+    machine = found["measured"]
+    if machine is None:
+        raise Error(f"python -m jax_ep info failed: {found.get('error_output', found['ended'])}")
     if machine["backend_error"] is not None:
         raise Error(f"JAX finds no device: {machine['backend_error']}")
     return machine

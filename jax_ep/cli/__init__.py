@@ -26,8 +26,8 @@ COMMANDS = {
         "jax_ep.cli.memory",
         "bytes that communication holds per rank, compared with other libraries' formulas",
     ),
-    "model": Command(
-        "jax_ep.bench.model",
+    "estimate": Command(
+        "jax_ep.bench.estimate",
         "bytes and least time of an exchange between hosts, compared with published figures",
     ),
     "placement": Command(
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         values.parse(f"python -m jax_ep {name}", words[len(name.split()) :])
         if values.values.help:
             summary = COMMANDS[name].summary
-            print(f"usage: python -m jax_ep {name} [flags]\n\n{summary}\n{values.values}")
+            print(f"usage: python -m jax_ep {name} [flags]\n\n{summary}\n\n{values.help()}")
             return 0
         return command.run()
     except Error as error:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
 import jax
 
+from jax_ep.bench import measuring
 from jax_ep.flags import Error, Flags
 from jax_ep.runtime import availability, cuda_driver, hosts, jax_compat, symmetric_memory
 from jax_ep.runtime.versions import versions
 
 FLAGS = Flags()
-_JSON = FLAGS.boolean("json", "Print one JSON object instead of text.")
+_JSON = FLAGS.json()
 
 
 def run() -> int:
+    FLAGS.check_outputs()
     facts = collect()
-    print(json.dumps(facts, indent=2) if _JSON.value else render(facts))
+    if _JSON.value:  # files come first: the reader of what is printed may end early
+        measuring.save_json(_JSON.value, facts)
+    print(render(facts))
     return 0 if facts["backend_error"] is None else 1
 
 

@@ -1,43 +1,62 @@
-"""`python -m jax_ep memory`: prints the bytes per rank that each buffer of communication takes."""
+"""`python -m jax_ep memory`: prints the bytes per rank that each buffer of communication takes.
+
+For each operation it prints its workspace, buffer by buffer, and its results, of which the received
+tokens are the largest.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
+from jax_ep.bench import measuring
 from jax_ep.cli.other_libraries import OTHER_LIBRARIES, message_bytes, other_libraries
 from jax_ep.exchange import memory, quantization
-from jax_ep.flags import Error, Flags
+from jax_ep.flags import DTYPES, Error, Flags, check_experts
 from pallas_kernels.fabric import layout as heap
 
 FLAGS = Flags()
 _TOKENS = FLAGS.integer("tokens", 128, "T, tokens per rank.")
-_RANKS = FLAGS.integer("ranks", 8, "N.")
-_HOSTS = FLAGS.integer("hosts", 1, "M; above 1, of the exchange of two levels.")
-_HOST_CAPACITY = FLAGS.integer("host_capacity", None, "Rows that a rank sends to each host.")
-_HIDDEN = FLAGS.integer("hidden", 7168, "H.")
-_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E.")
-_TOP_K = FLAGS.integer("top_k", 8, "K.")
-_DTYPE = FLAGS.choice("dtype", "bfloat16", ["bfloat16", "float16", "float32"], "Of the rows.")
-_CAPACITY = FLAGS.integer("capacity", None, "R, rows of a receive buffer. Default: dropless.")
-_ALIGNMENT = FLAGS.integer("expert_alignment", 1, "Each expert's block starts at a multiple.")
-_JSON = FLAGS.boolean("json", "Print one JSON object instead of text.")
+_RANKS = FLAGS.integer("ranks", 8, "N, ranks that share the experts.")
+_HOSTS = FLAGS.integer(
+    "hosts", 1, "M, hosts that the ranks are on; above 1, the exchange has two levels."
+)
+_HOST_CAPACITY = FLAGS.integer(
+    "host_capacity", None, "The most rows that a rank sends to each other host. Default: all rows."
+)
+_HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: values of a token.")
+_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E, experts of all ranks together.")
+_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts that each token chooses.")
+_DTYPE = FLAGS.choice("dtype", "bfloat16", DTYPES, "The dtype of the tokens' rows.")
+_CAPACITY = FLAGS.integer(
+    "capacity",
+    None,
+    "R, rows of the expert-major receive buffer. Default: as many as any routing needs.",
+)
+_ALIGNMENT = FLAGS.integer(
+    "expert_alignment",
+    1,
+    "Rows that the start of each expert's block in the receive buffer is a multiple of.",
+)
+_JSON = FLAGS.json()
 
 _MIB = 2**20
+_NAME = 44  # columns for an operation's name
 
 
 def run() -> int:
-    if _NUM_EXPERTS.value % _RANKS.value:
-        raise Error(f"--num_experts: {_NUM_EXPERTS.value} is no multiple of --ranks={_RANKS.value}")
+    FLAGS.check_outputs()
+    check_experts(_NUM_EXPERTS.value, _RANKS.value, _TOP_K.value)
     if _RANKS.value % _HOSTS.value:
         raise Error(f"--hosts: {_HOSTS.value} does not divide --ranks={_RANKS.value}")
     if _HOST_CAPACITY.value is not None and _HOSTS.value == 1:
-        raise Error("--host_capacity: is of several hosts, --hosts")
+        raise Error("--host_capacity: needs several hosts, such as --hosts=2")
     facts = collect()
-    print(json.dumps(facts, indent=2) if _JSON.value else render(facts))
+    if _JSON.value:  # files come first: the reader of what is printed may end early
+        measuring.save_json(_JSON.value, facts)
+    print(render(facts))
     return 0
 
 
@@ -60,7 +79,8 @@ def collect() -> dict[str, Any]:
     for way in _ways():
         try:
             buffers = memory.workspace_bytes(**way, **rows, **model, **hosts)
-            here.append(way | {"buffers": buffers})
+            results = memory.result_bytes(**way, **rows, **model, **hosts)
+            here.append(way | {"buffers": buffers, "results": results})
         except ValueError as error:  # the flags were checked: kernels do not support these sizes
             unavailable.append(way | {"reason": str(error)})
     sizes = other_libraries(**model)
@@ -90,9 +110,7 @@ def _ways() -> Iterator[dict[str, Any]]:
 
     Not every one of them supports the sizes that the flags give.
     """
-    wire_dtypes: list[str | None] = [None]
-    if _HIDDEN.value % quantization.BLOCK == 0:
-        wire_dtypes += [jnp.dtype(dtype).name for dtype in quantization.DTYPES]
+    wire_dtypes = [None, *(jnp.dtype(dtype).name for dtype in quantization.DTYPES)]
     for implementation in memory.IMPLEMENTATIONS:
         for layout in memory.LAYOUTS:
             for operation in memory.OPERATIONS:
@@ -116,7 +134,7 @@ def render(facts: dict[str, Any]) -> str:
     lines = [
         "T={num_tokens} tokens a rank, N={num_ranks} ranks, M={num_hosts} hosts, H={hidden}, "
         "E={num_experts}, K={top_k}, ".format(**model, **facts["hosts"])
-        + "R={}, {dtype}: MiB per rank, without inputs and outputs".format(
+        + "R={}, {dtype}: MiB per rank, without the caller's inputs".format(
             rows["capacity"] or "any routing", **rows
         )
     ]
@@ -126,13 +144,11 @@ def render(facts: dict[str, Any]) -> str:
             name = f'implementation="{implementation}", layout="{layout}"'
             if num_hosts > 1:
                 name = f'implementation="two_level", layout="{layout}", "{implementation}" inside'
-            lines += ["", name]
+            titles = f"{'workspace':>10}{'results':>10}   the workspace's buffers; the results"
+            lines += ["", name, f"  {'operation':<{_NAME}}{titles}"]
             for use in facts["here"]:
                 if (use["implementation"], use["layout"]) == chosen:
-                    buffers = use["buffers"]
-                    parts = ", ".join(f"{part} {_mib(size)}" for part, size in buffers.items())
-                    total = _mib(sum(buffers.values()))
-                    lines.append(f"  {_name(use):<38}{total:>10}   {parts}".rstrip())
+                    lines.append(_line(use))
             reasons: dict[str, list[str]] = {}
             for use in facts["unavailable"]:
                 if (use["implementation"], use["layout"]) == chosen:
@@ -141,15 +157,23 @@ def render(facts: dict[str, Any]) -> str:
     lines += [
         "",
         "All kernels together, on every GPU, once and for as long as the process lives",
-        f"  {'heap of symmetric memory':<38}{_mib(facts['heap_bytes']):>10}",
+        f"  {'heap of symmetric memory':<{_NAME}}{_mib(facts['heap_bytes']):>10}",
         "",
         "Low-latency buffers of other libraries, by their formulas; B = T, and a message of "
         f"P = {facts['message_bytes']} bytes",
     ]
     for other in facts["others"]:
-        lines.append(f"  {other['name']:<38}{_mib(other['bytes']):>10}   {other['formula']}")
-        lines.append(f"{'':<53}{other['source']}")
+        lines.append(f"  {other['name']:<{_NAME}}{_mib(other['bytes']):>10}   {other['formula']}")
+        lines.append(f"{'':<{_NAME + 15}}{other['source']}")
     return "\n".join(lines)
+
+
+def _line(use: dict[str, Any]) -> str:
+    """Renders an operation's workspace and results: the sums, and what they consist of."""
+    kinds = [use["buffers"], use["results"]]
+    totals = "".join(f"{_mib(sum(kind.values())):>10}" for kind in kinds)
+    parts = [", ".join(f"{part} {_mib(size)}" for part, size in kind.items()) for kind in kinds]
+    return f"  {_name(use):<{_NAME}}{totals}   {'; '.join(part for part in parts if part)}"
 
 
 def _name(use: dict[str, Any]) -> str:

@@ -19,22 +19,58 @@ from jax_ep.placement.table import read_arrays
 from jax_ep.placement.traffic import traffic
 
 FLAGS = Flags()
-_TRACE = FLAGS.string("trace", None, "The .npz file; examples/train_moe_lm.py --trace writes one.")
-_RANKS = FLAGS.integer("ranks", 8, "N.")
-_HOSTS = FLAGS.integer("hosts", 1, "Hosts of these ranks.")
-_SLOTS = FLAGS.integer("slots", None, "P. Default: one more on each rank than experts need.")
-_EXPERTS = FLAGS.integer(
-    "num_experts", None, "E. Default: the trace's num_experts, or else its largest id + 1."
+_TRACE = FLAGS.string(
+    "trace",
+    None,
+    "The .npz file with the routing, which examples/train_moe_lm.py --trace=FILE writes. Required.",
 )
-_FIT = FLAGS.integer("fit_steps", None, "Steps that placements are found on. Default: half.")
-_TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank, of the predicted time.")
-_HIDDEN = FLAGS.integer("hidden", 2048, "H, of the predicted time.")
-_MLP_DIM = FLAGS.integer("mlp_dim", 768, "F, of the predicted time.")
-_DISPATCH = FLAGS.number("dispatch_gb_per_s", 249, "Of rows received; as `bench` measures it.")
-_COMBINE = FLAGS.number("combine_gb_per_s", 180, "Of sums sent; as `bench` measures it.")
-_MATMUL = FLAGS.number("matmul_tflops", 620, "Of a grouped matmul; as `bench matmul` measures it.")
-_JSON = FLAGS.output("json", "Write all numbers to this file.")
-_PLOT = FLAGS.output("plot", "Write a plot of balance by step to this file, such as out.png.")
+_RANKS = FLAGS.integer("ranks", 8, "N, ranks that share the experts.")
+_HOSTS = FLAGS.integer("hosts", 1, "M, hosts that the ranks are on.")
+_SLOTS = FLAGS.integer(
+    "slots",
+    None,
+    "P, slots for experts and their copies on all ranks together, of the method with copies. "
+    "Default: one more on each rank than experts need.",
+)
+_EXPERTS = FLAGS.integer(
+    "num_experts",
+    None,
+    "E, experts of all ranks together. Default: the trace's num_experts, or else its largest id "
+    "+ 1.",
+)
+_FIT = FLAGS.integer(
+    "fit_steps",
+    None,
+    "How many of the trace's first steps placements are found from; the others evaluate them. "
+    "Default: half of them.",
+)
+_TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank that the predicted time is of.")
+_HIDDEN = FLAGS.integer(
+    "hidden", 2048, "H, the hidden size that the predicted time is of: values of a token."
+)
+_MLP_DIM = FLAGS.integer(
+    "mlp_dim", 768, "F, the width of each expert's MLP that the predicted time is of."
+)
+_DISPATCH = FLAGS.number(
+    "dispatch_gb_per_s",
+    249,
+    "Bandwidth of a dispatch for the predicted time, in GB/s (10^9 bytes per second) of received "
+    "rows, as `bench` measures it.",
+)
+_COMBINE = FLAGS.number(
+    "combine_gb_per_s",
+    180,
+    "Bandwidth of a combine for the predicted time, in GB/s (10^9 bytes per second) of sent sums, "
+    "as `bench` measures it.",
+)
+_MATMUL = FLAGS.number(
+    "matmul_tflops",
+    620,
+    "Rate of a grouped matmul for the predicted time, in TFLOP/s (10^12 operations per second), as "
+    "`bench matmul` measures it.",
+)
+_JSON = FLAGS.json()
+_PLOT = FLAGS.plot("the balance by step")
 
 _ROW_BYTES = 2  # of a value, bfloat16
 _AGES = 6  # parts of the evaluated steps, by age of the placement
@@ -58,18 +94,18 @@ def run() -> int:
         name: [_figures(step, placement) for step in trace]
         for name, placement in _placements(trace[:fit], num_experts).items()
     }
+    sizes = (
+        f"{steps} steps, {layers} layers, {tokens} tokens of K={top_k} of E={num_experts} experts; "
+        f"N={_RANKS.value} ranks on {_HOSTS.value} hosts"
+    )
     shown = {name: figures[fit:] for name, figures in found.items()}
     rows, ages = [_row(name, figures) for name, figures in shown.items()], _by_age(shown)
     if _JSON.value:  # files come first: the reader of what is printed may end early
         facts = {"rows": rows, "by_age": ages, "shape": trace.shape, "fit_steps": fit}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
     if _PLOT.value:
-        _plot(found, fit, _PLOT.value)
-    print(
-        f"{steps} steps, {layers} layers, {tokens} tokens of K={top_k} of E={num_experts} experts; "
-        f"N={_RANKS.value} ranks on {_HOSTS.value} hosts; found on steps 0 to "
-        f"{fit - 1}, means over the others\n"
-    )
+        _plot(found, fit, _PLOT.value, sizes)
+    print(f"{sizes}; found on steps 0 to {fit - 1}, means over the others\n")
     print(_table(rows))
     print("\nbusiest rank over mean, by layer")
     print(_by_layer(shown))
@@ -212,20 +248,18 @@ def _age_table(ages: dict[str, list[float]], steps: int) -> str:
     return "\n".join(report.fixed_width(header, cells, ("method",)))
 
 
-def _plot(found: dict[str, list[dict[str, Any]]], fit: int, path: str) -> None:
+def _plot(found: dict[str, list[dict[str, Any]]], fit: int, path: str, sizes: str) -> None:
     """Draws the load of the busiest rank over the mean, by step, to a file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4.5))
-    for name, figures in found.items():
-        axis.plot([np.mean(f["balance"]) for f in figures], label=name)
-    axis.axvline(fit - 0.5, color="gray", linestyle="--")
-    axis.set(xlabel="step", ylabel="busiest rank over mean, mean over layers")
-    axis.grid(visible=True, alpha=0.3)
-    axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    points: dict[str, list[tuple[float, float]]] = {
+        name: [(step, float(np.mean(f["balance"]))) for step, f in enumerate(figures)]
+        for name, figures in found.items()
+    }
+    report.lines(
+        {"": points},
+        path,
+        title=f"Load of the busiest rank by step\n{sizes}",
+        x_label="step",
+        y_label="busiest rank over mean, mean over layers",
+        logarithmic=False,
+        mark=(fit - 0.5, "placements are found from the steps to the left"),
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,78 @@ def workspace_bytes(
       ValueError, TypeError: an argument does not fit, or "pallas" cannot run at these sizes; the
         message names it.
     """
+    shape = _checked(
+        operation,
+        implementation,
+        num_tokens=num_tokens,
+        hidden=hidden,
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
+        host_capacity=host_capacity,
+        dtype=dtype,
+        capacity=capacity,
+        expert_alignment=expert_alignment,
+        layout=layout,
+        wire_dtype=wire_dtype,
+        output=output,
+    )
+    if num_hosts > 1 and operation not in LOCAL:
+        most = num_tokens if host_capacity is None or layout == "rank" else host_capacity
+        slots = min(num_tokens, most)
+        held = _between_hosts(operation, implementation, shape, num_hosts, slots)
+    else:
+        held = _of_one_level(operation, implementation, shape)
+    return {name: size for name, size in held.items() if size}
+
+
+def result_bytes(
+    operation: Operation, implementation: Literal["pallas", "xla"], **sizes: Any
+) -> dict[str, int]:
+    """Returns the rows that an operation gives its caller: name -> bytes per rank.
+
+    The arguments are those of `workspace_bytes`. Counts of rows and routes are left out: they are
+    small, or part of the workspace.
+    """
+    shape = _checked(operation, implementation, **sizes)
+    if operation == "dispatch" and shape.quantized:
+        values = shape.capacity * shape.hidden
+        return {"received tokens": values, "scales": shape.sent_rows(shape.capacity) - values}
+    if operation == "combine_grad":
+        weights = 0 if shape.by_rank else _WORD * shape.num_tokens * shape.top_k
+        found = {"gradient of y": shape.rows(shape.capacity), "gradient of the weights": weights}
+        return {name: size for name, size in found.items() if size}
+    name, count = {
+        "dispatch": ("received tokens", shape.capacity),
+        "dispatch_like": ("received tokens", shape.capacity),
+        "group_by_expert": ("grouped tokens", shape.capacity),
+        "combine": ("combined tokens", shape.num_tokens),
+        "dispatch_grad": ("gradient of x", shape.num_tokens),
+        "sum_by_token": ("sums by token", shape.num_tokens),  # of all ranks: see `_checked`
+    }[operation]
+    return {name: shape.rows(count)}
+
+
+def _checked(
+    operation: Operation,
+    implementation: Literal["pallas", "xla"],
+    *,
+    num_tokens: int,
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    num_ranks: int,
+    num_hosts: int = 1,
+    host_capacity: int | None = None,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    capacity: int | None = None,
+    expert_alignment: int = 1,
+    layout: Literal["expert", "rank"] = "expert",
+    wire_dtype: jax.typing.DTypeLike | None = None,
+    output: Literal["dequantized", "quantized"] = "dequantized",
+) -> _Shape:
+    """Checks the arguments of `workspace_bytes`; returns the sizes of the call they describe."""
     checks.check_name("operation", operation, OPERATIONS)
     checks.check_name("implementation", implementation, IMPLEMENTATIONS)
     checks.check_name("layout", layout, LAYOUTS)
@@ -133,7 +205,7 @@ def workspace_bytes(
     if capacity is None:
         choices = num_ranks * num_tokens * top_k
         capacity = routes.dropless_capacity(choices, num_local, expert_alignment)
-    shape = _Shape(
+    return _Shape(
         num_tokens,
         hidden,
         num_experts,
@@ -145,13 +217,6 @@ def workspace_bytes(
         wire_dtype,
         output == "quantized",
     )
-    if num_hosts > 1 and operation not in LOCAL:
-        most = num_tokens if host_capacity is None or layout == "rank" else host_capacity
-        slots = min(num_tokens, most)
-        held = _between_hosts(operation, implementation, shape, num_hosts, slots)
-    else:
-        held = _of_one_level(operation, implementation, shape)
-    return {name: size for name, size in held.items() if size}
 
 
 @dataclasses.dataclass(frozen=True)

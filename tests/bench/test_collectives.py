@@ -76,12 +76,12 @@ def test_bench_refuses_flags(args, message, capsys):
 
 
 def test_device_times_decide_if_all_are_there(tmp_path):
-    def record(column, wall, device):
+    def record(name, wall, device):
         times = {
             clock: us if us is None else dict(median_us=us)
             for clock, us in (("wall", wall), ("device", device))
         }
-        return dict(op="all_gather", ranks=2, column=column, bytes=64, **times)
+        return dict(op="all_gather", ranks=2, implementation=name, bytes=64, **times)
 
     for device_of_xla, clock, choice in ((11.0, "device", "direct"), (None, "wall", "xla")):
         path = tmp_path / clock

@@ -248,7 +248,7 @@ def test_bench_measures_every_case_and_writes_them(ops, tmp_path, capsys):
     files = tmp_path / "out.json", tmp_path / "out.png"
     status = jax_ep.cli.main([
         "jax_ep", "bench", *ARGS, "--check", "--implementations=xla", "--baselines=all_to_all",
-        f"--ranks={ranks}", "--dtypes=bfloat16", f"--json={files[0]}", f"--plot={files[1]}",
+        f"--ranks={ranks}", "--dtype=bfloat16", f"--json={files[0]}", f"--plot={files[1]}",
         "--iterations=10", f"--ops={','.join(ops)}",
     ])  # fmt: skip
     out = capsys.readouterr().out
@@ -273,7 +273,7 @@ def test_bench_takes_layouts_and_wire_dtypes(tmp_path, capsys):
         "jax_ep", "bench", *ARGS, "--hidden=128", "--implementations=xla", "--baselines=",
         "--ranks=1", "--iterations=10",
         "--ops=dispatch,dispatch_grad,combine_grad,group_by_expert,sum_by_token",
-        "--layouts=expert,rank", "--wire_dtypes=none,float8_e4m3fn", "--output=quantized",
+        "--layouts=expert,rank", "--wire_dtype=none,float8_e4m3fn", "--output=quantized",
         "--check", f"--json={file}",
     ])  # fmt: skip
     out = capsys.readouterr().out
@@ -315,7 +315,7 @@ def test_a_gradient_travels_in_the_wire_dtype():
 
 def test_a_row_is_named_by_what_gathers_it():
     """float8 rows are gathered by "xla", whatever the exchange is done by."""
-    args = ["--layouts=rank", "--wire_dtypes=float8_e4m3fn", "--output=quantized"]
+    args = ["--layouts=rank", "--wire_dtype=float8_e4m3fn", "--output=quantized"]
     bench.FLAGS.parse("bench", args)
     try:
         for op, expected in (("group_by_expert", ["xla"]), ("dispatch", ["pallas", "xla"])):
@@ -337,7 +337,7 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
         }
         for tokens in (32, 128, 4096)
     ]  # fmt: skip
-    report.plot(rows, str(tmp_path / "out.png"))
+    report.plot(rows, str(tmp_path / "out.png"), "Sizes: H=256")
     (figure,) = drawn
     figure.canvas.draw()
     axis = figure.axes[0]
@@ -351,7 +351,7 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
     ("arg", "message"),
     [
         ("--layouts=row", "--layouts=row: 'row' is not one of expert, rank"),
-        ("--wire_dtypes=int8", "--wire_dtypes=int8: 'int8' is not one of none, float8_e4m3fn"),
+        ("--wire_dtype=int8", "--wire_dtype=int8: 'int8' is not one of none, float8_e4m3fn"),
         ("--ops=dance", "--ops=dance: 'dance' is not one of dispatch"),
         ("--tokens=many", "--tokens=many: 'many' is not a positive integer below 2^31"),
         ("--tokens=0", "--tokens=0: '0' is not a positive integer"),
@@ -359,7 +359,7 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
         ("--capacity_factor=nan", "--capacity_factor=nan: 'nan' is not a finite number"),
         ("--capacity_factor=-1", "--capacity_factor=-1: '-1' is not a finite number"),
         ("--capacity_factor=True", "--capacity_factor=True: 'True' is not a finite number"),
-        ("--dtypes=float4_e2m1fn", "--dtypes=float4_e2m1fn: 'float4_e2m1fn' is not one of"),
+        ("--dtype=float4_e2m1fn", "--dtype=float4_e2m1fn: value should be one of"),
         ("--ranks=4096", "--ranks: 4096 ranks"),
         ("--iterations=3", "iterations"),
         ("--output=quantized", "--output: quantized rows need a wire dtype"),

@@ -16,7 +16,7 @@ from support import meshes
 import jax_ep.cli
 from jax_ep.bench import layer as bench_layer
 from jax_ep.bench import layer_baselines
-from jax_ep.bench.layer_baselines import CONTENDERS
+from jax_ep.bench.layer_baselines import BASELINES, LAYERS
 
 PLAIN = ("all_gather+psum_scatter", "all_gather+all_to_all")
 SHAPE = bench_layer.Shape(hidden=128, mlp_dim=64, num_experts=8, top_k=3)
@@ -70,8 +70,8 @@ def own_outputs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "capacity_factor"), [(4, 1.125)])
-def test_all_contenders_are_one_layer(num_ranks, capacity_factor, ragged_anywhere):
-    outputs, load = run_layers(num_ranks, capacity_factor, CONTENDERS)
+def test_all_layers_are_one_layer(num_ranks, capacity_factor, ragged_anywhere):
+    outputs, load = run_layers(num_ranks, capacity_factor, LAYERS)
     assert load["rows"] == 60 and load["rows_needed"] >= 60
     own = outputs.pop("jax_ep")
     assert len(own) == len(bench_layer.OUTPUTS)
@@ -121,14 +121,14 @@ def test_bench_layer_measures_every_case_and_writes_them(tmp_path, capsys):
     files = tmp_path / "out.json", tmp_path / "out.png"
     status = bench(
         "--shapes=mixtral",
-        f"--contenders=jax_ep,{','.join(PLAIN)}",
+        f"--baselines={','.join(PLAIN)}",
         f"--json={files[0]}",
         f"--plot={files[1]}",
     )
     out = capsys.readouterr().out
     assert status == 0, out
     rows = json.loads(files[0].read_text())["rows"]
-    assert [(row["direction"], row["contender"]) for row in rows] == [
+    assert [(row["direction"], row["implementation"]) for row in rows] == [
         (direction, name) for direction in bench_layer.DIRECTIONS for name in ("jax_ep", *PLAIN)
     ]
     for row in rows:
@@ -141,7 +141,7 @@ def test_bench_layer_measures_every_case_and_writes_them(tmp_path, capsys):
         assert row["peak_bytes"] > 3 * 8 // row["ranks"] * 64 * 64 * 2  # the experts' weights
         assert "speedup_over_ragged" not in row
     for direction in bench_layer.DIRECTIONS:
-        plain = [r for r in rows if r["direction"] == direction and r["contender"] in PLAIN]
+        plain = [r for r in rows if r["direction"] == direction and r["implementation"] in PLAIN]
         assert max(row["speedup_over_xla"] for row in plain) == 1.0
     lines = out.splitlines()
     (header,) = (line for line in lines if line.startswith("shape"))
@@ -159,10 +159,10 @@ def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, 
         return way._replace(send=lambda x: way.send(x).at[3].multiply(2))
 
     name = "all_gather+psum_scatter"
-    spoiled = dataclasses.replace(CONTENDERS[name], exchange=with_a_row_too_large)
-    monkeypatch.setitem(CONTENDERS, name, spoiled)
+    spoiled = dataclasses.replace(BASELINES[name], exchange=with_a_row_too_large)
+    monkeypatch.setitem(LAYERS, name, spoiled)
     path = tmp_path / "out.json"
-    args = ("--shapes=qwen3-moe", "--directions=forward", f"--contenders=jax_ep,{','.join(PLAIN)}")
+    args = ("--shapes=qwen3-moe", "--directions=forward", f"--baselines={','.join(PLAIN)}")
     assert bench("--check", f"--json={path}", *args) == 1
     error = f"AssertionError: out of {name} differs from that of jax_ep"
     assert f"qwen3-moe, forward, {name}: {error}" in capsys.readouterr().out
@@ -174,11 +174,11 @@ def test_check_fails_the_layer_that_differs_and_no_other(monkeypatch, tmp_path, 
 @pytest.mark.slow
 def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
     path = tmp_path / "out.json"
-    args = ("--shapes=mixtral", "--hidden=128", f"--contenders={PLAIN[0]},jax_ep", "--check")
+    args = ("--shapes=mixtral", "--hidden=128", f"--baselines={PLAIN[0]}", "--check")
     assert bench(*args, "--wire_dtype=float8_e4m3fn", f"--json={path}") == 0
     out = capsys.readouterr().out
     rows = json.loads(path.read_text())["rows"]
-    wires = {row["contender"]: row["wire_dtype"] for row in rows}
+    wires = {row["implementation"]: row["wire_dtype"] for row in rows}
     assert wires == {PLAIN[0]: "none", "jax_ep": "float8_e4m3fn"}
     assert out.count("float8_e4m3fn  yes") == 2
     # It is really sent so: without room for that rounding the layers differ.
@@ -191,13 +191,13 @@ def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_pat
     measure = bench_layer.measure
 
     def out_of_memory(loop, case):
-        if case["contender"] == PLAIN[0]:
+        if case["implementation"] == PLAIN[0]:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand much more")
         return measure(loop, case)
 
     monkeypatch.setattr(bench_layer, "measure", out_of_memory)
     path = tmp_path / "out.json"
-    names = f"--contenders=jax_ep,{','.join(PLAIN)}"
+    names = f"--baselines={','.join(PLAIN)}"
     assert bench("--shapes=mixtral", "--directions=forward", names, f"--json={path}") == 1
     out = capsys.readouterr().out
     assert f"{PLAIN[0]}: RuntimeError: RESOURCE_EXHAUSTED: Out of memory\n" in out
@@ -216,13 +216,13 @@ def test_what_cannot_start_in_time_is_reported(capsys):
 
 
 def test_speedups_are_over_the_fastest_of_their_own_work():
-    def row(contender, us, **work):
+    def row(implementation, us, **work):
         work = {"shape": "mixtral", "tokens": 8, "ranks": 2, "direction": "forward"} | work
-        return work | {"contender": contender, "wall": {"median_us": us}}
+        return work | {"implementation": implementation, "wall": {"median_us": us}}
 
     own, other = row("jax_ep", 10.0), row("jax_ep", 10.0, tokens=16)
     failed = {key: own[key] for key in ("shape", "tokens", "ranks", "direction")}
-    failed |= {"contender": PLAIN[0], "error": "no"}
+    failed |= {"implementation": PLAIN[0], "error": "no"}
     bench_layer.compare([
         own, other, failed, row(PLAIN[0], 30.0), row(PLAIN[1], 20.0),
         row(PLAIN[1], 1.0, direction="forward_backward"), row(bench_layer.RAGGED_DOT, 50.0),
@@ -253,7 +253,10 @@ def test_parts_of_the_device_time_are_known_by_their_kernels():
     [
         ("--shapes=gpt-2", "--shapes=gpt-2: 'gpt-2' is not one of deepseek-v3"),
         ("--directions=sideways", "--directions=sideways: 'sideways' is not one of forward"),
-        ("--contenders=nccl", "--contenders=nccl: 'nccl' is not one of jax_ep"),
+        ("--baselines=nccl", "--baselines=nccl: 'nccl' is not one of all_gather+psum_scatter"),
+        ("--implementations=nccl", "--implementations=nccl: 'nccl' is not one of jax_ep"),
+        ("--num_experts=9", "--num_experts: deepseek-v3's 9 is no multiple of"),
+        ("--shapes=", "--shapes=: name one value or more"),
         ("--tokens=many", "--tokens=many: 'many'"),
         ("--ranks=4096", "--ranks: 4096 ranks"),
         ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),

@@ -10,7 +10,7 @@ import pytest
 
 import jax_ep.cli
 from jax_ep.bench import matmul as bench_matmul
-from jax_ep.bench import matmul_contenders as contenders
+from jax_ep.bench import matmul_baselines as baselines
 from jax_ep.bench.matmul_operations import OF_TWO_PAIRS, Case
 from jax_ep.matmul import xla
 
@@ -36,11 +36,11 @@ def test_it_measures_every_operation_and_writes_them(tmp_path, capsys):
     out = capsys.readouterr().out
     assert status == 0, out
     rows = json.loads(files[0].read_text())["rows"]
-    available = {c.name for c in contenders.available((64, 64), jnp.dtype("bfloat16"))}
+    available = {c.name for c in baselines.available((64, 64), jnp.dtype("bfloat16"))}
     for op in bench_matmul.OPERATIONS:
         of_op = [row for row in rows if row["op"] == op]
-        assert of_op[0]["candidate"] == "dense" and "share_of_dense" not in of_op[0]
-        assert {row["candidate"] for row in of_op[1:]} == available
+        assert of_op[0]["implementation"] == "dense" and "share_of_dense" not in of_op[0]
+        assert {row["implementation"] for row in of_op[1:]} == available
         assert all(row["checked"] and row["share_of_dense"] > 0 for row in of_op[1:])
         times = [row["wall"]["median_us"] for row in of_op[1:]]
         assert times == sorted(times)
@@ -51,13 +51,13 @@ def test_it_measures_every_operation_and_writes_them(tmp_path, capsys):
         assert of_op[0]["flops"] == 2 * 32 * 64 * 64
     header = next(line for line in out.splitlines() if line.startswith("case"))
     assert header.split() == (
-        "case op candidate checked wall us low..high TFLOP/s of dense".split()
+        "case op implementation checked wall us low..high TFLOP/s of dense".split()
     )
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_candidate_and_operation_can_be_asked_for(capsys):
-    assert bench("--candidate=xla", "--ops=drhs", "--case=tin") == 0
+def test_one_implementation_and_operation_can_be_asked_for(capsys):
+    assert bench("--implementations=xla", "--ops=drhs", "--case=tin") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "tiny" in line]
     assert [line[:3] for line in lines] == [["tiny", "drhs", "dense"], ["tiny", "drhs", "xla"]]
 
@@ -72,20 +72,20 @@ def test_check_sees_a_wrong_group(op, monkeypatch, capsys):
         return out * jnp.asarray(1.1, out.dtype)
 
     monkeypatch.setattr(xla, "BACKEND", dataclasses.replace(xla.BACKEND, **{op: wrong}))
-    assert bench("--candidate=xla", f"--ops={op}") == 0  # unasked, it does not look
-    assert bench("--candidate=xla", f"--ops={op}", "--check") == 1
+    assert bench("--implementations=xla", f"--ops={op}") == 0  # unasked, it does not look
+    assert bench("--implementations=xla", f"--ops={op}", "--check") == 1
     out = capsys.readouterr().out
     assert f"tiny, {op}, xla: AssertionError: group" in out
     assert f"wrong on small operands:\n  xla, {op}, [1024, 256]" in out
 
 
-def test_a_candidate_that_fails_is_a_row(monkeypatch, tmp_path, capsys):
+def test_an_implementation_that_fails_is_a_row(monkeypatch, tmp_path, capsys):
     def fails(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: no\nand much more")
 
     monkeypatch.setattr(xla, "BACKEND", dataclasses.replace(xla.BACKEND, product=fails))
     path = tmp_path / "out.json"
-    assert bench("--ops=product", "--candidate=xla", f"--json={path}") == 1
+    assert bench("--ops=product", "--implementations=xla", f"--json={path}") == 1
     assert "tiny, product, xla: RuntimeError: RESOURCE_EXHAUSTED: no\n" in capsys.readouterr().out
     dense, failed = json.loads(path.read_text())["rows"]
     assert "wall" in dense and "wall" not in failed
@@ -100,7 +100,8 @@ def test_what_cannot_start_in_time_is_reported(capsys):
     ("arg", "message"),
     [
         ("--case=nothing", "--case: 'nothing' is in the name of none: tiny"),
-        ("--candidate=cublas", "--candidate: 'cublas' is in the name of none: "),
+        ("--baselines=cublas", "--baselines=cublas: 'cublas' is not one of mosaic, tokamax"),
+        ("--implementations=xla,loop,cublas", "'cublas' is not one of pallas, xla, loop"),
         ("--dtype=foo", "--dtype=foo"),
         ("--seconds=nan", "--seconds=nan: 'nan' is not a finite number"),
         ("--ops=dance", "--ops=dance: 'dance' is not one of product"),
@@ -116,11 +117,11 @@ def test_it_refuses_wrong_flags(arg, message, capsys):
 
 def test_a_sweep_tries_other_blocks():
     names = ["pallas", "mosaic"]
-    assert not contenders.other_blocks(TINY, "product", ["xla"])
+    assert not baselines.other_blocks(TINY, "product", ["xla"])
     large = Case("large", 4096, 512, 1024, 4, 4096)
-    assert not contenders.other_blocks(large, "gated", names)
+    assert not baselines.other_blocks(large, "gated", names)
     for op in set(bench_matmul.OPERATIONS) - {"gated"}:
-        found = contenders.other_blocks(large, op, names)
-        assert found and len({candidate.name for candidate in found}) == len(found)
-        by_mosaic = [candidate for candidate in found if candidate.name.startswith("mosaic")]
+        found = baselines.other_blocks(large, op, names)
+        assert found and len({backend.name for backend in found}) == len(found)
+        by_mosaic = [backend for backend in found if backend.name.startswith("mosaic")]
         assert bool(by_mosaic) == (op != "sum_of_dlhs")

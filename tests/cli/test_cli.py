@@ -70,7 +70,14 @@ def test_files_are_written_though_nobody_reads_what_is_printed(tmp_path):
     file, pipe = tmp_path / "out.json", tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (file, pipe):
-        command = [sys.executable, "-m", "jax_ep", "model", "--hosts=2,4,8,16,32", f"--json={path}"]
+        command = [
+            sys.executable,
+            "-m",
+            "jax_ep",
+            "estimate",
+            "--hosts=2,4,8,16,32",
+            f"--json={path}",
+        ]
         read, written = os.pipe()
         os.close(read)
         with subprocess.Popen(command, stdout=written) as started:
@@ -84,6 +91,6 @@ def test_an_interrupted_command_says_so(monkeypatch, capsys):
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jax_ep.bench.model.run", interrupt)
-    assert jax_ep.cli.main(["jax_ep", "model"]) == 130
+    monkeypatch.setattr("jax_ep.bench.estimate.run", interrupt)
+    assert jax_ep.cli.main(["jax_ep", "estimate"]) == 130
     assert capsys.readouterr().err == "interrupted\n"

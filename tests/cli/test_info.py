@@ -15,10 +15,11 @@ from jax_ep.runtime import availability
 from pallas_kernels.fabric import mosaic
 
 
-def test_info_as_a_program():
-    done = run_jax_ep("info", "--json")
+def test_info_as_a_program(tmp_path):
+    done = run_jax_ep("info", f"--json={tmp_path}/info.json")
     assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    assert "\nxla            runs here\n" in done.stdout
+    facts = json.loads((tmp_path / "info.json").read_text())
     assert facts["versions"]["jax"] == jax.__version__
     assert facts["backend"] == "cpu"
     assert len(facts["devices"]) >= 1

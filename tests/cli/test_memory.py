@@ -13,7 +13,7 @@ from jax_ep.exchange import memory
 from pallas_kernels.fabric import layout
 
 
-def test_the_command_prints_every_figure(capsys):
+def test_the_command_prints_every_figure(tmp_path, capsys):
     assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
     text = capsys.readouterr().out
     assert "1820" in text and "receive buffer" in text and "gathered tokens" in text
@@ -25,12 +25,15 @@ def test_the_command_prints_every_figure(capsys):
         for order in memory.LAYOUTS:
             assert f'implementation="{implementation}", layout="{order}"' in text
     assert all(f"\n  {name}" in text for name in memory.OPERATIONS)
-    assert jax_ep.cli.main(["jax_ep", "memory", "--json", "--tokens=64", "--dtype=float32"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    flags = [f"--json={tmp_path}/out.json", "--tokens=64", "--dtype=float32"]
+    assert jax_ep.cli.main(["jax_ep", "memory", *flags]) == 0
+    assert "T=64 tokens a rank" in capsys.readouterr().out
+    facts = json.loads((tmp_path / "out.json").read_text())
     assert facts["model"]["num_tokens"] == 64
     for use in facts["here"]:
-        buffers = use.pop("buffers")
+        buffers, results = use.pop("buffers"), use.pop("results")
         assert buffers == memory.workspace_bytes(**use, **facts["rows"], **facts["model"])
+        assert results == memory.result_bytes(**use, **facts["rows"], **facts["model"])
     ways = {(use["operation"], use["implementation"], use["layout"]) for use in facts["here"]}
     assert len(ways) == 2 * (5 + 7)
 
@@ -47,13 +50,13 @@ def test_the_command_shows_both_levels(capsys):
 @pytest.mark.parametrize(
     ("arg", "reason"),
     [
-        ("--top_k=300", "300 choices"),
+        ("--top_k=300 --num_experts=512", "300 choices"),
         ("--hidden=70000", "a row of 70016 bfloat16 is too long for shared memory"),
         ("--num_experts=4096", "4096 experts"),
     ],
 )
 def test_the_command_says_why_the_kernels_cannot_run(arg, reason, capsys):
-    assert jax_ep.cli.main(["jax_ep", "memory", arg]) == 0
+    assert jax_ep.cli.main(["jax_ep", "memory", *arg.split()]) == 0
     text = capsys.readouterr().out
     of_pallas, _, of_xla, _ = text.split('\nimplementation="')[1:]
     assert reason in of_pallas and "cannot run" in of_pallas
@@ -61,5 +64,29 @@ def test_the_command_says_why_the_kernels_cannot_run(arg, reason, capsys):
 
 
 def test_the_command_refuses_wrong_flags(capsys):
-    assert jax_ep.cli.main(["jax_ep", "memory", "--ranks=7"]) == 2
-    assert "--num_experts: 256 is no multiple of --ranks=7" in capsys.readouterr().err
+    for flag, message in (
+        ("--ranks=7", "--num_experts: 256 is no multiple of 7 ranks"),
+        ("--top_k=300", "--top_k: 300 distinct of 256 experts"),
+        ("--host_capacity=8", "--host_capacity: needs several hosts"),
+        ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),
+    ):
+        assert jax_ep.cli.main(["jax_ep", "memory", flag]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_largest_buffer_is_shown(capsys):
+    """Of any routing, N T K rows of H values arrive: 8 * 128 * 8 of 7168 bfloat16 are 112 MiB."""
+    assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
+    text = capsys.readouterr().out
+    by_expert, by_rank = text.split('\nimplementation="')[1:3]
+    assert re.search(
+        r"\n  dispatch +0\.04 +112\.00 +routes 0\.04; received tokens 112\.00\n", by_expert
+    )
+    assert re.search(
+        r"\n  dispatch +0\.03 +14\.00 +routes 0\.03; received tokens 14\.00\n", by_rank
+    )
+
+
+def test_rows_that_float8_cannot_have_are_told(capsys):
+    assert jax_ep.cli.main(["jax_ep", "memory", "--hidden=100"]) == 0
+    assert "hidden must be a multiple of 128" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""`python -m jax_ep model`: predicts the bytes and the least time of an exchange between hosts.
+"""`python -m jax_ep estimate`: predicts the bytes and the least time of an exchange between hosts.
 
 Prints, for each number of hosts and each design of `jax_ep.bench.exchange_model`, the rows per
 token and the MB per rank that cross between hosts and inside them, and the least time. Then
@@ -15,29 +15,46 @@ import jax.numpy as jnp
 from jax_ep.bench import exchange_model, measuring, report
 from jax_ep.bench.exchange_model import Cluster, Work
 from jax_ep.exchange import quantization
-from jax_ep.flags import Error, Flags
+from jax_ep.flags import Error, Flags, check_experts
 
-_DTYPES = ("bfloat16", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES))
+_WIRE_DTYPES = ("none", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES))
 
 FLAGS = Flags()
-_HOSTS = FLAGS.integers("hosts", [2, 4, 8, 16, 32, 64], "M, numbers of hosts.")
-_RANKS_PER_HOST = FLAGS.integer("ranks_per_host", 8, "G, ranks of a host, each with a NIC.")
-_NIC = FLAGS.number("nic_gb_per_s", 50.0, "GB/s of a rank's NIC, one way.")
-_NVLINK = FLAGS.number("nvlink_gb_per_s", 450.0, "GB/s of a rank's NVLink, one way.")
-_TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank.")
-_HIDDEN = FLAGS.integer("hidden", 7168, "H.")
-_NUM_EXPERTS = FLAGS.integer(
-    "num_experts", None, "E. Default: 256, or the next multiple of the ranks."
+_HOSTS = FLAGS.integers(
+    "hosts", [2, 4, 8, 16, 32, 64], "M, the numbers of hosts to estimate an exchange for."
 )
-_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts per token.")
+_RANKS_PER_HOST = FLAGS.integer("ranks_per_host", 8, "G, ranks of a host, each with its own NIC.")
+_NIC = FLAGS.number(
+    "nic_gb_per_s", 50.0, "Bandwidth of a rank's NIC, one way, in GB/s (10^9 bytes per second)."
+)
+_NVLINK = FLAGS.number(
+    "nvlink_gb_per_s",
+    450.0,
+    "Bandwidth of a rank's NVLink, one way, in GB/s (10^9 bytes per second).",
+)
+_TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank.")
+_HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: values of a token.")
+_NUM_EXPERTS = FLAGS.integer(
+    "num_experts",
+    None,
+    "E, experts of all ranks together. Default: 256, or the next multiple of the ranks.",
+)
+_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts that each token chooses.")
 _HOSTS_PER_TOKEN = FLAGS.integer(
-    "hosts_per_token", None, "A router's limit, such as 4 for DeepSeek-V3. Default: none."
+    "hosts_per_token",
+    None,
+    "The most hosts whose experts the router lets a token choose, 4 in DeepSeek-V3. "
+    "Default: no limit.",
 )
 _WIRE_DTYPE = FLAGS.choice(
-    "wire_dtype", "bfloat16", _DTYPES, "Of rows that cross; float8 has a scale for 128 values."
+    "wire_dtype",
+    "none",
+    _WIRE_DTYPES,
+    "The dtype that rows cross the wire in; float8 adds a float32 scale for every 128 values. "
+    "none: as bfloat16.",
 )
-_JSON = FLAGS.output("json", "Write all numbers to this file.")
-_PLOT = FLAGS.output("plot", "Write a plot of the bounds to this file, such as out.png.")
+_JSON = FLAGS.json()
+_PLOT = FLAGS.plot("the least times over the number of hosts")
 
 
 def run() -> int:
@@ -45,22 +62,14 @@ def run() -> int:
     for flag in (_NIC, _NVLINK):
         if not flag.value:
             raise Error(f"--{flag.name}: 0 GB/s move nothing")
-    if not _HOSTS.value:
-        raise Error("--hosts: name one number of hosts or more")
-    rows = [row for hosts in _HOSTS.value for row in model(hosts)]
+    rows = [row for hosts in _HOSTS.value for row in estimate(hosts)]
     comparisons = [exchange_model.compare(figure) for figure in exchange_model.PUBLISHED]
     if _JSON.value:  # files come first: the reader of what is printed may end early
         facts = {"rows": rows, "published": [_comparison_record(found) for found in comparisons]}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
     if _PLOT.value:
         plot(rows, _PLOT.value)
-    limit = _HOSTS_PER_TOKEN.value
-    print(
-        f"T={_TOKENS.value} tokens a rank, H={_HIDDEN.value} as {_WIRE_DTYPE.value}, "
-        f"K={_TOP_K.value}, experts of {'any number of' if limit is None else f'at most {limit}'} "
-        f"hosts; {_RANKS_PER_HOST.value} ranks a host, NIC {_NIC.value:g} and NVLink "
-        f"{_NVLINK.value:g} GB/s a rank\n"
-    )
+    print(f"{_sizes()}\n")
     print(table(rows))
     print("\nheld against others, in GB/s: a row counts for each host of its token, its own too")
     print(comparison_table(comparisons))
@@ -69,14 +78,11 @@ def run() -> int:
     return 0
 
 
-def model(hosts: int) -> list[report.Row]:
+def estimate(hosts: int) -> list[report.Row]:
     """Computes a row of the table for each design; raises `Error` if flags do not fit the hosts."""
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or -(-256 // cluster.ranks) * cluster.ranks
-    if num_experts % cluster.ranks:
-        raise Error(f"--num_experts: {num_experts} is no multiple of {cluster.ranks} ranks")
-    if _TOP_K.value > num_experts:
-        raise Error(f"--top_k: {_TOP_K.value} distinct of {num_experts} experts")
+    check_experts(num_experts, cluster.ranks, _TOP_K.value)
     limit = _HOSTS_PER_TOKEN.value
     if limit is not None and _TOP_K.value > min(limit, hosts) * (num_experts // hosts):
         raise Error(f"--hosts_per_token: {limit} of {hosts} hosts have no {_TOP_K.value} experts")
@@ -95,8 +101,20 @@ def model(hosts: int) -> list[report.Row]:
     return found
 
 
+def _sizes() -> str:
+    """Says in words what exchange is estimated, but for the number of hosts."""
+    limit = _HOSTS_PER_TOKEN.value
+    wire_dtype = "bfloat16" if _WIRE_DTYPE.value == "none" else _WIRE_DTYPE.value
+    return (
+        f"T={_TOKENS.value} tokens a rank, H={_HIDDEN.value} as {wire_dtype}, "
+        f"K={_TOP_K.value}, experts of {'any number of' if limit is None else f'at most {limit}'} "
+        f"hosts; {_RANKS_PER_HOST.value} ranks a host, NIC {_NIC.value:g} and NVLink "
+        f"{_NVLINK.value:g} GB/s a rank"
+    )
+
+
 def _wire_dtype() -> Any:
-    if _WIRE_DTYPE.value == "bfloat16":
+    if _WIRE_DTYPE.value == "none":
         return None
     if _HIDDEN.value % quantization.BLOCK:
         raise Error(f"--hidden: {_HIDDEN.value} values are no whole blocks of {quantization.BLOCK}")
@@ -120,7 +138,7 @@ _COLUMNS = {
 
 
 def table(rows: Sequence[report.Row]) -> str:
-    """Renders the model's rows as fixed-width text: rows per token, MB per rank, microseconds."""
+    """Renders rows of `estimate` as fixed-width text: rows per token, MB per rank, microseconds."""
     cells = [[form.format(row[key]) for key, form in _COLUMNS.values()] for row in rows]
     return "\n".join(report.fixed_width(list(_COLUMNS), cells, ("design", "set by")))
 
@@ -157,20 +175,13 @@ def _comparison_record(found: exchange_model.Comparison) -> dict[str, Any]:
 
 def plot(rows: Sequence[report.Row], path: str) -> None:
     """Draws the least time of each design over the number of hosts, to a file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4.5))
-    for design in dict.fromkeys(row["design"] for row in rows):
-        points = sorted((row["hosts"], row["us"]) for row in rows if row["design"] == design)
-        axis.plot(*zip(*points, strict=True), marker="o", label=design)
-    axis.set(xlabel="hosts", ylabel="least time of an exchange, us", xscale="log", yscale="log")
-    report.label_log_axis(axis.xaxis, sorted({row["hosts"] for row in rows}))
-    report.label_log_axis(axis.yaxis)
-    axis.grid(visible=True, which="both", alpha=0.3)
-    axis.legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        points.setdefault(row["design"], []).append((row["hosts"], row["us"]))
+    report.lines(
+        {"": points},
+        path,
+        title=f"Least time of an exchange between hosts\n{_sizes()}",
+        x_label="hosts",
+        y_label="least time of an exchange, us",
+    )

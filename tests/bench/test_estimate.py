@@ -1,4 +1,4 @@
-"""`python -m jax_ep model`: its counts against rows counted one by one, and what it prints."""
+"""`python -m jax_ep estimate`: its counts against rows counted one by one, and what it prints."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_published_figures_are_below_the_bound_and_near_what_sets_it():
 def test_the_command_prints_tables_and_writes_files(tmp_path, capsys):
     files = tmp_path / "out.json", tmp_path / "out.png"
     status = jax_ep.cli.main([
-        "jax_ep", "model", "--hosts=2,3,64", "--tokens=4096", "--hidden=7168",
+        "jax_ep", "estimate", "--hosts=2,3,64", "--tokens=4096", "--hidden=7168",
         f"--json={files[0]}", f"--plot={files[1]}",
     ])  # fmt: skip
     out = capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_the_command_prints_tables_and_writes_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arg", "message"),
     [
-        ("--hosts=", "--hosts: name one number of hosts or more"),
+        ("--hosts=", "--hosts=: name one value or more"),
         ("--hosts=0", "--hosts=0: '0' is not a positive integer"),
         ("--nic_gb_per_s=0", "--nic_gb_per_s: 0 GB/s move nothing"),
         ("--nvlink_gb_per_s=inf", "--nvlink_gb_per_s=inf: 'inf' is not a finite number"),
@@ -136,17 +136,17 @@ def test_the_command_prints_tables_and_writes_files(tmp_path, capsys):
 )
 def test_it_refuses_wrong_flags(arg, message, capsys):
     hosts = [] if arg.startswith("--hosts") else ["--hosts=4"]
-    assert jax_ep.cli.main(["jax_ep", "model", *hosts, arg]) == 2
+    assert jax_ep.cli.main(["jax_ep", "estimate", *hosts, arg]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_limit_must_leave_enough_experts(capsys):
     args = ["--hosts=8", "--num_experts=64", "--hosts_per_token=1", "--top_k=9"]
-    assert jax_ep.cli.main(["jax_ep", "model", *args]) == 2
+    assert jax_ep.cli.main(["jax_ep", "estimate", *args]) == 2
     assert "--hosts_per_token: 1 of 8 hosts have no 9 experts" in capsys.readouterr().err
 
 
 def test_rows_of_float8_must_be_whole_blocks(capsys):
     args = ["--hosts=2", "--hidden=100", "--wire_dtype=float8_e4m3fn"]
-    assert jax_ep.cli.main(["jax_ep", "model", *args]) == 2
+    assert jax_ep.cli.main(["jax_ep", "estimate", *args]) == 2
     assert "--hidden: 100 values are no whole blocks of 128" in capsys.readouterr().err

@@ -198,17 +198,37 @@ TOKAMAX = Backend(
 )
 
 
-def available(matrix: tuple[int, int], dtype: Any, slow: bool = True) -> list[Backend]:
+BASELINES = ("mosaic", "tokamax")
+IMPLEMENTATIONS = ("pallas", "xla", "loop")
+
+
+def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | None:
+    """Returns why a backend cannot multiply by matrices [H, F] of a dtype here, or None."""
+    return api.unavailable_reason(_backends()[name], api.default_platform(), matrix, dtype)
+
+
+def available(matrix: tuple[int, int], dtype: Any) -> list[Backend]:
     """Returns the backends that can multiply by matrices [H, F] of a dtype here.
 
-    Each chooses its own block sizes. "xla" and "loop" are included only if `slow`.
+    Each chooses its own block sizes.
     """
-    known = [pallas.BACKEND, MOSAIC, TOKAMAX]
-    if slow:
-        known.append(xla.BACKEND)
-        known += [loop.BACKEND] if jax.default_backend() == "cpu" else []
-    platform = api.default_platform()
-    return [b for b in known if api.unavailable_reason(b, platform, matrix, dtype) is None]
+    found = _backends()
+    return [found[name] for name in found if unavailable_reason(name, matrix, dtype) is None]
+
+
+def usual_implementations(case: Case) -> list[str]:
+    """Returns the implementations that are measured unless others are asked for.
+
+    "xla" and "loop" are slow: they are among them only where the case says so, "loop" on CPUs.
+    """
+    slow = [xla.BACKEND.name] + ([loop.BACKEND.name] if jax.default_backend() == "cpu" else [])
+    return [pallas.BACKEND.name, *(slow if case.slow else [])]
+
+
+def _backends() -> dict[str, Backend]:
+    """Returns every backend that can be measured, by name; read late, since tests replace some."""
+    every = (pallas.BACKEND, MOSAIC, TOKAMAX, xla.BACKEND, loop.BACKEND)
+    return {backend.name: backend for backend in every}
 
 
 PALLAS_TILES = (  # heights, block_n, the most that band may be

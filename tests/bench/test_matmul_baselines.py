@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -10,8 +11,8 @@ import pytest
 from support.kernels import needs_kernels
 from support.selection import quick
 
-from jax_ep.bench import matmul_contenders as contenders
-from jax_ep.bench.matmul_operations import OF_TWO_PAIRS, OPERATIONS, Operands, operation
+from jax_ep.bench import matmul_baselines as baselines
+from jax_ep.bench.matmul_operations import OF_TWO_PAIRS, OPERATIONS, Case, Operands, operation
 from jax_ep.matmul import api
 
 SHAPES = [  # R, H, F, L
@@ -34,26 +35,29 @@ def test_mosaic_lowers_for_cuda(op, shape):
         jax.ShapeDtypeStruct((num_rows, hidden), dtype), rhs, grad, rhs, grad,
         jax.ShapeDtypeStruct((groups,), jnp.int32),
     )  # fmt: skip
-    traced = jax.jit(operation(contenders.MOSAIC, op)).trace(operands)
+    traced = jax.jit(operation(baselines.MOSAIC, op)).trace(operands)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == (2 if op in OF_TWO_PAIRS else 1)
 
 
 @needs_kernels
-def test_a_contender_says_where_it_cannot_run():
+def test_a_baseline_says_where_it_cannot_run():
     def reason(backend, platform, matrix=(64, 128), dtype=jnp.bfloat16):
         return api.unavailable_reason(backend, platform, matrix, dtype)
 
-    assert "not float32" in reason(contenders.MOSAIC, "cuda", dtype=jnp.float32)
-    assert "multiples of 64, not [100, 128]" in reason(contenders.MOSAIC, "cuda", (100, 128))
-    assert "this program is for cpu" in reason(contenders.MOSAIC, "cpu")
+    assert "not float32" in reason(baselines.MOSAIC, "cuda", dtype=jnp.float32)
+    assert "multiples of 64, not [100, 128]" in reason(baselines.MOSAIC, "cuda", (100, 128))
+    assert "this program is for cpu" in reason(baselines.MOSAIC, "cpu")
     if importlib.util.find_spec("tokamax") is None:
-        assert "tokamax is not installed" in reason(contenders.TOKAMAX, "cuda")
+        assert "tokamax is not installed" in reason(baselines.TOKAMAX, "cuda")
 
 
 def test_a_machine_without_gpus_measures_the_backends_for_it():
     if jax.default_backend() != "cpu":
         pytest.skip("of a CPU")
-    names = [backend.name for backend in contenders.available((64, 64), jnp.bfloat16)]
+    names = [backend.name for backend in baselines.available((64, 64), jnp.bfloat16)]
     assert names == ["xla", "loop"]
-    assert not contenders.available((64, 64), jnp.bfloat16, slow=False)
+    case = Case("usual", 64, 64, 64, 1, 64)
+    assert baselines.usual_implementations(case) == ["pallas"]
+    slow = dataclasses.replace(case, slow=True)
+    assert baselines.usual_implementations(slow) == ["pallas", *names]
