@@ -12,6 +12,7 @@ def flags():
     found = Flags()
     found.tokens = found.integers("tokens", [1, 2], "Tokens.")
     found.ops = found.choices("ops", None, ["send", "receive"], "Operations.")
+    found.baselines = found.choices("baselines", None, ["a"], "Others.", may_be_empty=True)
     found.ratios = found.numbers("ratios", [0.5], "Ratios.")
     found.copies = found.integers("copies", [0], "Copies.", least=0)
     found.factor = found.number("factor", 1.125, "A factor.")
@@ -26,7 +27,10 @@ def test_values_are_parsed_and_start_from_the_defaults_each_time(flags):
     assert flags.ops.value == ["send", "receive"]
     flags.parse("test", ["--ratios=1,0.25", "--copies=0,2"])
     assert (flags.ratios.value, flags.copies.value) == ([1.0, 0.25], [0, 2])
+    flags.parse("test", ["--baselines="])
+    assert flags.baselines.value == [] and flags.given(flags.baselines)
     flags.parse("test", [])
+    assert flags.baselines.value is None and not flags.given(flags.baselines)
     assert (flags.tokens.value, flags.ops.value, flags.factor.value) == ([1, 2], None, 1.125)
 
 
@@ -43,6 +47,8 @@ def test_values_are_parsed_and_start_from_the_defaults_each_time(flags):
         ("--factor=nan", "--factor=nan: 'nan' is not a finite number, not negative"),
         ("--factor=-1", "--factor=-1: '-1' is not a finite number, not negative"),
         ("--factor=two", "--factor=two: 'two' is not a finite number, not negative"),
+        ("--tokens=", "--tokens=: name one value or more, or leave the flag out"),
+        ("--ops=", "--ops=: name one value or more, or leave the flag out"),
         ("--sing", "sing"),
         ("sing", "unexpected arguments: sing"),
     ],

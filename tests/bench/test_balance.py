@@ -26,9 +26,10 @@ def test_choices_are_distinct_and_follow_the_popularity():
 @pytest.mark.needs_devices(2)
 def test_every_case_is_checked_and_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(layer.SMALL_SHAPES, "qwen3-moe", layer.Shape(32, 16, 8, 2))
-    path = tmp_path / "balance.json"
+    path, plot = tmp_path / "balance.json", f"--plot={tmp_path}/out.png"
     flags = ["--check", "--ranks=2", "--tokens=32", "--copies=2", "--iterations=2", "--repeats=1"]
-    assert jax_ep.cli.main(["jax_ep", "bench", "balance", *flags, f"--json={path}"]) == 0
+    assert jax_ep.cli.main(["jax_ep", "bench", "balance", *flags, f"--json={path}", plot]) == 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads(path.read_text())["rows"]
     assert [(row["exponent"], row["copies"]) for row in rows] == [(0, None), (1, None), (1, 2)]
     uniform, in_order, balanced = rows
@@ -36,6 +37,19 @@ def test_every_case_is_checked_and_measured(monkeypatch, tmp_path, capsys):
     assert balanced["redistribute_us"] > 0 and "redistribute_us" not in in_order
     assert not any(row["dropped"] for row in rows)
     assert "balance, 2 more a rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--exponents=0", "--copies=1"], "--copies: uniform routing is measured without"),
+        (["--ranks=3"], "--num_experts: qwen3-moe's 16 is no multiple of 3 ranks"),
+    ],
+)
+@pytest.mark.needs_devices(4)
+def test_it_refuses_wrong_flags(arguments, message, capsys):
+    assert jax_ep.cli.main(["jax_ep", "bench", "balance", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_redistribution_is_spread_over_steps():

@@ -33,8 +33,9 @@ def test_bench_prints_and_writes_the_table(tmp_path, capsys):
     (written,) = set(table) - {"8.0"}  # what was there before is kept
     entry = table[written]["all_reduce"][str(num_ranks)]
     assert entry["choices"][-1][0] is None and len(entry["us"]) == 2
-    sizes = list(entry["us"])
-    assert bench(*options, f"--write_table={path}", "--ops=all_reduce", "--rows=100") == 0
+    sizes, plot = list(entry["us"]), f"--plot={tmp_path}/out.png"
+    assert bench(*options, plot, f"--write_table={path}", "--ops=all_reduce", "--rows=100") == 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     again = json.loads(path.read_text())[written]["all_reduce"][str(num_ranks)]
     assert list(again["us"]) == [sizes[0], str(100 * 2560 * 2), sizes[1]]  # those before count, too
     assert {size: again["us"][size] for size in sizes} == entry["us"]
@@ -62,6 +63,13 @@ def test_every_collective_can_be_measured():
             ["--rows=7", "--ranks=2"],
             "--rows: 7 is not a multiple of 2",
             marks=pytest.mark.needs_devices(2),
+        ),
+        (["--implementations=ll", "--ops=all_reduce"], "--implementations: ll is of all_gather"),
+        (["--implementations=one_shot"], "--implementations: one_shot cannot run here: "),
+        (["--plans=64x4x1"], "--plans: no kernel is measured: "),
+        (
+            ["--implementations=unfused", "--ops=all_reduce_rms_norm", "--write_table=t.json"],
+            "--write_table: compares with xla",
         ),
         (["--plans=4x4"], "--plans: '4x4' is not like"),
         (["--ranks=4096"], "--ranks: 4096 ranks, but"),

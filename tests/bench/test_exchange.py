@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -325,11 +326,31 @@ def test_a_row_is_named_by_what_gathers_it():
         bench.FLAGS.parse("bench", [])
 
 
-def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are closed after they were drawn."""
     from matplotlib import pyplot as plt
 
-    drawn = []
-    monkeypatch.setattr(plt, "close", drawn.append)
+    figures: list[Any] = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    return figures
+
+
+def assert_all_is_explained(figure):
+    """The legend has an entry for everything drawn and lies over no panel; the title fits."""
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    labels = {text.get_text() for text in legend.get_texts()}
+    for axis in figure.axes:
+        assert set(axis.get_legend_handles_labels()[1]) <= labels
+        assert axis.get_legend() is None
+        assert not legend.get_window_extent().overlaps(axis.get_window_extent())
+        assert all(line.get_label() in labels for line in axis.lines)
+    title = figure._suptitle.get_window_extent()
+    assert title.x0 >= 0 and title.x1 <= figure.bbox.x1
+
+
+def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, drawn):
     rows = [
         {
             "op": "dispatch", "tokens": tokens, "ranks": 2, "dtype": "bfloat16",
@@ -339,12 +360,59 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
     ]  # fmt: skip
     report.plot(rows, str(tmp_path / "out.png"), "Sizes: H=256")
     (figure,) = drawn
-    figure.canvas.draw()
+    assert_all_is_explained(figure)
+    assert figure._suptitle.get_text() == "Sizes: H=256"
     axis = figure.axes[0]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["32", "128", "4096"]
     assert {"100", "200", "500", "1000"} <= {t.get_text() for t in axis.get_yticklabels()}
     every = [*axis.get_xticklabels(which="both"), *axis.get_yticklabels(which="both")]
     assert not any("times" in label.get_text() for label in every)
+
+
+def test_bars_are_labelled_so_that_they_can_be_told_apart(tmp_path, drawn):
+    heights = {"a": 141_234.0, "b": 137_482.0, "c": None, "d": 0.0123}
+    rows = [{"name": name, "height": height} for name, height in heights.items()]
+    report.bars(
+        rows,
+        str(tmp_path / "out.png"),
+        title="Long " * 100,
+        panel=lambda row: "one",
+        group=lambda row: "all",
+        bar=lambda row: row["name"],
+        height=lambda row: row["height"],
+        label="tokens/s",
+    )
+    (figure,) = drawn
+    assert_all_is_explained(figure)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts == ["141k", "137k", "failed", "0.0123"]
+    ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert not any("e+" in text for text in ticks)
+
+
+def test_a_line_across_a_plot_is_explained(tmp_path, drawn):
+    report.lines(
+        {"": {"balance": [(0.0, 1.5), (1.0, 1.2)]}},
+        str(tmp_path / "out.png"),
+        title="Load",
+        x_label="step",
+        y_label="load",
+        logarithmic=False,
+        mark=(0.5, "found from the steps to the left"),
+    )
+    assert_all_is_explained(drawn[0])
+    (legend,) = drawn[0].legends
+    assert "found from the steps to the left" in [text.get_text() for text in legend.get_texts()]
+
+
+def test_a_reason_is_printed_once():
+    rows = [{"op": op, "error": "ValueError: no"} for op in ("dispatch", "combine", "round_trip")]
+    rows += [{"op": "other", "error": "TimeoutError: late"}, {"op": "well"}]
+    assert report.notes(rows, lambda row: row["op"]) == [
+        "",
+        "dispatch and 2 more: ValueError: no",
+        "other: TimeoutError: late",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -362,6 +430,11 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
         ("--dtype=float4_e2m1fn", "--dtype=float4_e2m1fn: value should be one of"),
         ("--ranks=4096", "--ranks: 4096 ranks"),
         ("--iterations=3", "iterations"),
+        ("--implementations=pallas", "--implementations: pallas cannot run here: it needs NVIDIA"),
+        ("--implementations=two_level", "--implementations: two_level cannot run here: "),
+        ("--wire_dtype=float8_e4m3fn", "--wire_dtype: rows of --hidden=16 values are not whole"),
+        ("--top_k=9", "--top_k: 9 distinct of 8 experts"),
+        ("--baselines= --implementations=", "nothing to measure: "),
         ("--output=quantized", "--output: quantized rows need a wire dtype"),
         (
             "--host_capacity=3",
@@ -374,7 +447,7 @@ def test_a_plot_labels_its_axes_in_plain_numbers(tmp_path, monkeypatch):
     ],
 )
 def test_bench_refuses_wrong_flags(arg, message, capsys):
-    assert jax_ep.cli.main(["jax_ep", "bench", *ARGS, arg]) == 2
+    assert jax_ep.cli.main(["jax_ep", "bench", *ARGS, *arg.split()]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -210,7 +210,8 @@ def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_pat
 
 
 def test_what_cannot_start_in_time_is_reported(capsys):
-    assert bench("--shapes=mixtral", "--directions=forward", "--seconds=0") == 1
+    args = ("--shapes=mixtral", "--directions=forward", "--baselines=")
+    assert bench(*args, "--seconds=0") == 1
     out = capsys.readouterr().out
     assert "mixtral, forward, jax_ep: TimeoutError: not started within 0 s" in out
 
@@ -262,11 +263,16 @@ def test_parts_of_the_device_time_are_known_by_their_kernels():
         ("--json=/no/folder/out.json", "--json: cannot write '/no/folder/out.json'"),
         ("--plot=/no/folder/out.png", "--plot: cannot write '/no/folder/out.png'"),
         ("--wire_dtype=float8_e4m3fn", "--wire_dtype: deepseek-v3's rows of 64 values"),
+        (
+            "--implementations= --wire_dtype=float8_e4m3fn",
+            "--wire_dtype: needs an implementation",
+        ),
+        ("--implementations= --baselines=", "nothing to measure"),
         ("--top_k=9", "--top_k: 9 distinct of deepseek-v3's 8 experts"),
     ],
 )
 def test_bench_layer_refuses_wrong_flags(arg, message, capsys):
-    assert bench(arg) == 2
+    assert bench(*arg.split()) == 2
     assert message in capsys.readouterr().err
 
 

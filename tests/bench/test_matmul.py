@@ -93,7 +93,10 @@ def test_an_implementation_that_fails_is_a_row(monkeypatch, tmp_path, capsys):
 
 def test_what_cannot_start_in_time_is_reported(capsys):
     assert bench("--ops=product", "--seconds=0") == 1
-    assert "tiny, product, xla: TimeoutError: not started within 0 s" in capsys.readouterr().out
+    assert (
+        "tiny, product, dense and 2 more: TimeoutError: not started within 0 s"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

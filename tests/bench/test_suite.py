@@ -135,6 +135,8 @@ def test_bench_all_runs_every_step_and_saves_it(tmp_path, capsys, monkeypatch):
         ([], "--json: name the file that takes the results"),
         (["--json=/no/folder/out.json"], "--json: cannot write '/no/folder/out.json'"),
         (["--json=out.json", "--steps=dance"], "--steps=dance: 'dance' is not one of exchange"),
+        (["--json=out.json", "--steps=matmul", "--tokens=4"], "--tokens: no chosen step takes it"),
+        (["--json=out.json", "--steps=layer", "--write_table=t"], "--write_table: no chosen step"),
         (["--json=out.json", "--step_seconds=0"], "--step_seconds: a step needs more than 0"),
     ],
 )

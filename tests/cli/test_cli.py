@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -63,6 +66,49 @@ def test_help_lists_every_command(capsys):
     assert jax_ep.cli.main(["jax_ep", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(command in out for command in jax_ep.cli.COMMANDS)
+
+
+def _flags_of_commands():
+    for name, command in jax_ep.cli.COMMANDS.items():
+        flags = importlib.import_module(command.module).FLAGS
+        for flag in sorted(set(flags.values)):
+            if flag != "h":
+                yield name, flags.values[flag]
+
+
+EVERY_FLAG = [pytest.param(flag, id=f"{name} {flag.name}") for name, flag in _flags_of_commands()]
+
+
+@pytest.mark.parametrize("flag", EVERY_FLAG)
+def test_help_says_what_a_flag_is(flag):
+    """A sentence: more than a symbol or a fragment, and what leaving the flag out means."""
+    text = flag.help
+    assert re.fullmatch(r"[A-Z].*[.]", text, re.S), text
+    assert len(text.split()) >= 4, text
+    assert not re.match(r"(Of|As in|In which|Default)\b", text), text
+    if flag.default in (None, []):
+        assert "Default: " in text or "Required." in text, text
+    for unit, said in (("seconds", "[Ss]econds"), ("gb_per_s", "GB/s"), ("tflops", "TFLOP/s")):
+        if flag.name.endswith(unit):
+            assert re.search(said, text), text
+
+
+def test_one_thing_has_one_name_and_one_meaning():
+    """No flag is the plural of another, and flags of one name take one kind of value."""
+    kinds = collections.defaultdict(set)
+    for _, flag in _flags_of_commands():
+        kind = type(flag.parser).__name__.lstrip("_")
+        # A command measures one size or several of them.
+        kinds[flag.name].add({"Integers": "IntegerParser", "Numbers": "Number"}.get(kind, kind))
+    assert not {name for name in kinds if f"{name}s" in kinds}
+    several = {"wire_dtype": {"EnumParser", "Choices"}}
+    for name, found in kinds.items():
+        assert len(found) == 1 or found == several.get(name), (name, found)
+    assert not {"contenders", "candidate", "algorithms", "dtypes"} & set(kinds)
+    plots = {name for name, flag in _flags_of_commands() if flag.name == "plot"}
+    assert plots == set(jax_ep.cli.COMMANDS) - {"info", "memory", "bench all"}
+    files = {name for name, flag in _flags_of_commands() if flag.name == "json"}
+    assert files == set(jax_ep.cli.COMMANDS)
 
 
 def test_files_are_written_though_nobody_reads_what_is_printed(tmp_path):
