@@ -105,6 +105,10 @@ def test_what_cannot_start_in_time_is_reported(capsys):
         ("--case=nothing", "--case: 'nothing' is in the name of none: tiny"),
         ("--baselines=cublas", "--baselines=cublas: 'cublas' is not one of mosaic, tokamax"),
         ("--implementations=xla,loop,cublas", "'cublas' is not one of pallas, xla, loop"),
+        ("--implementations=pallas", "--implementations: pallas cannot run here: "),
+        ("--baselines=mosaic", "--baselines: mosaic cannot run here: "),
+        ("--implementations= --baselines=", "leave nothing to measure"),
+        ("--sweep", "--sweep: is of pallas and mosaic"),
         ("--dtype=foo", "--dtype=foo"),
         ("--seconds=nan", "--seconds=nan: 'nan' is not a finite number"),
         ("--ops=dance", "--ops=dance: 'dance' is not one of product"),
@@ -114,7 +118,7 @@ def test_what_cannot_start_in_time_is_reported(capsys):
     ],
 )
 def test_it_refuses_wrong_flags(arg, message, capsys):
-    assert bench(arg) == 2
+    assert bench(*arg.split()) == 2
     assert message in capsys.readouterr().err
 
 

@@ -531,3 +531,16 @@ def test_alignment_makes_a_dropless_buffer_larger():
     assert held(16) - held(1) == 4 * (
         dropless_capacity(8 * 128 * 8, 32, 16) - dropless_capacity(8 * 128 * 8, 32, 1)
     )
+
+
+@on_cpus
+@pytest.mark.parametrize("layout", memory.LAYOUTS)
+@pytest.mark.parametrize("name", memory.OPERATIONS)
+def test_results_are_as_large_as_xla_says(name, layout):
+    """Besides rows, results hold counts and routes, which are small."""
+    if name in memory.LOCAL and layout != "rank":
+        pytest.skip("of the rank-major layout")
+    model, way = model_of(SHAPES[1]), dict(layout=layout, wire_dtype=None)
+    _, given = held_by_xla(name, model, "bfloat16", **way)
+    counted = sum(memory.result_bytes(name, "xla", **way, **model).values())
+    assert counted <= given <= 1.05 * counted + 64
