@@ -33,13 +33,14 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = f"jax_ep {release}"
+html_static_path = ["_static"]
+html_css_files = ["code.css"]
 myst_heading_anchors = 3
 
 # `x` in a docstring is code, and a link where an object of that name is documented.
 default_role = "py:obj"
 
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # docstrings give shapes and dtypes
 napoleon_attr_annotations = False
 napoleon_use_ivar = True
@@ -108,15 +109,18 @@ def _one_name_an_item(lines: list[str]) -> list[str]:
     while i < len(lines):
         line, i = lines[i], i + 1
         attributes = line == "Attributes:" or (attributes and line[:1] in ("", " "))
-        several = re.fullmatch(r"( +)(\w+(?:, \w+)+)(: .*)", line) if attributes else None
+        several = re.fullmatch(r"( +)(\w+(?:, \w+)+)(:(?: .*)?)", line) if attributes else None
         if several is None:
             items.append(line)
             continue
+        text = several[3]
+        if text == ":" and i < len(lines):  # the text begins on the next line
+            text, i = f": {lines[i].strip()}", i + 1
         first = i
         while i < len(lines) and lines[i].startswith(several[1] + " "):
             i += 1
         for name in several[2].split(", "):
-            items += [several[1] + name + several[3], *lines[first:i]]
+            items += [several[1] + name + text, *lines[first:i]]
     return items
 
 
@@ -124,26 +128,102 @@ def _process_docstring(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
     lines[:] = _reformatted(_one_name_an_item(lines))
+    if what in ("property", "attribute", "data"):
+        # Napoleon takes the text before a colon in the first line for the type; so begin with a
+        # comment, which shows nothing.
+        lines[:0] = ["..", ""]
+
+
+_FIELD = re.compile(r":(ivar|param) ([^:]+):(?: (.*))?")
+_TITLES = {"ivar": "Attributes", "param": "Arguments"}
+
+
+def _merge_items(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Makes one list item of neighbouring attributes or arguments that have the same text.
+
+    It runs on what napoleon returned: fields `:ivar name: text` and `:param name: text`.
+    """
+    out: list[str] = []
+    kind, names, text = "", [], []
+
+    def finish() -> None:
+        nonlocal names
+        if names:
+            first, *rest = text
+            shown = ", ".join(f"**{name}**" for name in names)
+            out.extend([f"   * {shown} -- {first}".rstrip(), *(f"     {line}" for line in rest)])
+        names = []
+
+    i = 0
+    while i < len(lines):
+        found = _FIELD.fullmatch(lines[i])
+        if found is None:
+            finish()
+            kind = ""
+            out.append(lines[i])
+            i += 1
+            continue
+        end = i + 1
+        while end < len(lines) and lines[end].startswith(" "):
+            end += 1
+        body = [
+            found[3] or "",
+            *inspect.cleandoc("\n".join(["", *lines[i + 1 : end]])).splitlines(),
+        ]
+        body = body if body[0] or len(body) == 1 else body[1:]
+        if (found[1], body) != (kind, text) or not names:
+            finish()
+            if found[1] != kind:
+                out += ["", f":{_TITLES[found[1]]}:", ""]
+        kind, text = found[1], body
+        names.append(found[2])
+        i = end
+    finish()
+    lines[:] = out
+
+
+class _Shown:
+    """A default value, as a signature shows it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _shown(default: Any) -> Any:
+    """Returns a default that a signature shows as a reader would write it, not as its name here."""
+    if isinstance(default, float):
+        text = repr(default)
+        return _Shown(text if len(text) < 8 else f"{default:.3g}")
+    text = repr(default)
+    if not text.startswith("<"):
+        return default
+    name = getattr(default, "__qualname__", None) or type(default).__name__
+    return _Shown(name.split(".<locals>")[0])
 
 
 def _process_signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str, returns: str
 ) -> tuple[str, str] | None:
-    """Shows a layer's own arguments, and no default that has no literal."""
-    if what != "class" or not name.endswith((".MoE", ".MoEConfig")):
+    """Shows a signature with its `*`, and with the values of defaults."""
+    if what not in ("class", "function", "method") or signature is None:
         return None
-    own = inspect.signature(obj.__init__).parameters.values()
-    shown = []
-    for p in sorted(own, key=lambda p: (p.kind is p.VAR_KEYWORD, p.default is not p.empty)):
-        if p.kind is p.VAR_KEYWORD:
-            shown.append(f"**{p.name}")
-        elif p.default is p.empty:
-            shown.append(p.name)
-        else:
-            default = repr(p.default)
-            shown.append(f"{p.name}={'...' if default.startswith('<') else default}")
-    shown = [text for text in shown if text.split("=")[0] not in ("self", "parent", "name")]
-    return f"({', '.join(shown)})", ""
+    is_layer = what == "class" and name.endswith(".MoE")
+    # Flax gives modules arguments of its own, which callers seldom need.
+    left_out = {"self", "parent", "name"} if is_layer else {"self"}
+    full = inspect.signature(obj.__init__ if is_layer else obj)
+    shown = [
+        p.replace(
+            default=p.default if p.default is p.empty else _shown(p.default), annotation=p.empty
+        )
+        for p in full.parameters.values()
+        if p.name not in left_out
+    ]
+    return str(inspect.Signature(shown)), ""
 
 
 class CommandHelp(Directive):
@@ -161,24 +241,27 @@ class CommandHelp(Directive):
 
 
 class Architectures(Directive):
-    """The published models that `jax_ep.checkpoints` knows, a row for each of its table."""
+    """The published models that `jax_ep.checkpoints` knows: a list for each of its table's rows."""
 
     def run(self) -> list[nodes.Node]:
-        lines = [".. list-table::", "   :header-rows: 1", ""]
-        cells = [["models", "``model_type``", "router", "tensors of a layer"]]
+        lines = []
         for row in TABLE:
-            fixed = [f"{name} = {value}" for name, value in row.fixed.items()]
-            read = [f"{name}: {key}" for name, key in row.fields.items() if name != "activation"]
             layouts = [i.layouts if isinstance(i, OneOf) else ((i,),) for i in row.tensors]
-            names = [t.name for options in layouts for tensors in options for t in tensors]
-            columns = [list(row.model_types), fixed + read, names]
-            marked = ["\n".join(f"| ``{line}``" for line in column) for column in columns]
-            cells.append([row.models, *marked])
-        for row_cells in cells:
-            for i, cell in enumerate(row_cells):
-                first, *rest = cell.split("\n")
-                lines.append(f"   {'*' if i == 0 else ' '} - {first}")
-                lines += [f"       {line}" for line in rest]
+            entries = {
+                "model_type": list(row.model_types),
+                "fixed": [f"{name} = {value!r}" for name, value in row.fixed.items()],
+                "from config.json": [
+                    f"{name}: {key}" for name, key in row.fields.items() if name != "activation"
+                ],
+                "tensors": [t.name for options in layouts for some in options for t in some],
+            }
+            lines += [f".. rubric:: {row.models}", ""]
+            lines += [
+                f":{title}: {', '.join(f'``{value}``' for value in values)}"
+                for title, values in entries.items()
+                if values
+            ]
+            lines.append("")
         container = nodes.container()
         self.state.nested_parse(StringList(lines), 0, container)
         return container.children
@@ -194,6 +277,7 @@ def _skip_member(
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-skip-member", _skip_member)
     app.connect("autodoc-process-docstring", _process_docstring, priority=100)
+    app.connect("autodoc-process-docstring", _merge_items, priority=900)
     app.connect("autodoc-process-signature", _process_signature)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("architectures", Architectures)

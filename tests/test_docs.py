@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import importlib.util
 import re
 import subprocess
 import sys
@@ -81,3 +83,69 @@ def test_links_lead_somewhere():
         page = REPOSITORY / name
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{name}: {target}"
+
+
+def test_code_fits_the_width_of_a_page():
+    """docs/_static/code.css makes room for lines of 100 columns."""
+    for name, page in PAGES.items():
+        for language, block in re.findall(r"^```(.*)\n(.*?)^```", page, re.M | re.S):
+            if not language.startswith(("{eval-rst}", "{toctree}")):
+                assert all(len(line) <= 100 for line in block.splitlines()), f"{name}: {block}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The pages that Sphinx builds, as text: code blocks left out, and all tags."""
+    if any(importlib.util.find_spec(name) is None for name in ("sphinx", "furo", "myst_parser")):
+        pytest.skip("needs the extra docs")
+    out = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", str(DOCS), str(out)]
+    environment = environment_of_program(JAX_PLATFORMS="cpu", PYTHONPATH=str(REPOSITORY))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+    def text_of(path):
+        page = re.sub(r"<pre>.*?</pre>", "", path.read_text(encoding="utf-8"), flags=re.S)
+        body = page[page.index("<article") : page.index("</article>")]
+        return " ".join(html.unescape(re.sub(r"<[^>]+>", "", body)).split())
+
+    return {
+        str(path.relative_to(out)): text_of(path)
+        for path in out.rglob("*.html")
+        if "<article" in path.read_text(encoding="utf-8")
+    }
+
+
+def test_pages_show_no_markup(built):
+    for name, text in built.items():
+        if not name.startswith("_modules"):
+            for markup in ("`", ":ivar", ":param", "::"):
+                assert markup not in text, (
+                    f"{name}: {text[max(0, text.index(markup) - 99) :][:200]}"
+                )
+
+
+def test_pages_show_what_is_by_keyword_and_the_values_of_defaults(built):
+    layers, routing = built["api/layers.html"], built["api/routing.html"]
+    assert "jax_ep.nnx.MoE(hidden, mlp_dim, *, num_experts, num_experts_per_token," in layers
+    assert "jax_ep.MoEConfig(*, num_experts," in layers
+    assert "activation=silu," in layers and "param_dtype=float32," in layers
+    for page in (layers, routing, built["api/exchange.html"]):
+        assert not re.search(r"=\.\.\.(,|\)\[source)", page)
+        for default in re.findall(r"(?<=[a-z]=)[^,()]+(?=[,)])", page):
+            assert not re.fullmatch(r"_?[A-Z][A-Z_]+", default), default
+
+
+def test_pages_say_a_thing_of_several_names_once(built):
+    layers = built["api/layers.html"]
+    names = "zero_experts, identity_experts, constant_experts – numbers of experts"
+    assert names in layers and layers.count("The router chooses them like others") == 1
+    assert re.search(r"score, choose_by, [\w, ]*, scale – see jax_ep.top_k_routing", layers)
+    shape = "property shape¶ The sizes (N, T, K) of the dispatch: ranks, tokens per rank,"
+    assert shape in built["api/exchange.html"]
+
+
+def test_pages_explain_the_lists_of_published_models(built):
+    page = built["checkpoints.html"]
+    assert "field = value , what" in page.replace("value,", "value ,")
+    assert "field: key" in page and "num_experts_per_token: num_experts_per_tok" in page
