@@ -53,8 +53,8 @@ class MoE(nnx.Module):
     Replaces the MLP of a transformer block: `y, metrics = layer(x)` with x [..., H], y of x's
     shape, and `metrics` a `jax_ep.MoEMetrics` of losses, expert counts and drops for all
     ranks; the losses reach the training loss only if you add them. `jax_ep.moe_layer` says on
-    which mesh it runs. The output does not depend on the mesh, and neither do the shapes of the
-    parameters.
+    which mesh it runs. The shapes of the parameters do not depend on the mesh, nor does the output
+    but for rounding.
 
     Parameters (`nnx.Param`), with their logical axes (map "exp" to the mesh's expert axis):
       gate.kernel  [H, E]               ("embed", None)

@@ -85,11 +85,25 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{name}: {target}"
 
 
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ("exchange.md", "The order of a tuple of axes is the order of the ranks"),
+        ("layers.md", "The order of a tuple in `expert_axis` is the order of the ranks"),
+        ("float8.md", "Float8 sums, `combine(wire_dtype=...)`, cost accuracy"),
+        ("several_hosts.md", "What never ran on GPUs: a network between machines"),
+    ],
+)
+def test_what_goes_wrong_in_silence_is_in_a_warning(page, told):
+    warnings = re.findall(r"^```{warning}\n(.*?)^```", PAGES[page], re.M | re.S)
+    assert any(told in " ".join(warning.split()) for warning in warnings)
+
+
 def test_code_fits_the_width_of_a_page():
     """docs/_static/code.css makes room for lines of 100 columns."""
     for name, page in PAGES.items():
         for language, block in re.findall(r"^```(.*)\n(.*?)^```", page, re.M | re.S):
-            if not language.startswith(("{eval-rst}", "{toctree}")):
+            if not language.startswith(("{eval-rst}", "{toctree}", "{warning}")):
                 assert all(len(line) <= 100 for line in block.splitlines()), f"{name}: {block}"
 
 

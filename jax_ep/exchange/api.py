@@ -91,7 +91,9 @@ def dispatch(
       topk_idx: [T, K] integer: global expert ids. A value outside [0, E), such as -1, is a choice
         of no expert. One token may choose an expert more than once and gets a row each time.
       num_experts: E, a multiple of the number of ranks N. Rank r owns experts [r·L, (r+1)·L).
-      axis_name: the mesh axis, or tuple of axes, that the experts are spread over.
+      axis_name: the mesh axis, or tuple of axes, that the experts are spread over. The order of a
+        tuple defines the order of the ranks, as in a `jax.sharding.PartitionSpec`: it must be that
+        of the specs. ("b", "a") where the specs say ("a", "b") is another order, and no error.
       capacity: R, the rows of the receive buffer. Rows that do not fit are dropped and counted.
         None: enough rows for any routing, N·T·K and the blocks' padding.
       expert_alignment: each expert's block starts at a multiple of this many rows.
@@ -209,6 +211,8 @@ def combine(
         over each host's, cross the wire in it, as in `dispatch`, instead of in y's dtype. Each of
         up to N of them is off by what `jax_ep.exchange.quantization` says, which grows with the
         largest sum of its block; the sum over ranks is off by no more than these errors together.
+        Warning: float8 sums cost accuracy. Others measured gsm8k at 0.920 instead of 0.957 with
+        them, and DeepEP refuses them; measure your model before you choose them.
       grad_wire_dtype: as wire_dtype, of the cotangent of the result, which is sent as a dispatch
         sends rows.
       implementation: as in `dispatch`.

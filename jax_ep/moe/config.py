@@ -82,7 +82,9 @@ class MoEConfig:
             "input" (Llama 4).
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 bits or more. None:
             the dtype that x and wi_0 promote to.
-        expert_axis: the mesh axis, or tuple of axes, that the experts are spread over.
+        expert_axis: the mesh axis, or tuple of axes, that the experts are spread over. The order of
+            a tuple defines the order of the ranks and of the experts; in the caller's
+            `jax.shard_map` it must be that of the specs: see `axis_name` of `jax_ep.dispatch`.
         batch_axes: the mesh axis or axes that the tokens are spread over, the expert axis among
             them. None: every axis of the mesh but `tensor_axis`; in the caller's `jax.shard_map`,
             the axes that x varies over, which must run the same layer.

@@ -46,7 +46,7 @@ def moe_layer(
     topk_idx: jax.Array | None = None,
     topk_weights: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
-    """Runs one MoE layer: same parameters, same output, whatever the mesh.
+    """Runs one MoE layer: same parameters, same output up to rounding, whatever the mesh.
 
     Where it runs:
     - inside a `jax.shard_map` that binds `expert_axis`: right there. x is this rank's tokens; wi_0,
