@@ -37,21 +37,26 @@ _SHAPES = FLAGS.choices(
     "shapes",
     ["qwen3-moe", "deepseek-v3"],
     SHAPES,
-    "Models whose layer is compiled; on CPUs, small layers of the same kind.",
+    "The models whose MoE layers are compiled; on CPUs, small layers of the same kind.",
 )
 _TOKENS = FLAGS.tokens("4096", "64")
 _RANKS = FLAGS.ranks()
 _LAYERS = FLAGS.integer(
     "layers",
     None,
-    "Compiles also the forward pass of this many layers, each with parameters of its own, one "
-    "after the other in one program. Default: none.",
+    "Compiles also one program of the forward passes of this many layers, each with parameters of "
+    "its own. Default: no such program.",
 )
 _JSON = FLAGS.json()
+_PLOT = FLAGS.plot("the seconds of each program")
+CAPACITY_FACTOR = 1.125
 
 # In a lowered program: the hash of each kernel, and the name of its function on the host.
 _HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _NAME = re.compile(r"\\00((?!stable)[a-z]\w*)_mosaic_gpu\\")
+
+
+_SECONDS = ("trace_s", "lower_s", "compile_s")
 
 
 class Program:
@@ -95,6 +100,17 @@ def run() -> int:
     measuring.progress("")
     print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16\n")
     print(table(rows))
+    if _PLOT.value:
+        report.bars(
+            rows,
+            _PLOT.value,
+            title=f"Compiling the MoE layer, bfloat16\n{measuring.devices_in_words(devices)}",
+            panel=lambda row: "{shape}, {tokens} tokens, {ranks} ranks".format(**row),
+            group=lambda row: row["program"],
+            bar=lambda row: "trace, lower and compile",
+            height=lambda row: sum(row[key] for key in _SECONDS) if "trace_s" in row else None,
+            label="seconds",
+        )
     return 1 if any("error" in row for row in rows) else 0
 
 
@@ -106,12 +122,12 @@ def programs(
         num_experts=shape.num_experts,
         num_experts_per_token=shape.top_k,
         score=shape.score,
-        capacity_factor=1.125,
+        capacity_factor=CAPACITY_FACTOR,
         expert_axis=AXIS,
     )
     num_local = shape.num_experts // num_ranks
-    rows = -(-int(config.capacity_factor * tokens * shape.top_k) // 8) * 8
-    array = jax.ShapeDtypeStruct
+    rows = -(-int(CAPACITY_FACTOR * tokens * shape.top_k) // 8) * 8
+    array: Any = jax.ShapeDtypeStruct
     x = array((tokens, shape.hidden), jnp.bfloat16)
     params = MoEParams(
         gate=array((shape.hidden, shape.num_experts), jnp.float32),
@@ -185,11 +201,17 @@ def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
     text = lowered.as_text()
     started = time.perf_counter()
     lowered.compile()
+    count, names = kernels_of(text)
     seconds = [*np.diff(times), time.perf_counter() - started]
-    return dict(zip(("trace_s", "lower_s", "compile_s"), map(float, seconds), strict=True)) | {
-        "kernels": len(set(_HASH.findall(text))),
-        "kernel_names": sorted(set(_NAME.findall(text))),
+    return dict(zip(_SECONDS, map(float, seconds), strict=True)) | {
+        "kernels": count,
+        "kernel_names": names,
     }
+
+
+def kernels_of(text: str) -> tuple[int, list[str]]:
+    """Returns how many different kernels a lowered program has, and their names."""
+    return len(set(_HASH.findall(text))), sorted(set(_NAME.findall(text)))
 
 
 _COLUMNS = (
@@ -203,7 +225,7 @@ def table(rows: Sequence[report.Row]) -> str:
     """Renders the programs' rows as fixed-width text."""
 
     def cells(row: report.Row) -> list[str]:
-        seconds = [row.get(key) for key in ("trace_s", "lower_s", "compile_s")]
+        seconds = [row.get(key) for key in _SECONDS]
         known = [second for second in seconds if second is not None]
         return [
             row["shape"],

@@ -60,7 +60,8 @@ COMMANDS = {
     ),
     "bench all": Command(
         "jax_ep.bench.suite",
-        "all of these but balance, each in its own process; what was measured is saved as it goes",
+        "all of these but balance and compile, each in its own process; what was measured is "
+        "saved as it goes",
     ),
 }
 
