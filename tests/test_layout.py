@@ -59,6 +59,9 @@ ELSEWHERE = {
     "pallas_kernels/collectives/tiles.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/exchange/expert_rows.py": "tests/kernels/exchange/test_combine_grad.py",
     "pallas_kernels/exchange/low_latency_combine.py": "tests/kernels/exchange/test_low_latency.py",
+    "pallas_kernels/exchange/low_latency_combine_grad.py": (
+        "tests/kernels/exchange/test_low_latency.py"
+    ),
     "pallas_kernels/exchange/low_latency_dispatch.py": "tests/kernels/exchange/test_low_latency.py",
     "pallas_kernels/exchange/quantized_rows.py": "tests/kernels/exchange/test_quantize.py",
     "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",

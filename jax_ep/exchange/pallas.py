@@ -19,7 +19,11 @@ from jax_ep.runtime.fabric import channels_of, num_gpus, of_axis
 from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import combine_grad as combine_grad_kernel
 from pallas_kernels.exchange import dispatch as dispatch_kernel
-from pallas_kernels.exchange import low_latency_combine, low_latency_dispatch
+from pallas_kernels.exchange import (
+    low_latency_combine,
+    low_latency_combine_grad,
+    low_latency_dispatch,
+)
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.plan import Plan
@@ -136,12 +140,17 @@ def combine_grad(
     hidden = y.shape[1]
     g, y = _pad_hidden(g, config), _pad_hidden(y, config)
     fabric = of_axis(config.axis_name, g, config.group_size)
-    plan = plans.combine_grad(
-        _row(y, config), _sizes(routes.rows.shape, config), settings.num_blocks()
-    )
+    operands = g, topk_weights, y, *routes
+    options = _layout_options(fabric, config)
+    sizes = routes.rows.shape
+    if into is None and (low_latency := _low_latency_plan(fabric, y, sizes, config)):
+        dy, dweights = low_latency_combine_grad.combine_grad(
+            *operands, channels=channels_of(fabric), plan=low_latency, **options
+        )
+        return dy[:, :hidden], dweights
+    plan = plans.combine_grad(_row(y, config), _sizes(sizes, config), settings.num_blocks())
     into = None if into is None else _pad_hidden(into, config)
-    options = dict(_layout_options(fabric, config), plan=plan, into=into)
-    dy, dweights = combine_grad_kernel.combine_grad(g, topk_weights, y, *routes, **options)
+    dy, dweights = combine_grad_kernel.combine_grad(*operands, plan=plan, into=into, **options)
     return dy[:, :hidden], dweights
 
 

@@ -17,9 +17,8 @@ tokens of every owner, with these warpgroups:
                                                 worker --> dy[row] = weight * g
     dweights[choice] <== link =================  sum of g * y[row]
 
-A team of workers takes the cotangents of the ring in turn. With many tokens each worker is a team
-of its own. With few tokens a block has fewer cotangents than workers, so all workers are one team
-that shares the rows of each cotangent.
+Workers take the cotangents of the ring in turn. For few tokens, `low_latency_combine_grad` is
+faster.
 
 A cotangent crosses the link once per (token, rank), read by the rank that needs it. Every rank
 knows the routes, so a block waits for its peers only at its end: it signals that it has read their
@@ -46,7 +45,7 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, padded_columns, vector_length
 
 _DONE = 0  # kind of signal, sent once
-_END = -1  # instead of a number of rows: the team has taken its last cotangent
+_END = -1  # instead of a number of rows: the worker has taken its last cotangent
 _VECTORS_AT_ONCE = 2  # of 16 bytes of a row, for each thread
 
 
@@ -78,7 +77,7 @@ def combine_grad(
         the choice is of another rank's expert; a row of R or more was dropped.
       counts: [N, E] int32, how many choices of each rank are of each expert.
       fabric: how ranks reach each other.
-      plan: number of blocks, of workers and of the teams they form, and of cotangents in the ring.
+      plan: number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows did not fit in R kept equally many of each expert.
       zero_unused: whether rows of dy past the last expert's are zero, or what is in memory.
@@ -91,8 +90,8 @@ def combine_grad(
       inner product of cotangent and row, summed in an order that is the same on every run; zero for
       choices that are of no expert or were dropped.
     """
-    if plan.num_slots % plan.num_teams:  # a worker waits for every turn of a slot's barriers
-        raise ValueError(f"num_slots must be a multiple of num_teams, but the plan is {plan}.")
+    if plan.num_slots % plan.num_workers:  # a worker waits for every turn of a slot's barriers
+        raise ValueError(f"num_slots must be a multiple of num_workers, but the plan is {plan}.")
     lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
     capacity, hidden = y.shape[-2:]
     of_experts = ExpertRows(
@@ -170,7 +169,7 @@ class _CombineGrad:
             list_weights=plgpu.SMEM((slots, listed), jnp.float32),
             sums=plgpu.SMEM((workers, ROWS_OF_COTANGENT, vectors.SUMS_OF_WARPGROUP), jnp.float32),
             full=plgpu.Barrier(num_barriers=slots),
-            empty=plgpu.Barrier(num_barriers=slots, num_arrivals=self.plan.team_size),
+            empty=plgpu.Barrier(num_barriers=slots),
         )
 
     def __call__(
@@ -252,39 +251,31 @@ class _CombineGrad:
             slot = ring.open(turns + i, _END, 0)
             plgpu.barrier_arrive(ring.full.at[slot])
 
-        lax.fori_loop(0, self.plan.num_teams, end, None)
-        fb.drain(ring.empty, turns + self.plan.num_teams, self.plan.num_slots)
+        lax.fori_loop(0, self.plan.num_workers, end, None)
+        fb.drain(ring.empty, turns + self.plan.num_workers, self.plan.num_slots)
         # The workers have read all cotangents of peers, and written all that is theirs.
         self.finish()
 
     def _weigh(self, worker, y, dy, dweights, ring, **lists):
-        """Multiplies this worker's parts of its team's cotangents with their rows.
-
-        The parts of all cotangents of a team are numbered in order, and its members take them in
-        turn.
-        """
-        team_size = jnp.int32(self.plan.team_size)
-        team, member = lax.div(worker, team_size), lax.rem(worker, team_size)
-
         def take_slot(state):
-            turn, earlier_parts, _ = state
+            turn, _ = state
             slot = ring.slot(turn)
             plgpu.barrier_wait(ring.full.at[slot])
             count, owner = ring.notes[slot, 0], ring.notes[slot, 1]
-            num_parts = _ceil_div(jnp.maximum(count, 0), jnp.int32(ROWS_OF_COTANGENT))
-            first_part = lax.rem(member + team_size - earlier_parts, team_size)
 
-            def weigh_part(i, _):
-                first = (first_part + i * team_size) * ROWS_OF_COTANGENT
+            def weigh_rows(part, _):
+                first = part * ROWS_OF_COTANGENT
                 self._multiply(worker, y, dy, dweights, ring, slot, owner, first, **lists)
 
-            lax.fori_loop(0, _ceil_div(num_parts - first_part, team_size), weigh_part, None)
+            parts = lax.div(
+                jnp.maximum(count, 0) + (ROWS_OF_COTANGENT - 1), jnp.int32(ROWS_OF_COTANGENT)
+            )
+            lax.fori_loop(0, parts, weigh_rows, None)
             plgpu.commit_smem()  # a bulk copy writes to the slot next
             plgpu.barrier_arrive(ring.empty.at[slot])
-            earlier_parts = lax.rem(earlier_parts + num_parts, team_size)
-            return turn + self.plan.num_teams, earlier_parts, count != _END
+            return turn + self.plan.num_workers, count != _END
 
-        lax.while_loop(lambda state: state[2], take_slot, (team, jnp.int32(0), jnp.bool_(True)))
+        lax.while_loop(lambda state: state[1], take_slot, (worker, jnp.bool_(True)))
 
     def _multiply(
         self, worker, y, dy, dweights, ring, slot, owner, first, *,
@@ -393,8 +384,3 @@ class _CombineGrad:
         lax.fori_loop(*self.token_range(), clear_token, None)
         of_experts.lay_out(**scratch)
         of_experts.fill([dy], **scratch)
-
-
-def _ceil_div(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Divides int32 numbers and rounds up, for a > -b."""
-    return lax.div(a + (b - 1), b)

@@ -153,6 +153,22 @@ class Rows:
         def _() -> None:
             self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
 
+    def counted(self, i: int, tile: jax.Array) -> jax.Array:
+        """Sets those elements of this warpgroup's i-th tile to 0 that another tile has, too.
+
+        Only the row's last tile is repeated, in whole or in part, as the last of a warpgroup's.
+        """
+        plan = self.plan
+        whole = plan.num_tiles * plan.tile == plan.hidden
+        if i + 1 < plan.tiles_of_worker or (whole and plan.num_tiles % plan.warpgroups == 0):
+            return tile
+        if whole:
+            return jnp.where(self.tiles()[i][1], tile, jnp.zeros_like(tile))
+        start = (self.warpgroup + i * plan.warpgroups) * plan.tile
+        repeated = start - jnp.minimum(start, plan.hidden - plan.tile)
+        position = fb.iota(self.fabric, plan.tile, plan.vector)
+        return jnp.where(position >= repeated, tile, jnp.zeros_like(tile))
+
     def zeros(self) -> jax.Array:
         """Returns a tile of float32 zeros, laid out over threads as tiles of rows are."""
         return vectors.constant(self.fabric, self.plan.tile, 0.0, self.plan.vector)
@@ -178,11 +194,13 @@ class Gather:
       rows: the rows of the kernel.
       capacity: the rows of y.
       by_rank: whether y is rank-major, with one row for each pair.
+      own_first: whether the pairs of a token begin with those of this rank, or end with them.
     """
 
     rows: Rows
     capacity: int
     by_rank: bool = False
+    own_first: bool = False
 
     def for_warpgroup(self, warpgroup: jax.Array) -> Gather:
         """Returns a copy for the warpgroup of this number."""
@@ -229,12 +247,12 @@ class Gather:
     def pairs(self):
         """Returns (the pair's number, token's number, token, exists, owner) of each pair.
 
-        Owners follow each other modulo N; this rank is the last one. Every warpgroup takes the
-        pairs in this order.
+        Owners follow each other modulo N; this rank is the last one, or the first. Every
+        warpgroup takes the pairs in this order.
         """
         fabric = self.fabric
-        num_ranks = jnp.int32(fabric.num_ranks)
-        owners = [lax.rem(fabric.rank() + 1 + j, num_ranks) for j in range(fabric.num_ranks)]
+        num_ranks, first = jnp.int32(fabric.num_ranks), 0 if self.own_first else 1
+        owners = [lax.rem(fabric.rank() + first + j, num_ranks) for j in range(fabric.num_ranks)]
         return [
             (i * fabric.num_ranks + j, i, token, exists, owner)
             for i, (token, exists) in enumerate(self.rows.tokens())

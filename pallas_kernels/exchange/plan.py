@@ -35,7 +35,6 @@ _RING_SLOTS = 16  # the most rows that a ring in shared memory holds
 
 # Up to this many tokens per rank, latency decides the time of a call; beyond, the link's bandwidth.
 FEW_TOKENS = 256
-_FEW_CHOICES = 2048  # a rank's choices, up to which the low-latency protocol was measured
 _NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
 
 # Of a combine, measured on 2 H200s.
@@ -48,7 +47,7 @@ _TILE_VECTORS = 2  # vectors of 16 bytes of a row that a thread holds
 # Of the gradient of a combine.
 ROWS_OF_COTANGENT = 2  # rows that are multiplied with a cotangent at a time
 _GRAD_WORKERS = 5
-_GRAD_DEPTH = 3  # for each worker, cotangents that are on their way or in use
+_GRAD_DEPTH = 3  # cotangents of a worker that are on their way, or in use
 
 # Of a dispatch of more than FEW_TOKENS tokens.
 _DISPATCH_BYTES = 32 * 1024  # of the rows of a step
@@ -81,7 +80,6 @@ class Plan:
       num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
       receive_steps: steps that a combine's receive buffer holds.
       num_workers: warpgroups of a block that share its sums, or cotangents.
-      team_size: workers that share the rows of one cotangent; divides num_workers.
     """
 
     num_blocks: int
@@ -92,7 +90,6 @@ class Plan:
     num_copy_slots: int = 2
     receive_steps: int = 3
     num_workers: int = 2
-    team_size: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_slots:
@@ -100,12 +97,6 @@ class Plan:
         # While a step is summed, the one before it is read, and the one after it is listed.
         if self.receive_steps < 3:
             raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
-        if self.num_workers % self.team_size:
-            raise ValueError(f"team_size must divide num_workers, but the plan is {self}.")
-
-    @property
-    def num_teams(self) -> int:
-        return self.num_workers // self.team_size
 
     def tokens_per_block(self, num_tokens: int) -> int:
         return -(-num_tokens // self.num_blocks)
@@ -285,12 +276,12 @@ class LowLatencyPlan(Sizes):
     def num_slots(self) -> int:
         """Rows that shared memory holds next to the words of the kernel with the most of them."""
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
-        # Of a combine, for each pair and choice: the words of the rows' list, and a weight.
-        lists = 4 * self.num_ranks * self.tokens_per_block * self.top_k
+        # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
+        sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # The layout, and the next rows from each rank; the rest is spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
         row = Row(self.hidden, self.dtype)
-        return min(self.max_slots, row.room(words + max(choices, lists)) // row.slot_bytes)
+        return min(self.max_slots, row.room(words + max(choices, sums)) // row.slot_bytes)
 
     def dispatch_workspace(self) -> dict[str, int]:
         """Returns the bytes that `low_latency_dispatch.dispatch` allocates, by name: the routes."""
@@ -304,7 +295,7 @@ class LowLatencyPlan(Sizes):
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker
             <= layout.slots_of_channel(self.num_gpus)
-            and self.num_tokens * self.top_k <= _FEW_CHOICES
+            and self.num_tokens * self.top_k <= layout.MAX_VALUES // 2
             and self.num_experts <= 2**15  # ids are sent as 16 bits
             and self.num_slots > 0
         )
@@ -522,5 +513,4 @@ def combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         store_lag=0,
         window_tokens=_WINDOW_TOKENS,
         num_workers=num_workers,
-        team_size=num_workers if sizes.num_tokens <= FEW_TOKENS else 1,
     )

@@ -89,8 +89,8 @@ class Fabric(Ranks, Protocol):
         `what` names the wait in the message of a timeout.
         """
 
-    def send_values(self, words: Any, start: Any) -> None:
-        """Sends words to every rank, as values from `start` on."""
+    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
+        """Sends words to some ranks, as values from `start` on; None: to every rank."""
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
         """Waits for values of a rank, and copies them to `words` [n]."""

@@ -337,8 +337,8 @@ class Gpus(RanksOfMesh):
         (total,) = words.shape
         self._read(rank, 0, words, -(-total // 2), what, halves=True)
 
-    def send_values(self, words: Any, start: Any) -> None:
-        """Sends words to every rank, as this rank's values from `start` on.
+    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
+        """Sends words to some ranks, as this rank's values from `start` on; None: to every rank.
 
         Any warpgroup may send, and any block of the receiver may `read_values`. Calls use two sets
         of values in turn. So nobody waits for those who read them, provided that in every call a
@@ -352,7 +352,8 @@ class Gpus(RanksOfMesh):
             raise ValueError(
                 f"{call.name}: a rank sends at most {layout.MAX_VALUES} values, not {count}."
             )
-        to = [jnp.asarray(rank, jnp.int32) for rank in range(self.num_ranks)]
+        ranks = range(self.num_ranks) if ranks is None else ranks
+        to = [jnp.asarray(rank, jnp.int32) for rank in ranks]
 
         def emit(table: Any, here: Any, start: Any, words: Any, *args: Any) -> None:
             peers, to = list(map(scalar, args[: self.num_ranks])), args[self.num_ranks :]

@@ -303,6 +303,36 @@ def store_total(fabric: fb.Fabric, sums: Any, ref: Any, index: jax.Array) -> Non
     mosaic.inline(emit, [sums, ref.at[pl.ds(index, 1)]], [mosaic.REFERENCE] * 2)
 
 
+def add_each(fabric: fb.Fabric, sums: Any, totals: Any, count: int) -> None:
+    """Sets totals[i] to the sum of sums[i * count:][:count], added in order, one i to a thread.
+
+    Both are float32 in shared memory.
+    """
+    (size,) = totals.shape
+    if fabric.interpret:
+        parts = sums[...][: size * count].reshape(size, count)
+        totals[...] = functools.reduce(jnp.add, [parts[:, i] for i in range(count)])
+        return
+
+    def emit(sums_ref: Value, totals_ref: Value) -> None:
+        f32 = mosaic.float_type()
+        for first in range(0, size, LANES):
+            index = arith.addi(mosaic.lane(), mosaic.i32(first))
+            with mosaic.when(mosaic.below(index, mosaic.i32(size))):
+                start = arith.muli(index, mosaic.i32(count))
+                base = mosaic.pointer(sums_ref)
+                parts = [
+                    llvm.load(
+                        f32, mosaic.element_pointer(base, arith.addi(start, mosaic.i32(i)), f32)
+                    )
+                    for i in range(count)
+                ]
+                total = functools.reduce(arith.addf, parts)
+                llvm.store(total, mosaic.element_pointer(mosaic.pointer(totals_ref), index, f32))
+
+    mosaic.inline(emit, [sums, totals], [mosaic.REFERENCE] * 2)
+
+
 def pointers(memref: Value, num_bytes: int, count: int) -> list[Value]:
     """Emits the addresses of this thread's `count` vectors, of `num_bytes` each, in a memref."""
     thread = mosaic.lane()

@@ -142,8 +142,9 @@ class Simulated:
     def wait(self, kind: int, count: Any, what: str) -> None:
         _on_host(_Wait(kind, self.num_ranks, what), count)
 
-    def send_values(self, words: Any, start: Any) -> None:
-        _on_host(_SendValues(), words[...], start, *range(self.num_ranks))
+    def send_values(self, words: Any, start: Any, ranks: Sequence[Any] | None = None) -> None:
+        ranks = range(self.num_ranks) if ranks is None else ranks
+        _on_host(_SendValues(), words[...], start, *ranks)
 
     def read_values(self, rank: Any, start: Any, words: Any, what: str) -> None:
         received = jax.ShapeDtypeStruct(words.shape, words.dtype)

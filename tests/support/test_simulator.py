@@ -63,7 +63,7 @@ class Unconnected(Simulated):
 
 
 class Wordless(Simulated):
-    def send_values(self, words, start):
+    def send_values(self, words, start, ranks=None):
         pass
 
 

@@ -46,25 +46,6 @@ CASES = {
         Plan(2, 4),
     ),
     "last_block_short": (Problem(2, 5, 32, 2, 4), Plan(2, 4, window_tokens=2)),
-    # Workers that share cotangents: as many parts as workers, fewer, more; in two teams.
-    "shared": (Problem(2, 4, 32, 4, 4, "masked"), Plan(2, 3, num_workers=3, team_size=3)),
-    "shared_of_one_rank": (Problem(1, 3, 128, 5, 6), Plan(1, 2, num_workers=2, team_size=2)),
-    "shared_by_more_than_parts": (
-        Problem(2, 3, 32, 2, 8, "skewed", capacity=5),
-        Plan(1, 5, num_workers=5, team_size=5),
-    ),
-    "shared_many_choices": (
-        Problem(2, 2, 32, 18, 4, "one_rank"),
-        Plan(1, 1, 0, num_workers=4, team_size=4),
-    ),
-    "two_teams": (
-        Problem(2, 6, 32, 3, 8, "skewed"),
-        Plan(1, 4, window_tokens=2, num_workers=4, team_size=2),
-    ),
-    "shared_empty": (
-        Problem(2, 3, 32, 2, 4, "empty", capacity=4),
-        Plan(1, 3, num_workers=3, team_size=3),
-    ),
 }
 
 
@@ -96,7 +77,7 @@ def test_an_infinite_row_has_an_infinite_product():
 
 
 @simulated
-@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "dropped_of_blocks", "shared"))
+@pytest.mark.parametrize(("problem", "plan"), quick(CASES, "dropped_of_blocks"))
 def test_combine_grad(problem, plan):
     fabric = simulated_ranks(problem.num_ranks)
     check_combine_grad(problem, simulate(combine_grad(problem, plan, fabric)))

@@ -15,7 +15,11 @@ from support.simulator import SlotContents, simulate, simulated, simulated_chann
 from support.stacked import Problem, with_unused_rows
 
 from jax_ep import reference
-from pallas_kernels.exchange import low_latency_combine, low_latency_dispatch
+from pallas_kernels.exchange import (
+    low_latency_combine,
+    low_latency_combine_grad,
+    low_latency_dispatch,
+)
 from pallas_kernels.exchange.plan import LowLatencyPlan
 
 Case = tuple[Problem, dict[str, int]]  # a problem, and limits of the plan
@@ -99,6 +103,10 @@ class Calls:
         options |= dict(zero_unused=False)
         (tokens,), *_ = self.run(low_latency_dispatch.dispatch, *arrays, **options)
         assert_bitwise_equal(tokens, unused(problem.tokens, np.nan), "tokens")
+        arrays = problem.g, problem.weights, problem.y, problem.topk_idx, problem.rows
+        kernel = low_latency_combine_grad.combine_grad
+        dy, _ = self.run(kernel, *arrays, problem.counts, zero_unused=False)
+        assert_bitwise_equal(dy, unused(problem.combine_grads[0], np.nan), "dy")
 
     def dispatch_like(self) -> None:
         problem, kernel = self.problem, low_latency_dispatch.dispatch_like
@@ -118,6 +126,15 @@ class Calls:
         arrays = sums, None, problem.topk_idx, np.stack(local)
         out = self.run(kernel, *arrays, by_expert=False, by_rank=True)
         assert_equal(out, np.stack(reference.rank_combine(list(problem.sums), local)))
+
+    def combine_grad(self) -> None:
+        problem, kernel = self.problem, low_latency_combine_grad.combine_grad
+        arrays = problem.g, problem.weights, problem.y, problem.topk_idx, problem.rows
+        dy, dweights = self.run(kernel, *arrays, problem.counts)
+        expected_dy, expected_dweights = problem.combine_grads
+        assert_bitwise_equal(dy, expected_dy, "dy")
+        # No term or sum of terms is rounded.
+        np.testing.assert_array_equal(dweights, expected_dweights, "dweights")
 
 
 @simulated
@@ -164,12 +181,33 @@ def test_combine_by_rank(case):
 
 
 @simulated
+@pytest.mark.parametrize(("problem", "limits"), quick(CASES, "tokens_of_a_block"))
+def test_combine_grad(problem, limits):
+    Calls(problem, limits).combine_grad()
+
+
+@simulated
+@pytest.mark.slow
+def test_an_infinite_row_has_an_infinite_product():
+    """Also where a tile is repeated, whose products count once."""
+    problem = Problem(2, 2, 512, 3, 4, "masked")
+    y = problem.y.copy()
+    y[..., 0] = np.inf
+    arrays = np.ones_like(problem.g), problem.weights, y, problem.topk_idx, problem.rows
+    kernel = low_latency_combine_grad.combine_grad
+    _, dweights = Calls(problem).run(kernel, *arrays, problem.counts)
+    filled = ((problem.rows >= 0) & (problem.rows < problem.num_rows)).any(axis=0)
+    assert filled.any()
+    np.testing.assert_array_equal(dweights, np.where(filled, np.inf, 0))
+
+
+@simulated
 @pytest.mark.slow
 def test_calls_one_after_another():
     """Calls use two sets of slots in turn, whichever kernel makes them."""
     calls = Calls(*CASES["two_ranks"])
     plain = dataclasses.replace(calls, problem=without_weights(calls.problem))
-    for call in (calls.dispatch, plain.combine, calls.combine) * 2:
+    for call in (calls.dispatch, plain.combine, calls.combine_grad) * 2:
         call()
     assert set(calls.memory.counters.values()) == {6}
     assert not calls.memory.tiles
@@ -179,7 +217,7 @@ def test_calls_one_after_another():
 @pytest.mark.slow
 def test_a_last_tile_that_is_moved_back():
     calls = Calls(MOVED_BACK, detect_races=False)
-    for call in (calls.dispatch, calls.dispatch_like, calls.combine):
+    for call in (calls.dispatch, calls.dispatch_like, calls.combine, calls.combine_grad):
         call()
 
 

@@ -1,0 +1,235 @@
+"""The gradient of a weighted combine over the low-latency protocol, for few tokens.
+
+The owner of a token is the rank whose token it is. Block b of every rank handles the same tokens of
+every owner, with five warpgroups:
+
+  scout         finds the rows of each (token, owner) and fetches them into a ring in shared memory;
+                then writes zeros to rows of dy that have no token;
+  weighers (4)  share each row: send the cotangents of this rank's tokens to the ranks that have
+                rows of them, and receive those of the others' tokens. They multiply a cotangent
+                with each of its rows and with its weight, store the one to dy, and return the sums
+                of the other to the owner, as values.
+
+Block 0 of every rank sends the rank's weights to all ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.exchange.expert_rows import ExpertRows
+from pallas_kernels.exchange.low_latency import Gather, Rows, meet
+from pallas_kernels.exchange.plan import LowLatencyPlan, pad_last
+from pallas_kernels.exchange.ring import Ring
+from pallas_kernels.fabric import fabric as fb
+from pallas_kernels.fabric import vectors
+from pallas_kernels.fabric.hardware import LANES, align_up
+from pallas_kernels.fabric.layout import MAX_VALUES
+from pallas_kernels.fabric.low_latency import Channels
+
+_RETURNED = MAX_VALUES // 2  # the first of the values that go back to the owners
+
+
+def combine_grad(
+    g: jax.Array,
+    topk_weights: jax.Array,
+    y: jax.Array,
+    topk_idx: jax.Array,
+    rows: jax.Array,
+    counts: jax.Array,
+    *,
+    fabric: fb.Fabric,
+    channels: Channels,
+    plan: LowLatencyPlan,
+    expert_alignment: int,
+    fair: bool = False,
+    zero_unused: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the cotangents of a weighted combine's rows y and of its weights.
+
+    Arguments and results are those of `combine_grad.combine_grad`, but for `channels`, how
+    warpgroups of ranks reach each other, and a plan that `fits`. dweights is summed in another
+    order, the same on every run.
+    """
+    lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
+    capacity = y.shape[-2]
+    of_rows = Rows(fabric, channels, plan, "the gradient of combine")
+    of_experts = ExpertRows(
+        fabric, plan.num_blocks, plan.num_experts, capacity, expert_alignment,
+        parts=[(plan.hidden, plan.dtype)], fair=fair, zero_unused=zero_unused,
+    )  # fmt: skip
+    kernel = _CombineGrad(Gather(of_rows, capacity, own_first=True), of_experts)
+    dy, dweights = fb.kernel(
+        fabric,
+        kernel,
+        name="ep_combine_grad_ll",
+        num_blocks=plan.num_blocks,
+        num_warpgroups=plan.warpgroups + 1,
+        out_type=[
+            jax.ShapeDtypeStruct((capacity, plan.hidden), plan.dtype),
+            jax.ShapeDtypeStruct((flat,), jnp.float32),
+        ],
+        scratch_types=kernel.scratch_types(),
+    )(
+        g,
+        topk_weights.reshape(*lead, flat),
+        y,
+        topk_idx.reshape(*lead, flat),
+        rows.reshape(*lead, num_ranks, flat),
+        pad_last(counts, of_experts.count_width - counts.shape[-1]),
+    )
+    return dy, dweights.reshape(topk_idx.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CombineGrad:
+    """The kernel of `combine_grad`: its static arguments, and the warpgroups' code."""
+
+    gather: Gather
+    expert_rows: ExpertRows
+
+    @property
+    def fabric(self) -> fb.Fabric:
+        return self.gather.fabric
+
+    @property
+    def rows(self) -> Rows:
+        return self.gather.rows
+
+    @property
+    def parts_of_sum(self) -> int:
+        """Partial sums of an inner product: one of each warp of the weighers."""
+        return self.rows.plan.warpgroups * vectors.SUMS_OF_WARPGROUP
+
+    def scratch_types(self) -> dict[str, Any]:
+        pairs, top_k, ranks = self.gather.num_pairs, self.gather.top_k, self.fabric.num_ranks
+        sums = align_up(pairs * top_k * self.parts_of_sum, LANES)
+        returned = (self.rows.plan.tokens_per_block, ranks, top_k)
+        return dict(
+            **self.gather.scratch_types(),
+            **self.expert_rows.scratch_types(),
+            weights=plgpu.SMEM((pairs, top_k), jnp.float32),
+            sums=plgpu.SMEM((sums,), jnp.float32),
+            totals=plgpu.SMEM((pairs * top_k,), jnp.float32),
+            returned=plgpu.SMEM(returned, jnp.float32),
+        )
+
+    def __call__(self, *refs: Any, slots: Any, full: Any, empty: Any, **scratch: Any) -> None:
+        g, weights_ref, y, topk_idx, rows, counts, dy, dweights = refs
+        ring, fabric = Ring(slots, full, empty), self.fabric
+        warpgroup, warpgroups = lax.axis_index("warpgroup"), self.rows.plan.warpgroups
+
+        @pl.when(warpgroup < warpgroups)
+        def _weighers():
+            weigher = dataclasses.replace(self, gather=self.gather.for_warpgroup(warpgroup))
+            weigher._weigh(g, weights_ref, topk_idx, dy, dweights, ring, **scratch)
+
+        @pl.when(warpgroup == warpgroups)
+        def _scout():
+            self.expert_rows.fetch_counts(counts, **scratch)
+            sums = scratch["sums"]
+            for start in range(0, sums.shape[0], LANES):
+                sums[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.float32)
+            self.gather.scout(y, rows, ring, **scratch)
+            fabric.stage(3)
+            self.expert_rows.lay_out(**scratch)
+            self.expert_rows.fill([dy], **scratch)
+
+    def _weigh(
+        self, g, weights_ref, topk_idx, dy, dweights, ring, *, num_rows, listed, together, sums,
+        totals, returned, **scratch,
+    ):  # fmt: skip
+        fabric, of_rows = self.fabric, self.rows
+        fabric.stage(0)
+        endpoint = of_rows.open()
+        of_rows.send_values(weights_ref)
+        cotangents = of_rows.send_tokens(endpoint, g, topk_idx, exact=False)
+        fabric.stage(1)
+        self.gather.read_weights(together=together, **scratch)
+        plgpu.barrier_wait(listed)
+        fabric.barrier()
+        begun, num_turns = jnp.int32(0), self.gather.num_turns(num_rows)
+        arrived: list[Any] = []
+        for pair, i, _, _, _ in self.gather.pairs():
+            source = pair % fabric.num_ranks
+            if source == 1:  # after this rank's own token
+                first = pair - source
+                comes = [num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)]
+                arrived = list(of_rows.receive(endpoint, i, comes, exact=False))
+            tiles = [of_peers[source - 1] for of_peers in arrived] if source else cotangents[i]
+            tiles = [tile.astype(jnp.float32) for tile in tiles]
+            multiply = functools.partial(
+                self._multiply,
+                tiles=tiles,
+                pair=pair, begun=begun, num_turns=num_turns, ring=ring, sums=sums, dy=dy, **scratch,
+            )  # fmt: skip
+            count = jnp.maximum(num_rows[pair], 0)
+            lax.fori_loop(0, count, multiply, None)
+            begun = begun + count
+        meet(fabric, together)
+        fabric.stage(2)
+
+        @pl.when(of_rows.warpgroup == 0)
+        def _():
+            self._return(topk_idx, dweights, sums, totals, returned)
+
+        endpoint.close()
+
+    def _multiply(
+        self, r, _, *, tiles, pair, begun, num_turns, ring, sums, dy, weights, places, choices, **__
+    ):  # fmt: skip
+        """Multiplies a cotangent with the r-th row of a pair, and with its weight."""
+        fabric, of_rows = self.fabric, self.rows
+        slot = ring.slot(begun + r)
+        choice, place = choices[pair, r], places[pair, r]
+        weight = weights[pair, choice]
+        for i, tile in enumerate(tiles):
+            weighted = (tile * weight).astype(of_rows.plan.dtype)
+            of_rows.store(fabric.mine(dy), place, i, weighted, jnp.bool_(True))
+        plgpu.barrier_wait(ring.full.at[slot])
+        total: Any = None
+        for i, ((where, _own), tile) in enumerate(zip(of_rows.tiles(), tiles, strict=True)):
+            row = fb.load(fabric, ring.rows.at[slot, where], of_rows.plan.vector)
+            product = of_rows.counted(i, tile * row.astype(jnp.float32))
+            total = product if total is None else total + product
+        self.gather.free(ring, begun + r, num_turns)
+        start = (pair * self.gather.top_k + choice) * self.parts_of_sum
+        start = start + of_rows.warpgroup * vectors.SUMS_OF_WARPGROUP
+        parts = sums.at[pl.ds(start, vectors.SUMS_OF_WARPGROUP)]
+        vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
+        return None
+
+    def _return(self, topk_idx, dweights, sums, totals, returned):
+        """Sends the inner products to the owners, and writes those that the ranks return."""
+        fabric, top_k = self.fabric, self.gather.top_k
+        vectors.add_each(fabric, sums, totals, self.parts_of_sum)
+        fabric.barrier()
+        for pair, _, token, exists, owner in self.gather.pairs():
+
+            @pl.when(exists)
+            def _(pair=pair, token=token, owner=owner):
+                of_pair = totals.at[pl.ds(pair * top_k, top_k)]
+                fabric.send_values(of_pair, _RETURNED + token * top_k, [owner])
+
+        for i, (token, exists) in enumerate(self.rows.tokens()):
+
+            @pl.when(exists)
+            def _(i=i, token=token):
+                start = token * top_k
+                for rank in range(fabric.num_ranks):
+                    values = returned.at[i, rank]
+                    fabric.read_values(rank, _RETURNED + start, values, self.rows.what)
+                fabric.barrier()
+                experts = [fabric.mine(topk_idx)[start + k] for k in range(top_k)]
+                ranks = self.rows.ranks_of(experts)
+                for k, of_choice in enumerate(ranks):
+                    value = returned[i, jnp.maximum(of_choice, 0), k]
+                    fabric.mine(dweights)[start + k] = jnp.where(of_choice >= 0, value, 0.0)
