@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import dis
-import functools
 import importlib
-import types
 from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_ep import checks
@@ -22,7 +18,6 @@ from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
 from jax_ep.moe.expert_mlp import FUNCTIONS, Activation, Gating, HiddenUnit, check_unit
 from jax_ep.moe.routed_experts import WeightsOn
-from jax_ep.runtime import jax_compat
 
 Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
 
@@ -260,159 +255,6 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
             f"{name} must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
             f"{dtype!r}{hint}."
         )
-
-
-class SameCode:
-    """A function that equals another of the same code that reads the same values.
-
-    `jax.jit` caches a program by its static arguments. A lambda written in a layer's body is a new
-    object on each call; wrapped in this class it finds the program of the call before. A function
-    that reads what may have changed since, such as a list, equals itself alone, and while a caller
-    is traced only in that trace.
-    """
-
-    def __init__(self, function: Callable[..., Any]):
-        self._function = function
-        self._state = None
-        try:
-            self._key = _code_key(function, ())
-        except (_MayChange, RecursionError):
-            self._key = _Identity(function)
-            self._state = jax_compat.trace_state()
-
-    def __call__(self, *arrays: Any) -> Any:
-        return self._function(*arrays)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, SameCode) and self._key == other._key and self._state == other._state
-        )
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
-class _MayChange(Exception):
-    """A function reads a value that may change."""
-
-
-# Whose modules, classes and functions are taken not to change.
-_LIBRARIES = frozenset(
-    {"builtins", "flax", "functools", "jax", "jax_ep", "jaxlib", "math", "numpy"}
-)
-# Names by which code reads what its other names do not say.
-_DYNAMIC = frozenset({"__import__", "eval", "exec", "getattr", "globals", "import", "vars"})
-
-
-def _code_key(value: Any, callers: tuple[types.FunctionType, ...]) -> Any:
-    """Returns a hashable key of a function; functions with equal keys compute the same.
-
-    `callers` are the functions whose keys this one is to be part of. Raises _MayChange if one of
-    them, or this one, reads a value that may change.
-    """
-    if isinstance(value, types.FunctionType):
-        if value in callers:
-            return callers.index(value)
-        names = _globals_of(value.__code__)
-        if value.__dict__ or _DYNAMIC.intersection(names):
-            raise _MayChange
-        key = functools.partial(_key_of_value, callers=(*callers, value))
-        cells = tuple(map(_contents, value.__closure__ or ()))
-        read = ((name, value.__globals__.get(name)) for name in names)
-        keywords = (value.__kwdefaults__ or {}).items()
-        return (
-            value.__code__,
-            _Identity(value.__globals__),
-            *(tuple(map(key, each)) for each in (cells, value.__defaults__ or ())),
-            *(tuple((k, key(v)) for k, v in each) for each in (keywords, read)),
-        )
-    if isinstance(value, functools.partial):
-        key = functools.partial(_key_of_value, callers=callers)
-        named = tuple(sorted((k, key(v)) for k, v in value.keywords.items()))
-        return _code_key(value.func, callers), tuple(map(key, value.args)), named
-    return _key_of_value(value, callers)
-
-
-def _key_of_value(value: Any, callers: tuple[types.FunctionType, ...]) -> Any:
-    """Returns a hashable key of a value that functions read; raises _MayChange if it may change."""
-    if _is_of_a_library(value):
-        return _Identity(value)
-    if isinstance(value, types.FunctionType | functools.partial):
-        return _code_key(value, callers)
-    if isinstance(value, types.MethodType):
-        return _code_key(value.__func__, callers), _key_of_value(value.__self__, callers)
-    if isinstance(value, types.BuiltinFunctionType):  # of a module, or a method of an object
-        return value.__name__, _key_of_value(value.__self__, callers)
-    if isinstance(value, bool | int | float | complex | str | bytes | np.generic | None):
-        return type(value), repr(value)  # 1, 1.0 and True are equal
-    if isinstance(value, tuple):
-        return type(value), tuple(_key_of_value(each, callers) for each in value)
-    if isinstance(value, jax.Array):
-        return _Identity(value)
-    if isinstance(value, types.ModuleType) and callers:  # it is read by its attributes' names
-        names = _attributes_of(callers[-1].__code__)
-        read = tuple((name, value.__dict__[name]) for name in names if name in value.__dict__)
-        return _Identity(value), tuple((name, _key_of_value(v, callers)) for name, v in read)
-    if isinstance(value, type) or type(value).__hash__ in (None, object.__hash__):
-        raise _MayChange
-    return value  # its hash says that it does not change
-
-
-def _is_of_a_library(value: Any) -> bool:
-    """Returns whether a module, class or function is of a library that does not change."""
-    if isinstance(value, types.ModuleType):
-        return value.__name__.partition(".")[0] in _LIBRARIES
-    if isinstance(value, type | types.FunctionType):
-        return (value.__module__ or "").partition(".")[0] in _LIBRARIES
-    # A jitted function, for one, which decides itself when to trace again.
-    return callable(value) and type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
-
-
-@functools.cache
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the global names that code reads, in the functions within it too.
-
-    "import" is among them if code imports a module.
-    """
-    names = [
-        "import" if i.opname == "IMPORT_NAME" else i.argval
-        for i in dis.get_instructions(code)
-        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
-    ]
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _globals_of(constant)
-    return tuple(dict.fromkeys(names))
-
-
-@functools.cache
-def _attributes_of(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names of attributes, and others, that code reads, in functions within it too."""
-    names = list(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _attributes_of(constant)
-    return tuple(dict.fromkeys(names))
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable is not bound yet
-        raise _MayChange from None
-
-
-class _Identity:
-    """A key that equals another only if both hold the same object, which it keeps alive."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
 
 
 @dataclasses.dataclass(frozen=True)

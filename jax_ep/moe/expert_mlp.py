@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
+from jax_ep.moe.traced import Traced, trace
 from jax_ep.runtime.jax_compat import is_traced, match_varying
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -123,8 +125,9 @@ def expert_mlp(
     check_operands(tokens, experts, group_sizes, unit, implementation)
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
-    operands = jax.tree.unflatten(tree, match_varying(leaves, ()))
-    return _expert_mlp(*operands, unit, implementation)
+    tokens, experts, group_sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
+    unit_as_now = traced_unit(unit, tokens, experts)
+    return _expert_mlp(tokens, experts, group_sizes, unit_as_now, implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -141,7 +144,7 @@ def forward(
     tokens: jax.Array,
     experts: Experts,
     group_sizes: jax.Array,
-    unit: HiddenUnit,
+    unit: Traced,
     implementation: gmm.Implementation,
     keep: bool = True,
     zero_unused: bool = True,
@@ -155,7 +158,7 @@ def forward(
     tokens = checkpoint_name(tokens, "dispatched_tokens")
     hidden: jax.Array | None = None
     no_biases = (experts.wi_0_bias, experts.wi_1_bias) == (None, None)
-    if experts.wi_1 is not None and no_biases and _hashable(unit):
+    if experts.wi_1 is not None and no_biases:
         both = experts.wi_0, experts.wi_1
         hidden, *products = gmm.gated_product(
             tokens, both, group_sizes, unit, keep, implementation, zero_unused=False
@@ -182,7 +185,7 @@ def backward(
     saved: tuple,
     grad: jax.Array,
     weights: jax.Array | None,
-    unit: HiddenUnit,
+    unit: Traced,
     implementation: gmm.Implementation,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
@@ -233,7 +236,7 @@ _expert_mlp.defvjp(forward, _backward)
 
 
 def _hidden(
-    unit: HiddenUnit,
+    unit: Traced,
     biases: tuple[jax.Array | None, ...],
     pre: tuple[jax.Array, ...],
     weights: jax.Array | None = None,
@@ -249,15 +252,6 @@ def _hidden(
     if weights is not None:
         hidden *= weights.astype(dtype)[:, None]
     return hidden.astype(kept)
-
-
-def _hashable(unit: HiddenUnit) -> bool:
-    """Returns whether a unit is hashable, as parameters of primitives must be."""
-    try:
-        hash(unit)
-    except TypeError:
-        return False
-    return True
 
 
 def _group_of_row(group_sizes: jax.Array, num_rows: int) -> jax.Array:
@@ -383,7 +377,7 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
     """
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
-    jaxpr, result = jax.make_jaxpr(function, return_shape=True)(*[rows] * count)
+    jaxpr, result = trace(function, [rows] * count)
     for constant in jaxpr.consts:
         if is_traced(constant):
             raise ValueError(
@@ -396,3 +390,18 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
             f"{name} must be elementwise: of {rows.dtype} {rows.shape} it must return "
             f"floats of this shape, but returns {result}."
         )
+
+
+def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced:
+    """Traces a unit as it computes now, of rows in float32 or wider, and of scalars for kernels.
+
+    Tokens and experts must have been checked and have one varying-axes type.
+    """
+    shape, wide = (tokens.shape[0], experts.wi_0.shape[2]), wide_dtype(tokens.dtype)
+    rows = jax.eval_shape(lambda x: jnp.broadcast_to(x[:, :1].astype(wide), shape), tokens)
+    types = [rows] * (1 if experts.wi_1 is None else 2)
+    traced = Traced(unit, [types])
+    traced.run_as(*types)
+    with contextlib.suppress(Exception):  # kernels refuse what computes with rows alone
+        traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * len(types))
+    return traced

@@ -17,11 +17,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_ep import checks
+from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import losses, routing
-from jax_ep.moe.config import MoEConfig, SameCode, check_compute_dtype, check_config
+from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
 from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
@@ -30,6 +31,7 @@ from jax_ep.moe.params import LOGICAL_AXES, MoEParams, check_num_held, check_par
 from jax_ep.moe.routed_experts import routed_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
 from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
+from jax_ep.moe.traced import Traced
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import match_varying
@@ -108,14 +110,17 @@ def moe_layer(
     check_mesh_of_experts(params.wi_0, config, where)
     _check_experts(params, config, where)
     config = _resolved(config, params, x, where)
-    return _moe_layer(params, _Call(x, mask, inputs), placement, config, where)
+    call = _Call(x, mask, inputs)
+    traced = _traced_functions(config, params, call, where)
+    program = _moe_layer
+    if any(function.key is None for function in traced.values()):  # equal to no other
+        program = jax.jit(lambda *args, **kw: _layer(*args, **kw), static_argnames=_STATIC)
+    config = dataclasses.replace(config, **traced)
+    return program(params, call, placement, config=config, where=where)
 
 
 def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMesh) -> MoEConfig:
-    """Returns the configuration with dtypes and implementation filled in where they are None.
-
-    Its functions are wrapped in `SameCode`, so that equal code is compiled once.
-    """
+    """Returns the configuration with dtypes and implementation filled in where they are None."""
     dtype = config.dtype
     if dtype is None:
         for name, array in (("x", x), ("wi_0", params.wi_0)):
@@ -127,16 +132,38 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
     if not where.expert_axes and implementation is None:
         # There is nothing to exchange, and the kernels need a mesh to find their ranks on.
         implementation = "xla"
-    functions: dict[str, Any] = {
-        name: SameCode(function) for name, function in config.functions().items()
-    }
     return dataclasses.replace(
         config,
         dtype=jnp.dtype(dtype),
         router_dtype=jnp.dtype(dtype if config.router_dtype is None else config.router_dtype),
         implementation=implementation,
-        **functions,
     )
+
+
+def _traced_functions(
+    config: MoEConfig, params: MoEParams, call: _Call, where: LayerMesh
+) -> dict[str, Any]:
+    """Returns the configuration's functions as `Traced`, so that equal ones are compiled once.
+
+    Samples are of a rank's shapes, one row of an MLP.
+    """
+    wide, dtype = wide_dtype(config.dtype), config.dtype
+    split = where.num_tensor_ranks() if where.mesh is not None else 1
+    rows = [jax.ShapeDtypeStruct((1, params.wi_0.shape[2] // split), wide)]
+    if params.shared_wo is not None:
+        rows.append(jax.ShapeDtypeStruct((1, params.shared_wo.shape[0] // split), dtype))
+    name, count = ("activation", 1) if config.gating is None else ("gating", 2)
+    traced = {name: Traced(getattr(config, name), [[row] * count for row in rows])}
+    if config.router is not None:
+        parts = math.prod(where.mesh.shape[a] for a in where.batch_axes) if where.mesh else 1
+        num_tokens = -(-math.prod(call.x.shape[:-1]) // parts)
+        router_x = call.x if call.router.router_x is None else call.router.router_x
+        tokens = jax.ShapeDtypeStruct((num_tokens, router_x.shape[-1]), router_x.dtype)
+        logits = None
+        if params.gate is not None:
+            logits = jax.ShapeDtypeStruct((num_tokens, config.num_choosable), jnp.float32)
+        traced["router"] = Traced(config.router, [[tokens, logits]])
+    return traced
 
 
 class _Call(NamedTuple):
@@ -151,9 +178,7 @@ class _Call(NamedTuple):
     sequence_ids: jax.Array | None = None
 
 
-# Static arguments are hashable, so equal layers are traced once, and eager calls are compiled.
-@functools.partial(jax.jit, static_argnames=("config", "where"))
-def _moe_layer(
+def _layer(
     params: MoEParams,
     call: _Call,
     placement: Placement | None,
@@ -172,6 +197,11 @@ def _moe_layer(
     args = jax.tree.map(lambda a: reshard(a, ambient, PartitionSpec()), (params, call, placement))
     out, metrics = on_rank(*args)
     return reshard(out, ambient, spec), metrics
+
+
+# Static arguments are hashable, so equal layers are traced once, and eager calls are compiled.
+_STATIC = ("config", "where")
+_moe_layer = jax.jit(_layer, static_argnames=_STATIC)
 
 
 def _on_mesh(

@@ -34,7 +34,9 @@ from jax_ep.moe.expert_mlp import (
     backward,
     check_operands,
     forward,
+    traced_unit,
 )
+from jax_ep.moe.traced import Traced
 from jax_ep.runtime.jax_compat import match_varying
 
 WeightsOn = Literal["output", "input"]
@@ -42,7 +44,7 @@ WeightsOn = Literal["output", "input"]
 
 @dataclasses.dataclass(frozen=True)
 class _Config:
-    unit: HiddenUnit
+    unit: Traced
     implementation: Implementation
     matmul_implementation: MatmulImplementation
 
@@ -121,7 +123,8 @@ def routed_experts(
     arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
     leaves, tree = jax.tree.flatten(arrays)
     operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
-    config = _Config(unit, implementation, matmul_implementation)
+    tokens, experts, *_ = operands
+    config = _Config(traced_unit(unit, tokens, experts), implementation, matmul_implementation)
     return _routed_experts(config, *operands, handle)
 
 

@@ -313,7 +313,7 @@ def _run_jitted(primitive: Primitive, *operands: Any, **params: Any) -> Any:
         return _jitted(primitive, **params)(*operands)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # a function that equals no other is a parameter of one call
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., Any]:
     """Returns a primitive as a jitted function.
 
@@ -432,17 +432,13 @@ def lowered_anew_for_other_devices(x: jax.Array) -> jax.Array:
     return x
 
 
-_trace_state_clean = _find("jax._src.core.trace_state_clean")  # None where JAX lacks it
+_jaxpr_as_fun = _find("jax.extend.core.jaxpr_as_fun")
 
 
-def trace_state() -> Any:
-    """Returns what equals that of a later call only while the same function is being traced.
+def function_of_jaxpr(jaxpr: Any) -> Callable[..., Sequence[Any]] | None:
+    """Returns a function that evaluates a closed jaxpr; None where JAX lacks the means."""
+    return None if _jaxpr_as_fun is None else _jaxpr_as_fun(jaxpr)
 
-    Outside of any trace, and where JAX lacks the means, it equals no other.
-    """
-    if _trace_state_clean is None or _trace_state_clean():
-        return object()
-    return jax.extend.core.get_opaque_trace_state(convention="flax")
 
 
 def is_traced(x: Any) -> bool:
