@@ -400,7 +400,6 @@ def _primitive(
             *operands, platform=default_platform(), **params
         ),
         batch=one_by_one,
-        eager=True,
         multiple_results=several,
         platforms=(None, *_PREFERENCE),
         **options,

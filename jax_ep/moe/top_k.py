@@ -306,6 +306,5 @@ _choose_p = define_primitive(
     lower=_lower,
     inline=_by_xla,
     batch=_batch,
-    eager=True,
     platforms=(None, "cuda"),
 )

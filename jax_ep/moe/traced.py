@@ -134,6 +134,8 @@ def _value_key(value: Any) -> Any:
         if getattr(value, "nbytes", _MOST_BYTES + 1) > _MOST_BYTES:
             raise ValueError("a large constant")
         array = np.asarray(value)
+        if array.shape and array.flags.writeable:
+            raise ValueError("a constant that programs share with a caller who may change it")
         return str(array.dtype), array.shape, array.tobytes()
     hash(value)
     return value

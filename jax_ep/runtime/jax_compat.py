@@ -256,12 +256,14 @@ def define_primitive(
     inline: Callable[..., Any],
     batch: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
-    eager: bool = False,
     multiple_results: bool = True,
     platforms: Sequence[str | None] = (None,),
     unused: Callable[..., Any] | None = None,
 ) -> Primitive:
     """Makes a primitive, or a stand-in that computes inline where JAX lacks what primitives need.
+
+    Outside of any trace, as under `jax.disable_jit`, it runs compiled by itself. Its params must be
+    hashable.
 
     Args:
       name: the primitive's name, as a jaxpr shows it.
@@ -272,7 +274,6 @@ def define_primitive(
         None: an operand with a batch axis is refused.
       transpose: the rule of a linear primitive: (cotangents, operand types, params) -> the
         operands' cotangents. None: the primitive cannot be transposed.
-      eager: whether it runs outside of any trace, compiled by itself; params must be hashable.
       multiple_results: whether `bind` returns a list.
       platforms: the platforms that get a lowering of their own; None is every other platform. A
         program for several platforms branches over their lowerings, and a branch may hold no
@@ -301,8 +302,7 @@ def define_primitive(
         )
     if batch is not None:
         _batchers[primitive] = batch
-    if eager:
-        primitive.def_impl(functools.partial(_run_jitted, primitive))
+    primitive.def_impl(functools.partial(_run_jitted, primitive))
     if unused is not None and _dce_rules is not None:
         _dce_rules[primitive] = functools.partial(_without_unused_results, unused)
     return primitive

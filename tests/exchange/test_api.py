@@ -1041,3 +1041,36 @@ def test_a_wide_integer_names_no_other_expert(implementation: Implementation):
 
         got = jax.jit(per_rank(counts, 1))(topk_idx[None])
     np.testing.assert_array_equal(got[0], [1, 0, 0, 1])
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_one_rank_exchanges_outside_of_jit(layout: Any):
+    """Without a mesh, op by op or with `jax.disable_jit`, gradients too: the numbers of jit."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((12, 16)), jnp.float32)
+    topk_idx = jnp.asarray(rng.integers(0, 4, (12, 2)), jnp.int32)
+    weights = jnp.asarray(rng.uniform(0.1, 1, (12, 2)), jnp.float32)
+
+    def exchange(x: jax.Array, weights: jax.Array) -> jax.Array:
+        sent = jax_ep.dispatch(
+            x,
+            topk_idx,
+            num_experts=4,
+            axis_name=(),
+            layout=layout,
+            **dict(topk_weights=weights) if layout == "rank" else {},
+        )
+        if layout == "rank":
+            factors = jnp.sum(sent.topk_weights, -1)[..., None]
+            return jax_ep.combine(sent.tokens * factors, sent.handle)
+        return jax_ep.combine(sent.tokens * 2, sent.handle, weights)
+
+    def both(x: jax.Array, weights: jax.Array) -> Any:
+        out, vjp = jax.vjp(exchange, x, weights)
+        return out, *vjp(jnp.ones_like(out))
+
+    want = jax.jit(both)(x, weights)
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(assert_close, both(x, weights), want)
+    with jax.disable_jit():
+        jax.tree.map(assert_close, both(x, weights), want)

@@ -594,3 +594,11 @@ def test_errors_about_the_mesh_name_the_argument():
             moe.moe_layer(params, X, config_with(num_experts=12))
         with pytest.raises(ValueError, match=r"wo must hold 8 experts .*\(4, 12, 16\)"):
             moe.moe_layer(make_params()._replace(wo=jnp.zeros((4, F, H))), X, CONFIG)
+
+
+@pytest.mark.parametrize("num_ranks", [None, 2])
+def test_a_layer_runs_where_jit_is_disabled(num_ranks):
+    config = CONFIG if num_ranks is None else config_with(mesh=expert_mesh(num_ranks))
+    with jax.disable_jit():
+        step = jax.value_and_grad(functools.partial(loss, config=config), (0, 1), has_aux=True)
+        assert_close(step(make_params(), make_x()), unsharded())
