@@ -88,6 +88,24 @@ def check_array(
         raise ValueError(f"{wanted} with no empty axis, but has shape {array.shape}.")
 
 
+def check_not_sharded(name: str, array: Any, *axes: int) -> None:
+    """Raises ValueError if one of these axes of an array, or any, is sharded over Explicit axes.
+
+    `axes` count from the last, -1. Whether an array is sharded over Auto axes, its type does not
+    say, and XLA decides what to do.
+    """
+    spec = tuple(getattr(getattr(jax.typeof(array), "sharding", None), "spec", ()))
+    sharded = [spec[axis] for axis in axes] if axes and spec else spec
+    if any(sharded):
+        whole = tuple(None if not axes or i - len(spec) in axes else p for i, p in enumerate(spec))
+        raise ValueError(
+            f"{name} must not be sharded {f'along axis {axes[0]} ' if axes else ''}over Explicit "
+            f"axes of the mesh here, but is {jax.typeof(array)}. Call this inside a jax.shard_map "
+            "over them, where each rank has its own part, or gather it first: "
+            f"jax.sharding.reshard({name}, jax.P{whole})."
+        )
+
+
 def check_rows_of_tokens(x: Any, num_tokens: int) -> None:
     """Raises unless x is floating [T, H'] with the T tokens of a handle's dispatch."""
     check_array("x", x, 2, jnp.floating, "[T, H]")

@@ -25,6 +25,7 @@ from jax_ep.runtime.jax_compat import (
     Program,
     define_primitive,
     match_varying,
+    replicated_over_explicit_axes,
     result_type,
 )
 
@@ -96,8 +97,14 @@ def grouped_matmul(
             f"{group_sizes.shape} where rhs has shape {rhs.shape}."
         )
     check_implementation(implementation, rhs)
+    for name, operand in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
+        checks.check_not_sharded(name, operand)
     lhs, rhs, sizes = match_varying((lhs, rhs, jnp.asarray(group_sizes, jnp.int32)), ())
-    return product(lhs, rhs, sizes, implementation)
+
+    def multiply(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return product(lhs, rhs, sizes, implementation)
+
+    return replicated_over_explicit_axes(multiply, lhs, rhs, sizes)
 
 
 def check_implementation(

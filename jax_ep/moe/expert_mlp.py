@@ -18,7 +18,7 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
 from jax_ep.moe.traced import Traced, trace
-from jax_ep.runtime.jax_compat import is_traced, match_varying
+from jax_ep.runtime.jax_compat import is_traced, match_varying, replicated_over_explicit_axes
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -96,7 +96,8 @@ def expert_mlp(
     computes the two products again.
 
     Rows past the last group may hold anything; the result and the gradient of `tokens` are zero
-    there, and they contribute nothing to the other gradients, as in `grouped_matmul`.
+    there, and they contribute nothing to the other gradients, as in `grouped_matmul`. Operands may
+    not be sharded over Explicit axes of a mesh: call this inside a `shard_map` over these.
 
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
@@ -125,9 +126,13 @@ def expert_mlp(
     check_operands(tokens, experts, group_sizes, unit, implementation)
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
-    tokens, experts, group_sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
-    unit_as_now = traced_unit(unit, tokens, experts)
-    return _expert_mlp(tokens, experts, group_sizes, unit_as_now, implementation)
+
+    def run(*leaves: jax.Array) -> jax.Array:
+        tokens, experts, group_sizes = jax.tree.unflatten(tree, leaves)
+        traced = traced_unit(unit, tokens, experts)
+        return _expert_mlp(tokens, experts, group_sizes, traced, implementation)
+
+    return replicated_over_explicit_axes(run, *match_varying(leaves, ()))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -345,6 +350,8 @@ def check_operands(
                 f"{name} must have the dtype of tokens, {tokens.dtype}, but has "
                 f"{given[name].dtype}; cast it with .astype."
             )
+    for name, array in arrays.items():
+        checks.check_not_sharded(name, array)
     check_unit(unit)
     rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(tokens.dtype))
     _check_elementwise(unit, rows)

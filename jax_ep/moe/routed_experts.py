@@ -37,7 +37,7 @@ from jax_ep.moe.expert_mlp import (
     traced_unit,
 )
 from jax_ep.moe.traced import Traced
-from jax_ep.runtime.jax_compat import match_varying
+from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_axes
 
 WeightsOn = Literal["output", "input"]
 
@@ -113,19 +113,30 @@ def routed_experts(
     )
     check_weights(topk_weights, handle)
     checks.check_name("weights_on", weights_on, get_args(WeightsOn))
-    weights: jax.Array | None = topk_weights.astype(jnp.float32)
-    if weights_on == "input":
-        weights, *_ = match_varying((topk_weights, *handle.routes), handle.axis_name)
-        rows = _weight_of_row(weights.astype(jnp.float32), handle, implementation)[:, None]
-        wide = wide_dtype(tokens.dtype)
-        tokens = (tokens.astype(wide) * rows.astype(wide)).astype(tokens.dtype)
-        weights = None
-    arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
-    leaves, tree = jax.tree.flatten(arrays)
-    operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
-    tokens, experts, *_ = operands
-    config = _Config(traced_unit(unit, tokens, experts), implementation, matmul_implementation)
-    return _routed_experts(config, *operands, handle)
+    arrays = jax.tree.map(jnp.asarray, (tokens, experts, topk_weights, group_sizes))
+
+    def run(handle: Handle, tokens, experts, weights, group_sizes) -> jax.Array:
+        weights = weights.astype(jnp.float32)
+        if weights_on == "input":
+            tokens, weights = _weighted(tokens, weights, handle, implementation), None
+        leaves, tree = jax.tree.flatten((tokens, experts, weights, group_sizes))
+        operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
+        traced = traced_unit(unit, *operands[:2])
+        return _routed_experts(
+            _Config(traced, implementation, matmul_implementation), *operands, handle
+        )
+
+    return replicated_over_explicit_axes(run, handle, *arrays)
+
+
+def _weighted(
+    tokens: jax.Array, weights: jax.Array, handle: Handle, implementation: Implementation
+) -> jax.Array:
+    """Multiplies each received row by the weight of its choice."""
+    weights, *_ = match_varying((weights, *handle.routes), handle.axis_name)
+    rows = _weight_of_row(weights, handle, implementation)[:, None]
+    wide = wide_dtype(tokens.dtype)
+    return (tokens.astype(wide) * rows.astype(wide)).astype(tokens.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -370,8 +370,10 @@ def check_choosing(
 
 def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
     checks.check_array("logits", logits, 2, jnp.floating, "[T, E]")
+    checks.check_not_sharded("logits", logits, -1)
     if bias is not None:
         checks.check_array("bias", bias, None, jnp.floating, "[E]")
+        checks.check_not_sharded("bias", bias)
         if bias.shape != logits.shape[1:]:
             raise ValueError(
                 f"bias must have one value per expert, shape {logits.shape[1:]}, but has shape "

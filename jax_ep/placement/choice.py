@@ -48,6 +48,10 @@ def choose_slots(
     checks.check_array("expert_of_slot", expert_of_slot, 1, jnp.integer, "[P]")
     checks.check_array("slots_of_expert", slots_of_expert, 2, jnp.integer, "[E, C]")
     checks.check_array("num_copies", num_copies, 1, jnp.integer, "[E]")
+    tables = (expert_of_slot, slots_of_expert, num_copies)
+    names = ("topk_idx", "expert_of_slot", "slots_of_expert", "num_copies")
+    for name, array in zip(names, (topk_idx, *tables), strict=True):
+        checks.check_not_sharded(name, array)
     num_slots, num_experts = expert_of_slot.shape[0], slots_of_expert.shape[0]
     check_slots(num_slots, num_experts, num_ranks)
     if num_copies.shape != (num_experts,):
