@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import spmd
 
 from jax_ep import checks
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.layer import moe_layer
+from jax_ep.moe.layer import run_layer
 from jax_ep.moe.metrics import MoEMetrics
 from jax_ep.moe.params import MoEParams
+from jax_ep.moe.router import RouterInputs
 from jax_ep.placement.table import Placement
 
 ROUTER_STATE = "router_state"
@@ -206,15 +208,16 @@ class MoE(nn.Module, _ConfigFields):
             **parts,
         )
         weights = {name: self._weight(name, shape) for name, shape in shapes.items()}
-        return moe_layer(
+        inputs = RouterInputs(router_x, topk_idx, topk_weights)
+        rules = dict(spmd.get_logical_axis_rules())
+        return run_layer(
             MoEParams.of(gate=kernel, bias=bias, **weights),
             x,
             config,
             mask,
-            placement=placement,
-            router_x=router_x,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
+            placement,
+            inputs,
+            axis_rules=rules,
         )
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> jax.Array:

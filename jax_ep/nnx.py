@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -17,10 +18,11 @@ from jax_ep.checks import as_axes
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
-from jax_ep.moe.layer import moe_layer
+from jax_ep.moe.layer import run_layer
 from jax_ep.moe.mesh import shard
 from jax_ep.moe.metrics import MoEMetrics
 from jax_ep.moe.params import Initializer, MoEParams
+from jax_ep.moe.router import RouterInputs
 from jax_ep.placement.table import Placement
 
 
@@ -214,15 +216,16 @@ class MoE(nnx.Module):
             params = {"gate": gate.kernel, "bias": gate.bias}
         params |= {name: getattr(self, name) for name in moe_params.WEIGHTS}
         arrays: Any = {name: None if v is None else v.get_value() for name, v in params.items()}
-        return moe_layer(
+        inputs = RouterInputs(router_x, topk_idx, topk_weights)
+        rules = dict(spmd.get_logical_axis_rules())
+        return run_layer(
             MoEParams(**arrays),
             x,
             self.config,
             mask,
-            placement=placement,
-            router_x=router_x,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
+            placement,
+            inputs,
+            axis_rules=rules,
         )
 
     def update_bias(self, expert_counts: jax.Array, rate: float | jax.Array) -> None:
@@ -268,6 +271,8 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     spec = [None if axis is None else named[axis] for axis in axes]
     if "exp" in axes:
         if not held:  # data parallelism: every rank has all experts
+            if name == "wi_0":
+                _warn_of_rule(spec[0], mesh, config)
             spec[0] = None
         _check_divides(value, spec[0], mesh, config)
     one_type = len(set(mesh.axis_types)) == 1
@@ -276,6 +281,17 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
         value = shard(value, mesh, PartitionSpec(*spec))
     metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}
     return nnx.Param(value, out_sharding=axes, eager_sharding=flax_can, **metadata)
+
+
+def _warn_of_rule(axes: Any, mesh: Mesh | AbstractMesh, config: MoEConfig) -> None:
+    """Warns if a rule names axes for the experts where the mesh lacks the layer's."""
+    if axes := tuple(axis for axis in as_axes(axes or ()) if mesh.shape.get(axis, 1) > 1):
+        warnings.warn(
+            f'the axis rules shard "exp" over {axes} of the mesh {dict(mesh.shape)}, but it lacks '
+            f"expert_axis {as_axes(config.expert_axis)}: every rank has all experts. Set "
+            "expert_axis to the axes of the rule, or leave the rule out.",
+            stacklevel=4,
+        )
 
 
 def _axes_of(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> tuple[str, ...]:

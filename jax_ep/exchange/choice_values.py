@@ -16,7 +16,7 @@ from jax_ep.exchange import xla
 from jax_ep.exchange.expert_major import Handle
 from jax_ep.exchange.interface import Implementation
 from jax_ep.exchange.routes import Routes
-from jax_ep.runtime.jax_compat import match_varying
+from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_axes
 
 
 def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
@@ -29,13 +29,21 @@ def choices_to_rows(values: jax.Array, handle: Handle, implementation: Implement
     def stack(x: jax.Array) -> jax.Array:
         return all_gather(x[None], **collective)
 
-    return xla.choices_to_rows(values, routes, stack=stack, capacity=handle.capacity)
+    def send(values: jax.Array, *routes: jax.Array) -> jax.Array:
+        return xla.choices_to_rows(values, Routes(*routes), stack=stack, capacity=handle.capacity)
+
+    return replicated_over_explicit_axes(send, values, *routes)
 
 
 def rows_to_choices(values: jax.Array, handle: Handle, implementation: Implementation) -> jax.Array:
     """Sends a number for each row, [R], to its choice: [T, K], zero where there is no row."""
     values, routes, collective = _operands(values, handle, implementation)
-    return xla.rows_to_choices(values, routes, swap=functools.partial(all_to_all, **collective))
+    swap = functools.partial(all_to_all, **collective)
+
+    def send(values: jax.Array, *routes: jax.Array) -> jax.Array:
+        return xla.rows_to_choices(values, Routes(*routes), swap=swap)
+
+    return replicated_over_explicit_axes(send, values, *routes)
 
 
 def _operands(

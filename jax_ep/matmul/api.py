@@ -100,11 +100,7 @@ def grouped_matmul(
     for name, operand in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
         checks.check_not_sharded(name, operand)
     lhs, rhs, sizes = match_varying((lhs, rhs, jnp.asarray(group_sizes, jnp.int32)), ())
-
-    def multiply(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        return product(lhs, rhs, sizes, implementation)
-
-    return replicated_over_explicit_axes(multiply, lhs, rhs, sizes)
+    return product(lhs, rhs, sizes, implementation)
 
 
 def check_implementation(
@@ -175,7 +171,8 @@ def sum_of_products(
     have one varying-axes type; group_sizes must be int32.
     """
     operands = (operand for pair in pairs for operand in pair)
-    return grouped_matmul_p.bind(
+    return _bind(
+        grouped_matmul_p,
         *operands,
         group_sizes,
         implementation=implementation,
@@ -206,7 +203,8 @@ def gated_product(
     Without `zero_unused` they hold anything.
     """
     return tuple(
-        grouped_matmul_gated_p.bind(
+        _bind(
+            grouped_matmul_gated_p,
             lhs,
             *rhs,
             group_sizes,
@@ -238,8 +236,14 @@ def drhs_of_each(
 ) -> tuple[jax.Array, ...]:
     """Computes `drhs` of lhs and each of `grads`, of one shape; "pallas" does so in one kernel."""
     return tuple(
-        grouped_matmul_drhs_p.bind(lhs, *grads, group_sizes, implementation=implementation)
+        _bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
     )
+
+
+def _bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
+    """Binds a primitive to operands that are replicated over Explicit axes, as its results are."""
+    bind = functools.partial(primitive.bind, **params)
+    return replicated_over_explicit_axes(bind, *operands)
 
 
 def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs, zero_unused):

@@ -126,13 +126,9 @@ def expert_mlp(
     check_operands(tokens, experts, group_sizes, unit, implementation)
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
-
-    def run(*leaves: jax.Array) -> jax.Array:
-        tokens, experts, group_sizes = jax.tree.unflatten(tree, leaves)
-        traced = traced_unit(unit, tokens, experts)
-        return _expert_mlp(tokens, experts, group_sizes, traced, implementation)
-
-    return replicated_over_explicit_axes(run, *match_varying(leaves, ()))
+    tokens, experts, group_sizes = jax.tree.unflatten(tree, match_varying(leaves, ()))
+    traced = traced_unit(unit, tokens, experts)
+    return _expert_mlp(tokens, experts, group_sizes, traced, implementation)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -405,10 +401,20 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
     Tokens and experts must have been checked and have one varying-axes type.
     """
     shape, wide = (tokens.shape[0], experts.wi_0.shape[2]), wide_dtype(tokens.dtype)
-    rows = jax.eval_shape(lambda x: jnp.broadcast_to(x[:, :1].astype(wide), shape), tokens)
-    types = [rows] * (1 if experts.wi_1 is None else 2)
-    traced = Traced(unit, [types])
-    traced.run_as(*types)
-    with contextlib.suppress(Exception):  # kernels refuse what computes with rows alone
-        traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * len(types))
+    count = 1 if experts.wi_1 is None else 2
+
+    def rows(tokens: jax.Array) -> list[Any]:
+        make = jax.make_jaxpr(lambda x: jnp.broadcast_to(x[:, :1].astype(wide), shape))
+        return make(tokens).out_avals * count
+
+    traced = Traced(unit, [rows(tokens)])
+
+    def run_as_here(tokens: jax.Array) -> jax.Array:
+        traced.run_as(*rows(tokens))
+        with contextlib.suppress(Exception):  # kernels refuse what computes with rows alone
+            traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
+        return tokens
+
+    run_as_here(tokens)
+    replicated_over_explicit_axes(run_as_here, tokens)  # the types of the primitives' operands
     return traced

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -60,7 +61,7 @@ def moe_layer(
       not divide. A mesh without `expert_axis` gives every rank all experts: data parallelism;
     - else, with no mesh, unsharded. Experts that are sharded over `expert_axis` of some mesh are an
       error then, or, where that is not known, as under `jax.jit`, a warning: they would be gathered
-      on each call.
+      on each call. So are experts that are sharded over other axes than `expert_axis`, which warns.
 
     With `tensor_axis` each rank along that axis holds F / ranks columns of its experts, for the
     tokens of all of them. Where tokens are not spread over it, they are dispatched by each, and the
@@ -95,6 +96,24 @@ def moe_layer(
     Raises:
         ValueError, TypeError: at trace time, naming the argument, for whatever does not fit.
     """
+    inputs = RouterInputs(router_x, topk_idx, topk_weights)
+    return run_layer(params, x, config, mask, placement, inputs, axis_rules={})
+
+
+def run_layer(
+    params: MoEParams,
+    x: jax.Array,
+    config: MoEConfig,
+    mask: jax.Array | None,
+    placement: Placement | None,
+    inputs: RouterInputs,
+    *,
+    axis_rules: Mapping[str, Any],
+) -> tuple[jax.Array, MoEMetrics]:
+    """Does what `moe_layer` does.
+
+    `axis_rules` maps logical axes to those mesh axes that the parameters are likely sharded over.
+    """
     for name, value, kind in (("params", params, MoEParams), ("config", config, MoEConfig)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be {kind.__name__}, but is {checks.described(value)}.")
@@ -102,12 +121,11 @@ def moe_layer(
     check_params(params, config.num_choosable, config.constant_experts)
     _check_tokens(x, mask, params.wi_0.shape[1], config)
     check_placement(placement, config.num_experts, config.num_slots)
-    inputs = RouterInputs(router_x, topk_idx, topk_weights)
     check_router(params, x, inputs, config)
     if mask is not None:
         mask = mask.astype(jnp.bool_)
     where = find_mesh(config, x)
-    check_mesh_of_experts(params.wi_0, config, where)
+    check_mesh_of_experts(params.wi_0, config, where, axis_rules)
     _check_experts(params, config, where)
     config = _resolved(config, params, x, where)
     call = _Call(x, mask, inputs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -111,36 +113,81 @@ def _on_mesh(
     return () if missing else axes
 
 
-def check_mesh_of_experts(experts: jax.Array, config: MoEConfig, where: LayerMesh) -> None:
-    """Raises or warns if experts [E, ...] are sharded over a mesh that the call does not know.
+def check_mesh_of_experts(
+    experts: jax.Array, config: MoEConfig, where: LayerMesh, axis_rules: Mapping[str, Any]
+) -> None:
+    """Raises or warns if the call gathers experts [E, H, F] that are sharded over a mesh.
 
-    The results would be right, but XLA would gather every expert on every rank on each call. For a
-    traced array on Auto axes only the mesh is known, not whether the array is sharded over it.
+    The results would be right, but every rank would gather every expert on each call: the experts
+    are sharded over a mesh that is not set, or over other axes than `config` names. For a traced
+    array on Auto axes only the mesh is known, not whether the array is sharded over it; the axis
+    rules of the caller, or the names of the mesh's axes, say then what is likely.
 
     Raises:
-        ValueError: the experts are sharded over `config.expert_axis`. Where that is not known, the
-            function warns instead.
+        ValueError: the experts are sharded over `config.expert_axis` of a mesh that is not set.
     """
-    if where.mesh is not None or jax.sharding.get_abstract_mesh().manual_axes:
+    if jax.sharding.get_abstract_mesh().manual_axes:
         return
-    mesh = jax.typeof(experts).sharding.mesh
+    concrete = getattr(experts, "sharding", None)
+    sharding = concrete or jax.typeof(experts).sharding
+    is_named = isinstance(sharding, NamedSharding)
+    spec = (*(sharding.spec if is_named else ()), None, None, None)
+    mesh = where.mesh or (sharding.mesh if is_named else jax.typeof(experts).sharding.mesh)
+    known = concrete is not None or explicit_axes(mesh) == set(mesh.axis_names)
+    if where.mesh is None and _warns_that_no_mesh_is_set(experts, config, mesh, spec[0], known):
+        return
+    dims = {"expert_axis": ("exp", spec[0]), "tensor_axis": ("mlp", spec[2])}
+    for name, axes in config.split_axes().items():
+        if not axes or (where.mesh is None and name == "tensor_axis"):
+            continue
+        logical, part = dims[name]
+        how, held = "is sharded over", _large(part, mesh)
+        if not held and not known:
+            how, held = "is sharded by the axis rules over", _large(axis_rules.get(logical), mesh)
+        if not held and not known and not set(axes) & set(mesh.axis_names):
+            how, held = "may be sharded over", _large(_likely_meant(name, axes, mesh), mesh)
+        if held and not set(held) & set(axes):
+            warnings.warn(
+                f"wi_0 of shape {experts.shape} {how} {held} of the mesh {dict(mesh.shape)}, but "
+                f"{name} is {axes}: every rank gathers it all on each call. Set {name} to the axes "
+                "that it is sharded over, or ignore this if it is gathered on purpose.",
+                stacklevel=4,
+            )
+
+
+def _warns_that_no_mesh_is_set(
+    experts: jax.Array, config: MoEConfig, mesh: Mesh | AbstractMesh, first: Any, known: bool
+) -> bool:
     expert_axes = as_axes(config.expert_axis, "expert_axis")
     axes = {axis for axis in expert_axes if mesh.shape.get(axis, 1) > 1}
     if not axes:
-        return
+        return False
     what = f"wi_0 of shape {experts.shape} is {{}} expert_axis {expert_axes}, but no mesh is set"
     cure = "Call the layer under jax.set_mesh(mesh), or set MoEConfig.mesh."
-    concrete = getattr(experts, "sharding", None)
-    sharding = concrete or jax.typeof(experts).sharding
-    first = sharding.spec[0] if isinstance(sharding, NamedSharding) and sharding.spec else None
-    if axes & set(first if isinstance(first, tuple) else (first,)):
+    if axes & set(_large(first, mesh)):
         raise ValueError(f"{what.format('sharded over')}: every rank would gather it all. {cure}")
-    if concrete is None and axes - explicit_axes(mesh):
-        warnings.warn(
-            f"{what.format('on a mesh with')}: if it is sharded over that axis, every rank gathers "
-            f"it all on each call. {cure}",
-            stacklevel=3,
-        )
+    if known or not axes - explicit_axes(mesh):
+        return False
+    warnings.warn(
+        f"{what.format('on a mesh with')}: if it is sharded over that axis, every rank gathers it "
+        f"all on each call. {cure}",
+        stacklevel=5,
+    )
+    return True
+
+
+def _large(part: Any, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns those axes of one part of a PartitionSpec that have more than one rank."""
+    axes = (part,) if isinstance(part, str) else part
+    return tuple(axis for axis in axes or () if mesh.shape.get(axis, 1) > 1)
+
+
+def _likely_meant(name: str, axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns axes of a mesh that has none of `axes` which are named alike, or as the option."""
+    kind = name.removesuffix("_axis")
+    alike = [difflib.get_close_matches(axis, mesh.axis_names, n=1) for axis in axes]
+    found = [axis for each in alike for axis in each] + [a for a in mesh.axis_names if a == kind]
+    return tuple(dict.fromkeys(found))
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:

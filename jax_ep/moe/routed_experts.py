@@ -37,7 +37,7 @@ from jax_ep.moe.expert_mlp import (
     traced_unit,
 )
 from jax_ep.moe.traced import Traced
-from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_axes
+from jax_ep.runtime.jax_compat import match_varying
 
 WeightsOn = Literal["output", "input"]
 
@@ -113,20 +113,15 @@ def routed_experts(
     )
     check_weights(topk_weights, handle)
     checks.check_name("weights_on", weights_on, get_args(WeightsOn))
-    arrays = jax.tree.map(jnp.asarray, (tokens, experts, topk_weights, group_sizes))
-
-    def run(handle: Handle, tokens, experts, weights, group_sizes) -> jax.Array:
-        weights = weights.astype(jnp.float32)
-        if weights_on == "input":
-            tokens, weights = _weighted(tokens, weights, handle, implementation), None
-        leaves, tree = jax.tree.flatten((tokens, experts, weights, group_sizes))
-        operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
-        traced = traced_unit(unit, *operands[:2])
-        return _routed_experts(
-            _Config(traced, implementation, matmul_implementation), *operands, handle
-        )
-
-    return replicated_over_explicit_axes(run, handle, *arrays)
+    weights: jax.Array | None = topk_weights.astype(jnp.float32)
+    if weights_on == "input":
+        tokens, weights = _weighted(tokens, weights, handle, implementation), None
+    arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
+    leaves, tree = jax.tree.flatten(arrays)
+    operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
+    traced = traced_unit(unit, *operands[:2])
+    config = _Config(traced, implementation, matmul_implementation)
+    return _routed_experts(config, *operands, handle)
 
 
 def _weighted(

@@ -65,7 +65,7 @@ class Traced:
 
 
 def _types_key(types: Iterable[Any]) -> Any:
-    return tuple((t.shape, t.dtype, jax_compat.varying_axes(t), t.sharding.spec) for t in types)
+    return tuple((t.shape, t.dtype, jax_compat.varying_axes(t), t.sharding) for t in types)
 
 
 def trace(function: Callable[..., Any], types: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -10,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.dense_moe import BATCH, SEQUENCE, E, K, assert_close, dense, make_params, make_x
+from support.dense_moe import BATCH, SEQUENCE, E, F, H, K, assert_close, dense, make_params, make_x
 from support.meshes import mesh
 from support.selection import quick
 
+import jax_ep
 from jax_ep import MoEConfig, moe_layer
 
 CONFIG = MoEConfig(num_experts=E, num_experts_per_token=K)
@@ -178,6 +181,64 @@ def test_experts_on_a_mesh_that_is_not_set_are_an_error_or_a_warning():
         warnings.simplefilter("error")
         layer(on(P()))  # every device has all of them
         layer(on(P("expert")), dataclasses.replace(CONFIG, mesh=devices))
-        layer(on(P("data"), mesh((8,), ("data",))))
         with jax.set_mesh(devices):
             layer(on(P("expert")))
+
+
+def misspelled(
+    name, part, devices, config, wrap=lambda f: f, match="is sharded over", set_mesh=True
+):
+    """Calls a layer whose wi_0 is sharded as `part` over a mesh that lacks the axis of `name`."""
+    params = make_params()
+    put = NamedSharding(devices, P(*part))
+    params = params._replace(wi_0=jax.device_put(params.wi_0, put))
+    given = getattr(config, name)
+    with jax.set_mesh(devices) if set_mesh else contextlib.nullcontext():
+        with pytest.warns(
+            UserWarning, match=rf"wi_0 .* {match} .*but {name} is .*{given}"
+        ) as found:
+            wrap(lambda params, x: moe_layer(params, x, config)[0])(params, make_x())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_experts_sharded_over_another_axis_than_expert_axis_warn(kind):
+    """Every rank gathered every expert on each call, silently."""
+    devices = mesh((2, 4), ("data", "expert"), kind)
+    config = dataclasses.replace(CONFIG, expert_axis="ep")
+    misspelled("expert_axis", ["expert"], devices, config)
+    misspelled("expert_axis", ["expert"], devices, dataclasses.replace(config, expert_axis="data"))
+    of_jit = "is sharded over" if kind == EXPLICIT else "may be sharded over"
+    misspelled("expert_axis", ["expert"], devices, config, jax.jit, of_jit)
+    if kind == AUTO:
+        misspelled("expert_axis", ["expert"], devices, config, set_mesh=False)
+    tensor = dataclasses.replace(CONFIG, tensor_axis="tenosr")
+    devices = mesh((2, 4), ("tensor", "expert"), kind)
+    misspelled("tensor_axis", ["expert", None, "tensor"], devices, tensor)
+    misspelled("tensor_axis", ["expert", None, "tensor"], devices, tensor, jax.jit, of_jit)
+
+
+def test_experts_sharded_as_named_or_not_at_all_warn_not():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for axes in (("data", "expert"), ("data", "model")):
+            for kind in (AUTO, EXPLICIT):
+                with jax.set_mesh(mesh((2, 4), axes, kind)):
+                    for wrap in (jax.jit, lambda f: f):
+                        run = wrap(lambda params, x: moe_layer(params, x, CONFIG)[0])
+                        jax.eval_shape(run, make_params(), make_x())
+
+
+def test_axis_rules_over_another_axis_than_expert_axis_warn():
+    """Where jit does not show how the experts are sharded, the rules of the Flax layers do."""
+    sizes = dict(num_experts=E, num_experts_per_token=K, expert_axis="ep")
+    x, rules = make_x(), (("exp", "experts_here"),)
+    module = jax_ep.linen.MoE(mlp_dim=F, **sizes)
+    params = module.init(jax.random.key(0), x)
+    with jax.set_mesh(mesh((4,), ("experts_here",))), nnx.logical_axis_rules(rules):
+        with pytest.warns(UserWarning, match="by the axis rules over .'experts_here',.*'ep'"):
+            jax.eval_shape(module.apply, params, x)
+        with pytest.warns(UserWarning, match="rules shard .exp. over .'experts_here',.*'ep'"):
+            layer = jax_ep.nnx.MoE(H, F, **sizes, rngs=nnx.Rngs(0))
+        with pytest.warns(UserWarning, match="by the axis rules over .'experts_here',.*'ep'"):
+            nnx.jit(lambda layer, x: layer(x)[0])(layer, x)
