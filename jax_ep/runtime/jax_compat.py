@@ -440,7 +440,6 @@ def function_of_jaxpr(jaxpr: Any) -> Callable[..., Sequence[Any]] | None:
     return None if _jaxpr_as_fun is None else _jaxpr_as_fun(jaxpr)
 
 
-
 def is_traced(x: Any) -> bool:
     """Returns whether an array has no value yet."""
     return isinstance(x, jax.core.Tracer)
