@@ -173,6 +173,20 @@ def as_floating(name: str, dtype: Any) -> np.dtype:
     return known
 
 
+def as_dtype_of_arrays(name: str, dtype: Any) -> np.dtype:
+    """Returns a floating `dtype` as NumPy's; raises TypeError unless JAX's arrays have it here.
+
+    Without `jax_enable_x64`, JAX makes float32 arrays where float64 is asked for.
+    """
+    known = as_floating(name, dtype)
+    if known.itemsize > 8 or (known.itemsize == 8 and not jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+        raise TypeError(
+            f"{name} must be a dtype that JAX's arrays have here, but is {dtype!r}: they would be "
+            "narrower. float64 needs jax.config.update('jax_enable_x64', True)."
+        )
+    return known
+
+
 def check_name(name: str, value: Any, names: tuple[str, ...]) -> None:
     """Raises ValueError unless the value is one of `names`."""
     if not isinstance(value, str) or value not in names:

@@ -160,6 +160,7 @@ class MoE(nn.Module, _ConfigFields):
     def setup(self) -> None:
         config, init = MoEConfig.of(self), self.gate_init
         check_config(config)
+        checks.as_dtype_of_arrays("param_dtype", self.param_dtype)
         checks.check_bool("selection_bias", self.selection_bias)
         if init is not None:
             num_choosable = config.num_choosable

@@ -101,7 +101,7 @@ class MoE(nnx.Module):
       fields: the other fields of `jax_ep.MoEConfig`.
 
     Raises:
-      TypeError: a keyword is no field of `jax_ep.MoEConfig`.
+      TypeError: a keyword is no field of `jax_ep.MoEConfig`, or an array cannot have `param_dtype`.
       ValueError: a parameter does not divide over the mesh axes of its logical axes, a rule names
         no axis of the mesh, or an argument is of a gate that gate_init=None leaves out.
     """
@@ -148,6 +148,7 @@ class MoE(nnx.Module):
             num_experts=num_experts, num_experts_per_token=num_experts_per_token, **fields
         )
         check_config(self.config)
+        checks.as_dtype_of_arrays("param_dtype", param_dtype)
         checks.check_bool("selection_bias", selection_bias)
         make_gate = functools.partial(
             Gate,

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from support.meshes import cuda_mesh
@@ -251,3 +252,15 @@ def test_axes_of_a_layer_are_named_as_its_attributes():
 def test_axes_that_are_right():
     assert checks.as_axes("a") == ("a",) and checks.as_axes(["a", "b"]) == ("a", "b")
     assert checks.as_axes(()) == ()
+
+
+def test_a_dtype_that_arrays_do_not_have_is_named():
+    """Where JAX would make float32 arrays in silence."""
+    for dtype in (jnp.float64, "float64", np.longdouble):
+        with pytest.raises(
+            TypeError, match="param_dtype must be .* float64 needs .*jax_enable_x64"
+        ):
+            checks.as_dtype_of_arrays("param_dtype", dtype)
+    with jax.enable_x64(True):
+        assert checks.as_dtype_of_arrays("dtype", jnp.float64) == np.float64
+    assert checks.as_dtype_of_arrays("dtype", jnp.bfloat16) == jnp.bfloat16

@@ -462,3 +462,8 @@ def test_num_experts_must_be_a_multiple_of_the_ranks():
         ),
     ):
         jax.eval_shape(layer(num_experts=12).init, jax.random.key(0), make_x())
+
+
+def test_a_param_dtype_that_arrays_do_not_have_is_named():
+    with pytest.raises(TypeError, match="param_dtype must be .* but is .*float64"):
+        layer(param_dtype=jnp.float64).init(jax.random.key(0), make_x())

@@ -451,3 +451,8 @@ def test_num_slots_must_be_a_multiple_of_the_ranks_where_there_are_slots(num_slo
             return
         with pytest.raises(ValueError, match="num_slots must be a multiple of the 8 ranks .* 12"):
             layer(num_experts=10, num_slots=num_slots)
+
+
+def test_a_param_dtype_that_arrays_do_not_have_is_named():
+    with pytest.raises(TypeError, match="param_dtype must be .* but is .*float64"):
+        layer(param_dtype=jnp.float64)

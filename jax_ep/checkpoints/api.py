@@ -20,7 +20,7 @@ from jax_ep import checks
 from jax_ep.checkpoints.architectures import PARAMETER_AXES
 from jax_ep.checkpoints.block import Block, open_block, plan_block
 from jax_ep.checkpoints.safetensors import adding, rewriting
-from jax_ep.checks import as_axes, as_floating
+from jax_ep.checks import as_axes, as_dtype_of_arrays
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.layer import moe_layer
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams
@@ -74,11 +74,11 @@ def load_moe_params(
             tensor of the block is missing, misshapen or unknown, a field has no meaning, not
             the stored number of experts, or a value that no call of the layer accepts, or experts
             (with `num_slots`, slots) or F do not divide over the mesh; the message names it.
-        TypeError: `dtype` is not floating, `mesh` has no devices, or a keyword is no field of
-            `jax_ep.MoEConfig`.
+        TypeError: `dtype` is not floating, or wider than JAX's arrays are here, `mesh` has no
+            devices, or a keyword is no field of `jax_ep.MoEConfig`.
     """
     if dtype is not None:
-        as_floating("dtype", dtype)
+        as_dtype_of_arrays("dtype", dtype)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh must be a jax.sharding.Mesh of devices, but is {checks.described(mesh)}."

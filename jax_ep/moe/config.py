@@ -37,7 +37,7 @@ class MoEConfig:
             learns must come through the logits, or as `topk_idx` and `topk_weights` of the call,
             with which it is not called. It is given no selection bias, and reads none of the fields
             above but by itself.
-        router_dtype: the dtype that logits are computed in and rounded to, of 16 bits or more;
+        router_dtype: the dtype that logits are computed in and rounded to, of 16 or 32 bits;
             None: `dtype`. Scores are float32 always.
         balance_convention: that of `MoEMetrics.load_balance_loss`: "switch", "transformers" or
             "deepseek_v3"; see `jax_ep.load_balance_loss`. For "transformers" probabilities and
@@ -75,8 +75,9 @@ class MoEConfig:
             between minus this and this, in shared experts too (GPT-OSS, DeepSeek-V4).
         weights_on: what the weight of a choice multiplies: the "output" of its expert, or the
             "input" (Llama 4).
-        dtype: the dtype of tokens, expert matmuls and output: floating, of 16 bits or more. None:
-            the dtype that x and wi_0 promote to.
+        dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None: the
+            dtype that x and wi_0 promote to; of float64, logits and the sums over a token's experts
+            are float32 still.
         expert_axis: the mesh axis, or tuple of axes, that the experts are spread over. The order of
             a tuple defines the order of the ranks and of the experts; in the caller's
             `jax.shard_map` it must be that of the specs: see `axis_name` of `jax_ep.dispatch`.
@@ -243,8 +244,18 @@ def check_config(config: MoEConfig) -> None:
         )
     if config.dtype is not None:
         check_compute_dtype(config.dtype, "; for float8 rows on the wire, set wire_dtype")
+        _check_no_wider("dtype", config.dtype, "sums over a token's experts")
     if config.router_dtype is not None:
         check_compute_dtype(config.router_dtype, name="router_dtype")
+        _check_no_wider("router_dtype", config.router_dtype, "logits")
+
+
+def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
+    if jnp.dtype(dtype).itemsize > 4:
+        raise TypeError(
+            f"{name} must be jnp.float32 or narrower, since {computed} are computed in float32, "
+            f"but is {dtype!r}."
+        )
 
 
 def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:

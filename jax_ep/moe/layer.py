@@ -146,6 +146,9 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
             check_compute_dtype(array.dtype, hint, name=f"the dtype of {name}")
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.result_type(x, params.wi_0)
+    router_dtype = jnp.dtype(dtype if config.router_dtype is None else config.router_dtype)
+    if router_dtype.itemsize > 4:  # of x; logits are never wider than float32
+        router_dtype = jnp.dtype(jnp.float32)
     implementation = config.implementation
     if not where.expert_axes and implementation is None:
         # There is nothing to exchange, and the kernels need a mesh to find their ranks on.
@@ -153,7 +156,7 @@ def _resolved(config: MoEConfig, params: MoEParams, x: jax.Array, where: LayerMe
     return dataclasses.replace(
         config,
         dtype=jnp.dtype(dtype),
-        router_dtype=jnp.dtype(dtype if config.router_dtype is None else config.router_dtype),
+        router_dtype=router_dtype,
         implementation=implementation,
     )
 

@@ -113,9 +113,10 @@ def routed_experts(
     )
     check_weights(topk_weights, handle)
     checks.check_name("weights_on", weights_on, get_args(WeightsOn))
-    weights: jax.Array | None = topk_weights.astype(jnp.float32)
+    row_weights = topk_weights.astype(jnp.float32)
+    weights: jax.Array | None = row_weights
     if weights_on == "input":
-        tokens, weights = _weighted(tokens, weights, handle, implementation), None
+        tokens, weights = _weighted(tokens, row_weights, handle, implementation), None
     arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
     leaves, tree = jax.tree.flatten(arrays)
     operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))

@@ -69,7 +69,9 @@ def router_logits(
     """
     checks.check_array("x", x, 2, jnp.floating, "[T, H]")
     checks.check_array("gate", gate, 2, jnp.floating, "[H, E]")
-    dtype = jnp.dtype(dtype)
+    dtype = checks.as_floating("dtype", dtype)
+    if dtype.itemsize > 4:
+        raise TypeError(f"dtype must be float32 or narrower, but is {dtype!r}.")
     if dtype.itemsize < 4:
         logits = _dot(x.astype(dtype), gate.astype(dtype), 1, 0, jnp.float32)
     else:

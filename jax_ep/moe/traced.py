@@ -103,7 +103,7 @@ def _jaxpr_key(jaxpr: Any) -> Any:
     numbers: dict[Any, int] = {}
 
     def atom(a: Any) -> Any:
-        kind = str(a.aval)
+        kind = str(jax_compat.type_of_atom(a))
         if hasattr(a, "val"):
             return kind, _value_key(a.val)
         return kind, numbers.setdefault(a, len(numbers))

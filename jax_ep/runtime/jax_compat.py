@@ -440,6 +440,11 @@ def function_of_jaxpr(jaxpr: Any) -> Callable[..., Sequence[Any]] | None:
     return None if _jaxpr_as_fun is None else _jaxpr_as_fun(jaxpr)
 
 
+def type_of_atom(atom: Any) -> Any:
+    """Returns the type of a variable or a literal of a jaxpr."""
+    return atom.aval
+
+
 def is_traced(x: Any) -> bool:
     """Returns whether an array has no value yet."""
     return isinstance(x, jax.core.Tracer)

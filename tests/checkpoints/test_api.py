@@ -747,6 +747,8 @@ def test_errors_name_the_argument(tmp_path):
     publish(tmp_path, config, tensors)
     with pytest.raises(TypeError, match="dtype must be a floating dtype, but is"):
         checkpoints.load_moe_params(tmp_path, 1, dtype=jnp.int8)
+    with pytest.raises(TypeError, match="dtype must be a dtype .* float64 needs"):
+        checkpoints.load_moe_params(tmp_path, 1, dtype=jnp.float64)
     with pytest.raises(TypeError, match="wings"):
         checkpoints.load_moe_params(tmp_path, 1, wings=2)
     with pytest.raises(ValueError, match="multiple of the 3 ranks along expert_axis .* has 8"):

@@ -217,6 +217,8 @@ def test_a_config_can_be_pickled(activation):
         (dict(mesh="m"), TypeError, "mesh must be a jax.sharding.Mesh.* but is 'm'"),
         (dict(activation="silu"), TypeError, "activation must .*jax.nn.silu, but is 'silu'"),
         (dict(router="top2"), TypeError, "router must be a function of tokens .* but is 'top2'"),
+        (dict(router_dtype=jnp.float64), TypeError, "router_dtype must be jnp.float32 .*float64"),
+        (dict(dtype=jnp.float64), TypeError, "^dtype must be jnp.float32 or narrower.*float64"),
         (dict(router_dtype=jnp.int8), TypeError, "router_dtype must be a floating dtype .*int8"),
         (dict(gating="swiglu"), TypeError, "gating must be a function of two .* but is 'swiglu'"),
         (dict(clamp=0.0), ValueError, "clamp must be above 0 .* but is 0.0"),
@@ -245,8 +247,19 @@ def test_a_config_can_be_pickled(activation):
     ],
 )
 def test_impossible_fields_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        moe_layer(make_params(), make_x(), MoEConfig(**vars(CONFIG) | changes))
+    for x64 in (False, True):
+        with jax.enable_x64(x64), pytest.raises(error, match=message):
+            moe_layer(make_params(), make_x(), MoEConfig(**vars(CONFIG) | changes))
+
+
+def test_float64_tokens_keep_their_dtype():
+    """Their logits are float32, also where the router's dtype is that of the tokens."""
+    with jax.enable_x64(True):
+        params, x = (
+            jax.tree.map(lambda a: a.astype(jnp.float64), t) for t in (make_params(), make_x())
+        )
+        config = dataclasses.replace(CONFIG, router_dtype=None)
+        assert moe_layer(params, x, config)[0].dtype == jnp.float64
 
 
 @pytest.mark.parametrize("name", ["params", "config"])
