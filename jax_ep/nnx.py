@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jax_ep import checks
 from jax_ep.checks import as_axes
@@ -251,8 +251,10 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
     """Returns an `nnx.Param` with logical axes, sharded over the mesh if there is one.
 
     That is the ambient mesh, or the layer's own. Flax's own eager sharding needs an ambient mesh, a
-    rule for each logical axis, and Explicit or Auto axes only; where it lacks them this function
-    shards the value itself.
+    rule for each logical axis, and axes of one type; where it lacks them this function shards the
+    value itself. On Explicit axes it always does: the array's type then has the sharding, which an
+    optimizer's state takes over. Flax would shard that by the logical axes, which are too few in a
+    stack that was made without `transform_metadata`.
     """
     axes = moe_params.LOGICAL_AXES[name]
     ambient = jax.sharding.get_abstract_mesh()
@@ -276,8 +278,8 @@ def _param(value: jax.Array, name: str, config: MoEConfig) -> nnx.Param:
                 _warn_of_rule(spec[0], mesh, config)
             spec[0] = None
         _check_divides(value, spec[0], mesh, config)
-    one_type = len(set(mesh.axis_types)) == 1
-    flax_can = not ambient.empty and one_type and spec[0] == rules.get(str(axes[0]), spec[0])
+    all_auto = set(mesh.axis_types) == {AxisType.Auto}
+    flax_can = not ambient.empty and all_auto and spec[0] == rules.get(str(axes[0]), spec[0])
     if not flax_can:
         value = shard(value, mesh, PartitionSpec(*spec))
     metadata: Any = {"sharding_rules": tuple(defaults.items())} if defaults else {}

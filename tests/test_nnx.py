@@ -456,3 +456,33 @@ def test_num_slots_must_be_a_multiple_of_the_ranks_where_there_are_slots(num_slo
 def test_a_param_dtype_that_arrays_do_not_have_is_named():
     with pytest.raises(TypeError, match="param_dtype must be .* but is .*float64"):
         layer(param_dtype=jnp.float64)
+
+
+@pytest.mark.parametrize("num_layers", [3, 4])
+@pytest.mark.parametrize("options", [{}, {"transform_metadata": {nnx.PARTITION_NAME: None}}])
+def test_a_stack_trains_on_explicit_axes(num_layers, options):
+    """Also one that was made without transform_metadata, whose logical axes lack the stack's."""
+
+    @nnx.split_rngs(splits=num_layers)
+    @nnx.vmap(in_axes=0, out_axes=0, **options)
+    def stack(rngs):
+        return MoE(H, F, num_experts=E, num_experts_per_token=K, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **options)
+    def run(x, module):
+        return x + module(x)[0]
+
+    @nnx.jit
+    def step(module, optimizer, x):
+        gradients = nnx.grad(lambda module: jnp.sum(run(x, module) ** 2))(module)
+        optimizer.update(module, gradients)
+
+    with jax.set_mesh(mesh((2, 4), ("data", "expert"), AxisType.Explicit)):
+        module = stack(nnx.Rngs(0))
+        before = np.asarray(module.wi_0.get_value())
+        optimizer = nnx.Optimizer(module, optax.adam(1e-3), wrt=nnx.Param)
+        step(module, optimizer, make_x())
+        state = optimizer.opt_state[0].mu.wi_0.get_value()
+        for array in (module.wi_0.get_value(), state):
+            assert jax.typeof(array).sharding.spec == P(None, "expert", None, None)
+    assert np.abs(np.asarray(module.wi_0.get_value()) - before).max() > 0
