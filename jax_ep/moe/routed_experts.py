@@ -130,7 +130,7 @@ def _weighted(
 ) -> jax.Array:
     """Multiplies each received row by the weight of its choice."""
     weights, *_ = match_varying((weights, *handle.routes), handle.axis_name)
-    rows = _weight_of_row(weights, handle, implementation)[:, None]
+    rows = _weight_of_row(weights.astype(jnp.float32), handle, implementation)[:, None]
     wide = wide_dtype(tokens.dtype)
     return (tokens.astype(wide) * rows.astype(wide)).astype(tokens.dtype)
 

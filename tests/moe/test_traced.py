@@ -133,9 +133,9 @@ def experts_and_combine(act):
 
 PLACES = (
     nnx_layer,
-    linen_layer,
-    layer_as_function,
-    layer_on_mesh,
+    pytest.param(linen_layer, marks=pytest.mark.slow),
+    pytest.param(layer_as_function, marks=pytest.mark.slow),
+    pytest.param(layer_on_mesh, marks=pytest.mark.slow),
     experts_alone,
     experts_and_combine,
 )
