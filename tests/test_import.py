@@ -16,11 +16,11 @@ before = set(sys.modules)
 import jax_ep
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
-# These plan kernels, and import none of what kernels need.
+# These plan kernels, or are shared with XLA; they import none of what kernels need.
 PLANS = {"pallas_kernels", "pallas_kernels.exchange", "pallas_kernels.fabric"}
 PLANS |= {"pallas_kernels.exchange.plan", "pallas_kernels.exchange.quantize"}
 PLANS |= {"pallas_kernels.fabric.layout", "pallas_kernels.fabric.hardware"}
-PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan"}
+PLANS |= {"pallas_kernels.routing", "pallas_kernels.routing.plan", "pallas_kernels.routing.order"}
 
 
 @pytest.fixture(scope="module")
