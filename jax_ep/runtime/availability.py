@@ -1,10 +1,11 @@
-"""Decides whether the Pallas kernels can run, in one place, and says why not.
+"""Decides in one place whether the Pallas kernels can run, and says why not.
 
-`tracing_unavailable_reason` is for a program that is being traced, `program_unavailable_reason` for
-one that is being lowered, and `unavailable_reason` for the machine, at any time. Each returns None,
-or a reason that completes "the kernels cannot run: ...". `exchange_unavailable_reason` does so for
-the operands of a dispatch or combine; `collectives`, `matmul` and `moe.top_k` decide about their
-own operands, and ask `jax_unavailable_reason` and `mosaic_unavailable_reason` about JAX.
+`tracing_unavailable_reason` asks about a program that is being traced, `program_unavailable_reason`
+about a program that is being lowered, and `unavailable_reason` about the machine, at any time. Each
+returns None, or a reason that completes "the kernels cannot run: ...".
+`exchange_unavailable_reason` does so for the operands of a dispatch or combine. `collectives`,
+`matmul` and `moe.top_k` check their own operands, and ask `jax_unavailable_reason` and
+`mosaic_unavailable_reason` about JAX.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def dtype_unavailable_reason(name: str, dtype: jax.typing.DTypeLike) -> str | None:
-    """Returns why kernels that compute with an array do not take its dtype, or None if they do."""
+    """Returns why kernels do not compute with arrays of this dtype, or None if they do."""
     if dtype in _DTYPES:
         return None
     names = ", ".join(jnp.dtype(d).name for d in _DTYPES)
@@ -50,7 +51,7 @@ def mosaic_unavailable_reason() -> str | None:
     """
     try:
         from pallas_kernels.fabric import mosaic
-    except (ImportError, AttributeError) as error:  # Pallas lacks what the module itself needs
+    except (ImportError, AttributeError) as error:  # this Pallas lacks a name the module imports
         return f"it needs Mosaic, and JAX {jax.__version__} lacks a part of it: {error}"
     reason = mosaic.unavailable_reason()
     return None if reason is None else f"it needs Mosaic, and {reason}"
@@ -100,7 +101,7 @@ def traced_devices_unavailable_reason() -> str | None:
     """
     platform = jax_compat.platform_of_traced_mesh()
     if platform is not None and platform != "gpu":
-        return f"it needs NVIDIA GPUs, and the mesh here is of {platform} devices"
+        return f"it needs NVIDIA GPUs, and the mesh here has {platform} devices"
     if platform == "gpu" and jax.default_backend() == "gpu":
         return unavailable_reason()
     return None
@@ -114,19 +115,20 @@ def program_unavailable_reason(
     Args:
       program: the program that is being lowered.
       axis_name: the mesh axes of the kernels' ranks.
-      group_size: None if all of these reach each other; else the length of the runs that do, each
-        on a host. Then the answer is the same on all hosts.
+      group_size: None if the kernels communicate between all ranks along the axes; else the number
+        of ranks of each host, among which alone they communicate. The answer is then the same on
+        all hosts.
     """
     if reason := jax_unavailable_reason():
         return reason
     if "cuda" not in program.platforms:
         return "it needs NVIDIA GPUs, and this program is compiled for another platform"
     if len(program.platforms) > 1:
-        # A program for several platforms branches over them; XLA allows no collective in a branch.
+        # A program for several platforms branches over them, and XLA forbids collectives there.
         platforms = ", ".join(program.platforms)
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
-        return "its program holds addresses of this machine, and is to be exported"
+        return "its program holds addresses of this machine, so it cannot be exported"
     if reason := mosaic_unavailable_reason():
         return reason
     mesh = program.mesh
@@ -134,8 +136,8 @@ def program_unavailable_reason(
         sizes = [mesh.shape[name] for name in axis_name]
         if hosts.parts_of_axes(sizes, group_size) is None:
             return (
-                f"it needs ranks of a host that are a block of the mesh, and runs of {group_size} "
-                f"along axes of sizes {sizes} are none"
+                f"it needs the ranks of each host to be a block of the mesh, and {group_size} "
+                f"consecutive ranks along axes of sizes {sizes} do not form one"
             )
     is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
     if not is_here and jax.default_backend() != "gpu" and jax_compat.gpus():
@@ -160,7 +162,7 @@ def program_unavailable_reason(
             if any(device.process_index == jax.process_index() for device in group):
                 if reason := symmetric_memory.unavailable_reason(group):
                     return f"it needs GPUs that share memory, and {reason}"
-    if group_size is not None:  # ranks of several hosts, whose programs must communicate alike
+    if group_size is not None:  # all hosts must choose the same program, so they must agree
         for process in sorted({device.process_index for device in devices.flat}):
             if process == jax.process_index():
                 continue
@@ -178,13 +180,13 @@ def exchange_unavailable_reason(
     num_experts: int,
     wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> str | None:
-    """Returns why the kernels cannot dispatch and combine rows of these sizes, or None if they can.
+    """Returns why the kernels cannot exchange rows of these sizes, or None if they can.
 
     Args:
       hidden: H, the columns of a row.
       dtype: the dtype of the rows.
       num_ranks: N.
-      top_k: K; or 2 K in the rank-major layout if weights are sent with the choices.
+      top_k: K; 2 K in the rank-major layout if weights are sent together with the choices.
       num_experts: E.
       wire_dtype: the dtype in which rows or their sums are sent; None for `dtype`.
     """

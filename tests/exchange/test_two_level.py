@@ -426,7 +426,7 @@ def test_one_host_is_one_level(monkeypatch):
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "3")
     assert lowered(None) == lowered("xla")
     with pytest.raises(
-        ValueError, match=r"hosts \[0, 0, 0, 1, 1, 1, 2, 2\], and .* an equal number of them\."
+        ValueError, match=r"hosts \[0, 0, 0, 1, 1, 1, 2, 2\], and .* equally many ranks\."
     ):
         lowered("two_level")
     monkeypatch.setenv("JAX_EP_DEVICES_PER_HOST", "none")
