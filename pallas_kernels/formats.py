@@ -62,6 +62,15 @@ class Format:
                 f"shape {tuple(shape)}; pad it."
             )
 
+    def check_scales(self, shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> None:
+        """Raises ValueError unless scales of a shape belong to numbers of another."""
+        expected = self.scales_shape(shape)
+        if tuple(scales_shape) != expected:
+            raise ValueError(
+                f"scales must have shape {expected}, one for each block of {self.block} of "
+                f"{tuple(shape)} numbers, but has shape {tuple(scales_shape)}."
+            )
+
     def values_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the values of numbers of a shape."""
         return *shape[:-1], shape[-1] // self.numbers_per_value
@@ -143,13 +152,8 @@ class Format:
 
     def _join(self, values: Array, scales: Array, dtype: DType) -> Array:
         """Multiplies float32 values [..., R, C] by the scales of their blocks."""
-        expected = self.scales_shape(values.shape)
         self.check_shape("values", values.shape)
-        if tuple(scales.shape) != expected:
-            raise ValueError(
-                f"scales must have shape {expected}, one for each block of {self.block} of "
-                f"{tuple(values.shape)} numbers, but has shape {tuple(scales.shape)}."
-            )
+        self.check_scales(values.shape, scales.shape)
         with np.errstate(all="ignore"):
             scales = namespace(scales).expand_dims(scales, self._axes)
             return self._out_of_blocks(multiply(self._in_blocks(values), scales).astype(dtype))

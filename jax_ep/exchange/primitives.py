@@ -25,7 +25,7 @@ from jax_ep.exchange.interface import (
     Exchange,
     Received,
 )
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
 from jax_ep.runtime import availability, hosts
 from jax_ep.runtime.jax_compat import (
     Program,
@@ -93,9 +93,9 @@ def _select(config: Config, program: Program) -> Exchange:
     if name in (None, "two_level"):
         num_hosts = hosts.num_hosts(program, axis_name)
         if isinstance(num_hosts, int) and num_hosts > 1:
-            group_size = lax.axis_size(axis_name) // num_hosts
+            ranks_per_host = lax.axis_size(axis_name) // num_hosts
             kernels = config.kernels and not availability.program_unavailable_reason(
-                program, axis_name, group_size
+                program, axis_name, ranks_per_host
             )
             return two_level.TwoLevel(num_hosts, kernels)
         if name == "two_level":
@@ -197,8 +197,8 @@ def _dispatch_results(x, topk_idx, config):
     routes = Routes(
         topk_idx, _int32(num_ranks, *topk_idx.shape), _int32(num_ranks, config.num_experts)
     )
-    layout = Layout(blocks, blocks, total, total, blocks)
-    return _received((config.num_rows,), x, config), routes, layout
+    groups = RowGroups(blocks, blocks, total, total, blocks)
+    return _received((config.capacity,), x, config), routes, groups
 
 
 def _rank_dispatch_results(x, topk_idx, topk_weights, config):
@@ -220,10 +220,12 @@ def _int32(*shape: int) -> Any:
     return _Shape(shape, jnp.int32)
 
 
-dispatch: Callable[..., tuple[Received, Routes, Layout]] = _primitive("dispatch", _dispatch_results)
+dispatch: Callable[..., tuple[Received, Routes, RowGroups]] = _primitive(
+    "dispatch", _dispatch_results
+)
 dispatch_like: Callable[..., Received] = _primitive(
     "dispatch_like",
-    lambda x, routes, config: _received((config.num_rows,), x, config),
+    lambda x, routes, config: _received((config.capacity,), x, config),
 )
 combine: Callable[..., jax.Array] = _primitive(
     "combine",

@@ -51,12 +51,7 @@ class QuantizedArray:
                     f"{self.format.name}, but is {checks.described(array)}."
                 )
         self.format.check_shape("values", self.shape)
-        expected = self.format.scales_shape(self.shape)
-        if tuple(self.scales.shape) != expected:
-            raise ValueError(
-                f"scales must have shape {expected}, one for each block of {self.format.block} of "
-                f"the numbers {self.shape}, but has shape {tuple(self.scales.shape)}."
-            )
+        self.format.check_scales(self.shape, self.scales.shape)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jax_ep.runtime import hosts, jax_compat, symmetric_memory
 from pallas_kernels.exchange import plan as plans
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 
 _OLDEST_JAX = (0, 11)
@@ -107,15 +107,15 @@ def traced_devices_unavailable_reason() -> str | None:
 
 
 def program_unavailable_reason(
-    program: jax_compat.Program, axis_name: tuple[str, ...], group_size: int | None = None
+    program: jax_compat.Program, axis_name: tuple[str, ...], ranks_per_host: int | None = None
 ) -> str | None:
     """Returns why the kernels cannot run in a program that is being lowered, or None if they can.
 
     Args:
       program: the program that is being lowered.
       axis_name: the mesh axes of the kernels' ranks.
-      group_size: None if all of these reach each other; else the length of the runs that do, each
-        on a host. Then the answer is the same on all hosts.
+      ranks_per_host: None if all ranks reach each other; else how many neighbours do, each run of
+        them on a host. Then the answer is the same on all hosts.
     """
     if reason := jax_unavailable_reason():
         return reason
@@ -132,10 +132,10 @@ def program_unavailable_reason(
     mesh = program.mesh
     if mesh is not None:
         sizes = [mesh.shape[name] for name in axis_name]
-        if hosts.parts_of_axes(sizes, group_size) is None:
+        if hosts.parts_of_axes(sizes, ranks_per_host) is None:
             return (
-                f"it needs ranks of a host that are a block of the mesh, and runs of {group_size} "
-                f"along axes of sizes {sizes} are none"
+                f"it needs ranks of a host that are a block of the mesh, and runs of "
+                f"{ranks_per_host} along axes of sizes {sizes} are none"
             )
     is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
     if not is_here and jax.default_backend() != "gpu" and jax_compat.gpus():
@@ -154,13 +154,13 @@ def program_unavailable_reason(
             "jax.set_mesh or a mesh of devices"
         )
     names = () if mesh is None else mesh.axis_names
-    for ranks in hosts.groups(devices, names, axis_name):
-        for start in range(0, len(ranks), group_size or len(ranks)):
-            group = ranks[start : start + (group_size or len(ranks))]
-            if any(device.process_index == jax.process_index() for device in group):
-                if reason := symmetric_memory.unavailable_reason(group):
+    for ranks in hosts.ranks_along(devices, names, axis_name):
+        for start in range(0, len(ranks), ranks_per_host or len(ranks)):
+            of_host = ranks[start : start + (ranks_per_host or len(ranks))]
+            if any(device.process_index == jax.process_index() for device in of_host):
+                if reason := symmetric_memory.unavailable_reason(of_host):
                     return f"it needs GPUs that share memory, and {reason}"
-    if group_size is not None:  # ranks of several hosts, whose programs must communicate alike
+    if ranks_per_host is not None:  # ranks of several hosts, whose programs must communicate alike
         for process in sorted({device.process_index for device in devices.flat}):
             if process == jax.process_index():
                 continue
@@ -190,8 +190,8 @@ def exchange_unavailable_reason(
     """
     if reason := dtype_unavailable_reason("its dtype", dtype):
         return reason
-    if plans.count_width(num_experts) > layout.MAX_VALUES:
-        return f"it takes up to {layout.MAX_VALUES} experts, not {num_experts}"
+    if plans.count_width(num_experts) > memory_map.MAX_VALUES:
+        return f"it takes up to {memory_map.MAX_VALUES} experts, not {num_experts}"
     hidden = plans.padded_hidden(hidden, dtype, wire_dtype)
     row = plans.Row(hidden, dtype, wire_dtype)
     if not plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts):

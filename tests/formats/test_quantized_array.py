@@ -121,9 +121,8 @@ def test_it_is_sharded_as_an_array_of_its_shape(format, spec):
     made = jax.jit(lambda x: jax_ep.quantize(x, format), out_shardings=sharding)(jnp.asarray(x()))
     assert made.scales.sharding.is_equivalent_to(sharding, 3)
     assert_is(made, format, dequantized(format))
-    inside = jax.shard_map(
-        lambda a: (a, a.dequantize()), mesh=devices, in_specs=spec, out_specs=spec
-    )
+    specs = dict(in_specs=spec, out_specs=spec)
+    inside = jax.shard_map(lambda a: (a, a.dequantize()), mesh=devices, **specs)
     same, numbers = jax.jit(inside)(array)
     assert_is(same, format, dequantized(format))
     assert_bitwise_equal(numbers, dequantized(format))
