@@ -16,7 +16,7 @@ import jax
 
 from jax_ep.exchange import primitives, quantization, xla
 from jax_ep.exchange.interface import Config, Implementation
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
 from jax_ep.runtime.jax_compat import match_varying, replicated
 
 AnyRoutes = Routes | RankRoutes
@@ -71,12 +71,12 @@ def dispatch(
 
     Returns:
       Four results: the received rows, [R, H] or [N, T, H]; their scales if they are quantized, else
-      None; the routes, `Routes` or `RankRoutes`; and the `Layout` of expert-major rows, or the
+      None; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major rows, or the
       weights [N, T, K] of rank-major rows, None if none were given.
     """
     routes: AnyRoutes
-    rest: Layout | jax.Array | None
-    if config.capacity is None:
+    rest: RowGroups | jax.Array | None
+    if config.layout == "rank":
         received, routes, rest = primitives.rank_dispatch(x, topk_idx, topk_weights, config=config)
     else:
         received, routes, rest = primitives.dispatch(x, topk_idx, config=config)

@@ -18,7 +18,7 @@ from jax import lax
 from jax_ep.exchange import quantization, selection
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Exchange, Received
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import (
     Program,
@@ -141,8 +141,8 @@ def _dispatch_results(x, topk_idx, config):
     routes = Routes(
         topk_idx, _int32(num_ranks, *topk_idx.shape), _int32(num_ranks, config.num_experts)
     )
-    layout = Layout(blocks, blocks, total, total, blocks)
-    return _received((config.num_rows,), x, config), routes, layout
+    groups = RowGroups(blocks, blocks, total, total, blocks)
+    return _received((config.capacity,), x, config), routes, groups
 
 
 def _rank_dispatch_results(x, topk_idx, topk_weights, config):
@@ -164,10 +164,12 @@ def _int32(*shape: int) -> Any:
     return _Shape(shape, jnp.int32)
 
 
-dispatch: Callable[..., tuple[Received, Routes, Layout]] = _primitive("dispatch", _dispatch_results)
+dispatch: Callable[..., tuple[Received, Routes, RowGroups]] = _primitive(
+    "dispatch", _dispatch_results
+)
 dispatch_like: Callable[..., Received] = _primitive(
     "dispatch_like",
-    lambda x, routes, config: _received((config.num_rows,), x, config),
+    lambda x, routes, config: _received((config.capacity,), x, config),
 )
 combine: Callable[..., jax.Array] = _primitive(
     "combine",

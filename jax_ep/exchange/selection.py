@@ -15,7 +15,7 @@ from jax_ep.exchange.interface import Exchange
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 from pallas_kernels.exchange import plan as plans
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Rows:
         """Returns why the kernels cannot dispatch and combine such rows, or None if they can."""
         if reason := availability.dtype_unavailable_reason("its dtype", self.dtype):
             return reason
-        if plans.count_width(self.num_experts) > layout.MAX_VALUES:
-            return f"it takes up to {layout.MAX_VALUES} experts, not {self.num_experts}"
+        if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
+            return f"it takes up to {memory_map.MAX_VALUES} experts, not {self.num_experts}"
         hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
         if plans.fits_shared_memory(
             plans.Row(hidden, self.dtype, self.wire_dtype),
@@ -95,8 +95,8 @@ def _load_two_level(problem: Problem) -> Exchange:
 
     num_hosts = problem.place.num_hosts(problem.axis_name)
     assert isinstance(num_hosts, int)
-    group_size = jax.lax.axis_size(problem.axis_name) // num_hosts
-    reason = problem.place.unavailable_reason(problem.axis_name, group_size)
+    ranks_per_host = jax.lax.axis_size(problem.axis_name) // num_hosts
+    reason = problem.place.unavailable_reason(problem.axis_name, ranks_per_host)
     return TwoLevel(num_hosts, kernels=reason is None)
 
 

@@ -106,15 +106,15 @@ def traced_devices_unavailable_reason() -> str | None:
 
 
 def program_unavailable_reason(
-    program: jax_compat.Program, axis_name: tuple[str, ...], group_size: int | None = None
+    program: jax_compat.Program, axis_name: tuple[str, ...], ranks_per_host: int | None = None
 ) -> str | None:
     """Returns why the kernels cannot run in a program that is being lowered, or None if they can.
 
     Args:
       program: the program that is being lowered.
       axis_name: the mesh axes of the kernels' ranks.
-      group_size: None if all of these reach each other; else the length of the runs that do, each
-        on a host. Then the answer is the same on all hosts.
+      ranks_per_host: None if all ranks reach each other; else how many neighbours do, each run of
+        them on a host. Then the answer is the same on all hosts.
     """
     if reason := jax_unavailable_reason():
         return reason
@@ -135,10 +135,10 @@ def program_unavailable_reason(
     mesh = program.mesh
     if mesh is not None:
         sizes = [mesh.shape[name] for name in axis_name]
-        if hosts.parts_of_axes(sizes, group_size) is None:
+        if hosts.parts_of_axes(sizes, ranks_per_host) is None:
             return (
-                f"it needs ranks of a host that are a block of the mesh, and runs of {group_size} "
-                f"along axes of sizes {sizes} are none"
+                f"it needs ranks of a host that are a block of the mesh, and runs of "
+                f"{ranks_per_host} along axes of sizes {sizes} are none"
             )
     is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
     if not is_here and jax.default_backend() != "gpu" and jax_compat.gpus():
@@ -157,13 +157,13 @@ def program_unavailable_reason(
             "jax.set_mesh or a mesh of devices"
         )
     names = () if mesh is None else mesh.axis_names
-    for ranks in hosts.groups(devices, names, axis_name):
-        for start in range(0, len(ranks), group_size or len(ranks)):
-            group = ranks[start : start + (group_size or len(ranks))]
-            if any(device.process_index == jax.process_index() for device in group):
-                if reason := symmetric_memory.unavailable_reason(group):
+    for ranks in hosts.ranks_along(devices, names, axis_name):
+        for start in range(0, len(ranks), ranks_per_host or len(ranks)):
+            of_host = ranks[start : start + (ranks_per_host or len(ranks))]
+            if any(device.process_index == jax.process_index() for device in of_host):
+                if reason := symmetric_memory.unavailable_reason(of_host):
                     return f"it needs GPUs that share memory, and {reason}"
-    if group_size is not None:  # ranks of several hosts, whose programs must communicate alike
+    if ranks_per_host is not None:  # ranks of several hosts, whose programs must communicate alike
         for process in sorted({device.process_index for device in devices.flat}):
             if process == jax.process_index():
                 continue
@@ -176,7 +176,7 @@ class Place(Protocol):
     """Where kernels are to run, as far as it is known."""
 
     def unavailable_reason(
-        self, axis_name: tuple[str, ...], group_size: int | None = None
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
         """Returns why kernels cannot run there, or None if they can or it is not known.
 
@@ -196,7 +196,7 @@ class _Traced:
     """The program that is being traced, of which an operation names what it wants to run."""
 
     def unavailable_reason(
-        self, axis_name: tuple[str, ...], group_size: int | None = None
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
         return tracing_unavailable_reason() or traced_devices_unavailable_reason()
 
@@ -215,9 +215,9 @@ class Lowered:
     program: jax_compat.Program
 
     def unavailable_reason(
-        self, axis_name: tuple[str, ...], group_size: int | None = None
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
-        return program_unavailable_reason(self.program, axis_name, group_size)
+        return program_unavailable_reason(self.program, axis_name, ranks_per_host)
 
     def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
         if not axis_name:
@@ -235,7 +235,7 @@ class Machine:
     devices: Sequence[jax.Device]
 
     def unavailable_reason(
-        self, axis_name: tuple[str, ...], group_size: int | None = None
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
     ) -> str | None:
         if reason := unavailable_reason(self.devices):
             return reason
