@@ -57,12 +57,12 @@ register_for_export(Routes)
 register_for_export(RankRoutes)
 
 
-class Layout(NamedTuple):
-    """The sizes of the local experts' blocks in a receive buffer, and what was dropped.
+class RowGroups(NamedTuple):
+    """The groups of rows in a receive buffer, one for each local expert, and what was dropped.
 
     Attributes:
-      group_sizes: [L] int32: the rows of each block inside the buffer, padding included.
-      expert_counts: [L] int32: the received rows of each block inside the buffer.
+      group_sizes: [L] int32: the rows of each group inside the buffer, padding included.
+      expert_counts: [L] int32: the received rows of each group inside the buffer.
       num_dropped: [] int32: the rows that did not fit.
       rows_needed: [] int32: the least capacity that would have dropped nothing.
       dropped_counts: [L] int32: the rows of each expert that did not fit.
@@ -226,10 +226,10 @@ def receive_rows(
     return jnp.where(mine, rows, -1)
 
 
-def lay_out(
+def row_groups(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
-) -> Layout:
-    """Computes the experts' blocks in a receive buffer of `capacity` rows, and what is dropped.
+) -> RowGroups:
+    """Computes the groups of rows of a receive buffer of `capacity` rows, and what is dropped.
 
     recv_counts is [N, L]: rows per (source, local expert).
     """
@@ -240,7 +240,7 @@ def lay_out(
         starts, group_sizes = block_starts(expert_counts[None], expert_alignment)
     else:
         group_sizes = jnp.minimum(sizes, jnp.maximum(capacity - starts, 0))
-    return Layout(
+    return RowGroups(
         group_sizes=group_sizes,
         expert_counts=expert_counts,
         num_dropped=jnp.sum(counts - expert_counts, dtype=jnp.int32),

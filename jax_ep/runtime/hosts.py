@@ -41,8 +41,8 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
             )
         devices = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     found = {
-        num_hosts_of(hosts_of(group))
-        for group in groups(devices, mesh.axis_names, tuple(axis_name))
+        num_hosts_of(hosts_of(ranks))
+        for ranks in ranks_along(devices, mesh.axis_names, tuple(axis_name))
     }
     reasons = sorted(each for each in found if isinstance(each, str))
     if reasons:
@@ -50,8 +50,8 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
     if len(found) > 1:
         counts = sorted(each for each in found if not isinstance(each, str))
         return (
-            f"the ranks along {tuple(axis_name)} span {counts} hosts, depending on their position "
-            "along the other axes"
+            f"ranks along {tuple(axis_name)} span {counts} hosts, and must span equally many "
+            "wherever they lie on the mesh's other axes"
         )
     return found.pop()
 
@@ -80,8 +80,8 @@ def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
     size = len(host_of_rank)
     count = len(set(host_of_rank))
     if size % count == 0:
-        group_size = size // count
-        runs = [set(host_of_rank[i : i + group_size]) for i in range(0, size, group_size)]
+        ranks_per_host = size // count
+        runs = [set(host_of_rank[i : i + ranks_per_host]) for i in range(0, size, ranks_per_host)]
         if all(len(run) == 1 for run in runs):
             return count
     names = {host: i for i, host in enumerate(dict.fromkeys(host_of_rank))}
@@ -92,7 +92,7 @@ def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
     return f"{reason} consecutive ranks: order the devices of the mesh by host"
 
 
-def groups(
+def ranks_along(
     devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
 ) -> list[list[Any]]:
     """Splits a mesh's devices into lists of ranks that communicate, each in rank order.
@@ -107,23 +107,23 @@ def groups(
     along = [axis_names.index(name) for name in axis_name]
     size = math.prod(devices.shape[axis] for axis in along)
     last = np.moveaxis(devices, along, range(-len(along), 0))
-    return [list(group) for group in last.reshape(-1, size)]
+    return [list(ranks) for ranks in last.reshape(-1, size)]
 
 
-def parts_of_axes(sizes: Sequence[int], group_size: int | None) -> list[int] | None:
+def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int] | None:
     """Returns the sizes, along each mesh axis, of the block that consecutive ranks form.
 
     Args:
       sizes: the sizes of the ranks' mesh axes; ranks are numbered in row-major order.
-      group_size: how many consecutive ranks form a block; None: all of them.
+      ranks_per_host: how many consecutive ranks form a block; None: all of them.
 
     Returns:
-      The block's size along each axis, whose product is `group_size`; None where `group_size`
+      The block's size along each axis, whose product is `ranks_per_host`; None where that many
       consecutive ranks do not form a rectangular block.
     """
-    if group_size is None:
+    if ranks_per_host is None:
         return list(sizes)
-    parts, left = [], group_size
+    parts, left = [], ranks_per_host
     for size in reversed(sizes):
         part = math.gcd(size, left)
         if part not in (size, left):

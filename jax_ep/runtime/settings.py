@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 _TIMEOUT_SECONDS = 100.0
 _LONGEST_TIMEOUT_SECONDS = 1e9  # kernels hold the timeout as 64 bits of nanoseconds
@@ -33,9 +33,9 @@ def num_blocks() -> int | None:
 
     If it is not set, each kernel uses its fastest measured number. A smaller number leaves part of
     the GPU to other kernels that run at the same time. Raises ValueError unless it is a positive
-    integer, at most `pallas_kernels.fabric.layout.MAX_BLOCKS`.
+    integer, at most `pallas_kernels.fabric.memory_map.MAX_BLOCKS`.
     """
-    return _positive_int("JAX_EP_NUM_BLOCKS", most=layout.MAX_BLOCKS)
+    return _positive_int("JAX_EP_NUM_BLOCKS", most=memory_map.MAX_BLOCKS)
 
 
 def devices_per_host() -> int | None:
