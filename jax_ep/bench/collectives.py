@@ -33,8 +33,9 @@ from jax_ep.bench.timing import Loop
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.algorithms import ALGORITHMS
+from jax_ep.collectives.algorithms import ALGORITHMS, Problem
 from jax_ep.flags import Error
+from jax_ep.runtime import availability
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce": collectives.all_reduce,
@@ -47,8 +48,8 @@ OPERATIONS = tuple(FUNCTIONS)
 # Not measured by default: "fused", which is one of two others, and "multimem", which needs
 # multicast.
 MEASURED = {
-    op: tuple(name for name in names if name not in ("fused", "multimem"))
-    for op, names in ALGORITHMS.items()
+    op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
+    for op, algorithms in ALGORITHMS.items()
 }
 LAX_NAMES = {
     "all_reduce": "lax.psum",
@@ -59,7 +60,7 @@ LAX_NAMES = {
 }
 _GPU_ROWS = [8, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 _CPU_ROWS = [32, 128]
-_ALGORITHM_NAMES = sorted({name for names in ALGORITHMS.values() for name in names})
+_ALGORITHM_NAMES = sorted({name for algorithms in ALGORITHMS.values() for name in algorithms.names})
 
 FLAGS = BenchFlags()
 _OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
@@ -111,7 +112,6 @@ class CollectivesCase(runner.Case):
         self.op, self.num_ranks = op, ranks
         self.dtype = jnp.dtype(_DTYPE.value)
         self.hidden = _HIDDEN.value or (8192 if on_gpu else 256)
-        self.no_kernels = _no_kernels(on_gpu)
         super().__init__(
             f"{op}, {ranks} ranks",
             [
@@ -124,7 +124,7 @@ class CollectivesCase(runner.Case):
                     "algorithm": algorithm,
                     "plan": plan,
                     "implementation": f"{algorithm} {plan}" if plan else algorithm,
-                    "auto": selection.choose(op, None, self.x(count), ranks, self.no_kernels),
+                    "auto": selection.select(None, self.problem(count)),
                 }
                 for count in rows
                 for algorithm, plan in self.columns(count)
@@ -135,14 +135,9 @@ class CollectivesCase(runner.Case):
         """Returns each algorithm and plan to measure; the plan "" is the algorithm's own."""
         names = _IMPLEMENTATIONS.value
         if names is None:
-            names = [
-                name
-                for name in MEASURED[self.op]
-                if not selection.unavailable_reason(
-                    self.op, name, self.x(rows), self.num_ranks, self.no_kernels
-                )
-            ]
-        names = [name for name in names if name in ALGORITHMS[self.op]]
+            available = ALGORITHMS[self.op].available(self.problem(rows))
+            names = [name for name in available if name in MEASURED[self.op]]
+        names = [name for name in names if name in ALGORITHMS[self.op].names]
         names = [name for name in names if self.num_ranks > 1 or name == "xla"]
         kernels = [name for name in names if name not in ("xla", "multimem")]
         return [(name, "") for name in names] + [
@@ -153,6 +148,14 @@ class CollectivesCase(runner.Case):
         """Returns the shape and dtype of a rank's operand."""
         rows = rows // self.num_ranks if self.op == "all_gather" else rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
+
+    def problem(self, rows: int) -> Problem:
+        """Returns the collective on an array of so many rows, as its algorithm is selected."""
+        x = self.x(rows)
+        others = [x, jax.ShapeDtypeStruct((self.hidden,), self.dtype)]
+        operands = [x, *(others if self.op == "all_reduce_rms_norm" else [])]
+        place = availability.Machine(jax.devices()[: self.num_ranks])
+        return Problem(self.op, operands, self.num_ranks, (AXIS,), place)
 
     def prepare(self) -> tuple[Mesh, dict[int, tuple[jax.Array, ...]]]:
         """Makes the operands by the number of rows, [N * B, ...] each, with B rows for a rank.
@@ -222,7 +225,7 @@ class CollectivesBench(runner.Bench):
         on_gpu = devices[0].platform == "gpu"
         rows = _ROWS.value or (_GPU_ROWS if on_gpu else _CPU_ROWS)
         _check_flags(ranks, rows)
-        _check_implementations(ranks, on_gpu)
+        _check_implementations(ranks)
         self.facts = {"nccl_nvls_enable": os.environ["NCCL_NVLS_ENABLE"]}
         return [
             CollectivesCase(op, num_ranks, rows, on_gpu) for num_ranks in ranks for op in _OPS.value
@@ -399,10 +402,6 @@ def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]
         file.write(text + "\n")
 
 
-def _no_kernels(on_gpu: bool) -> str | None:
-    return None if on_gpu else "the devices here are no GPUs"
-
-
 def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which kernels have a plan such as "64x4x1"; "": their own."""
     if not text:
@@ -413,12 +412,13 @@ def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
     return forced_plan(TilePlan(*map(int, text.split("x"))))
 
 
-def _check_implementations(ranks: Sequence[int], on_gpu: bool) -> None:
+def _check_implementations(ranks: Sequence[int]) -> None:
     """Raises `Error` for what is named and would not be measured."""
-    names, refused = _IMPLEMENTATIONS.value, _no_kernels(on_gpu)
+    names = _IMPLEMENTATIONS.value
+    refused = availability.Machine(jax.devices()[: max(ranks)]).unavailable_reason((AXIS,))
     for name in names or []:
-        if not any(name in ALGORITHMS[op] for op in _OPS.value):
-            ops = ", ".join(op for op, known in ALGORITHMS.items() if name in known)
+        if not any(name in ALGORITHMS[op].names for op in _OPS.value):
+            ops = ", ".join(op for op, known in ALGORITHMS.items() if name in known.names)
             raise Error(f"--implementations: {name} is of {ops}, and --ops has none of them")
         if refused and name not in ("xla", "unfused"):
             raise Error(f"--implementations: {name} cannot run here: {refused}")
