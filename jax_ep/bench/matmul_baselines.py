@@ -20,7 +20,7 @@ from jax import lax
 
 from jax_ep.bench.matmul_operations import Case
 from jax_ep.matmul import api, loop, pallas, xla
-from jax_ep.matmul.backend import Backend, pad_rows, zero_tail
+from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,45 +166,41 @@ def tokamax_product(
     return zero_tail(out[: lhs.shape[0]], group_sizes)
 
 
-def _tokamax_operands_reason(matrix_shape: Sequence[int], dtype: Any) -> str | None:
+def _tokamax_reason(problem: Problem) -> str | None:
     if importlib.util.find_spec("tokamax") is None:
         return "the package tokamax is not installed (pip install 'jax_ep[bench]'; Python >= 3.12)"
-    if any(size * jnp.dtype(dtype).itemsize % 16 for size in matrix_shape):
-        return f"its rows must be of whole 16 bytes, but the matrices are {tuple(matrix_shape)}"
-    return None
-
-
-def _tokamax_platform_reason(platform: str) -> str | None:
-    if platform in ("cuda", "tpu"):
+    if any(size * jnp.dtype(problem.dtype).itemsize % 16 for size in problem.matrix_shape):
+        shape = tuple(problem.matrix_shape)
+        return f"its rows must be of whole 16 bytes, but the matrices are {shape}"
+    if problem.platform in (None, "cuda", "tpu"):
         return None
-    return f"its kernels are for GPUs and TPUs, and this program is for {platform}"
+    return f"its kernels are for GPUs and TPUs, and this program is for {problem.platform}"
 
 
 MOSAIC = Backend(
-    "mosaic",
-    mosaic_product,
-    mosaic_drhs,
-    operands_reason=pallas.operands_reason,
-    platform_reason=pallas.platform_reason,
+    name="mosaic",
+    unavailable_reason=pallas.unavailable_reason,
+    product=mosaic_product,
+    drhs=mosaic_drhs,
 )
 # The gradient of rhs is that of "xla": tokamax's own, as of 0.0.17, is wrong on an H200, where sums
 # of groups with more rows than one of its blocks were off by a fifth.
 TOKAMAX = Backend(
-    "tokamax",
-    tokamax_product,
-    xla.drhs,
-    operands_reason=_tokamax_operands_reason,
-    platform_reason=_tokamax_platform_reason,
+    name="tokamax",
+    unavailable_reason=_tokamax_reason,
+    product=tokamax_product,
+    drhs=xla.drhs,
 )
 
 
-BASELINES = ("mosaic", "tokamax")
-IMPLEMENTATIONS = ("pallas", "xla", "loop")
+BASELINES = (MOSAIC.name, TOKAMAX.name)
+IMPLEMENTATIONS = api.IMPLEMENTATIONS.names
 
 
 def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | None:
     """Returns why a backend cannot multiply by matrices [H, F] of a dtype here, or None."""
-    return api.unavailable_reason(_backends()[name], api.default_platform(), matrix, dtype)
+    problem = Problem(matrix, dtype, api.default_platform())
+    return _backends()[name].unavailable_reason(problem)
 
 
 def available(matrix: tuple[int, int], dtype: Any) -> list[Backend]:
@@ -221,14 +217,15 @@ def usual_implementations(case: Case) -> list[str]:
 
     "xla" and "loop" are slow: they are among them only where the case says so, "loop" on CPUs.
     """
-    slow = [xla.BACKEND.name] + ([loop.BACKEND.name] if jax.default_backend() == "cpu" else [])
-    return [pallas.BACKEND.name, *(slow if case.slow else [])]
+    if not case.slow:
+        return [pallas.BACKEND.name]
+    on_cpu = jax.default_backend() == "cpu"
+    return [name for name in IMPLEMENTATIONS if name != loop.BACKEND.name or on_cpu]
 
 
 def _backends() -> dict[str, Backend]:
     """Returns every backend that can be measured, by name; read late, since tests replace some."""
-    every = (pallas.BACKEND, MOSAIC, TOKAMAX, xla.BACKEND, loop.BACKEND)
-    return {backend.name: backend for backend in every}
+    return {backend.name: backend for backend in (*api.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
 
 
 PALLAS_TILES = (  # heights, block_n, the most that band may be

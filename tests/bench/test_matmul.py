@@ -12,7 +12,8 @@ import jax_ep.cli
 from jax_ep.bench import matmul as bench_matmul
 from jax_ep.bench import matmul_baselines as baselines
 from jax_ep.bench.matmul_operations import OF_TWO_PAIRS, Case
-from jax_ep.matmul import xla
+from jax_ep.implementations import Implementations
+from jax_ep.matmul import api, xla
 
 # The smallest that the kernels of every platform support, whatever the platform's own cases are.
 TINY = Case("tiny", 32, 64, 64, 3, 20, slow=True)
@@ -62,6 +63,15 @@ def test_one_implementation_and_operation_can_be_asked_for(capsys):
     assert [line[:3] for line in lines] == [["tiny", "drhs", "dense"], ["tiny", "drhs", "xla"]]
 
 
+def replace_xla(monkeypatch, **functions):
+    """Replaces functions of the backend "xla" in the table of implementations."""
+    table = (
+        dataclasses.replace(each, **functions) if each.name == "xla" else each
+        for each in api.IMPLEMENTATIONS
+    )
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", Implementations(tuple(table)))
+
+
 @pytest.mark.parametrize("op", ["product", "drhs"])
 @pytest.mark.slow
 def test_check_sees_a_wrong_group(op, monkeypatch, capsys):
@@ -71,7 +81,7 @@ def test_check_sees_a_wrong_group(op, monkeypatch, capsys):
         out = right(*operands, **options)
         return out * jnp.asarray(1.1, out.dtype)
 
-    monkeypatch.setattr(xla, "BACKEND", dataclasses.replace(xla.BACKEND, **{op: wrong}))
+    replace_xla(monkeypatch, **{op: wrong})
     assert bench("--implementations=xla", f"--ops={op}") == 0  # unasked, it does not look
     assert bench("--implementations=xla", f"--ops={op}", "--check") == 1
     out = capsys.readouterr().out
@@ -83,7 +93,7 @@ def test_an_implementation_that_fails_is_a_row(monkeypatch, tmp_path, capsys):
     def fails(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED: no\nand much more")
 
-    monkeypatch.setattr(xla, "BACKEND", dataclasses.replace(xla.BACKEND, product=fails))
+    replace_xla(monkeypatch, product=fails)
     path = tmp_path / "out.json"
     assert bench("--ops=product", "--implementations=xla", f"--json={path}") == 1
     assert "tiny, product, xla: RuntimeError: RESOURCE_EXHAUSTED: no\n" in capsys.readouterr().out
@@ -104,7 +114,7 @@ def test_what_cannot_start_in_time_is_reported(capsys):
     [
         ("--case=nothing", "--case: 'nothing' is in the name of none: tiny"),
         ("--baselines=cublas", "--baselines=cublas: 'cublas' is not one of mosaic, tokamax"),
-        ("--implementations=xla,loop,cublas", "'cublas' is not one of pallas, xla, loop"),
+        ("--implementations=xla,loop,cublas", "'cublas' is not one of pallas, loop, xla"),
         ("--implementations=pallas", "--implementations: pallas cannot run here: "),
         ("--baselines=mosaic", "--baselines: mosaic cannot run here: "),
         ("--implementations= --baselines=", "leave nothing to measure"),
