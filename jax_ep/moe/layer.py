@@ -277,8 +277,7 @@ def _on_mesh(
 
 def _spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
     axes = {"exp": where.expert_axes, "mlp": where.tensor_axes}
-    logical_axes = LOGICAL_AXES.get(name, ())
-    return PartitionSpec(*((axes.get(axis or "") or None) for axis in logical_axes))
+    return PartitionSpec(*((axes.get(axis or "") or None) for axis in LOGICAL_AXES[name]))
 
 
 def _on_rank(

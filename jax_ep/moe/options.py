@@ -85,7 +85,7 @@ def options_of(cls: type[T], holder: Any) -> T:
 
 
 def pop_options(cls: type[T], keywords: dict[str, Any]) -> T:
-    """Makes options from the keyword arguments that name them, and removes those from `keywords`."""
+    """Makes options from the keyword arguments that name them, and removes them there."""
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     return cls(**{name: keywords.pop(name) for name in names if name in keywords})
 
@@ -109,6 +109,11 @@ def integer(name: str, value: Any) -> None:
 def integer_or_zero(name: str, value: Any) -> None:
     """Requires a static integer of at least 0."""
     checks.check_integer(name, value, least=0)
+
+
+def boolean(name: str, value: Any) -> None:
+    """Requires True or False."""
+    checks.check_bool(name, value)
 
 
 def number(name: str, value: Any) -> None:
