@@ -27,9 +27,7 @@ from jax_ep.moe.options import (
     documented,
     function_names,
     function_option,
-    integer,
     integer_or_zero,
-    number,
     number_or_none,
     one_of,
     option,
@@ -144,8 +142,8 @@ class MoEConfig:
         matmul_implementation: the backend of the expert matmuls; see `jax_ep.expert_mlp`.
     """
 
-    num_experts: int = dataclasses.field(metadata={"check": integer})
-    num_experts_per_token: int = dataclasses.field(metadata={"check": integer})
+    num_experts: int = dataclasses.field(metadata={"check": checks.check_integer})
+    num_experts_per_token: int = dataclasses.field(metadata={"check": checks.check_integer})
     score: routing.Score = "softmax"
     choose_by: routing.ChooseBy = "score"
     num_groups: int = 1
@@ -165,12 +163,12 @@ class MoEConfig:
     host_capacity_factor: float | None = option(
         None, number_or_none(", or None to send a host all that is meant for it")
     )
-    num_slots: int | None = option(None, optional(integer))
+    num_slots: int | None = option(None, optional(checks.check_integer))
     zero_experts: int = option(0, integer_or_zero)
     identity_experts: int = option(0, integer_or_zero)
     constant_experts: int = option(0, integer_or_zero)
-    free_expert_factor: float = option(1.0, number)
-    expert_alignment: int = option(1, integer)
+    free_expert_factor: float = option(1.0, checks.check_number)
+    expert_alignment: int = option(1, checks.check_integer)
     wire_dtype: Any = None
     activation: Activation = same_option(ExpertOptions, "activation")
     gating: Gating | None = same_option(ExpertOptions, "gating")

@@ -12,7 +12,7 @@ have their signatures and docstrings from there:
             clamp: the most that a value may be.
         \"\"\"
 
-        clamp: float | None = option(None, optional(number))
+        clamp: float | None = option(None, optional(checks.check_number))
 
 
     @documented(Options)
@@ -73,6 +73,10 @@ def check_options(options: Any) -> None:
             field.metadata["check"](field.name, getattr(options, field.name))
 
 
+def _names(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
 def function_names(cls: Any) -> tuple[str, ...]:
     """Returns the names of the fields that hold a function."""
     return tuple(f.name for f in dataclasses.fields(cls) if "is_function" in f.metadata)
@@ -80,14 +84,12 @@ def function_names(cls: Any) -> tuple[str, ...]:
 
 def options_of(cls: type[T], holder: Any) -> T:
     """Makes options from the attributes of their names of any object, such as a layer."""
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    return cls(**{name: getattr(holder, name) for name in names})
+    return cls(**{name: getattr(holder, name) for name in _names(cls)})
 
 
 def pop_options(cls: type[T], keywords: dict[str, Any]) -> T:
     """Makes options from the keyword arguments that name them, and removes them there."""
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    return cls(**{name: keywords.pop(name) for name in names if name in keywords})
+    return cls(**{name: keywords.pop(name) for name in _names(cls) if name in keywords})
 
 
 def make_options(cls: type[T], keywords: dict[str, Any], function: str) -> T:
@@ -98,27 +100,12 @@ def make_options(cls: type[T], keywords: dict[str, Any], function: str) -> T:
     return options
 
 
-# Checks.
-
-
-def integer(name: str, value: Any) -> None:
-    """Requires a static integer of at least 1."""
-    checks.check_integer(name, value)
+# Checks, besides those of `jax_ep.checks` that take a name and a value.
 
 
 def integer_or_zero(name: str, value: Any) -> None:
     """Requires a static integer of at least 0."""
     checks.check_integer(name, value, least=0)
-
-
-def boolean(name: str, value: Any) -> None:
-    """Requires True or False."""
-    checks.check_bool(name, value)
-
-
-def number(name: str, value: Any) -> None:
-    """Requires a finite Python number above 0."""
-    checks.check_number(name, value)
 
 
 def one_of(literal: Any) -> Check:

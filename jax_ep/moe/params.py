@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.moe.config import MoEConfig
-from jax_ep.moe.options import boolean, check_options, integer_or_zero, option, optional
+from jax_ep.moe.options import check_options, integer_or_zero, option, optional
 from jax_ep.placement.weights import ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import register_for_export
 
@@ -39,7 +39,8 @@ class ParameterOptions:
     Attributes:
         num_shared_experts: the number of experts of width F that every token goes to.
         shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
-        use_shared_gate: multiply their output by a sigmoid of x @ shared_gate (Qwen2-MoE).
+        use_shared_gate: multiply the shared experts' output by sigmoid(x @ shared_gate)
+            (Qwen2-MoE).
         gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
         use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
         selection_bias: keep a DeepSeek-V3 selection bias, which changes only the choice of experts.
@@ -54,12 +55,12 @@ class ParameterOptions:
 
     num_shared_experts: int = option(0, integer_or_zero)
     shared_dim: int | None = option(None, optional(integer_or_zero))
-    use_shared_gate: bool = option(False, boolean)
-    gated: bool = option(True, boolean)
-    use_mlp_bias: bool = option(False, boolean)
-    selection_bias: bool = option(False, boolean)
-    use_gate_bias: bool = option(False, boolean)
-    use_expert_scale: bool = option(False, boolean)
+    use_shared_gate: bool = option(False, checks.check_bool)
+    gated: bool = option(True, checks.check_bool)
+    use_mlp_bias: bool = option(False, checks.check_bool)
+    selection_bias: bool = option(False, checks.check_bool)
+    use_gate_bias: bool = option(False, checks.check_bool)
+    use_expert_scale: bool = option(False, checks.check_bool)
     param_dtype: Any = option(jnp.float32, checks.as_dtype_of_arrays)
     kernel_init: Initializer = option(default_kernel_init, _check_initializer)
     gate_init: Initializer | None = option(default_kernel_init, optional(_check_initializer))

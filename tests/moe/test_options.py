@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import jax_ep
+from jax_ep import checks
 from jax_ep.moe import options
 from jax_ep.moe.expert_mlp import HiddenUnit
 from jax_ep.moe.routed_experts import ExpertOptions
@@ -27,7 +28,7 @@ class Sample:
         factor: None, or a factor.
     """
 
-    size: int = options.option(3, options.integer)
+    size: int = options.option(3, checks.check_integer)
     factor: float | None = options.option(None, options.number_or_none())
     function: object = options.function_option(None, "a function")
 
