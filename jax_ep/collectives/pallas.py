@@ -31,7 +31,7 @@ from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import low_latency
 from pallas_kernels.fabric.hardware import align_up, vector_length
-from pallas_kernels.fabric.layout import slots_of_channel
+from pallas_kernels.fabric.memory_map import slots_of_channel
 
 Kernel = Callable[..., jax.Array]
 

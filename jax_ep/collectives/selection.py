@@ -13,7 +13,7 @@ import jax
 from jax_ep.collectives import table
 from jax_ep.collectives.algorithms import Algorithm, is_low_latency
 from jax_ep.runtime import availability, jax_compat, multicast
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 
 def unavailable_reason(
@@ -56,7 +56,7 @@ def unavailable_reason(
     if isinstance(domain, str):
         return domain
     if domain is not None:
-        num_gpus, most = domain.num_gpus, layout.MAX_LOW_LATENCY_GPUS
+        num_gpus, most = domain.num_gpus, memory_map.MAX_LOW_LATENCY_GPUS
         if num_gpus > most:
             return f"it is for up to {most} GPUs of a host, and has {num_gpus}"
     return pallas.no_room_reason(op, algorithm, x.shape, x.dtype, num_ranks, num_gpus)

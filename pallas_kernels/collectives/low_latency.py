@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.collectives import tiles
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.layout import MAX_WORKERS, slots_of_channel
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
+from pallas_kernels.fabric.memory_map import MAX_WORKERS, slots_of_channel
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:

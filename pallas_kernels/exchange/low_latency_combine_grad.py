@@ -32,8 +32,8 @@ from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up
-from pallas_kernels.fabric.layout import MAX_VALUES
 from pallas_kernels.fabric.low_latency import Channels
+from pallas_kernels.fabric.memory_map import MAX_VALUES
 
 _RETURNED = MAX_VALUES // 2  # the first of the values that go back to the owners
 

@@ -1,6 +1,6 @@
 """How the exchange's kernels are spread over blocks and shared memory, and what they allocate.
 
-A function named after a kernel returns the kernel's `Plan`. A function whose name ends in
+A function `for_<kernel>` returns the plan of that kernel. A function whose name ends in
 `_workspace` returns the buffers that a call of the kernel allocates besides the results that its
 caller keeps: a dict from name to bytes per rank. The kernels take the shapes of these buffers from
 here.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.exchange.quantize import BLOCK, ROW_MULTIPLE
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import (
     LANES,
     SHARED_MEMORY_BYTES,
@@ -214,7 +214,7 @@ def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int
 
 def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
     """Returns the plan; raises ValueError unless a signal can count the steps of a block."""
-    most = 2**layout.COUNT_BITS - 1
+    most = 2**memory_map.COUNT_BITS - 1
     if plan.steps_per_block(num_tokens) > most:
         least = -(-num_tokens // (most * plan.step_tokens))
         raise ValueError(
@@ -244,7 +244,7 @@ class LowLatencyPlan(Sizes):
     dtype: jax.typing.DTypeLike
     num_gpus: int
     warpgroups = 4  # of a block, that send and receive
-    max_blocks: int = layout.MAX_WORKERS // warpgroups
+    max_blocks: int = memory_map.MAX_WORKERS // warpgroups
     max_slots: int = 2 * _RING_SLOTS
 
     @property
@@ -291,17 +291,17 @@ class LowLatencyPlan(Sizes):
     def fits(self) -> bool:
         """Returns whether the protocol and shared memory have room for these sizes."""
         return (
-            1 < self.num_ranks <= self.num_gpus <= layout.MAX_LOW_LATENCY_GPUS
+            1 < self.num_ranks <= self.num_gpus <= memory_map.MAX_LOW_LATENCY_GPUS
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker
-            <= layout.slots_of_channel(self.num_gpus)
-            and self.num_tokens * self.top_k <= layout.MAX_VALUES // 2
+            <= memory_map.slots_of_channel(self.num_gpus)
+            and self.num_tokens * self.top_k <= memory_map.MAX_VALUES // 2
             and self.num_experts <= 2**15  # ids are sent as 16 bits
             and self.num_slots > 0
         )
 
 
-def low_latency(
+def for_low_latency(
     row: Row, sizes: Sizes, num_gpus: int, num_blocks: int | None = None
 ) -> LowLatencyPlan | None:
     """Returns the plan of the kernels over the low-latency protocol, or None where others run.
@@ -355,7 +355,7 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     return _layout_words(num_ranks, num_experts) + next_rows + choices + lists
 
 
-def dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
+def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `dispatch.dispatch` and `dispatch.dispatch_like`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
@@ -393,7 +393,7 @@ def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
     return {"routes": WORD_BYTES * sizes.num_ranks * (entries + count_width(sizes.num_experts))}
 
 
-def rank_dispatch(
+def for_rank_dispatch(
     row: Row, sizes: Sizes, num_blocks: int | None = None, *, weighted: bool = False
 ) -> Plan:
     """Returns the plan of `rank_dispatch.rank_dispatch`.
@@ -440,7 +440,7 @@ def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
     return next(fitting, 0)
 
 
-def combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
+def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine.combine`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
@@ -500,7 +500,7 @@ def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) 
     return sent.room(window_words + count_words) // (row_bytes + WORD_BYTES * list_words)
 
 
-def combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
+def for_combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine_grad.combine_grad`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.

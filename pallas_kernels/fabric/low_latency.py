@@ -1,9 +1,9 @@
 """The low-latency protocol: receivers poll the payload itself, so a call needs no rendezvous.
 
-Every GPU has slots that outlive the calls and that its peers write tiles to (`layout` says where
-they are, `sentinel_words` reads and writes them). A slot that is empty holds a sentinel in every
-32-bit word, all ones. A receiver polls a slot until none of its words is the sentinel, takes the
-tile, and writes the sentinel back. This is the protocol of TensorRT-LLM's Lamport all-reduces,
+Every GPU has slots that outlive the calls and that its peers write tiles to (`memory_map` says
+where they are, `sentinel_words` reads and writes them). A slot that is empty holds a sentinel in
+every 32-bit word, all ones. A receiver polls a slot until none of its words is the sentinel, takes
+the tile, and writes the sentinel back. This is the protocol of TensorRT-LLM's Lamport all-reduces,
 whose sentinel is a negative zero; NCCL's protocol LL stores a flag next to each word instead.
 
   a worker   is a warpgroup of a kernel; it communicates with the workers of its number on peers;
@@ -31,7 +31,7 @@ from jax import lax
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import vector_length
-from pallas_kernels.fabric.layout import (
+from pallas_kernels.fabric.memory_map import (
     MAX_LOW_LATENCY_GPUS,
     MAX_WORKERS,
     num_senders,

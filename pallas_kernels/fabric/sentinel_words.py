@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic, ptx
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, vector_length
-from pallas_kernels.fabric.layout import (
+from pallas_kernels.fabric.memory_map import (
     EMPTY,
     NUM_COUNTERS,
     SLOT_BYTES,
@@ -50,7 +50,7 @@ class SlotMemory:
     num_gpus: int
 
     def send(self, gpu: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Sends a tile of `layout.TILE_BYTES` to a slot of a GPU; the slot must be empty.
+        """Sends a tile of `memory_map.TILE_BYTES` to a slot of a GPU; the slot must be empty.
 
         Without `exact`, a NaN may arrive as another NaN. The receiver must pass the same `exact`.
         """

@@ -44,7 +44,7 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.layout import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_slots
+from pallas_kernels.fabric.memory_map import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_slots
 from pallas_kernels.fabric.sentinel_words import SlotMemory
 from support.kernels import KERNELS_RUN, WHY_NOT
 

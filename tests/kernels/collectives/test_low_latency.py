@@ -53,9 +53,9 @@ from pallas_kernels.collectives import tiles
 from pallas_kernels.collectives.all_reduce_rms_norm import low_latency_all_reduce_rms_norm
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import layout
-from pallas_kernels.fabric.layout import MAX_WORKERS
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
+from pallas_kernels.fabric.memory_map import MAX_WORKERS
 from pallas_kernels.fabric.sentinel_words import SlotMemory
 
 simulated = simulator.simulated
@@ -212,7 +212,7 @@ def test_all_reduce_rms_norm(case, two_shot):
 
 @needs_kernels
 def test_what_needs_more_than_there_is_is_refused():
-    channels = Channels(((1, 2),), (0, 1), SlotMemory(layout.BASE, 2))
+    channels = Channels(((1, 2),), (0, 1), SlotMemory(memory_map.BASE, 2))
     for name, size, plan in (
         ("all_gather", 5 * 512, TilePlan(1, 1)),  # five slots
         ("two_shot", 3 * 512, TilePlan(1, 1)),  # six
@@ -491,16 +491,16 @@ def test_slots_that_are_not_there_are_found(monkeypatch):
 def test_every_slot_has_a_place_of_its_own(num_gpus):
     """Of both sets, all senders, workers and slots: a dense numbering of what a GPU has."""
     endpoint = Endpoint.__new__(Endpoint)
-    memory = SlotMemory(layout.BASE, num_gpus)
+    memory = SlotMemory(memory_map.BASE, num_gpus)
     endpoint.channels = Channels(((1, num_gpus),), tuple(range(num_gpus)), memory)
     endpoint._worker = jnp.arange(MAX_WORKERS)
-    count = layout.num_slots(num_gpus)
+    count = memory_map.num_slots(num_gpus)
     for receiver in range(num_gpus):
         found = [
             np.asarray(endpoint._slot(*map(jnp.int32, (sender, receiver, calls)), slot))
             for sender in range(num_gpus)
             for calls in (6, 7)
-            for slot in range(layout.slots_of_channel(num_gpus))
+            for slot in range(memory_map.slots_of_channel(num_gpus))
             if sender != receiver
         ]
         np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
@@ -619,9 +619,9 @@ def gpus(monkeypatch):
     if len(devices) < 5:
         pytest.skip("needs 5 devices")
     domain = symmetric_memory.Domain(
-        base=layout.BASE + 2**40,
-        stride=layout.STRIDE,
-        heap_bytes=layout.heap_bytes(5),
+        base=memory_map.BASE + 2**40,
+        stride=memory_map.STRIDE,
+        heap_bytes=memory_map.heap_bytes(5),
         gpus=tuple(symmetric_memory.Gpu(i, d.id, 0, "", 0, 0) for i, d in enumerate(devices)),
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -645,7 +645,7 @@ def test_channels_of_a_program(order, gpus, noted_calls):
         assert channels.axes == axes and channels.gpus == order
         assert channels.num_ranks == math.prod(size for _, size in axes)
         # Of all GPUs: programs of some of them use the same slots.
-        assert channels.memory == SlotMemory(layout.BASE + 2**40, 5)
+        assert channels.memory == SlotMemory(memory_map.BASE + 2**40, 5)
 
 
 @needs_kernels
@@ -656,7 +656,7 @@ def test_channels_of_a_program_for_another_machine(noted_calls):
     lower_on(mesh, "b", "all_gather", "ll", (18, 1024), "bfloat16")
     channels, _ = noted_calls[-1]
     assert channels.axes == ((1, 3),) and channels.gpus == tuple(range(6))
-    assert channels.memory == SlotMemory(layout.BASE, 6)
+    assert channels.memory == SlotMemory(memory_map.BASE, 6)
 
 
 @needs_kernels
@@ -701,7 +701,7 @@ def test_plans_give_workers_as_many_tiles_as_ll_holds():
         rounds = -(-num_tiles // workers)
         assert (
             workers <= MAX_WORKERS
-            and rounds <= layout.slots_of_channel(2)
+            and rounds <= memory_map.slots_of_channel(2)
             and plan.num_vectors == 1
         )
         assert rounds == -(-num_tiles // MAX_WORKERS)
@@ -717,7 +717,7 @@ def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: A
     axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
     if isinstance(mesh, AbstractMesh):  # this is lowered only
         devices = tuple(range(mesh.size))
-        return Channels(axes, devices, SlotMemory(layout.BASE, mesh.size), **options)
+        return Channels(axes, devices, SlotMemory(memory_map.BASE, mesh.size), **options)
     domain = symmetric_memory.domain()
     assert not isinstance(domain, str), domain
     devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)

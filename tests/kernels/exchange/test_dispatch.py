@@ -67,13 +67,13 @@ CASES = {
 def test_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    (tokens,), rows, counts, *layout = simulate(dispatch(problem, plan, fabric))
+    (tokens,), rows, counts, *groups = simulate(dispatch(problem, plan, fabric))
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")
     described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
-    for name, got in zip(described, layout, strict=True):
-        wanted = getattr(problem.layout, name)
+    for name, got in zip(described, groups, strict=True):
+        wanted = getattr(problem.groups, name)
         np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
 
 

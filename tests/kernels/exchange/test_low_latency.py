@@ -85,15 +85,15 @@ class Calls:
 
     def dispatch(self) -> None:
         problem, kernel = self.problem, low_latency_dispatch.dispatch
-        (tokens,), rows, counts, *layout = self.run(
+        (tokens,), rows, counts, *groups = self.run(
             kernel, problem.x, problem.topk_idx, capacity=problem.num_rows
         )
         assert_bitwise_equal(tokens, problem.tokens, "tokens")
         np.testing.assert_array_equal(rows, problem.rows, "rows")
         np.testing.assert_array_equal(counts, problem.counts, "counts")
         described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
-        for name, got in zip(described, layout, strict=True):
-            wanted = getattr(problem.layout, name)
+        for name, got in zip(described, groups, strict=True):
+            wanted = getattr(problem.groups, name)
             np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
 
     def leave_unused(self) -> None:

@@ -154,7 +154,7 @@ class Work:
     def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any, *quantized: Any) -> Any:
         """The same; `quantized` is x as float8 and its scales, as XLA divides otherwise on GPUs."""
         axis: dict[str, Any] = dict(axis_name=("expert",), num_experts=self.num_experts)
-        by_rank = Config(**axis)
+        by_rank = Config(**axis, layout="rank")
         by_expert = Config(**axis, capacity=self.capacity, expert_alignment=self.alignment)
         _, route, _ = xla_exchange.dispatch(x, topk_idx, by_expert)
 

@@ -1,4 +1,4 @@
-"""The layout of symmetric memory: where each GPU's heap is, and what is where in it.
+"""The map of symmetric memory: where each GPU's heap is, and what is where in it.
 
 A *domain* is the GPUs of a host that address each other, with the same numbers in every process.
 Each GPU has a *heap*; that of GPU g begins at `BASE + g * STRIDE` in every process. A heap starts
@@ -26,7 +26,7 @@ POOL_START = 1
 POOL_BYTES = 2
 DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
 
-VERSION = 6  # of this layout
+VERSION = 6  # of this map
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
 
 # (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
