@@ -254,7 +254,8 @@ def _simplify_once_lowered() -> None:
             found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
             finish()
             if found:
-                _pack_descriptors(*found[:2], scratch.next_offset)
+                allocation, load, _ = found
+                _pack_descriptors(allocation, load, scratch.next_offset)
             _simplify(context.module)
 
         scratch.finalize_size = finish_and_simplify

@@ -40,6 +40,10 @@ class Kernel:
     interpreted: bool
     width: int  # columns of the output
 
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        """The body: takes references to the operands and the outputs, and scratch."""
+        raise NotImplementedError
+
     @property
     def matrices(self) -> int:
         """Returns how many right operand tiles a slot holds."""
