@@ -16,12 +16,8 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# The axes of each parameter of a layer and of its selection bias. The router's parameters have R
-# entries instead of E, since they include free experts.
-PARAMETER_AXES = {
-    name: parameter.dims if "exp" in parameter.logical_axes else parameter.dims.replace("E", "R")
-    for name, parameter in PARAMETERS.items()
-} | {"bias": "R"}
+# The axes of each parameter of a layer, in the letters above.
+PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()}
 
 
 class Tensor(NamedTuple):
