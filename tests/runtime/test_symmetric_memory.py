@@ -487,7 +487,11 @@ def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monk
     def reason(*axis_name: str) -> str | None:
         mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"), shape={"a": 2, "b": 2})
         program: Any = types.SimpleNamespace(
-            platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
+            platforms=("cuda",),
+            for_export=False,
+            is_of_one_device=True,
+            mesh=mesh,
+            mesh_devices=devices,
         )
         return availability.program_unavailable_reason(program, axis_name)
 
@@ -505,7 +509,11 @@ def test_programs_are_refused_where_there_is_no_domain(machine, monkeypatch, mes
     machine(0, refuses="cuMemCreate")
     taken_for_gpus(monkeypatch)
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=np.empty(1, object)
+        platforms=("cuda",),
+        for_export=False,
+        is_of_one_device=True,
+        mesh=mesh,
+        mesh_devices=np.empty(1, object),
     )
     program.mesh_devices[0] = jax.devices()[0]
     reason = availability.program_unavailable_reason(program, () if mesh is None else ("a",))
@@ -541,7 +549,11 @@ def test_kernels_run_on_all_hosts_or_none(monkeypatch, tmp_path):
     devices[:] = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(4)]
     mesh = types.SimpleNamespace(size=4, axis_names=("a",), shape={"a": 4})
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
+        platforms=("cuda",),
+        for_export=False,
+        is_of_one_device=True,
+        mesh=mesh,
+        mesh_devices=devices,
     )
     processes.report(store, 1, "the driver gives none")
     reason = availability.program_unavailable_reason(program, ("a",), 2)
