@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import ptx
+from pallas_kernels.fabric import mosaic, ptx
 from pallas_kernels.fabric.hardware import LANES
 
 NOWHERE = -1  # stands for "no row" and for "no expert"
@@ -225,15 +225,13 @@ def kernel(
             )
             body(*refs, **scratch)
 
-        wanted = plgpu.kernel(
+        wanted = mosaic.kernel(
             run,
             out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
             scratch_types={**scratch_types, **of_fabric},
             num_threads=num_warpgroups,
             thread_name="warpgroup",
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
+            auto_barriers=False,
             interpret=fabric.interpret,
             kernel_name=name,
             **grid,

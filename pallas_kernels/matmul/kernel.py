@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
@@ -38,6 +39,10 @@ class Kernel:
     num_blocks: int
     interpreted: bool
     width: int  # columns of the output
+
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        """The body: takes references to the operands and the outputs, and scratch."""
+        raise NotImplementedError
 
     @property
     def matrices(self) -> int:
@@ -248,7 +253,7 @@ def launch(
     interpret: Any,
 ) -> Callable[..., Any]:
     """Returns the function of arrays that runs a kernel on its blocks of three warpgroups."""
-    return plgpu.kernel(
+    return mosaic.kernel(
         kernel,
         out_type=out_type,
         scratch_types=scratch_types,
@@ -256,7 +261,6 @@ def launch(
         grid_names=("block",),
         num_threads=COMPUTERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         kernel_name=name,
     )
