@@ -32,7 +32,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep.bench import measuring, report
 from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
-from jax_ep.bench.flags import BenchFlags, Iterations
+from jax_ep.bench.flags import WIRE_DTYPES, BenchFlags, Iterations, wire_format
 from jax_ep.bench.layer_baselines import (
     BASELINES,
     IMPLEMENTATIONS,
@@ -45,7 +45,6 @@ from jax_ep.bench.layer_baselines import (
 )
 from jax_ep.bench.operations import rows_needed
 from jax_ep.bench.timing import Loop
-from jax_ep.exchange import quantization
 from jax_ep.flags import Error, check_experts
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
@@ -59,8 +58,6 @@ MATMUL = re.compile(r"^grouped_matmul")
 # The largest error of a row of a result, in norm, relative to the norms of the row and of the mean
 # row: some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
-# The tolerance with float8 on the wire, where a value is off by up to 2^-4 of itself.
-QUANTIZED_TOLERANCE = 2.0**-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +119,7 @@ _CAPACITY_FACTOR = FLAGS.capacity_factor()
 _WIRE_DTYPE = FLAGS.choice(
     "wire_dtype",
     "none",
-    ["none", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES)],
+    WIRE_DTYPES,
     "The dtype that jax_ep sends tokens to the experts in. none: as they are, which is how the "
     "baselines send them in any case.",
 )
@@ -230,8 +227,8 @@ def measure_shape(
             if _CHECK.value:
                 outputs = loop.outputs()
                 theirs = expected.setdefault(case["direction"], (case["implementation"], outputs))
-                quantized = _WIRE_DTYPE.value != "none"
-                tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE
+                # Twice what a value on the wire is off by.
+                tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
                 agree(case["implementation"], outputs, *theirs, tolerance)
                 del outputs
             checked = {"checked": _CHECK.value}
@@ -514,8 +511,9 @@ def _check_flags(ranks: list[int], shapes: dict[str, Shape]) -> None:
     for num_ranks in ranks:
         for name, shape in shapes.items():
             check_experts(shape.num_experts, num_ranks, shape.top_k, name)
-            if _WIRE_DTYPE.value != "none" and shape.hidden % quantization.BLOCK:
+            block = wire_format(_WIRE_DTYPE.value).row_block
+            if shape.hidden % block:
                 raise Error(
                     f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
-                    f"of {quantization.BLOCK}"
+                    f"of {block}"
                 )

@@ -72,26 +72,23 @@ class Dispatched:
 
     Attributes:
       tokens: [R, H], x's dtype: received rows, grouped by local expert; every other row is zero,
-        unless the dispatch had `zero_unused=False`.
+        unless the dispatch had `zero_unused=False`. With `output="quantized"` a
+        `jax_ep.QuantizedArray`, whose zero rows have zero scales.
       group_sizes: [L] int32: rows of each expert's block, padding included; their sum is <= R.
       expert_counts: [L] int32: real rows in each block; they stand first in it.
       num_dropped: [] int32: (token, choice) pairs meant for this rank that did not fit in R.
       rows_needed: [] int32: the R that would have dropped nothing on this rank.
       dropped_counts: [L] int32: `num_dropped`, by local expert.
       handle: the routes, for `combine` and `dispatch_like`.
-      scales: [R, H / 128] float32 if the dispatch had `output="quantized"`, else None. A row's
-        values are tokens · scale in each block of 128 columns; a zero row has zero scales, and
-        unused rows are as `tokens` says.
     """
 
-    tokens: jax.Array
+    tokens: Any  # a QuantizedArray if it was dispatched as quantized
     group_sizes: jax.Array
     expert_counts: jax.Array
     num_dropped: jax.Array
     rows_needed: jax.Array
     dropped_counts: jax.Array
     handle: Handle
-    scales: jax.Array | None = None
 
 
 register_for_export(Handle)
@@ -153,7 +150,7 @@ def dispatch(
     (x,) = gradients.match((x,), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
     groups: routes.RowGroups
-    tokens, scales, route, groups = gradients.dispatch(config, x, topk_idx, None)
+    tokens, route, groups = gradients.dispatch(config, x, topk_idx, None)
     handle = Handle(
         route,
         axis_name,
@@ -164,7 +161,7 @@ def dispatch(
         host_capacity,
         zero_unused,
     )
-    return Dispatched(tokens, *groups, handle, scales)
+    return Dispatched(tokens, *groups, handle)
 
 
 def combine(

@@ -14,7 +14,7 @@ follows the routes that it is given.
 
 **Rounding of a combine.** The sum over the rows that a token has on one host is taken in float32,
 over those of a rank in the order of the choices, then over ranks in rank order. It is rounded once,
-to y's dtype or to the wire_dtype, and returned. The sum over hosts is taken in float32, in the
+to y's dtype or the format of the wire, and returned. The sum over hosts is taken in float32, in the
 order of the hosts, and rounded to y's dtype. So sums are sent as float32 inside a host, unless the
 host has only one rank.
 
@@ -44,6 +44,7 @@ from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
 from jax_ep.exchange.selection import Rows
 from pallas_kernels.exchange.plan import ROW_BYTES
+from pallas_kernels.formats import RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -85,7 +86,7 @@ class TwoLevel:
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
         """Sends x [T, H] along known routes, as `Exchange.dispatch_like` says."""
-        words, dtype = _words(x, config.wire_dtype)
+        words, dtype = _words(x, config.wire)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
@@ -96,10 +97,10 @@ class TwoLevel:
             rows = lax.bitcast_convert_type(rows, dtype)
             known = self._routes(rail, routes, source, choices)
             (received,) = exchange.dispatch_like(rows, known, rail.inside, into)
-            return quantization.bits(received, None)
+            return quantization.bits(received)
 
         received = rail.each_host(words, add)
-        return _from_words(received, x, config.wire_dtype)
+        return _from_words(received, x, config.wire)
 
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
@@ -107,7 +108,7 @@ class TwoLevel:
         """Sums y [R, H] by token and returns the sums to their owners: `Exchange.combine`."""
         # No rounding before the host's sum is complete.
         several = lax.axis_size(config.axis_name) > self.num_hosts
-        sum_dtype = _FLOAT32 if several or config.wire_dtype is not None else None
+        sum_dtype = _FLOAT32 if several or config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
@@ -118,17 +119,16 @@ class TwoLevel:
             known = self._routes(rail, routes, source, choices)
             return _on_the_wire(exchange.combine(y, theirs, known, inside), y, config)
 
-        return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums), y, config.wire)
 
     def combine_grad(
         self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
     ) -> tuple[jax.Array, jax.Array]:
         """Computes the gradients of a weighted combine, as `Exchange.combine_grad` says.
 
-        Rows received in a wire_dtype are converted to g's dtype before they are sent on inside a
-        host.
+        Quantized rows are converted to g's dtype before they are sent on inside a host.
         """
-        words, _ = _words(g, config.wire_dtype)
+        words, _ = _words(g, config.wire)
         rail, exchange = self._of_call(config, y, routes.topk_idx)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         weights = rail.send(topk_weights)
@@ -138,16 +138,16 @@ class TwoLevel:
             if not rail.kernels:  # one after the other: XLA holds an array of dy's size for each
                 rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
-            parts = _from_words(rows, g, config.wire_dtype)
+            parts = _from_words(rows, g, config.wire)
             dy, dweights = exchange.combine_grad(
-                quantization.dequantized(parts, g.dtype),
+                config.wire.decode(parts, g.dtype),
                 rail.rows(topk_weights, weights, source),
                 y,
                 self._routes(rail, routes, source, choices),
                 rail.inside,
                 into,
             )
-            return quantization.bits(dy, None), [*dweights_so_far, dweights]
+            return quantization.bits(dy), [*dweights_so_far, dweights]
 
         dy, dweights = rail.each_host(words, add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
@@ -159,7 +159,7 @@ class TwoLevel:
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
         """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
-        words, dtype = _words(x, config.wire_dtype)
+        words, dtype = _words(x, config.wire)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
         rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
         choices = self._choices(rail, topk_idx)
@@ -173,7 +173,7 @@ class TwoLevel:
                 theirs,
                 rail.inside,
             )
-            rows = quantization.bits(rows, None)
+            rows = quantization.bits(rows)
             parts = [rows, lists.local_topk_idx, *([] if theirs is None else [theirs])]
             if source is None:  # [G, M·T, ...] -> [M, G, T, ...]
                 shape = rail.ranks_per_host, rail.num_hosts, -1
@@ -186,12 +186,12 @@ class TwoLevel:
         tokens, *lists = (  # [M, G, T, ...] -> [N, T, ...]
             whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(words, add)
         )
-        received = _from_words(tokens, x, config.wire_dtype)
+        received = _from_words(tokens, x, config.wire)
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
         """Returns sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
-        sum_dtype = None if config.wire_dtype is None else _FLOAT32
+        sum_dtype = _FLOAT32 if config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
         choices = self._choices(rail, routes.topk_idx)
@@ -202,7 +202,7 @@ class TwoLevel:
             part = exchange.rank_combine(rail.by_rank(y, source), known, inside)
             return _on_the_wire(part, y, config)
 
-        return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums), y, config.wire)
 
     def _of_call(
         self,
@@ -273,20 +273,19 @@ class TwoLevel:
         return Routes(rail.rows(*choices, source), rows, counts)
 
 
-def _add(returned: Iterable[jax.Array], y: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
+def _add(returned: Iterable[jax.Array], y: jax.Array, wire: RowFormat) -> jax.Array:
     """Adds what each host returned, bits of [T, ...], in float32; returns the sum in y's dtype."""
     total: Any = None
     for bits in returned:
-        parts = quantization.parts(bits, y, wire_dtype)
-        rows = quantization.dequantized(parts, jnp.float32).astype(jnp.float32)
+        parts = quantization.parts(bits, y, wire)
+        rows = wire.decode(parts, jnp.float32).astype(jnp.float32)
         total = rows if total is None else total + rows
     return total.astype(y.dtype)
 
 
 def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
-    """Rounds sums [T, H] to y's dtype or the wire_dtype; returns their bits."""
-    sums = sums.astype(y.dtype) if config.wire_dtype is None else sums
-    return quantization.bits(sums, config.wire_dtype)
+    """Rounds sums [T, H] to y's dtype or the format of the wire; returns their bits."""
+    return quantization.bits(sums.astype(config.wire.sum_dtype(y.dtype)), config.wire)
 
 
 def _place(
@@ -298,14 +297,14 @@ def _place(
     return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
 
 
-def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.dtype]:
+def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
     """Returns rows as they are sent, as unsigned words, and the dtype in which kernels carry these.
 
     XLA may convert floats to another dtype, in loops too, and so change the payload of a NaN. It
     does not convert words.
     """
-    bits = quantization.bits(x, wire_dtype)
-    if wire_dtype is None:
+    bits = quantization.bits(x, wire)
+    if not wire.quantized:
         return bits, x.dtype
     # Whole lines, of which kernels need no padded copies.
     bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % ROW_BYTES)))
@@ -313,12 +312,12 @@ def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.d
     return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
 
 
-def _from_words(words: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> Received:
+def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
     """Unpacks the words that `_words` made of x: `Received`."""
-    if wire_dtype is not None:
+    if wire.quantized:
         words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
-        words = words[..., : quantization.row_bytes(x.shape[-1], x.dtype, wire_dtype)]
-    return quantization.parts(words, x, wire_dtype)
+        words = words[..., : wire.row_bytes(x.shape[-1], x.dtype)]
+    return quantization.parts(words, x, wire)
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:

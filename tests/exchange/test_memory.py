@@ -76,7 +76,7 @@ class Operations:
             **layout,
             **self.on_wire(),
         )
-        return sent.tokens, sent.scales
+        return sent.tokens
 
     def dispatch_like(self, x, *routes):
         return jax_ep.dispatch_like(x, self.handle(*routes), **self.on_wire())
