@@ -21,6 +21,7 @@ from support.meshes import cuda_mesh, expert_mesh
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
+from jax_ep.collectives.algorithms import ALGORITHMS, Problem
 from jax_ep.collectives.pallas import PallasCollectives, no_room_reason
 from jax_ep.runtime import availability, cuda_driver, processes, symmetric_memory
 from jax_ep.runtime.symmetric_memory import Domain, Gpu
@@ -114,7 +115,7 @@ def test_payloads_of_other_kinds_are_refused():
             lower(collective(op, algorithm), (8, 0), jnp.float32)
     with jax.enable_x64(True), pytest.raises(ValueError, match="x is float64, not one of bfloat16"):
         lower(collective("all_gather", "ll"), (8, 512), jnp.float64)
-    with pytest.raises(ValueError, match="algorithm of all_gather must be .*'one_shot_ll'"):
+    with pytest.raises(ValueError, match="all_gather: algorithm must be .*'one_shot_ll'"):
         lower(collective("all_gather", "one_shot_ll"), (8, 512), jnp.float32)
     assert "@mosaic_gpu" in lower(collective("all_reduce", "one_shot_ll"), (2, 1), jnp.float16)
 
@@ -140,12 +141,12 @@ def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
     """An abstract mesh has no order of devices, unless `jax.set_mesh` says which it is of."""
     found = []
 
-    def note(op, algorithm, x, num_ranks, refusals):
-        found.append(refusals)
+    def note(algorithm, problem):
+        found.append(problem.kernels_unavailable_reason)
         return "xla"
 
     taken_for_gpus(monkeypatch)
-    monkeypatch.setattr(selection, "choose", note)
+    monkeypatch.setattr(selection, "select", note)
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)
     mesh = Mesh(np.asarray(jax.devices()[::order]), (AXIS,))
     x = jax.ShapeDtypeStruct((mesh.size * 8, 4), jnp.float32)
@@ -178,14 +179,19 @@ def fastest(algorithm: str) -> Any:
     return lambda *_, can_run: algorithm if can_run(algorithm) else "xla"
 
 
+def gathering(x: Any, num_ranks: int, refused: str | None = None) -> Problem:
+    """An all_gather where kernels run, or where they are refused for a reason."""
+    place = types.SimpleNamespace(unavailable_reason=lambda *_: refused)
+    return Problem("all_gather", (x,), num_ranks, (AXIS,), place)
+
+
 class Chosen:
-    """`choose` on a machine of GPUs, which there need not be."""
+    """`select` on a machine of GPUs, which there need not be."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self._patch = monkeypatch.setattr
         self.asked = 0
         taken_for_gpus(monkeypatch)
-        self._patch(availability, "tracing_unavailable_reason", lambda: None)
         self.table("ll")
         self.domain(domain_of(4))
 
@@ -206,7 +212,7 @@ class Chosen:
 
     def __call__(self, algorithm: str | None = None, size: int = 1024, **options: Any) -> str:
         x = jax.ShapeDtypeStruct((size,), options.pop("dtype", jnp.bfloat16))
-        return selection.choose("all_gather", algorithm, x, 2, **options)
+        return selection.select(algorithm, gathering(x, 2, **options))
 
 
 @pytest.fixture
@@ -256,9 +262,10 @@ def test_the_domain_is_not_asked_for_another_machine(chosen, monkeypatch):
     chosen.domain(domain_of(2))
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     x = jax.ShapeDtypeStruct((MIB,), jnp.bfloat16)
-    assert selection.unavailable_reason("all_gather", "ll", x, 8) is None
+    by_ll = ALGORITHMS["all_gather"]["ll"]
+    assert by_ll.unavailable_reason(gathering(x, 8)) is None
     x = jax.ShapeDtypeStruct((MIB + 8,), jnp.bfloat16)
-    reason = selection.unavailable_reason("all_gather", "ll", x, 8)
+    reason = by_ll.unavailable_reason(gathering(x, 8))
     assert reason is not None and "room" in reason
     assert chosen.asked == 0
 
@@ -336,10 +343,12 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine):
             header[3:]
         )
         contents = cuda_driver.read(g, heap, domain.heap_bytes)[memory_map.HEADER_BYTES :]
-        slots = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
-        assert contents[:slots] == bytes(slots)
+        buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
+        assert contents[:buffers] == bytes(buffers)
         empty = memory_map.EMPTY.to_bytes(4, "little")
-        assert contents[slots:] == empty * (memory_map.SLOT_BYTES * memory_map.num_slots(2) // 4)
+        assert contents[buffers:] == empty * (
+            memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(2) // 4
+        )
 
 
 @pytest.fixture
@@ -383,7 +392,7 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
 
 
 def test_heaps_have_room():
-    """For all slots of all senders, apart from each other, on vectors' boundaries."""
+    """For all tile buffers of all senders, apart from each other, on vectors' boundaries."""
     for num_gpus in range(1, memory_map.MAX_GPUS + 1):
         assert memory_map.heap_bytes(num_gpus) <= memory_map.STRIDE
         end = 0
@@ -392,13 +401,13 @@ def test_heaps_have_room():
             end = offset + num_bytes
         assert end == memory_map.heap_bytes(num_gpus)
         senders = memory_map.num_senders(num_gpus)
-        of_channel = memory_map.slots_of_channel(num_gpus)
+        of_channel = memory_map.tiles_of_channel(num_gpus)
         last = (
             (2 * senders - 1) * memory_map.MAX_WORKERS + memory_map.MAX_WORKERS - 1
         ) * of_channel
-        assert last + of_channel == memory_map.num_slots(num_gpus)
-        slots = memory_map.TILES + 4 * memory_map.MAX_WORKERS * memory_map.MAX_LOW_LATENCY_GPUS
-        assert end == slots + memory_map.SLOT_BYTES * memory_map.num_slots(num_gpus)
+        assert last + of_channel == memory_map.num_tile_buffers(num_gpus)
+        buffers = memory_map.TILES + 4 * memory_map.MAX_WORKERS * memory_map.MAX_LOW_LATENCY_GPUS
+        assert end == buffers + memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(num_gpus)
     assert memory_map.TILES % 128 == 0
 
 
@@ -620,7 +629,7 @@ def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered_for = []
 
-    def note(program: Any, axis_name: Any) -> None:
+    def note(program: Any, *_: Any) -> None:
         lowered_for.append([device.id for device in program.mesh_devices.flat])
 
     monkeypatch.setattr(availability, "program_unavailable_reason", note)
