@@ -182,8 +182,11 @@ def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Arra
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
     """Sends sums [N, T, H] to their owners and adds those received: [T, H] float32."""
-    sent = _swap_ranks(quantization.bits(sums, config.wire), config)
-    sums = config.wire.decode(quantization.parts(sent, sums, config.wire), jnp.float32)
+    if not config.wire.quantized:  # not as bits, with which XLA for CPUs fuses less
+        sums = _swap_ranks(sums, config)
+    else:
+        sent = _swap_ranks(quantization.bits(sums, config.wire), config)
+        sums = config.wire.decode(quantization.parts(sent, sums, config.wire), jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)
 
