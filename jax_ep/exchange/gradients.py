@@ -73,8 +73,8 @@ def dispatch(
 
     Returns:
       Three results: the received rows, [R, H] or [N, T, H], as a `QuantizedArray` if
-      `config.quantized`; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major rows, or the
-      received weights [N, T, K] of rank-major rows (None without weights).
+      `config.quantized`; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major
+      rows, or the received weights [N, T, K] of rank-major rows (None without weights).
     """
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None

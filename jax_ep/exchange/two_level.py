@@ -14,9 +14,9 @@ inside a host follows the same routes.
 
 **Rounding of a combine.** The rows that a token has on one host are summed in float32: first those
 of each rank in the order of the choices, then the sums of the ranks in rank order. The sum is
-rounded once, to y's dtype or to the format of the wire, and returned. The sums of the hosts are added in
-float32, in the order of the hosts, and rounded to y's dtype. Sums are therefore sent as float32
-inside a host that has several ranks.
+rounded once, to y's dtype or to the format of the wire, and returned. The sums of the hosts are
+added in float32, in the order of the hosts, and rounded to y's dtype. Sums are therefore sent as
+float32 inside a host that has several ranks.
 
 **Order.** Hosts take turns, so that memory holds the rows of a few hosts only, and the kernels
 inside a host overlap with the network. A dispatch places one host's rows while the next host's rows
