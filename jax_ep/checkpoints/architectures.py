@@ -549,6 +549,12 @@ _ROOTS = {
 }
 
 
+def root_parts() -> tuple[str, ...]:
+    """Returns the parts of the names that published models have in front of their layers."""
+    roots = ("model.", *_ROOTS.values())
+    return tuple(dict.fromkeys(part for root in roots for part in root.split(".") if part))
+
+
 def published_root(model_type: str, is_part: bool) -> str:
     """Returns how the names of the decoder's layers begin in a published model.
 

@@ -25,6 +25,7 @@ from jax_ep.checkpoints.architectures import (
     Tensors,
     architectures,
     published_root,
+    root_parts,
 )
 from jax_ep.checkpoints.encodings import (
     BLOCKS,
@@ -51,7 +52,7 @@ _WRAPPERS = (
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
 )
-_ROOTS = ("model", "language_model", "backbone", *_WRAPPERS)
+_ROOTS = (*root_parts(), *_WRAPPERS)
 
 # The beginning of the names of one layer's tensors: what precedes its number, the number, and
 # what follows it.
