@@ -163,7 +163,8 @@ class RoutingOptions:
 
     Attributes:
         score: an expert's score, of its logits: "softmax", "sigmoid" or "sqrt_softplus".
-        choose_by: what the selection bias is added to, and groups are compared by: "score" or "logit".
+        choose_by: what the selection bias is added to, and groups are compared by: "score" or
+            "logit".
         num_groups: number of groups, a divisor of E.
         groups_kept: groups that a token may choose from.
         group_score: the score of a group: "top2", the sum of its two largest `score + bias`
