@@ -14,6 +14,7 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routing import Routing
 
+
 class RouterInputs(NamedTuple):
     """Optional inputs of the router in a call of the layer; a pytree.
 
