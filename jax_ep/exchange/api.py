@@ -107,12 +107,12 @@ def dispatch(
         hosts, T·k / M of a rank's tokens choose a given host on average; give more than that, such
         as 0.6·T for DeepSeek-V3's 4 of 8 hosts.
       wire_dtype: None, or `jnp.float8_e4m3fn`: rows are sent as float8 values with one float32
-        scale per 128 values; H must be a multiple of 128. `jax_ep.exchange.quantization` states the
-        errors, and what becomes of NaN and of the largest and smallest values.
+        scale per 128 values; H must be a multiple of 128. `jax_ep.formats` states the errors,
+        and what becomes of NaN and of the largest and smallest values.
       grad_wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which the sums of cotangents are
         sent, as in `combine(wire_dtype=...)`. None, as in most training: their own dtype.
-      output: for a wire_dtype: "dequantized" returns rows of x's dtype; "quantized" returns the
-        received float8 rows and their `Dispatched.scales`, for a float8 matmul.
+      output: for a wire_dtype: "dequantized" returns rows of x's dtype; "quantized" returns a
+        `jax_ep.QuantizedArray` of the received float8 rows, for a float8 matmul.
       layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
         each (source rank, token), which has no capacity and no alignment.
       topk_weights: [T, K] floating, in the rank-major layout only: weights to send with the rows,
@@ -139,7 +139,7 @@ def dispatch(
     axis_name = checks.as_axes(axis_name)
     _check_choices(x, topk_idx)
     num_experts = _check_num_experts(num_experts, axis_name)
-    quantization.check_output(output, wire_dtype)
+    quantization.check_output(output, quantization.wire_format(wire_dtype))
     shared: dict[str, Any] = dict(
         num_experts=num_experts,
         axis_name=axis_name,
@@ -209,7 +209,7 @@ def combine(
         layout.
       wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which each rank's sums, or between
         hosts each host's, are sent, as in `dispatch`; None: y's dtype. Each of up to N sums of a
-        token then has the error that `jax_ep.exchange.quantization` states, which grows with the
+        token then has the error that `jax_ep.formats` states, which grows with the
         largest sum of its block; their errors add up. Warning: float8 sums cost accuracy. Others
         measured gsm8k at 0.920 instead of 0.957 with them, and DeepEP refuses them; measure your
         model before you choose them.

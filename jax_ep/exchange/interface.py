@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange.routes import Overflow, RankRoutes, Routes, RowGroups
+from pallas_kernels.formats import PLAIN, RowFormat
 
 Implementation = Literal["pallas", "xla", "two_level"] | None
 Received = tuple[jax.Array, ...]
-"""Rows; or with a wire_dtype, rows in it and their float32 scales, one for every 128 columns."""
+"""Rows as the format of the wire encodes them: values, and scales if it has any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,11 +39,11 @@ class Config:
       host_capacity: the most tokens that a rank sends to each other host; None: all its tokens.
       zero_unused: whether the rows past the last expert's block are zero; else undefined.
       implementation: the exchange to run; None for the best that runs here.
-      wire_dtype: the dtype in which rows, or sums of rows, are sent; None for their own dtype.
-      sum_dtype: the dtype in which a combine returns its sums, and sends them if there is no
-        wire_dtype; None for the rows' dtype.
-      grad_wire_dtype: the wire_dtype of the gradient's exchange.
-      quantized: whether a dispatch returns the received float8 rows and scales.
+      wire: the format in which rows, or sums of rows, are sent.
+      sum_dtype: the dtype in which a combine returns its sums, and sends them if the wire is plain;
+        None for the rows' dtype.
+      grad_wire: the wire of the gradient's exchange.
+      quantized: whether a dispatch returns the received rows and scales without decoding them.
     """
 
     axis_name: tuple[str, ...]
@@ -55,9 +56,9 @@ class Config:
     host_capacity: int | None = None
     zero_unused: bool = True
     implementation: Implementation = None
-    wire_dtype: jnp.dtype | None = None
+    wire: RowFormat = PLAIN
     sum_dtype: jnp.dtype | None = None
-    grad_wire_dtype: jnp.dtype | None = None
+    grad_wire: RowFormat = PLAIN
     quantized: bool = False
 
     @property
@@ -77,11 +78,9 @@ class Config:
     def of_cotangents(self) -> Self:
         """The configuration of the gradient's exchange.
 
-        Gradients of higher order have no wire_dtype.
+        The wire of higher gradients is plain.
         """
-        return dataclasses.replace(
-            self, wire_dtype=self.grad_wire_dtype, grad_wire_dtype=None, quantized=False
-        )
+        return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
 
 class Exchange(Protocol):
@@ -132,7 +131,7 @@ class ExchangeInParts(Exchange, Protocol):
     In `routes`, `rows` has the rows of the call's tokens, and `counts` those of the whole dispatch.
     The first call writes zeros to padding and, by the config, to unused rows. Every later call gets
     the result of the previous call as `into`, writes its tokens' rows there and keeps all other
-    rows. The config must have no wire_dtype.
+    rows. The wire must be plain.
     """
 
     def dispatch_like(
