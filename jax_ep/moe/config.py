@@ -260,8 +260,8 @@ def check_config(config: MoEConfig) -> None:
     if config.host_capacity_factor is not None and config.implementation in ("pallas", "xla"):
         raise ValueError(
             'host_capacity_factor needs implementation="two_level" or None, since only the '
-            f"exchange between hosts has it, but is {config.host_capacity_factor} with implementation="
-            f"{config.implementation!r}."
+            f"exchange between hosts has it, but is {config.host_capacity_factor} with "
+            f"implementation={config.implementation!r}."
         )
     if config.num_slots is not None and config.num_slots < config.num_experts:
         raise ValueError(
