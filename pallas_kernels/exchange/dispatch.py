@@ -40,6 +40,7 @@ from pallas_kernels.exchange.sender import PUT, List, Sender, SenderRefs, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.formats import PLAIN, RowFormat
 
 _COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
 
@@ -55,7 +56,7 @@ def dispatch(
     expert_alignment: int,
     fair: bool = False,
     zero_unused: bool = True,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
 ) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
 
@@ -72,11 +73,11 @@ def dispatch(
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
       zero_unused: whether rows past the last expert's are zero, or what is in memory.
-      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
-        every 128 values; then H is a multiple of 512.
+      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
+        quantized.
 
     Returns:
-      A tuple of seven: tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]);
+      A tuple of seven: tokens ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]);
       rows [N, T, K] int32, the row on this rank of each choice of each source rank, and -1 where
       the choice is of another rank's expert; counts [N, E] int32 of all ranks; group_sizes [L]
       int32, rows of each local expert's group with padding; expert_counts [L] int32, without
@@ -85,7 +86,7 @@ def dispatch(
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks, per_rank = x.shape[:-2], fabric.num_ranks, num_experts // fabric.num_ranks
-    row = Row(x.shape[-1], x.dtype, wire_dtype)
+    row = Row(x.shape[-1], x.dtype, wire)
     kernel = _Dispatch(
         Sender(fabric, plan, num_tokens, row, num_words=top_k),
         ExpertRows(
@@ -132,7 +133,7 @@ def dispatch_like(
     expert_alignment: int,
     fair: bool = False,
     zero_unused: bool = True,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
     into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
@@ -149,16 +150,16 @@ def dispatch_like(
       expert_alignment: that of `dispatch`.
       fair: that of `dispatch`.
       zero_unused: that of `dispatch`.
-      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
-        every 128 values; then H is a multiple of 512.
+      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
+        quantized.
       into: the rows of an earlier call with the same counts. The rows of this call's tokens are
         written into them; all others are kept, and none is filled with zeros.
 
     Returns:
-      tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]).
+      tokens ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
     """
     num_ranks, num_tokens, top_k = rows.shape[-3:]
-    row = Row(x.shape[-1], x.dtype, wire_dtype)
+    row = Row(x.shape[-1], x.dtype, wire)
     kernel = _DispatchLike(
         Sender(fabric, plan, num_tokens, row, num_words=top_k, num_sources=num_ranks),
         ExpertRows(

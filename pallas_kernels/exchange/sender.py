@@ -1,7 +1,7 @@
 """The sender of both dispatches: one warpgroup of a block, which sends the block's tokens to peers.
 
 It takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
-quantizes it if there is a wire_dtype, and puts it into its row at every rank that gets it:
+quantizes it if the wire's format says so, and puts it into its row at every rank that gets it:
 
     x[t] --copy--> stage of the ring --quantize--> stage ==== link ====> tokens[row] of each peer
                                    words of routes ----------- link ---> lists[rank, t] of each peer
@@ -48,7 +48,7 @@ class SenderScratch(NamedTuple):
 
     words: Any  # [sources, window.width] int32: a window of the words of routes
     stages: Sequence[Any]  # for each part of a row, [S, columns], as it is sent
-    wide_stages: Any  # [S, H], rows that are quantized next; None without a wire_dtype
+    wide_stages: Any  # [S, H], rows that are quantized next; None with a plain wire
     lists: Any  # [S, N, num_words] int32: the lists of a stage's token, by peer
     full: Any  # [S] barriers: a row has arrived in its stage
 
@@ -108,7 +108,7 @@ class Sender:
     def scratch(self) -> SenderScratch:
         """Returns the types of the sender's scratch."""
         stages, row = self.plan.num_stages, self.row
-        wide = None if row.wire_dtype is None else plgpu.SMEM((stages, row.hidden), row.dtype)
+        wide = plgpu.SMEM((stages, row.hidden), row.dtype) if row.wire.quantized else None
         return SenderScratch(
             words=plgpu.SMEM((self.num_sources, self.window.width), jnp.int32),
             stages=[plgpu.SMEM((stages, columns), t) for columns, t in row.parts],
@@ -141,14 +141,15 @@ class Sender:
         lax.fori_loop(0, jnp.minimum(count, self.plan.num_stages), fetch, None)
 
     def make_ready(self, x: Any, i: Any, scratch: SenderScratch) -> None:
-        """Waits until the i-th token's row is in its stage; quantizes it if wire_dtype is set."""
+        """Waits until the i-th token's row is in its stage; quantizes it if the wire does."""
         first_token, num_tokens = self.range()
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
 
         def quantize() -> None:
             """Quantizes the row, and starts to fetch the next one for the row's wide stage."""
             parts = [part.at[stage] for part in scratch.stages]
-            quantized_rows.quantize_row(self.fabric, scratch.wide_stages.at[stage], *parts)
+            wide = scratch.wide_stages.at[stage]
+            quantized_rows.quantize_row(self.fabric, self.row.wire, wide, *parts)
             plgpu.commit_smem()  # all threads have read the input; puts see the quantized row
             ahead = i + self.plan.num_stages
             pl.when(ahead < num_tokens)(lambda: self._fetch(x, first_token + ahead, ahead, scratch))
@@ -156,7 +157,7 @@ class Sender:
         @pl.when(i < num_tokens)
         def wait() -> None:
             plgpu.barrier_wait(scratch.full.at[stage])
-            if self.row.wire_dtype is not None:
+            if self.row.wire.quantized:
                 quantize()
 
     def open_window(self, routes: Routes, i: Any, scratch: SenderScratch) -> None:
@@ -201,7 +202,7 @@ class Sender:
 
             # A stage takes another token once its puts have read it.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            if self.row.wire_dtype is None:
+            if not self.row.wire.quantized:
                 ahead = i - lag + num_stages
                 pl.when((i >= lag) & (ahead < num_tokens))(
                     lambda: self._fetch(refs.x, first_token + ahead, ahead, scratch)
@@ -266,7 +267,7 @@ class Sender:
     def _fetch(self, x: Any, token: jax.Array, i: jax.Array, scratch: SenderScratch) -> None:
         """Starts to copy a row of x, the block's i-th, to its stage."""
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
-        ring = scratch.stages[0] if self.row.wire_dtype is None else scratch.wide_stages
+        ring = scratch.wide_stages if self.row.wire.quantized else scratch.stages[0]
         plgpu.copy_gmem_to_smem(
             self.fabric.mine(x).at[token],
             ring.at[stage],
