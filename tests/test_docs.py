@@ -56,9 +56,9 @@ def test_the_memory_of_the_low_latency_protocol_is_told():
         return (memory_map.heap_bytes(more) - memory_map.heap_bytes(fewer)) / (more - fewer) / 2**20
 
     told = (
-        f"{mib(3, 4):g} MiB for each other GPU of the host, {mib(5, 8):g} where there are over 4,"
+        f"{mib(3, 4):g} MiB of each heap for each other GPU of the host, or {mib(5, 8):g} MiB for "
+        f"each of up to {memory_map.num_senders(16)} others if the host has more than 4 GPUs."
     )
-    told += f" of up to {memory_map.num_senders(16)}."
     assert told in " ".join(PAGES["collectives.md"].split())
     assert memory_map.heap_bytes(8) == memory_map.heap_bytes(16) <= 32 * 2**20
 
@@ -91,7 +91,7 @@ def test_links_lead_somewhere():
         ("exchange.md", "The order of a tuple of axes is the order of the ranks"),
         ("layers.md", "The order of a tuple in `expert_axis` is the order of the ranks"),
         ("float8.md", "Float8 sums, `combine(wire_dtype=...)`, cost accuracy"),
-        ("several_hosts.md", "What never ran on GPUs: a network between machines"),
+        ("several_hosts.md", "three or more hosts have never run on GPUs"),
     ],
 )
 def test_what_goes_wrong_in_silence_is_in_a_warning(page, told):

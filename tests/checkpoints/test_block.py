@@ -189,7 +189,7 @@ def test_missing_misshapen_and_unknown_tensors_are_named(tmp_path):
     name = "model.layers.1.mlp.experts.5.up_proj.weight"
 
     said = refused(tmp_path, config, {k: v for k, v in tensors.items() if k != name})
-    assert f"must hold {name} (12, 16)" in said and "does not" in said
+    assert f"must hold {name} of shape (12, 16)" in said and "does not" in said
     said = refused(tmp_path, config, tensors | {name: tensors[name].T.copy()})
     assert name in said and "shape (12, 16), [F, H]" in said and "has (16, 12)" in said
     said = refused(tmp_path, config | {"moe_intermediate_size": 6}, tensors)

@@ -124,8 +124,40 @@ def test_kernels_run_where_the_table_says_that_they_are_faster(splits_tokens, mo
         lowered = jax.jit(gradient).trace(x, *others).lower(lowering_platforms=("cuda",))
         return lowered.as_text()
 
+<<<<<<< HEAD
     kernels, by_xla = text(None), text("xla")
     moved = ("all_gather", "all_reduce", "reduce_scatter")
     assert kernels.count("@mosaic_gpu") >= 2 and "@mosaic_gpu" not in by_xla
     assert not any(f"stablehlo.{name}" in kernels for name in moved)
     assert any(f"stablehlo.{name}" in by_xla for name in moved)
+=======
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(tensor_axis="expert"), "tensor_axis must be another mesh axis than expert_axis"),
+        (dict(tensor_axis=("tensor", "x")), r"tensor_axis \('tensor', 'x'\) must name axes"),
+        (
+            dict(tensor_axis=("tensor", "data"), batch_axes=("expert", "data")),
+            r"batch_axes must include all of tensor_axis .* or none .*\('expert', 'data'\)",
+        ),
+    ],
+)
+def test_errors_name_the_axis(changes, message):
+    with (
+        jax.set_mesh(mesh((2, 2, 2), ("data", *AXES))),
+        pytest.raises(ValueError, match=message),
+    ):
+        moe_layer(make_params(), make_x(), dataclasses.replace(CONFIG, **changes))
+
+
+def test_a_width_that_does_not_divide_is_named():
+    params = make_params()._replace(shared_wo=jnp.zeros((9, H)), shared_wi_0=jnp.zeros((H, 9)))
+    params = params._replace(shared_wi_1=params.shared_wi_0)
+    layer = functools.partial(moe_layer, config=CONFIG)
+    with jax.set_mesh(mesh((4, 2), AXES)):
+        with pytest.raises(ValueError, match=r"shared_wo must have a width .* 2 ranks .* is 9"):
+            jax.eval_shape(layer, params, make_x())
+    with jax.set_mesh(mesh((1, 3), AXES)):
+        with pytest.raises(ValueError, match=r"wi_0 must have a width .* 3 ranks .* is 8"):
+            jax.eval_shape(layer, make_params(), make_x())
+>>>>>>> main
