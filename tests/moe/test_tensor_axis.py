@@ -1,24 +1,235 @@
-"""Sums and gathers over the tensor axis: those of `jax.lax`, and kernels where they are faster."""
+"""Experts whose F is split over a mesh axis: the same output and gradients as without a mesh."""
 
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.dense_moe import BATCH, SEQUENCE, E, H, K, assert_close, make_x, weight_shapes
 from support.kernels import needs_kernels
-from support.meshes import mesh
+from support.meshes import expert_mesh, mesh
 from support.selection import quick
 
+import jax_ep
+from jax_ep import MoEConfig, MoEParams, moe_layer
 from jax_ep.collectives import table as collectives_table
 from jax_ep.moe import tensor_axis
 from jax_ep.moe.mesh import LayerMesh
+from jax_ep.moe.params import PARAMETERS
 from jax_ep.runtime import availability, jax_compat, symmetric_memory
 from pallas_kernels.fabric import memory_map
 
-T, H, K = 8, 128, 2
-RANKS = 2
+F, S = 8, 12
+CONFIG = MoEConfig(
+    num_experts=E,
+    num_experts_per_token=K,
+    gating=lambda gate, up: jnp.tanh(gate) * (up + 1),
+    tensor_axis="tensor",
+)
+PARTS: dict = dict(shared_dim=S, use_shared_gate=True, use_gate_bias=True, use_mlp_bias=True)
+AXES = ("expert", "tensor")
+MASK = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % 5 > 0
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """GPUs multiply float32 in fewer bits by default."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+def make_params() -> MoEParams:
+    """With every parameter that the axis splits, and biases, which it must not add twice."""
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (H, E)} | weight_shapes(E, H, F, **PARTS)
+    return MoEParams.of(**{
+        name: jnp.asarray(rng.normal(size=shape) * 0.4, jnp.float32)
+        for name, shape in shapes.items()
+    })  # fmt: skip
+
+
+def loss(params, x, mask=MASK, *, layer=moe_layer, config=CONFIG):
+    out, metrics = layer(params, x, config, mask)
+    total = jnp.sum(jnp.sin(out)) + metrics.load_balance_loss + metrics.router_z_loss
+    return total, (out, metrics)
+
+
+def run(config=CONFIG, layer=moe_layer):
+    step = functools.partial(loss, layer=layer, config=config)
+    return jax.jit(jax.value_and_grad(step, (0, 1), has_aux=True))(make_params(), make_x())
+
+
+@functools.cache
+def unsharded():
+    return jax.device_get(run())
+
+
+def split_by(*axes: str):
+    return dataclasses.replace(CONFIG, batch_axes=axes)
+
+
+MESHES = {
+    "replicated tokens": (CONFIG, (4, 2), AXES),
+    "split tokens": (split_by(*AXES), (4, 2), AXES),
+    "data, replicated tokens": (CONFIG, (2, 2, 2), ("data", *AXES)),
+    "data, split tokens": (split_by("data", *AXES), (2, 2, 2), ("data", *AXES)),
+    "no experts' axis": (CONFIG, (4, 2), ("data", "tensor")),
+    "two axes": (
+        dataclasses.replace(CONFIG, tensor_axis=("a", "b")),
+        (2, 2, 2),
+        ("expert", "a", "b"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*MESHES])
+@pytest.mark.slow
+def test_on_a_mesh(name):
+    config, shape, axes = MESHES[name]
+    with jax.set_mesh(mesh(shape, axes)):
+        assert_close(run(config), unsharded())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [CONFIG, split_by(*AXES)], ids=["replicated", "split"])
+def test_on_an_explicit_mesh(config):
+    mesh((4, 2), AXES)  # skips where there are fewer devices
+    devices = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(devices):
+        assert_close(run(config), unsharded())
+
+
+def spec_of(name: str) -> P:
+    axes = {"exp": "expert", "mlp": "tensor"}
+    return P(*(axes.get(axis) for axis in PARAMETERS[name].logical_axes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_inside_a_shard_map(split, check_vma):
+    """Each rank is given its own columns of its own experts."""
+    tokens = P(AXES) if split else P("expert")
+    config = split_by(*AXES) if split else split_by("expert")
+    params = make_params()
+    specs = MoEParams.of(**{n: spec_of(n) for n, a in params._asdict().items() if a is not None})
+    layer = jax.shard_map(
+        lambda params, x, mask: moe_layer(params, x, config, mask),
+        mesh=mesh((4, 2), AXES),
+        in_specs=(specs, tokens, tokens),
+        out_specs=(tokens, P()),
+        check_vma=check_vma,
+    )
+    got = run(layer=lambda params, x, config, mask: layer(params, x, mask))
+    assert_close(got, unsharded())
+
+
+@pytest.mark.slow
+def test_linen_inside_a_shard_map():
+    """Its parameters are there of the shapes that the rank is given."""
+    params = make_params()
+    fields = vars(CONFIG) | dict(batch_axes="expert") | PARTS
+    layer = jax_ep.linen.MoE(mlp_dim=F, **fields)
+    names = [n for n, a in params._asdict().items() if a is not None and n != "gate"]
+    variables = {"gate": {"kernel": params.gate}, **{n: getattr(params, n) for n in names}}
+    specs = {"gate": {"kernel": P()}, **{n: spec_of(n) for n in names}}
+    run_on_ranks = jax.shard_map(
+        lambda variables, x: layer.apply({"params": variables}, x)[0],
+        mesh=mesh((4, 2), AXES),
+        in_specs=(specs, P("expert")),
+        out_specs=P("expert"),
+    )
+    want, _ = moe_layer(params, make_x(), CONFIG)
+    assert_close(jax.jit(run_on_ranks)(variables, make_x()), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [CONFIG, split_by(*AXES)], ids=["replicated", "split"])
+def test_drops_are_those_of_the_experts_alone(config):
+    tight = dict(capacity_factor=0.6, tensor_axis=None, batch_axes=None)
+    with jax.set_mesh(expert_mesh(4)):
+        want = run(dataclasses.replace(config, **tight))
+    with jax.set_mesh(mesh((4, 2), AXES)):
+        got = run(dataclasses.replace(config, capacity_factor=0.6))
+    assert want[0][1][1].num_dropped > 0
+    assert_close(jax.device_get(got), jax.device_get(want))
+
+
+@pytest.mark.slow
+def test_columns_and_their_gradients_stay_where_they_are():
+    devices = mesh((4, 2), AXES)
+    given = {n: a for n, a in make_params()._asdict().items() if a is not None}
+    params = MoEParams.of(**{
+        name: jax.device_put(array, NamedSharding(devices, spec_of(name)))
+        for name, array in given.items()
+    })  # fmt: skip
+    with jax.set_mesh(devices):
+        step = jax.jit(jax.grad(lambda p, x: loss(p, x)[0]))
+        grads = step(params, make_x())
+        hlo = step.lower(params, make_x()).compile().as_text() or ""
+    for name in given:
+        want = NamedSharding(devices, spec_of(name))
+        assert getattr(grads, name).sharding.is_equivalent_to(want, given[name].ndim), name
+    assert f"f32[{E // 4},{H},{F // 2}]" in hlo
+    assert f"f32[{E // 4},{H},{F}]" not in hlo and f"f32[{E},{H}," not in hlo
+
+
+def test_nnx_parameters_are_born_split():
+    """Without a rule for "mlp"; on the ambient mesh, and on the layer's own."""
+    devices = mesh((4, 2), AXES)
+    sizes = dict(num_experts=E, num_experts_per_token=K, tensor_axis="tensor", **PARTS)
+    sizes["kernel_init"] = jax.nn.initializers.zeros
+    with jax.set_mesh(devices):
+        born = [jax_ep.nnx.MoE(H, F, **sizes, rngs=nnx.Rngs(0))]
+    born.append(jax_ep.nnx.MoE(H, F, **sizes, mesh=devices, rngs=nnx.Rngs(0)))
+    for module in born:
+        for name in ("wi_0", "wo", "wi_0_bias", "wo_bias", "shared_wo", "gate_bias"):
+            value = getattr(module, name).get_value()
+            want = NamedSharding(devices, spec_of(name))
+            assert value.sharding.is_equivalent_to(want, value.ndim), name
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(tensor_axis="expert"), "tensor_axis must be another mesh axis than expert_axis"),
+        (dict(tensor_axis=("tensor", "x")), r"tensor_axis \('tensor', 'x'\) must name axes"),
+        (
+            dict(tensor_axis=("tensor", "data"), batch_axes=("expert", "data")),
+            r"batch_axes must include all of tensor_axis .* or none .*\('expert', 'data'\)",
+        ),
+    ],
+)
+def test_errors_name_the_axis(changes, message):
+    with (
+        jax.set_mesh(mesh((2, 2, 2), ("data", *AXES))),
+        pytest.raises(ValueError, match=message),
+    ):
+        moe_layer(make_params(), make_x(), dataclasses.replace(CONFIG, **changes))
+
+
+def test_a_width_that_does_not_divide_is_named():
+    params = make_params()._replace(shared_wo=jnp.zeros((9, H)), shared_wi_0=jnp.zeros((H, 9)))
+    params = params._replace(shared_wi_1=params.shared_wi_0)
+    layer = functools.partial(moe_layer, config=CONFIG)
+    with jax.set_mesh(mesh((4, 2), AXES)):
+        with pytest.raises(ValueError, match=r"shared_wo must have a width .* 2 ranks .* is 9"):
+            jax.eval_shape(layer, params, make_x())
+    with jax.set_mesh(mesh((1, 3), AXES)):
+        with pytest.raises(ValueError, match=r"wi_0 must have a width .* 3 ranks .* is 8"):
+            jax.eval_shape(layer, make_params(), make_x())
+
+
+# ------------------------------------------------- the collectives that move tokens and their sums
+
+RANKS, WIDTH = 2, 128
 
 
 def where(splits_tokens: bool) -> LayerMesh:
@@ -27,7 +238,7 @@ def where(splits_tokens: bool) -> LayerMesh:
 
 
 def outputs(x, ids, weights, factors, splits_tokens, implementation=None):
-    """A layer of which each tensor rank computes a part: `factors` [1, H] of this rank."""
+    """A layer of which each tensor rank computes a part: `factors` [1, WIDTH] of this rank."""
     there = where(splits_tokens)
     arrays = x, x, ids, weights
     x, same, ids, weights = tensor_axis.for_all_ranks(arrays, there, implementation)
@@ -37,12 +248,12 @@ def outputs(x, ids, weights, factors, splits_tokens, implementation=None):
 
 
 def operands(splits_tokens):
-    num_tokens = T * RANKS if splits_tokens else T
+    num_tokens = 8 * RANKS if splits_tokens else 8
     x, factors = (
         jax.random.normal(jax.random.key(i), (n, H)) for i, n in ((0, num_tokens), (1, 2))
     )
-    weights = jax.random.uniform(jax.random.key(2), (num_tokens, K))
-    ids = jax.random.randint(jax.random.key(3), (num_tokens, K), -1, 2**20)
+    weights = jax.random.uniform(jax.random.key(2), (num_tokens, 2))
+    ids = jax.random.randint(jax.random.key(3), (num_tokens, 2), -1, 2**20)
     return x, ids, weights, factors
 
 
@@ -63,7 +274,7 @@ def mapped(splits_tokens, over, check_vma=True, implementation=None):
 def test_values_and_gradients_are_those_of_whole_experts(splits_tokens, check_vma, implementation):
     x, ids, weights, factors = operands(splits_tokens)
 
-    def loss(function, *arrays):
+    def total(function, *arrays):
         return jnp.sum(jnp.sin(function(*arrays)))
 
     def whole(x, weights, factors):
@@ -78,7 +289,7 @@ def test_values_and_gradients_are_those_of_whole_experts(splits_tokens, check_vm
         return run(x, ids, weights, factors)
 
     got, want = (
-        jax.jit(jax.value_and_grad(lambda *arrays, f=f: loss(f, *arrays), (0, 1, 2)))(
+        jax.jit(jax.value_and_grad(lambda *arrays, f=f: total(f, *arrays), (0, 1, 2)))(
             x, weights, factors
         )
         for f in (of_ranks, whole)
@@ -124,40 +335,8 @@ def test_kernels_run_where_the_table_says_that_they_are_faster(splits_tokens, mo
         lowered = jax.jit(gradient).trace(x, *others).lower(lowering_platforms=("cuda",))
         return lowered.as_text()
 
-<<<<<<< HEAD
     kernels, by_xla = text(None), text("xla")
     moved = ("all_gather", "all_reduce", "reduce_scatter")
     assert kernels.count("@mosaic_gpu") >= 2 and "@mosaic_gpu" not in by_xla
     assert not any(f"stablehlo.{name}" in kernels for name in moved)
     assert any(f"stablehlo.{name}" in by_xla for name in moved)
-=======
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(tensor_axis="expert"), "tensor_axis must be another mesh axis than expert_axis"),
-        (dict(tensor_axis=("tensor", "x")), r"tensor_axis \('tensor', 'x'\) must name axes"),
-        (
-            dict(tensor_axis=("tensor", "data"), batch_axes=("expert", "data")),
-            r"batch_axes must include all of tensor_axis .* or none .*\('expert', 'data'\)",
-        ),
-    ],
-)
-def test_errors_name_the_axis(changes, message):
-    with (
-        jax.set_mesh(mesh((2, 2, 2), ("data", *AXES))),
-        pytest.raises(ValueError, match=message),
-    ):
-        moe_layer(make_params(), make_x(), dataclasses.replace(CONFIG, **changes))
-
-
-def test_a_width_that_does_not_divide_is_named():
-    params = make_params()._replace(shared_wo=jnp.zeros((9, H)), shared_wi_0=jnp.zeros((H, 9)))
-    params = params._replace(shared_wi_1=params.shared_wi_0)
-    layer = functools.partial(moe_layer, config=CONFIG)
-    with jax.set_mesh(mesh((4, 2), AXES)):
-        with pytest.raises(ValueError, match=r"shared_wo must have a width .* 2 ranks .* is 9"):
-            jax.eval_shape(layer, params, make_x())
-    with jax.set_mesh(mesh((1, 3), AXES)):
-        with pytest.raises(ValueError, match=r"wi_0 must have a width .* 3 ranks .* is 8"):
-            jax.eval_shape(layer, make_params(), make_x())
->>>>>>> main
