@@ -552,6 +552,12 @@ _ROOTS = {
 }
 
 
+def root_parts() -> tuple[str, ...]:
+    """Returns the parts of the names that published models have in front of their layers."""
+    roots = ("model.", *_ROOTS.values())
+    return tuple(dict.fromkeys(part for root in roots for part in root.split(".") if part))
+
+
 def published_root(model_type: str, is_part: bool) -> str:
     """Returns the beginning of the names of the decoder's layers in a published model.
 

@@ -25,6 +25,7 @@ from jax_ep.checkpoints.architectures import (
     Tensors,
     architectures,
     published_root,
+    root_parts,
 )
 from jax_ep.checkpoints.encodings import (
     BLOCKS,
@@ -37,6 +38,7 @@ from jax_ep.checkpoints.encodings import (
 )
 from jax_ep.checkpoints.functions import MAKE
 from jax_ep.checkpoints.safetensors import Directory, Index
+from jax_ep.moe.params import PARAMETERS
 
 CONFIG = "config.json"
 
@@ -50,7 +52,7 @@ _WRAPPERS = (
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
 )
-_ROOTS = ("model", "language_model", "backbone", *_WRAPPERS)
+_ROOTS = (*root_parts(), *_WRAPPERS)
 
 # Matches the beginning of the names of a layer's tensors, with three groups: the part before the
 # layer's number, the number, and wrappers after it.
@@ -241,11 +243,12 @@ class Block:
         if self.like is not None and self.like + name in self.directory.files:
             encoding = open_tensor(self.directory, self.like + name, self.quantization)
             return encoding.scale_dtype if isinstance(encoding, Float8) else None
-        of_router = {"gate", "shared_gate"}.intersection(tensor.params)
-        is_bias = tensor.params[0].endswith("bias")
-        if of_router or is_bias or not self.quantization.is_float8(self.prefix + name):
-            return None
-        return np.dtype(np.float32)
+        # Of a layer, only the matrices of experts are float8.
+        parameter = PARAMETERS[tensor.params[0]]
+        is_of_experts = parameter.init == "kernel" and "mlp" in parameter.logical_axes
+        if is_of_experts and self.quantization.is_float8(self.prefix + name):
+            return np.dtype(np.float32)
+        return None
 
     def stored(self) -> list[str]:
         """Returns the names of the stored tensors, scales included."""

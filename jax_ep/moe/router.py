@@ -14,11 +14,6 @@ from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
 from jax_ep.moe.routing import Routing
 
-# Options of `routing.top_k_routing`: those that set the weights of choices, also of choices made
-# by the caller, and those that decide which experts are chosen.
-_WEIGHING = ("score", "normalize", "normalize_epsilon", "scale")
-_CHOOSING = ("choose_by", "num_groups", "groups_kept", "group_score")
-
 
 class RouterInputs(NamedTuple):
     """Optional inputs of the router in a call of the layer; a pytree.
@@ -44,7 +39,7 @@ def route(
     logits = None
     if inputs.topk_weights is None and params.gate is not None:
         logits = routing.router_logits(x, params.gate, params.gate_bias, config.router_dtype)
-    options: dict[str, Any] = {name: getattr(config, name) for name in _WEIGHING}
+    options = config.routing_options()
     if inputs.topk_weights is not None:
         assert inputs.topk_idx is not None
         weights = inputs.topk_weights.astype(jnp.float32)
@@ -53,14 +48,13 @@ def route(
         routed = Routing(expert_ids(inputs.topk_idx, config.num_choosable), weights)
     elif inputs.topk_idx is not None:
         assert logits is not None
-        routed = routing.routing_of_choices(logits, inputs.topk_idx, **options)
+        routed = routing.routing_of_choices(logits, inputs.topk_idx, options)
     elif config.router is not None:
         routed = _checked(config.router(x, logits), x.shape[0], config)
     else:
         assert logits is not None
-        options |= {name: getattr(config, name) for name in _CHOOSING}
         k = config.num_experts_per_token
-        routed = routing.top_k_routing(logits, k, bias=params.bias, **options)
+        routed = routing.choose_experts(logits, k, params.bias, options)
 
     topk_idx, topk_weights = routed.topk_idx, routed.topk_weights
     if params.expert_scale is not None:
