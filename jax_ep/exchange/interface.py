@@ -23,6 +23,14 @@ Received = tuple[jax.Array, ...]
 """Rows as the format of the wire encodes them: values, and scales if it has any."""
 
 
+def algorithm_next_to(implementation: Implementation) -> str | None:
+    """Returns the `algorithm` of collectives in a program with an exchange.
+
+    The library's collectives are kernels too: they run where the exchange may be kernels.
+    """
+    return None if implementation in (None, "pallas") else "xla"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """The static arguments of an exchange and of its gradient, which is an exchange too.
