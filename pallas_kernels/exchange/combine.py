@@ -51,7 +51,7 @@ from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
 from pallas_kernels.formats import PLAIN, RowFormat
 
-_PUT, _READ = 0, 1  # kinds of signal: a step's sums are in the receive buffer; they are read
+_PUT, _READ = 0, 1  # the kinds of signal: a step's sums have been put, and have been read
 
 
 def combine(
@@ -420,7 +420,7 @@ class _Combine:
 
             @pl.when(count >= 0)
             def put_sum() -> None:
-                # x + -0.0 is x for every x, so what is not a row changes no bits.
+                # A missing row counts as -0.0, since x + -0.0 has the bits of x for every x.
                 total = vectors.constant(fabric, self.held, -0.0, self.vector)
                 parts = lax.div(count + (at_once - 1), at_once)
                 total = lax.fori_loop(0, parts, add_rows, total)
@@ -471,7 +471,9 @@ class _Combine:
                 for ref, part in zip(refs.received, self._columns(tile), strict=True)
             ]
             if not self.row.wire.quantized:
-                total = vectors.constant(fabric, self.held, 0.0, self.vector)  # no sum is -0.0
+                total = vectors.constant(
+                    fabric, self.held, 0.0, self.vector
+                )  # 0.0 keeps sums from being -0.0
                 for part in vectors.load_each(fabric, sums[0], sent, self.vector):
                     total = total + part.astype(jnp.float32)
                 total, elements = total.astype(self.row.dtype), self.vector

@@ -42,7 +42,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES
 from pallas_kernels.formats import PLAIN, RowFormat
 
-_COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
+_COUNTED_AT_ONCE = 8192  # the choices that are loaded before the first of them is counted
 
 
 def dispatch(
@@ -115,7 +115,7 @@ def dispatch(
             *(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (per_rank, per_rank, 1, 1)),
         ],
         scratch_types=dict(scratch=kernel.scratch()),
-        shared=tuple(range(2, 2 + num_parts + 1)),  # the received rows, and the lists
+        shared=tuple(range(2, 2 + num_parts + 1)),  # peers write the received rows and the lists
     )(x, words.pad(topk_idx.reshape(*lead, num_tokens * top_k), fb.NOWHERE))
     parts, (rows, all_counts, *groups) = results[:num_parts], results[num_parts:]
     rows = rows[..., : num_tokens * top_k].reshape(*lead, num_ranks, num_tokens, top_k)
@@ -183,7 +183,7 @@ def dispatch_like(
         num_warpgroups=3,
         out_type=tokens if into is None else [],
         scratch_types=dict(scratch=kernel.scratch()),
-        shared=(1, *range(3, 3 + len(row.parts))),  # the known rows, and the received ones
+        shared=(1, *range(3, 3 + len(row.parts))),  # peers read the routes and write the tokens
     )
     operands = (
         x,
@@ -282,7 +282,7 @@ class _Kernel:
         lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
-        def wait_for_peers() -> None:  # which may still read this rank's rows, if these are known
+        def wait_for_peers() -> None:  # peers may still read this rank's known rows
             fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
@@ -364,7 +364,7 @@ class _Kernel:
         plgpu.barrier_wait(scratch.copy_full.at[stage])
         if len(tokens) > 1:
             lax.cond(
-                i + num_copies <= count,  # if so, num_copies - 1 copies were begun after this
+                i + num_copies <= count,  # num_copies - 1 copies were begun after this one
                 lambda: short_copies.wait(fabric, num_copies - 1),
                 lambda: short_copies.wait(fabric, 0),
             )
@@ -448,7 +448,7 @@ class _Dispatch(_Kernel):
             self.experts.fill(tokens, scratch.experts)
 
         @pl.when(warpgroup == 1)
-        def receive() -> None:  # connects here, to leave the sender less to do
+        def receive() -> None:  # the receiver connects, to relieve the sender
             fabric.connect()
             plgpu.barrier_arrive(scratch.connected)
             self.receive(rows, tokens, scratch)
@@ -509,7 +509,7 @@ class _Routes:
         return place
 
     def further_rows(self, words: List) -> list[jax.Array]:
-        """Returns a token's rows that are kept, but for the first; NOWHERE for the others."""
+        """Returns a token's kept rows after the first one, and NOWHERE for all other choices."""
         found, places = jnp.bool_(False), []
         for row in words:
             kept = self.kernel.kept(row)

@@ -213,7 +213,7 @@ class ExpertRows:
             return tuple(map(jnp.where, fitting, tried, quotas))
 
         overflows = jnp.logical_not(functools.reduce(operator.and_, fit(total)))
-        num_bits = jnp.int32(self.capacity.bit_length())  # no more rows are kept than the capacity
+        num_bits = jnp.int32(self.capacity.bit_length())  # a quota is at most the capacity
         zeros = (jnp.int32(0),) * num_ranks
         quotas = lax.fori_loop(0, jnp.where(overflows, num_bits, 0), try_bit, zeros)
         # Where nothing overflows anywhere, the quotas are still 0.
@@ -245,8 +245,10 @@ class ExpertRows:
         if not last:
             self.fabric.barrier()
             for expert, row in zip(experts, found, strict=True):
-                next_rows[(*of, expert)] = row + 1  # the last choice has the last row
-            self.fabric.barrier()  # the next token reads what this one has counted
+                next_rows[(*of, expert)] = (
+                    row + 1
+                )  # of repeated choices, the last has the largest row
+            self.fabric.barrier()  # the next token reads these counts
         if self.fair:
             ends = [scratch.group_ends[0, jnp.minimum(e, self.num_experts - 1)] for e in experts]
             dropped = jnp.int32(self.capacity)

@@ -28,8 +28,8 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
 
-_TILES_AT_ONCE = 8  # that a warpgroup polls together
-_HELLO = 0  # kind of signal: block 0 of a peer has begun this call
+_TILES_AT_ONCE = 8  # the tiles that a warpgroup polls together
+_HELLO = 0  # the kind of signal: block 0 of a rank has begun this call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +154,9 @@ class Rows:
             self.fabric.send_values(self.fabric.mine(ref).at[pl.ds(start, size)], start)
 
     def counted(self, i: int, tile: jax.Array) -> jax.Array:
-        """Sets those elements of this warpgroup's i-th tile to 0 that another tile has, too.
+        """Zeroes the elements of this warpgroup's i-th tile that overlap another tile.
 
-        Only the row's last tile is repeated, in whole or in part, as the last of a warpgroup's.
+        Only the last tile of a warpgroup may overlap, since it may repeat the row's last tile.
         """
         plan = self.plan
         whole = plan.num_tiles * plan.tile == plan.hidden
@@ -174,7 +174,7 @@ class Rows:
         return vectors.constant(self.fabric, self.plan.tile, 0.0, self.plan.vector)
 
     def ranks_of(self, experts: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the rank of each expert, NOWHERE for an id that is none."""
+        """Returns the rank of each expert; NOWHERE for an id outside the experts."""
         num_experts = self.plan.num_experts
         per_rank = jnp.int32(num_experts // self.fabric.num_ranks)
         valid = [(e >= 0) & (e < num_experts) for e in experts]
@@ -381,4 +381,4 @@ def meet(fabric: fb.Fabric, together: Any) -> None:
     """Makes the threads of all warpgroups that share the barrier `together` wait for each other."""
     plgpu.barrier_arrive(together)
     plgpu.barrier_wait(together)
-    fabric.barrier()  # for the simulator, where a warpgroup arrives as one
+    fabric.barrier()  # the simulator runs a warpgroup as one thread

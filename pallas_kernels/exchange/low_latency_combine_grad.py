@@ -40,7 +40,7 @@ from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 from pallas_kernels.fabric.memory_map import MAX_VALUES
 
-_RETURNED = MAX_VALUES // 2  # the first of the values that go back to the owners
+_RETURNED = MAX_VALUES // 2  # the index of the first value that goes back to the owners
 
 
 def combine_grad(
@@ -191,7 +191,7 @@ class _CombineGrad:
         arrived: list[Any] = []
         for pair, i, _, _, _ in self.gather.pairs():
             source = pair % fabric.num_ranks
-            if source == 1:  # after this rank's own token
+            if source == 1:  # this rank's own token comes first
                 first = pair - source
                 comes = [
                     scratch.gather.num_rows[first + j] >= 0 for j in range(1, fabric.num_ranks)

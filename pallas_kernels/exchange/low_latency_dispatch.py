@@ -36,7 +36,7 @@ from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES, align_up
 from pallas_kernels.fabric.low_latency import Channels
 
-_COUNTED_AT_ONCE = 1024  # choices, all loaded before the first is counted
+_COUNTED_AT_ONCE = 1024  # the choices that are loaded before the first of them is counted
 
 
 def dispatch(
@@ -298,7 +298,7 @@ class _Dispatch:
         endpoint.close()
 
     def _send_choices(self, topk_idx: Any) -> None:
-        """Sends this rank's choices to all ranks: each mover of block 0 a part of them."""
+        """Sends this rank's choices to all ranks; the movers of block 0 send a part each."""
         pairs = -(-self.num_choices // 2)
         count = -(-pairs // self.rows.plan.warpgroups)
         first = jnp.minimum(self.rows.warpgroup * count, pairs - count)

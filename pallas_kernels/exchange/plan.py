@@ -28,30 +28,30 @@ from pallas_kernels.formats import PLAIN, RowFormat
 
 Parts = list[tuple[int, jax.typing.DTypeLike]]
 
-ROW_BYTES = 128  # a row must be whole 128-byte lines
-ROW_MULTIPLE = 512  # columns of a quantized row: scales of 16 bytes, and a block for every warp
+ROW_BYTES = 128  # a row must be a multiple of this
+ROW_MULTIPLE = 512  # a quantized row's columns are a multiple: 16 bytes of scales, a block per warp
 _PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
 _RING_STAGES = 16  # the most rows that a ring in shared memory holds
 
 # Up to this many tokens per rank, latency decides the time of a call; beyond, the link's bandwidth.
 FEW_TOKENS = 256
-_NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
+_NUM_BLOCKS = 128  # the fastest number on 2, 4 and 8 H200s
 
 # Of a combine, measured on 2 H200s.
-ROWS_OF_SUM = 4  # rows of a sum that are loaded at a time
-_STEP_BYTES = 16 * 1024  # of the sums of a step for one owner, unless one sum is longer
+ROWS_OF_SUM = 4  # a worker loads this many rows of a sum at a time
+_STEP_BYTES = 16 * 1024  # a step has at most these bytes of sums for one owner, or one sum
 _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
-_TILE_VECTORS = 2  # vectors of 16 bytes of a row that a thread holds
+_TILE_VECTORS = 2  # a thread holds this many 16-byte vectors of a row
 
 # Of the gradient of a combine.
-ROWS_OF_COTANGENT = 2  # rows that are multiplied with a cotangent at a time
+ROWS_OF_COTANGENT = 2  # a worker multiplies this many rows with a cotangent at a time
 _GRAD_WORKERS = 5
-_GRAD_DEPTH = 3  # cotangents of a worker that are on their way, or in use
+_GRAD_DEPTH = 3  # each worker has this many cotangents in the ring
 
 # Of a dispatch of more than FEW_TOKENS tokens.
-_DISPATCH_BYTES = 32 * 1024  # of the rows of a step
+_DISPATCH_BYTES = 32 * 1024  # the rows of a step have about these bytes
 _COPY_STAGES = 16
 
 
@@ -240,7 +240,7 @@ class LowLatencyPlan(Sizes):
     hidden: int
     dtype: jax.typing.DTypeLike
     num_gpus: int
-    warpgroups = 4  # of a block, that send and receive
+    warpgroups = 4  # this many warpgroups of a block send and receive
     max_blocks: int = memory_map.MAX_WORKERS // warpgroups
     max_stages: int = 2 * _RING_STAGES
 
@@ -272,7 +272,7 @@ class LowLatencyPlan(Sizes):
     @property
     def num_stages(self) -> int:
         """Rows that shared memory holds next to the words of the kernel with the most of them."""
-        choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
+        choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
         # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # The layout, and the next rows from each rank; the rest is spare.
@@ -293,7 +293,7 @@ class LowLatencyPlan(Sizes):
             and self.tokens_per_block * self.tiles_of_worker
             <= memory_map.tiles_of_channel(self.num_gpus)
             and self.num_tokens * self.top_k <= memory_map.MAX_VALUES // 2
-            and self.num_experts <= 2**15  # ids are sent as 16 bits
+            and self.num_experts <= 2**15  # ids are sent as 16-bit integers
             and self.num_stages > 0
         )
 
@@ -358,7 +358,7 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
     few, step_tokens = sizes.num_tokens <= FEW_TOKENS, 2
-    if not few:  # as many as the window of lists has room for at no cost
+    if not few:  # as many tokens as the window of lists has room for
         step_tokens = max(2, min(_DISPATCH_BYTES // row.sent_bytes, LANES // sizes.top_k))
 
     def room_for_rows(step_tokens: int) -> int:

@@ -30,7 +30,7 @@ from pallas_kernels.exchange.plan import Plan, Row, Window, windows
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 
-PUT = 0  # kind of signal: sent after each step, and once by a block that has no step
+PUT = 0  # the kind of signal: a block sends it after each step, or once if it has no step
 
 List = Sequence[jax.Array]  # the words of a token that a peer receives
 
@@ -248,7 +248,7 @@ class Sender:
         """
         fabric, num_words = self.fabric, self.num_words
         rank = fabric.rank()
-        if num_words % 4:  # bulk copies are of whole 16 bytes
+        if num_words % 4:  # bulk copies need multiples of 16 bytes
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 for i, word in enumerate(words):
                     fabric.peer(lists_ref, peer)[rank, entry + i] = word

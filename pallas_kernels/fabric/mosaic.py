@@ -1,4 +1,4 @@
-"""The one door to Mosaic's internals: everything private or unstable of JAX that kernels touch.
+"""Wraps every private or unstable part of JAX and Mosaic that kernels use.
 
 Pallas expresses most of a kernel. The rest is emitted as MLIR, for one thread of a warpgroup, by
 functions that `inline` runs while the kernel is lowered. These functions need MLIR's dialects, the
@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric.hardware import LANES
 
-# What this module and the kernels need, by module.
+# The names that this module and the kernels need, by module.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": ("FragmentedArray.splat", "WGStridedFragLayout"),
     "jax.experimental.mosaic.gpu.launch_context": (
@@ -182,13 +182,13 @@ def inline(
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Mosaic's compiler starts with MLIR's canonicalizer, which visits a block from its top to its end
-# and takes seconds for loops that carry hundreds of registers. From the end to the top it takes
-# hundredths of a second for the same result, of which the compiler's own pass then has nothing to
-# change. Places in source files go: kernels that differ by them alone are then compiled once.
+# Mosaic's compiler first runs MLIR's canonicalizer, which visits a block from top to end and takes
+# seconds for loops that carry hundreds of registers. This pipeline runs it from end to top, which
+# takes hundredths of a second, and leaves the compiler's own run nothing to change. It also strips
+# source locations, so that kernels that differ only in these are compiled once.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
 _FORGET_PLACES = "strip-debuginfo"
-_DUMP_NAME = "mosaic_gpu.dump_basename"  # a module's attribute, which by default holds a counter
+_DUMP_NAME = "mosaic_gpu.dump_basename"  # the name of a module attribute, by default with a counter
 
 
 def kernel(
@@ -221,8 +221,8 @@ def kernel(
     return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
 
 
-_LABEL = "mosaic_gpu.label"  # a module's attribute, which Mosaic ignores
-_label: str | None = None  # of kernels that are lowered now
+_LABEL = "mosaic_gpu.label"  # the name of a module attribute, which Mosaic ignores
+_label: str | None = None  # the label of kernels that are being lowered
 _labels = map(str, itertools.count())
 
 
@@ -506,7 +506,7 @@ def reach_peers(table: Any, offset: Callable[[Value, Value], Value]) -> None:
                 raise NotImplementedError("peers are reached only by copies of contiguous rows")
             kind = ir.MemRefType(ref.type)
             strides, _ = kind.get_strides_and_offset()
-            layout = ir.StridedLayoutAttr.get(0, strides)  # the pointer includes the offset
+            layout = ir.StridedLayoutAttr.get(0, strides)  # the pointer already includes the offset
             there = ir.MemRefType.get(kind.shape, kind.element_type, layout, kind.memory_space)
             place = arith.addi(address(ref), offset(table, peer))
             return mgpu.utils.ptr_as_memref(llvm.inttoptr(pointer(ref).type, place), there)

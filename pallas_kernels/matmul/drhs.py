@@ -51,7 +51,7 @@ from pallas_kernels.matmul.kernel import (
 )
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT, row_ranges
 
-BLOCK_M = COMPUTERS * CHUNK  # rows of a block's output tile; each computer takes half of them
+BLOCK_M = COMPUTERS * CHUNK  # the rows of an output tile; each computer warpgroup takes half
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class _Drhs(Kernel):
     """The kernel of `drhs_of_each`."""
 
     num_groups: int
-    height: int  # rows of the output of a group, K
+    height: int  # K, the rows of a group's output
     num_grads: int
 
     def __post_init__(self) -> None:
@@ -212,7 +212,7 @@ class _Drhs(Kernel):
             shape, columns = (CHUNK, tiles.block_n), range(0, tiles.block_n, CHUNK)
 
             def store(tile, chunk):
-                """Stores a chunk of columns of this computer's part of a tile, if there is one."""
+                """Stores this warpgroup's part of a chunk of columns, if the tile exists."""
                 (which, group, top, left_edge), values = tile
 
                 def stage(first):

@@ -39,7 +39,7 @@ from pallas_kernels.matmul.kernel import (
 )
 from pallas_kernels.matmul.row_tiles import BEGIN, END, FIRST, GROUP, ROW_ALIGNMENT, row_tiles
 
-STORED_ROWS = 32  # rows that a computer stores at a time
+STORED_ROWS = 32  # the rows that a computer warpgroup stores at a time
 _STAGING = "staged", "plain"  # scratch of each computer's own; the second if interpreted
 
 
@@ -188,7 +188,7 @@ class Product(Kernel):
             right = self.matrices, *right
         left, staged = (tiles.block_m, CHUNK), (self._num_staged, STORED_ROWS)
         ring = self.ring(dtype, left, right, staged)
-        if self.interpreted:  # to store single rows, which a swizzled tile does not allow
+        if self.interpreted:  # the interpreter cannot store single rows of a swizzled tile
             ring["plain"] = plgpu.SMEM((COMPUTERS, STORED_ROWS, CHUNK), dtype)
         return ring
 
@@ -213,7 +213,7 @@ class Product(Kernel):
             def one_tile(tile, used):
                 group, first, left_edge, kind = tile
                 cols = pl.ds(pl.multiple_of(left_edge, CHUNK), self.tiles.block_n)
-                together = 1 + self.matrices  # operands that are loaded together
+                together = 1 + self.matrices  # the operand tiles that are loaded together
                 for k, depth in enumerate(self.depths):
                     lhs, *rhs = operands[k * together : (k + 1) * together]
 
@@ -316,9 +316,9 @@ class Product(Kernel):
 
     @property
     def holds(self) -> bool:
-        """Returns whether registers have room for a tile's results beside the accumulators.
+        """Returns whether registers have room for a tile's results next to the accumulators.
 
-        Then a tile is stored while the next one is multiplied.
+        If so, a tile is stored while the next one is multiplied.
         """
         return True
 
@@ -369,7 +369,7 @@ class Product(Kernel):
                 self._stage(room.at[:height], part)
 
         @pl.when(number == 0)
-        def _():  # what was staged of the tile before has been read
+        def _():  # the previous tile's staged chunk has been read
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(first < stop)

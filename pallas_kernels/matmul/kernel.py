@@ -24,21 +24,21 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
-CHUNK = 64  # columns that a computer stores at a time, and the width of a swizzled tile
+CHUNK = 64  # the columns that a computer stores at a time, and the width of a swizzled tile
 COMPUTERS = 2
 _LOADER = 2  # the loader's warpgroup; the computers are 0 and 1
-_LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232  # of each thread, from 168
-OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
+_LOADER_REGISTERS, _COMPUTER_REGISTERS = 40, 232  # registers per thread, instead of 168
+OTHER_BYTES = 2560  # the shared memory that is reserved for barriers and for Mosaic
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """The common base of the kernels: the ring, and the order of tiles."""
 
-    tiles: Any  # has block_n, num_stages and band
+    tiles: Any  # an object with block_n, num_stages and band
     num_blocks: int
     interpreted: bool
-    width: int  # columns of the output
+    width: int  # the number of the output's columns
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
         """The body: takes references to the operands and the outputs, and scratch."""
@@ -211,7 +211,7 @@ class Kernel:
                     multiply_stage(i)
                 if meanwhile is not None:
                     meanwhile(i)
-                # Once the step before this one has ended, its stage is free.
+                # The previous step has ended here, so its stage is free.
                 plgpu.wgmma_wait(self.matrices)
                 pl.when((i > 0) & (i <= steps))(lambda: free(i - 1))
 

@@ -1,7 +1,7 @@
-"""The tiles that cut every group's rows, by one small kernel with a thread block for each group.
+"""Computes the tiles of every group's rows, by one small kernel with a thread block per group.
 
-XLA takes four launches for the same table: two running sums over the groups, the second of what the
-first gives, a search, and a gather.
+XLA would take four launches for the same table: two running sums over the groups, a search and a
+gather.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.fabric import mosaic
 
-ROW_ALIGNMENT = 8  # tiles start at a multiple of so many rows
-# Columns of the table.
+ROW_ALIGNMENT = 8  # tiles start at a multiple of this many rows
+# The indices of the table's columns.
 GROUP, FIRST, BEGIN, END = range(4)
 _UNROLL = 8
 
@@ -99,7 +99,7 @@ def by_kernel(
         own = lax.axis_index("block")
 
         def size_of(group, start):
-            """Returns the rows of a group that there are from row `start` on."""
+            """Returns the number of existing rows of a group that starts at row `start`."""
             size = jnp.clip(sizes[group], 0, num_rows)
             return jnp.minimum(start + size, num_rows) - start
 

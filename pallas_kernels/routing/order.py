@@ -1,4 +1,4 @@
-"""How columns and groups are compared where float32 sums of a score and a bias round to the same.
+"""Orders columns and groups whose sums of score and bias round to the same float32.
 
 A sum is two float32 numbers, `high` and `low`: `high` is the sum rounded to float32, and `low` what
 was rounded off. Where these are equal, too, logits decide. Functions here are elementwise and made
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_LARGEST = np.float32(1e37)  # its sums and differences are finite
+_LARGEST = np.float32(1e37)  # sums and differences of numbers up to this are finite
 _LOG_2 = np.float32(math.log(2))
 
 
@@ -79,8 +79,8 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_clipped
 
 
-# By what scores are: a function of two logits that grows with the sum of their scores, also where
-# that sum rounds to the same number. Groups are compared by it after the sum of their best two.
+# For each score function, a function of two logits that grows with the sum of their scores, even
+# where the sums round to the same number. It orders groups whose sums of their best two are equal.
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

@@ -7,11 +7,11 @@ import math
 
 from pallas_kernels.fabric.hardware import WARP
 
-MOST_COLUMNS = 1024  # so that a row fits into the registers of a warp
-MOST_CHOICES = WARP  # each is stored by a lane of its own
+MOST_COLUMNS = 1024  # a row must fit in the registers of a warp
+MOST_CHOICES = WARP  # each lane stores one choice
 # Below the sum of scores divided by the largest, unless all are 0.
 LEAST_SUM = 1e-6
-_LOWEST = -3.4028234663852886e38  # of float32
+_LOWEST = -3.4028234663852886e38  # the lowest finite float32
 
 
 @dataclasses.dataclass(frozen=True)

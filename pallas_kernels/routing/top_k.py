@@ -37,7 +37,7 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.routing import order
 from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
 
-_ROWS = LANES // WARP  # rows of a block
+_ROWS = LANES // WARP  # a block has this many rows, one per warp
 _SIGN = 0x80000000
 _ADD = Elementwise(lambda a, b: a + b, 2)
 _MAX = Elementwise(lambda a, b: jnp.maximum(a, b), 2)
@@ -139,7 +139,7 @@ class _TopK:
     groups: Groups | None
     biased: bool
     makes_softmax: bool
-    given: tuple[str, ...]  # the operands' names
+    given: tuple[str, ...]  # the names of the operands
     interpreted: bool
 
     @property
