@@ -1,7 +1,8 @@
 """The configuration of an MoE layer, whose fields both Flax layers take.
 
-A new option is a field of `MoEConfig` here, or of `ExpertOptions` and with the same name here, and
-what computes with it. An option that brings a parameter is declared in `jax_ep.moe.params`.
+Options of the router and of the experts are declared in `RoutingOptions` and `ExpertOptions`, and
+have a field of the same name here. An option that brings a parameter is declared in
+`jax_ep.moe.params`.
 """
 
 from __future__ import annotations
