@@ -140,7 +140,7 @@ class MatmulCase(runner.Case):
 
 
 class SmallCase(MatmulCase):
-    """One operation on small operands, whose results are checked: its rows are those that fail."""
+    """One operation on small operands, whose results are checked; only failures become rows."""
 
     def __init__(self, operands: Operands, op: str, dtype: Any):
         shapes = f"{list(operands.lhs.shape)} x {list(operands.rhs.shape)}"

@@ -296,7 +296,7 @@ class _Body:
         lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
 
     def _row_of_sums(self, x, normalized, row):
-        """Returns this warpgroup's tiles of a row of sums, reading peers if in one shot."""
+        """Returns this warpgroup's tiles of a row of sums; in one shot, reads the peers."""
         if not self.two_shot:
             return [
                 tiles.sum_of_ranks(self.fabric, x, row, where).astype(self.dtype)

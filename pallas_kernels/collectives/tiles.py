@@ -49,7 +49,7 @@ class TilePlan:
         return self.num_blocks * self.num_warpgroups
 
     def worker(self) -> jax.Array:
-        """Returns, within a kernel, the index of this warpgroup among those of all blocks."""
+        """Returns, within a kernel, the index of this warpgroup among all blocks' warpgroups."""
         return lax.axis_index("block") * self.num_warpgroups + lax.axis_index("warpgroup")
 
 

@@ -132,7 +132,7 @@ class _Refs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """The shared memory. The lists are those of two steps, in turn; sums are [token, owner]."""
+    """The shared memory. Lists have room for two steps, used in turn; sums are [token, owner]."""
 
     window_rows: Any  # [N, window] int32: rows of a step's tokens, by owner
     window_weights: Any  # [N, window] float32: their weights
@@ -267,7 +267,7 @@ class _Combine:
         fabric, num_steps = self.fabric, self._range()[2]
 
         def begin(step: jax.Array) -> None:
-            """Lists a step, once peers have read what lies in its place of their buffers."""
+            """Lists a step once peers have read the earlier sums in its place of their buffers."""
             if self.reused:
                 fabric.wait(_READ, jnp.maximum(step + 1 - self.receive_steps, 0), "combine")
             self._list(step, refs, scratch)
@@ -276,7 +276,7 @@ class _Combine:
         def run_step(step: jax.Array, _: None) -> None:
             half = lax.rem(step, 2)
 
-            # Every worker has ended the step before, whose list that of the next one replaces.
+            # Every worker has ended the previous step, so its list may be overwritten.
             pl.when(step + 1 < num_steps)(lambda: begin(step + 1))
             plgpu.barrier_wait(scratch.put.at[half])
             fabric.delay_point(1)
@@ -333,7 +333,7 @@ class _Combine:
         lax.fori_loop(0, tokens * num_ranks, list_sum, None)
 
     def _work(self, worker: jax.Array, refs: _Refs, scratch: _Scratch) -> None:
-        """Sums and puts rows of each step, and adds what has arrived for the step before."""
+        """Sums and puts the rows of each step, and adds what arrived for the previous step."""
         num_steps = self._range()[2]
 
         def put_step(step: jax.Array) -> None:
@@ -372,7 +372,7 @@ class _Combine:
         tokens = jnp.minimum(
             self._range()[1] - step * self.step_tokens, jnp.int32(self.step_tokens)
         )
-        # The worker that takes a step's first item follows the one that took the last one before.
+        # A step's first item goes to the worker after that of the previous step's last item.
         passed = lax.rem(step * (self.step_tokens * per_token), workers)
         first = lax.rem(worker + workers - passed, workers)
 

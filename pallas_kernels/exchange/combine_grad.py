@@ -81,13 +81,13 @@ def combine_grad(
       plan: number of blocks, of workers, and of cotangents in the ring.
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows did not fit in R kept equally many of each expert.
-      zero_unused: whether rows of dy past the last expert's are zero, or what is in memory.
+      zero_unused: whether rows of dy past the last expert's rows are zero; else undefined.
       into: dy of an earlier call with the same counts. The rows of this call's tokens are written
         into it; all others are kept, and none is filled with zeros.
 
     Returns:
       dy [R, H] of y's dtype: the weight times the cotangent, computed in float32 and rounded once;
-      zero in rows without a token, but for `zero_unused` and `into`. dweights [T, K] float32: the
+      zero in rows without a token (see also `zero_unused` and `into`). dweights [T, K] float32: the
       inner product of cotangent and row, summed in an order that is the same on every run; zero for
       choices that are of no expert or were dropped.
     """
@@ -173,7 +173,7 @@ class _CombineGrad:
       num_tokens: T.
       hidden: H.
       top_k: K.
-      dtype: of rows.
+      dtype: the dtype of rows.
       fabric: how ranks reach each other.
       plan: number of blocks, of workers, and of stages.
       window: the routes that the scout holds at a time.

@@ -72,7 +72,7 @@ def dispatch(
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
-      zero_unused: whether rows past the last expert's are zero, or what is in memory.
+      zero_unused: whether rows past the last expert's rows are zero; else undefined.
       wire: the format in which rows are sent and received. H is a multiple of 512 if it is
         quantized.
 
@@ -146,10 +146,10 @@ def dispatch_like(
       counts: [N, E] int32, the result of `dispatch`.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the rings.
-      capacity: R, that of `dispatch`.
-      expert_alignment: that of `dispatch`.
-      fair: that of `dispatch`.
-      zero_unused: that of `dispatch`.
+      capacity: R, as in `dispatch`.
+      expert_alignment: as in `dispatch`.
+      fair: as in `dispatch`.
+      zero_unused: as in `dispatch`.
       wire: the format in which rows are sent and received. H is a multiple of 512 if it is
         quantized.
       into: the rows of an earlier call with the same counts. The rows of this call's tokens are
@@ -211,7 +211,7 @@ class _Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """What the kernels of `dispatch` and `dispatch_like` share: receiver, filler and memory."""
+    """The common base of the kernels of both dispatches: receiver, filler and memory."""
 
     sender: Sender
     experts: ExpertRows
@@ -537,7 +537,7 @@ class _KnownRoutes(_Routes):
 
 @dataclasses.dataclass(frozen=True)
 class _NewRoutes(_Routes):
-    """Routes that are computed from this rank's choices, one token after the other."""
+    """Computes the routes of new choices, one token after the other."""
 
     choices: Any  # [T·K] int32
 

@@ -60,9 +60,9 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine's rows y and of its weights.
 
-    Arguments and results are those of `combine_grad.combine_grad`, but for `channels`, how
-    warpgroups of ranks reach each other, and a plan that `fits`. dweights is summed in another
-    order, the same on every run.
+    Arguments and results are those of `combine_grad.combine_grad`, with two differences: `channels`
+    connects the warpgroups of the ranks, and the plan must satisfy `fits`. dweights is summed in
+    another order, which is the same on every run.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     capacity = y.shape[-2]
@@ -232,8 +232,8 @@ class _CombineGrad:
     ) -> None:
         """Multiplies a cotangent with the r-th row of a pair, and with its weight.
 
-        `tiles` are those of the cotangent, in float32. `begun` rows are of earlier pairs, and
-        `num_turns` of all pairs.
+        `tiles` are the cotangent's tiles, in float32. Earlier pairs have `begun` rows, and all
+        pairs together `num_turns`.
         """
         fabric, of_rows, ring = self.fabric, self.rows, scratch.gather.ring
         stage = ring.stage(begun + r)
@@ -255,7 +255,7 @@ class _CombineGrad:
         vectors.partial_sums(fabric, total, parts, of_rows.plan.vector)
 
     def _return(self, refs: _Refs, scratch: _Scratch) -> None:
-        """Sends the inner products to the owners, and writes those that the ranks return."""
+        """Sends the inner products to the owners, and writes those that other ranks return."""
         fabric, top_k, totals = self.fabric, self.gather.top_k, scratch.totals
         vectors.add_each(fabric, scratch.sums, totals, self.parts_of_sum)
         fabric.barrier()

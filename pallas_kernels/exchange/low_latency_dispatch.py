@@ -65,7 +65,7 @@ def dispatch(
       expert_alignment: the rows of each expert start at a multiple of this.
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
-      zero_unused: whether rows past the last expert's are zero, or what is in memory.
+      zero_unused: whether rows past the last expert's rows are zero; else undefined.
 
     Returns:
       The results of `dispatch.dispatch` with a plain wire, bit for bit.
@@ -111,16 +111,16 @@ def dispatch_like(
 
     Args:
       x: [T, H].
-      topk_idx: [T, K] int32, that of `dispatch`.
+      topk_idx: [T, K] int32, as in `dispatch`.
       rows: [N, T, K] int32, the result of `dispatch`.
       counts: [N, E] int32, the result of `dispatch`.
       fabric: how ranks reach each other.
       channels: how warpgroups of ranks reach each other.
       plan: how rows are spread over blocks and warpgroups; a plan that `fits`, of these sizes.
-      capacity: R, that of `dispatch`.
-      expert_alignment: that of `dispatch`.
-      fair: that of `dispatch`.
-      zero_unused: that of `dispatch`.
+      capacity: R, as in `dispatch`.
+      expert_alignment: as in `dispatch`.
+      fair: as in `dispatch`.
+      zero_unused: as in `dispatch`.
 
     Returns:
       tokens ([R, H],).
@@ -348,7 +348,7 @@ class _Dispatch:
         meet(self.fabric, scratch.together)
 
     def _count(self, source: jax.Array, scratch: _Scratch) -> None:
-        """Counts the choices of a rank by expert: all, and those of tokens of earlier blocks."""
+        """Counts a rank's choices by expert, for all tokens and for those of earlier blocks."""
         fabric, of_experts = self.fabric, self.experts
         width, num_choices = of_experts.count_width, self.num_choices
         all_counts, next_rows = scratch.experts.all_counts, scratch.next_rows_from

@@ -1,4 +1,4 @@
-"""How the exchange's kernels are spread over blocks and shared memory, and what they allocate.
+"""Plans how the exchange's kernels use blocks and shared memory, and what they allocate.
 
 A function `for_<kernel>` returns the plan of that kernel. A function whose name ends in
 `_workspace` returns the buffers that a call of the kernel allocates besides the results that its
@@ -38,19 +38,19 @@ _RING_STAGES = 16  # the most rows that a ring in shared memory holds
 FEW_TOKENS = 256
 _NUM_BLOCKS = 128  # the fastest number on 2, 4 and 8 H200s
 
-# Of a combine, measured on 2 H200s.
+# The constants of a combine, measured on 2 H200s.
 ROWS_OF_SUM = 4  # a worker loads this many rows of a sum at a time
 _STEP_BYTES = 16 * 1024  # a step has at most these bytes of sums for one owner, or one sum
 _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
 _TILE_VECTORS = 2  # a thread holds this many 16-byte vectors of a row
 
-# Of the gradient of a combine.
+# The constants of a combine's gradient.
 ROWS_OF_COTANGENT = 2  # a worker multiplies this many rows with a cotangent at a time
 _GRAD_WORKERS = 5
 _GRAD_DEPTH = 3  # each worker has this many cotangents in the ring
 
-# Of a dispatch of more than FEW_TOKENS tokens.
+# The constant of a dispatch of more than FEW_TOKENS tokens.
 _DISPATCH_BYTES = 32 * 1024  # the rows of a step have about these bytes
 _COPY_STAGES = 16
 
@@ -93,7 +93,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not 0 <= self.store_lag < self.num_stages:
             raise ValueError(f"store_lag must be less than num_stages, but the plan is {self}.")
-        # While a step is summed, the one before it is read, and the one after it is listed.
+        # While a step is summed, the previous step is read, and the next step is listed.
         if self.receive_steps < 3:
             raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
 
@@ -231,7 +231,7 @@ class LowLatencyPlan(Sizes):
 
     Attributes:
       hidden: H, padded as `padded_hidden` says.
-      dtype: of rows, and of sums of rows.
+      dtype: the dtype of rows and of sums of rows.
       num_gpus: GPUs of the ranks' host that share symmetric memory, N or more.
       max_blocks: the most thread blocks.
       max_stages: the most rows that a kernel holds in shared memory.
@@ -273,7 +273,7 @@ class LowLatencyPlan(Sizes):
     def num_stages(self) -> int:
         """Rows that shared memory holds next to the words of the kernel with the most of them."""
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)
-        # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
+        # A gradient needs, for each pair and choice, 16 sums and the words of the rows' list.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
         # The layout, and the next rows from each rank; the rest is spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
@@ -365,8 +365,9 @@ def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
         words = _dispatch_words(sizes.num_ranks, sizes.top_k, sizes.num_experts, step_tokens)
         return row.room(words)
 
-    # Lists of longer steps take shared memory from the rows, of which one is sent while another is
-    # copied. Steps of 2 tokens leave room for 3, or `fits_shared_memory` is false.
+    # The lists of longer steps leave less shared memory for rows, and at least two rows are needed,
+    # since one is sent while another is copied. Steps of 2 tokens leave room for 3 rows, or
+    # `fits_shared_memory` is false.
     while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.stage_bytes:
         step_tokens -= 1
     room = room_for_rows(step_tokens)
@@ -456,8 +457,8 @@ def combine_tile(row: Row) -> int:
     vector = vector_length(row.dtype)
     units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
-    # All tiles are alike: a number of tiles divides the row. Where only a much larger one than is
-    # needed does, tiles are longer.
+    # All tiles have the same length, so their number divides the row. If only a number much larger
+    # than needed does, tiles are longer instead.
     numbers = [*range(least, 4 * least + 1), *range(least, 0, -1)]
     return row.hidden // next(number for number in numbers if units % number == 0)
 

@@ -1,4 +1,4 @@
-"""The sender of both dispatches: one warpgroup of a block, which sends the block's tokens to peers.
+"""Implements the sender of both dispatches: the warpgroup that sends a block's tokens to peers.
 
 It takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
 quantizes it if the wire's format says so, and puts it into its row at every rank that gets it:
@@ -54,7 +54,7 @@ class SenderScratch(NamedTuple):
 
 
 class Routes(Protocol):
-    """What a kernel decides about the tokens that its sender sends."""
+    """The decisions that a kernel makes about the tokens that its sender sends."""
 
     def sources(self) -> Sequence[Any]:
         """Returns the arrays, [T·num_words] each, that a window of words is loaded from."""

@@ -47,7 +47,7 @@ class Ranks(Protocol):
 
     @property
     def operands(self) -> Sequence[jax.Array]:
-        """The fabric's own operands, which every kernel takes before those of its caller."""
+        """The fabric's own operands, which every kernel takes before its caller's operands."""
 
     def scratch_types(self, num_buffers: int) -> dict[str, Any]:
         """Returns the fabric's own scratch, for a kernel of which peers reach `num_buffers`."""
@@ -110,14 +110,15 @@ class Fabric(Ranks, Protocol):
     def delay_point(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times.
 
-        0: the call begins. 1: writes to peers are made, and their signal may follow. 2: what peers
-        sent is awaited, or was. 3: the warpgroup that fills gaps begins.
+        Point 0 is the beginning of the call; 1 is after writes to peers, before their signal; 2 is
+        where data of peers is awaited or has arrived; 3 is the beginning of the warpgroup that
+        fills gaps.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class RanksOfMesh:
-    """What kernels of every protocol know of ranks along axes of a mesh, each with a GPU.
+    """Describes the ranks along axes of a mesh, each with a GPU, to kernels of every protocol.
 
     Attributes:
       axes: (stride, size) of each mesh axis that ranks lie along; the stride is counted in places

@@ -56,14 +56,14 @@ TILE_BUFFER_BYTES = TILE_BYTES + 128  # a tile, and a note of one byte from each
 
 
 def num_senders(num_gpus: int) -> int:
-    """Returns how many GPUs send tiles to a GPU: all others, of those of the protocol."""
+    """Returns how many GPUs send tiles to a GPU: all others, up to MAX_LOW_LATENCY_GPUS - 1."""
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 
 
 def tiles_of_channel(num_gpus: int) -> int:
     """Returns how many tiles a worker may send to a peer in one call.
 
-    4, and 2 in a domain of more than 4 GPUs, where a heap has buffers for more of them.
+    That is 4, or 2 in a domain of more than 4 GPUs, where a heap has buffers for more senders.
     """
     return 4 if num_gpus <= 4 else 2
 
@@ -74,7 +74,7 @@ def num_tile_buffers(num_gpus: int) -> int:
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:
-    """Returns what a heap holds at first: runs of (offset, repeated 32-bit word, bytes)."""
+    """Returns a heap's initial contents, as runs of (offset, repeated 32-bit word, bytes)."""
     buffers = TILES + 4 * NUM_COUNTERS
     return [(0, 0, buffers), (buffers, EMPTY, TILE_BUFFER_BYTES * num_tile_buffers(num_gpus))]
 

@@ -109,7 +109,7 @@ def _refuse_if_unavailable() -> None:
         raise NotImplementedError(f"the kernels need Mosaic, and {reason}.")
 
 
-# Modules for functions that emit MLIR; None where JAX lacks one, and `inline` then refuses.
+# Modules for functions that emit MLIR. Where JAX lacks one, it is None, and `inline` raises.
 mgpu = _module("jax.experimental.mosaic.gpu")
 ir = _module("jaxlib.mlir.ir")
 passmanager = _module("jaxlib.mlir.passmanager")
@@ -138,7 +138,7 @@ _ask_ptxas_once()
 Value = Any  # an MLIR value
 Array = Any  # a Mosaic array in registers
 
-# Layouts of operands and results of `inline`; `strided` makes those of arrays.
+# Layouts of operands and results of `inline`; `strided` makes the layouts of arrays.
 REFERENCE = plgpu.RefType()
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -228,9 +228,9 @@ _labels = map(str, itertools.count())
 
 @contextlib.contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Makes programs that are lowered within compile their kernels, to measure how long that takes.
+    """Opens a context in which lowered programs compile their kernels anew, to measure that time.
 
-    Mosaic otherwise compiles a kernel once in a process, whatever JAX's caches hold.
+    Mosaic otherwise compiles a kernel once in a process, even after JAX's caches are cleared.
     """
     global _label
     before, _label = _label, next(_labels)
@@ -278,7 +278,7 @@ def _simplify(module: Any) -> None:
     """Simplifies a kernel's module, and makes it independent of where and when it was lowered.
 
     The environment variables MOSAIC_GPU_DUMP_* make Mosaic write files of a kernel. If one is set,
-    places in source files stay, and so does the number that tells these files apart.
+    source locations are kept, and so is the number in the names of these files.
     """
     passes, attributes = list(_SIMPLIFY), module.operation.attributes
     if _label is not None:
