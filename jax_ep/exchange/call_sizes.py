@@ -10,7 +10,7 @@ from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.formats import RowFormat
 
-WORD = 4  # bytes of an int32 or a float32
+WORD = 4  # an int32 or a float32 has 4 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +51,20 @@ class CallSizes:
     def routes(self) -> int:
         """Returns the bytes of the routes.
 
-        They are a row, or in the rank-major layout a local expert, for each choice; and in the
-        expert-major layout the counts.
+        The routes hold one word for each choice of all ranks, and in the expert-major layout also
+        the counts.
         """
         counts = 0 if self.by_rank else self.num_ranks * self.num_experts
         return WORD * (self.pairs * self.top_k + counts)
 
     @property
     def padded_hidden(self) -> int:
-        """H and the padding that the kernels need."""
+        """H, padded as the kernels need it."""
         return plans.padded_hidden(self.hidden, self.dtype, self.wire)
 
     @property
     def row(self) -> plans.Row:
-        """A padded row, for the kernels' plans."""
+        """The size of a padded row, for the kernels' plans."""
         return plans.Row(self.padded_hidden, self.dtype, self.wire)
 
     @property
@@ -78,7 +78,7 @@ class CallSizes:
 
     @property
     def low_latency(self) -> plans.LowLatencyPlan | None:
-        """The plan of the kernels over the low-latency protocol, if they take such rows."""
+        """The plan of the low-latency kernels; None if they do not support such rows."""
         return plans.for_low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
 
     def padded_rows(self, count: int) -> int:

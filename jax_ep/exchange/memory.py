@@ -36,7 +36,7 @@ Operation = Literal[
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
-# Within one rank, between the rank-major and the expert-major layout: nothing crosses the wire.
+# Operations between the rank-major and the expert-major layout, which communicate nothing.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
 _CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}  # what they are in one rank
 
@@ -61,27 +61,28 @@ def workspace_bytes(
 ) -> dict[str, int]:
     """Returns the buffers that one call of an operation holds: name -> bytes per rank.
 
-    Not counted are the caller's arrays: x and topk_idx, y and the weights, `Dispatched.tokens`,
-    the result of `combine`, cotangents and gradients. The routes are counted for the dispatch that
-    makes them, and live as long as its handle; all other buffers are freed when the call returns.
-    Also not counted is the heap of symmetric memory that "pallas" keeps on every GPU while the
-    process lives. A host is taken to have as many GPUs as ranks; more leave less room in the heap.
+    The counts leave out the caller's arrays: x and topk_idx, y and the weights,
+    `Dispatched.tokens`, the result of `combine`, cotangents and gradients. They also leave out the
+    heap of symmetric memory that "pallas" keeps on every GPU while the process lives. The routes
+    are counted for the dispatch that makes them, and live as long as its handle; all other buffers
+    are freed when the call returns. A host is assumed to have as many GPUs as ranks; with more GPUs
+    there is less room in the heap.
 
-    For "xla" the counts are of the arrays that the program names. XLA may need less, since it fuses
-    operations and lets arrays share memory; or more where it does not fuse: up to K arrays
-    [N, T, H] of the terms of a sum over a token's choices.
+    For "xla" the arrays of the program are counted. XLA may need less, since it fuses operations
+    and lets arrays share memory. It needs more where it does not fuse a sum over a token's choices:
+    up to K arrays [N, T, H] of terms.
 
     Args:
-      operation: a function of this library; or "dispatch_grad", the gradient of a dispatch; or
-        "combine_grad", the gradient of a combine, which is weighted in the expert-major layout.
+      operation: the name of a function of this library; or "dispatch_grad" or "combine_grad", their
+        gradients ("combine_grad" has weights in the expert-major layout).
       implementation: "pallas" or "xla".
       num_tokens: T, per rank.
       hidden: H.
       num_experts: E.
       top_k: K.
       num_ranks: N.
-      num_hosts: M, which divides N. Above 1, these are the buffers of the exchange of two levels,
-        and `implementation` is what runs inside each host.
+      num_hosts: M, which divides N. Above 1, counts the buffers of "two_level", and
+        `implementation` is the exchange inside each host.
       host_capacity: as given to `dispatch`.
       dtype: the dtype of the rows.
       capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Not
@@ -89,8 +90,8 @@ def workspace_bytes(
       expert_alignment: as given there; without a capacity, R includes the padding it may need.
       layout: the layout of `dispatch`; "rank" for group_by_expert and sum_by_token.
       wire_dtype: the wire_dtype of the operation; for a gradient, its grad_wire_dtype.
-      output: the output of a dispatch with a wire_dtype; "pallas" writes quantized rows without a
-        buffer of their own.
+      output: the `output` of a dispatch with a wire_dtype; "pallas" writes "quantized" rows
+        directly into the result.
 
     Raises:
       ValueError, TypeError: an argument does not fit, or "pallas" cannot run at these sizes; the
@@ -110,10 +111,10 @@ def workspace_bytes(
 def result_bytes(
     operation: Operation, implementation: Literal["pallas", "xla"], **sizes: Any
 ) -> dict[str, int]:
-    """Returns the rows that an operation gives its caller: name -> bytes per rank.
+    """Returns the bytes of the rows in an operation's result: name -> bytes per rank.
 
-    The arguments are those of `workspace_bytes`. Counts of rows and routes are left out: they are
-    small, or part of the workspace.
+    The arguments are those of `workspace_bytes`. `group_sizes` and other counts are left out, since
+    they are small, and routes, since `workspace_bytes` counts them.
     """
     given = inspect.signature(workspace_bytes).bind(operation, implementation, **sizes)
     given.apply_defaults()
@@ -131,7 +132,7 @@ def result_bytes(
         "group_by_expert": ("grouped tokens", shape.capacity),
         "combine": ("combined tokens", shape.num_tokens),
         "dispatch_grad": ("gradient of x", shape.num_tokens),
-        "sum_by_token": ("sums by token", shape.num_tokens),  # of all ranks: see `_checked`
+        "sum_by_token": ("sums by token", shape.num_tokens),  # `_checked` has made this N * T
     }[operation]
     return {name: shape.rows(count)}
 
@@ -172,7 +173,7 @@ def _checked(given: Any) -> CallSizes:
     if wire.quantized and operation in LOCAL:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
     num_local = num_experts // num_ranks
-    if operation in LOCAL:  # an exchange among one rank
+    if operation in LOCAL:  # counted as the exchange of a single rank with N * T tokens
         num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
         layout = "expert"
     if layout == "rank":
@@ -206,7 +207,7 @@ def _pallas_dispatch(shape: CallSizes) -> dict[str, int]:
         held = plans.dispatch_workspace(plan, shape.sizes)
     received = shape.capacity * shape.row.sent_bytes
     if shape.padded_hidden == shape.hidden and (shape.quantized or not shape.wire.quantized):
-        received = 0  # the kernel writes them to the result
+        received = 0  # the kernel writes the rows directly into the result
     return held | {
         "padded rows": shape.padded_rows(shape.num_tokens),
         "received rows": received,
@@ -214,7 +215,7 @@ def _pallas_dispatch(shape: CallSizes) -> dict[str, int]:
 
 
 def _pallas_dispatch_like(shape: CallSizes) -> dict[str, int]:
-    if shape.by_rank:  # the kernel makes the lists again
+    if shape.by_rank:  # the kernel computes the local experts again, as a dispatch does
         return _pallas_dispatch(shape)
     held = _pallas_dispatch(shape)
     return {name: held[name] for name in ("padded rows", "received rows")}
@@ -222,7 +223,7 @@ def _pallas_dispatch_like(shape: CallSizes) -> dict[str, int]:
 
 def _pallas_combine(shape: CallSizes) -> dict[str, int]:
     padded = {"padded rows": shape.padded_rows(shape.num_tokens + shape.capacity)}
-    if shape.low_latency:  # sums are received in symmetric memory
+    if shape.low_latency:  # the sums arrive in symmetric memory, which is not counted
         return padded
     plan = plans.for_combine(shape.row, shape.sizes, settings.num_blocks())
     return plans.combine_workspace(plan, shape.row, shape.sizes) | padded
@@ -231,9 +232,10 @@ def _pallas_combine(shape: CallSizes) -> dict[str, int]:
 def _pallas_combine_grad(shape: CallSizes) -> dict[str, int]:
     if shape.by_rank:
         return _pallas_dispatch_like(shape)
-    if shape.wire.quantized:  # XLA weights rows that are received quantized
+    if shape.wire.quantized:  # XLA multiplies received quantized rows by the weights
         return _pallas_dispatch_like(shape) | xla.grad_of_rows_workspace(shape)
-    return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}  # g, y and dy
+    # g has T rows, y and dy have R rows each.
+    return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}
 
 
 _BY_KERNELS: dict[str, Callable[[CallSizes], dict[str, int]]] = {

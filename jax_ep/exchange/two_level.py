@@ -346,7 +346,7 @@ def workspace(
     rows_to_host: int,
     inside: Callable[[str, bool, CallSizes], dict[str, int]],
 ) -> dict[str, int]:
-    """Returns the arrays that a call holds, those inside a host included: name -> bytes.
+    """Returns the buffers of a call, those inside a host included: name -> bytes per rank.
 
     Args:
       operation: one of `jax_ep.exchange.memory.OPERATIONS` that crosses the wire.
@@ -373,8 +373,8 @@ def workspace(
         wire=PLAIN,
         quantized=False,
     )
-    # The rows of an exchange by kernels are copied between the order of a host's ranks and that of
-    # all ranks.
+    # Rank-major kernels use rows in the order of the host's ranks, which XLA copies from or to the
+    # order of all ranks.
     in_order = of_host.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
     weights = 0 if sizes.by_rank else WORD * num_hosts * rows_to_host * sizes.top_k
     held = {
@@ -392,17 +392,18 @@ def workspace(
     arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
     sent_bytes = _sent_bytes(sizes)
     rail = arrivals * rows_to_host * sent_bytes
-    held["rows of the rail"] = rail if rows_to_host == num_tokens else 2 * rail  # picked, received
+    # With a host_capacity, the rows to send are picked into a buffer first.
+    held["rows of the rail"] = rail if rows_to_host == num_tokens else 2 * rail
     held["quantized rows"] = sizes.quantized_rows(num_tokens)
     received = {"received rows": sizes.quantized_rows(sizes.capacity)}
-    if operation == "combine_grad" and not sizes.by_rank:  # inside a host, rows have g's dtype
+    if operation == "combine_grad" and not sizes.by_rank:  # rows inside a host keep their dtype
         held["gradient of y, of all hosts so far"] = 0 if kernels else sizes.rows(sizes.capacity)
-    elif sizes.wire.quantized:  # inside a host, rows are the words that are sent
+    elif sizes.wire.quantized:  # a host forwards quantized rows as 32-bit words
         of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD, dtype=_FLOAT32)
         held |= received
     name = operation if operation == "combine_grad" else "dispatch_like"
     parts = inside(name, kernels, of_host)
-    if "gathered tokens" in parts:  # of this host, and of another one
+    if "gathered tokens" in parts:  # XLA holds the tokens of this host and of another one
         parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
     if operation == "dispatch" and not sizes.by_rank:
         held |= _routing_workspace(sizes, num_hosts)
@@ -412,7 +413,7 @@ def workspace(
 
 
 def _sent_bytes(sizes: CallSizes) -> int:
-    """Returns the bytes of a row on the rail; quantized rows are sent as whole lines."""
+    """Returns the bytes of a row on the rail; quantized rows are padded to whole lines."""
     sent = sizes.sent_rows(1)
     return align_up(sent, ROW_BYTES) if sizes.wire.quantized else sent
 
@@ -420,14 +421,14 @@ def _sent_bytes(sizes: CallSizes) -> int:
 def _sums_workspace(
     sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
 ) -> dict[str, int]:
-    """Returns the sums that cross between hosts: all that return, and those that are sent."""
+    """Returns the sums that cross between hosts: those returned by all, and the outgoing of one."""
     num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
     held = 2 * num_hosts if at_once else num_hosts
     others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
     return {
         "sums for and of other hosts": held * rows_to_host * sum_bytes,
         "sums of this host": 0 if at_once else num_tokens * sum_bytes,
-        "sums taken out of slots": others * sum_bytes,
+        "returned sums, by token": others * sum_bytes,
     }
 
 
