@@ -22,7 +22,7 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import dispatch
 from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
-from jax_ep.moe import losses, routing
+from jax_ep.moe import losses, routing, tensor_axis
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
 from jax_ep.moe.expert_mlp import Experts
 from jax_ep.moe.free_experts import output as free_output
@@ -36,7 +36,6 @@ from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
 from jax_ep.moe.traced import Traced
 from jax_ep.placement.table import Placement
 from jax_ep.placement.weights import ROUTED_WEIGHTS
-from jax_ep.runtime.jax_compat import match_varying
 
 
 def moe_layer(
@@ -306,43 +305,21 @@ def _on_rank(
     routed, logits = route(params, router_x, inputs, mask, config)
     sent = without_free(routed.topk_idx, config) if config.num_free else routed.topk_idx
     arrays = tokens, x, sent, routed.topk_weights
-    tokens, x, topk_idx, topk_weights = _for_all_tensor_ranks(arrays, where)
+    tokens, x, topk_idx, topk_weights = tensor_axis.for_all_ranks(
+        arrays, where, config.implementation
+    )
     distinct = makes_distinct_choices(inputs, config)
     out, dropped = _run_routed_experts(
         params, tokens, topk_idx, topk_weights, placement, distinct, config, where
     )
     if params.shared_wo is not None:
         out += _shared_experts(params, x, config)
-    out = _sum_over_tensor_ranks(out, where)
+    out = tensor_axis.sum_over_ranks(out, where, config.implementation)
     if config.num_free:
         free = free_output(own_tokens, routed.topk_idx, routed.topk_weights, params, config)
         out = (out.astype(jnp.float32) + free).astype(out.dtype)
     metrics = metrics_of(routed, logits, mask, dropped, sequences, config, where)
     return out.reshape(shape), metrics
-
-
-def _for_all_tensor_ranks(arrays: tuple[jax.Array, ...], where: LayerMesh) -> tuple[jax.Array, ...]:
-    """Gathers arrays [T, ...] for the tokens that the ranks along the tensor axes compute together.
-
-    All these ranks then compute for equal tokens, and the gradient is a sum over the ranks. The sum
-    is taken here, of a row for each token, and not later, of a row for each choice.
-    """
-    if where.splits_tokens_over_tensor_axes():
-        gather = functools.partial(lax.all_gather, axis_name=where.tensor_axes, tiled=True)
-        return tuple(gather(array) for array in arrays)
-    if not where.tensor_axes:
-        return arrays
-    return tuple(match_varying((array,), where.tensor_axes)[0] for array in arrays)
-
-
-def _sum_over_tensor_ranks(out: jax.Array, where: LayerMesh) -> jax.Array:
-    """Sums partial outputs [T, H] over the tensor ranks; returns the rows of this rank's tokens.
-
-    Call it after combine, which has summed a token's choices. Before, there is a row for each.
-    """
-    if where.splits_tokens_over_tensor_axes():
-        return lax.psum_scatter(out, where.tensor_axes, scatter_dimension=0, tiled=True)
-    return lax.psum(out, where.tensor_axes) if where.tensor_axes else out
 
 
 def _run_routed_experts(
