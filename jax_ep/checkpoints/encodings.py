@@ -8,6 +8,7 @@ the stored block decodes to.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -113,7 +114,7 @@ class _InBlocks:
         parts = np.where(of_values, new[0], old[0]), np.where(changed, new[1], old[1])
         self._store(blocks, *parts)
 
-    def _blocks(self, index: Index) -> tuple[Index, list[slice]]:
+    def _blocks(self, index: Index) -> tuple[Index, list[Any]]:
         """Returns the index of the blocks that hold a slice, and the slice's place within them."""
         block = self._block
         blocks, within = [], []
@@ -218,7 +219,7 @@ class Float8(_InBlocks):
 
     def _store(self, blocks: Index, values: np.ndarray, scales: np.ndarray) -> None:
         index = self._of_values(blocks)
-        kept: Index = tuple(slice(0, each.stop - each.start) for each in index[-len(self._block) :])
+        kept: list[Any] = [slice(each.stop - each.start) for each in index[-len(self._block) :]]
         self.directory.write(self.name, index, values[(..., *kept)])
         self.directory.write(self.name + SCALE_SUFFIX, blocks, scales)
 
