@@ -1,7 +1,8 @@
 """Defines the configuration of an MoE layer, whose fields both Flax layers take.
 
-To add an option, declare a field of `MoEConfig`, or a field of `ExpertOptions` and one of the same
-name here, and compute with it. Options that add a parameter are declared in `jax_ep.moe.params`.
+To add an option, declare a field of `MoEConfig`; or a field of `RoutingOptions` or `ExpertOptions`,
+and one of the same name here. Then compute with it. Options that add a parameter are declared in
+`jax_ep.moe.params`.
 """
 
 from __future__ import annotations
