@@ -312,7 +312,7 @@ class ExpertRows:
     def fill(self, tokens: Sequence[Any], scratch: ExpertScratch) -> None:
         """Writes zeros to the rows of `tokens`, an array for each part, that receive no token.
 
-        Without `zero_unused`, only to those between experts' rows.
+        Without `zero_unused`, writes only the padding between experts' rows.
         """
         if self.adds:
             return

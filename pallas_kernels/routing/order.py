@@ -1,9 +1,9 @@
 """Orders columns and groups whose sums of score and bias round to the same float32.
 
-A sum is two float32 numbers, `high` and `low`: `high` is the sum rounded to float32, and `low` what
-was rounded off. Where these are equal, too, logits decide. Functions here are elementwise and made
-of what `pallas_kernels.fabric.elementwise` emits, so that XLA and the kernel compare by the same
-numbers. They take and return what `apply` does: arrays, or words of a kernel's lanes.
+A sum is two float32 numbers: `high` is the sum rounded to float32, and `low` its rounding error. If
+both are equal, logits decide. Functions here are elementwise and use only operations that
+`pallas_kernels.fabric.elementwise` emits, so that XLA and the kernel compare by the same numbers.
+They take and return arrays, or words of a kernel's lanes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add(apply: Callable[..., Any], where_finite: Callable[[Any, Any], Any], a: A
 
     Args:
       apply: calls one of the functions above with operands.
-      where_finite: of two operands, returns the second where the first is finite, and elsewhere 0.
+      where_finite: a function (a, b) that returns b where a is finite, and 0 elsewhere.
       a: (high, low).
       b: (high, low).
     """

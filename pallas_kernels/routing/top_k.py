@@ -1,19 +1,18 @@
-"""The k best experts of every row, without sorting the row: one warp for a row, in registers.
+"""Chooses the k best columns (experts) of every row without sorting: one warp per row.
 
-A lane holds neighbouring columns of its row, each as a tuple of unsigned 32-bit words. The last
-word shrinks with the column. The words before it are keys of the numbers that columns are compared
-by, the first first: the logit, or what biased columns are compared by, (high, low, logit) of
-`order`. A key grows with its number in the total order of IEEE 754, which is that of `lax.top_k`:
--NaN < -inf < -0 < 0 < inf < NaN. So of columns alike the first has the largest tuple. Each of k
-steps takes the largest tuple of the row, by one reduction over the warp for each word, and empties
-it in the lane that holds it.
+A lane holds neighbouring columns of its row in registers, each as a tuple of unsigned 32-bit words.
+The first words are keys of the numbers by which columns are compared: the logit, or for biased
+columns (high, low, logit) of `order`. A key grows with its number in the total order of IEEE 754,
+which `lax.top_k` also uses: -NaN < -inf < -0 < 0 < inf < NaN. The last word falls with the column's
+index, so that among equal columns the first has the largest tuple. Each of k steps takes the
+largest tuple of the row, by one reduction over the warp per word, and clears it in its lane.
 
-Where the softmax of the row is wanted the warp makes it, too. Weights follow from what the lanes of
-the choices hold. Arithmetic is that of XLA's kernels but for the order of sums, which is that of
-the lanes, whatever the number of rows.
+If asked for, the warp also computes the row's softmax. The lanes that hold the choices compute the
+weights. The arithmetic is that of XLA's kernels, except that sums are taken in the order of the
+lanes, which does not depend on the number of rows.
 
-With groups, the lanes of a group first make its keys, the warp chooses the best groups in the same
-way, and what lies outside of them counts as -inf.
+With groups, the lanes of a group first compute the group's keys, the warp chooses the best groups
+in the same way, and columns of other groups count as -inf.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ _KEY_OF_MINUS_INFINITY = 0x007FFFFF
 
 
 class Chosen(NamedTuple):
-    """The choices of each row. T rows, E columns.
+    """The choices of each of T rows of E columns.
 
     Attributes:
-      columns: [T, k] int32, the best first.
-      chosen: [T, k] float32, what is weighed of them.
-      weights: [T, k] float32.
-      softmax: [T, E] float32, of each row of logits; None unless it was asked for.
+      columns: [T, k] int32, the chosen columns, best first.
+      chosen: [T, k] float32, the inputs of their weights.
+      weights: [T, k] float32, their weights.
+      softmax: [T, E] float32, the softmax of each row of logits; None unless it was asked for.
     """
 
     columns: Any
@@ -87,16 +86,16 @@ def top_k(
     """Chooses the k best columns of each row.
 
     Args:
-      logits: [T, E] float32, T > 0, what columns are compared by.
+      logits: [T, E] float32, T > 0, the numbers by which columns are compared.
       k: how many to choose.
-      weighing: what weights are made of.
-      high: [T, E] float32, or None: the sums that biased columns, and groups by their two best, are
-        compared by before the logits, rounded; None: the logits.
-      low: [T, E] float32, what was rounded off of `high`; given together with it.
-      gathered: [T, E] float32, what is weighed; None: the softmax if it is made and is not
-        normalized again, else the logits.
+      weighing: how weights are computed.
+      high: [T, E] float32, or None: the rounded sums of score and bias, by which groups and, if
+        `biased`, columns are compared before the logits.
+      low: [T, E] float32, the rounding errors of `high`; given together with it.
+      gathered: [T, E] float32, the inputs of the weights; None: the softmax if it is returned and
+        not normalized again, else the logits.
       groups: the groups of columns to choose from, or None.
-      biased: whether columns are compared by `high` and `low`, too, and not groups alone.
+      biased: whether `high` and `low` are used to compare columns, too; else only groups.
       softmax: whether to return the softmax of the logits.
       interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
     """
@@ -125,8 +124,8 @@ def top_k(
     )
 
 
-# The words of a column, of a group, or of the best of several: keys, the first first, and last what
-# tells equal ones apart. Words of 0 are none.
+# The words of a column or of a group: its keys, and last a word that distinguishes equal ones.
+# Words of 0 stand for no column.
 _Words = tuple[Any, ...]
 
 
@@ -167,7 +166,7 @@ class _TopK:
             self.one_row(_Lanes(self.columns, self.width), row, refs)
 
     def one_row(self, lanes: Any, row: Any, refs: Sequence[Any]) -> None:
-        """Makes a row's choices. Words of `lanes` hold the bits of what they stand for."""
+        """Chooses the columns of a row, and computes their weights. Words hold bits of numbers."""
         operands = dict(zip(self.given, refs, strict=False))
         out = Chosen(*refs[len(operands) :])
         logits = lanes.load(operands["logits"], row)
@@ -185,7 +184,7 @@ class _TopK:
         lanes.store_chosen(self.weigh(lanes, chosen), out.weights, row, self.k)
 
     def weigh(self, lanes: Any, chosen: Any) -> Any:
-        """Returns the weights of what the first k lanes hold."""
+        """Computes the weights of the choices that the first k lanes hold."""
         weighing = self.weighing
         scale = lanes.number(weighing.scale)
         if not weighing.normalize:
@@ -206,7 +205,7 @@ class _TopK:
         return lanes.apply(_SCALE, lanes.apply(_DIVIDE, terms, total), scale)
 
     def softmax(self, lanes: Any, values: Sequence[Any], *others: Any) -> list[Any]:
-        """Returns the softmax of the row, for a lane's values and for others of the row."""
+        """Computes the row's softmax for a lane's own values, and for other values of the row."""
         keys = [words[0] for words in lanes.columns_of([[lanes.key(value) for value in values]])]
         while len(keys) > 1:
             first, second, *rest = keys
@@ -222,7 +221,7 @@ class _TopK:
     def choose(self, lanes: Any, logits: Sequence[Any], sums: Sequence[Sequence[Any]]) -> _Words:
         """Returns, in lane i < k, the i-th best of a row, and elsewhere any of its columns.
 
-        `logits` is what a lane holds of the row, and `sums` of its high and low, if there are any.
+        `logits` are a lane's logits, and `sums` its high and low words, if there are any.
         """
         keys = [[lanes.key(value) for value in values] for values in (*sums, logits)]
         columns = lanes.columns_of(keys if self.biased else keys[-1:])
@@ -243,7 +242,7 @@ class _TopK:
         return chosen
 
     def kept(self, lanes: Any, columns: Sequence[_Words]) -> Any:
-        """Returns whether each lane's group is among the best; `columns` are keys alone."""
+        """Returns whether each lane's group is among the best; `columns` hold only keys."""
         assert self.groups is not None
         lanes_of_group = WARP // self.groups.number
         first: _Words = columns[0]
@@ -269,7 +268,7 @@ class _TopK:
         return kept
 
     def sum_of(self, lanes: Any, *keys: _Words) -> _Words:
-        """Returns the keys of a group of these two best columns."""
+        """Computes the keys of a group from its two best columns."""
         assert self.groups is not None
         numbers = [[lanes.bits(key) for key in words] for words in keys]
         logits = [words[-1] for words in numbers]
@@ -321,7 +320,7 @@ def _warp_best(lanes: Any, own: _Words) -> _Words:
 
 
 def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
-    """Returns words, or none if they are those that are taken; last words are distinct."""
+    """Returns `words`, or words of 0 if they equal the taken words."""
     gone, none = lanes.equal(words[-1], taken[-1]), lanes.word(0)
     return tuple(lanes.select(gone, none, word) for word in words)
 
@@ -329,7 +328,7 @@ def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
 def _two_largest(
     lanes: Any, a: _Words, a_second: _Words | None, b: _Words, b_second: _Words | None
 ) -> tuple[_Words, _Words]:
-    """Returns the two largest of up to four, of which a >= a_second and b >= b_second."""
+    """Returns the two largest of a, a_second, b and b_second, where a second may be None."""
     a_is_larger = _is_larger(lanes, a, b)
     first, second = _selected(lanes, a_is_larger, a, b), _selected(lanes, a_is_larger, b, a)
     for other in (a_second, b_second):
@@ -339,7 +338,7 @@ def _two_largest(
 
 
 def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
-    """Returns the float32 sum of groups of `number` lanes, a power of two, in each of them."""
+    """Returns to each lane the float32 sum over its group of `number` lanes, a power of two."""
     distance = number // 2
     while distance:
         word = lanes.apply(_ADD, word, lanes.exchange(word, distance))
@@ -348,14 +347,14 @@ def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
 
 
 class _Lanes:
-    """Emits what `_TopK` computes, for one thread; words are unsigned, 32 bits."""
+    """Emits the operations of `_TopK` for one thread; words are unsigned, with 32 bits."""
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
         self.lane = arith.remui(mosaic.lane(), mosaic.i32(WARP))
 
     def load(self, ref: Value, row: Value) -> list[Value]:
-        """Returns the bits of this lane's columns of a row; past the last column, of that one."""
+        """Loads the bits of this lane's columns of a row; past its end, of its last column."""
         i32 = mosaic.integer_type(32)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.muli(row, mosaic.i32(self.columns))
@@ -380,7 +379,7 @@ class _Lanes:
         return arith.xori(bits, arith.ori(spread, mosaic.i32(_SIGN)))
 
     def columns_of(self, keys: Sequence[Sequence[Value]]) -> list[_Words]:
-        """Returns the words of this lane's columns; those past the last column are 0."""
+        """Returns the words of this lane's columns; 0 past the row's last column."""
         first = arith.muli(self.lane, mosaic.i32(self.width))
         columns = []
         for i, of_column in enumerate(zip(*keys, strict=True)):
@@ -393,12 +392,12 @@ class _Lanes:
         return columns
 
     def bits(self, key: Value) -> Value:
-        """Returns the bits whose key this is."""
+        """Returns the bits of the number that has this key."""
         below_zero = self.complement(arith.shrsi(key, mosaic.i32(31)))
         return arith.xori(key, arith.ori(below_zero, mosaic.i32(_SIGN)))
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
-        """Returns a lane's words, 0 past the last column."""
+        """Replaces a lane's words past the row's last column by 0."""
         if self.columns % WARP == 0:
             return list(words)
         first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
@@ -409,7 +408,7 @@ class _Lanes:
         ]
 
     def apply(self, function: Elementwise, *words: Value) -> Value:
-        """Applies a function of float32 to the numbers whose bits the words are."""
+        """Applies a function of float32 numbers to words that hold their bits."""
         floats = [arith.bitcast(mosaic.float_type(), word) for word in words]
         return arith.bitcast(mosaic.integer_type(32), function.emit(*floats))
 
@@ -425,7 +424,7 @@ class _Lanes:
             llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, word.type))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
-        """Stores what each lane holds to a row, where `load` finds it."""
+        """Stores each lane's words to the columns that `load` reads."""
         i32, base = mosaic.integer_type(32), mosaic.pointer(ref)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.addi(arith.muli(row, mosaic.i32(self.columns)), first)
@@ -482,7 +481,7 @@ class _Lanes:
 
 
 class _InterpretedLanes(_Lanes):
-    """Computes what `_Lanes` emits, in Pallas' interpreter; words are arrays [WARP] of uint32."""
+    """Computes the operations of `_Lanes` in Pallas' interpreter; words are [WARP] uint32."""
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
