@@ -133,7 +133,7 @@ class MatmulCase(runner.Case):
         return found
 
     def measure(self, run: runner.Run) -> list[Row]:
-        """Returns the row of the dense matmul, and then the others', the fastest first."""
+        """Returns the row of the dense matmul, then the backends' rows, the fastest first."""
         dense, *others = super().measure(run)
         others.sort(key=lambda row: row["wall"]["median_us"] if "wall" in row else math.inf)
         return [dense, *others]

@@ -31,10 +31,10 @@ from jax_ep.runtime.jax_compat import (
 )
 
 Implementation = Literal["pallas", "xla", "loop"] | None
-# In the order in which implementation=None tries them. pallas_kernels/TUNING.md, section "Grouped
-# matmul", has the times that this order follows.
+# The backends, in the order in which implementation=None tries them. It follows the times in the
+# section "Grouped matmul" of pallas_kernels/TUNING.md.
 IMPLEMENTATIONS = Implementations((pallas.BACKEND, loop.BACKEND, xla.BACKEND))
-# The platforms that some backend is made for; programs for others are lowered alike.
+# The platforms that have a lowering of their own; all other platforms share one.
 _PLATFORMS = ("cpu", "cuda")
 
 

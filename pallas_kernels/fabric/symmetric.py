@@ -345,9 +345,9 @@ class Gpus(RanksOfMesh):
         """Sends words to some ranks, as this rank's values from `start` on; None: to every rank.
 
         Any warpgroup may send, and any block of the receiver may `read_values`. Calls use two sets
-        of values in turn. So nobody waits for those who read them, provided that in every call a
-        rank receives something of each peer: what it then writes in the next call but one, the
-        peer has read.
+        of values in turn, so a sender need not wait until its values are read. This requires that
+        in every call a rank receives something from each peer: by the time a set is used again, two
+        calls later, the peer has read it.
 
         `words` [n] is of 32-bit elements in this rank's global or shared memory.
         """
