@@ -346,8 +346,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
 
     def check(state, out):
         _, g, y, weights = state
-        # On a GPU, a value halfway between two numbers of the wire's format may be rounded to
-        # another one than here. Then the two differ by a step.
+        # A GPU and this code may round a value halfway between two numbers of the wire's format to
+        # different ones. Then the results differ by a step of the format.
         slack = 2 * work.wire.relative_error
         g = work.wire.decode(work.wire.encode(np.asarray(g)), work.dtype)
         if work.layout == "rank":

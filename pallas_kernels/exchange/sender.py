@@ -187,8 +187,8 @@ class Sender:
             pl.when((in_window == 0) & (i > 0))(lambda: self.open_window(routes, i, scratch))
             stage, entry = lax.rem(i, jnp.int32(num_stages)), (first_token + i) * self.num_words
 
-            # This rank's list comes twice: `peers` begin elsewhere in each block, so that to select
-            # it from theirs takes a select for each of their words.
+            # This rank's list is read twice. Each block begins its `peers` at another rank, so that
+            # finding this rank's list among theirs would cost a select for each word.
             in_words = entry - window.start(entry - in_window * self.num_words)
             *lists_of_peers, list_here = routes.lists(in_words, [*peers, rank])
             for peer, words in zip(peers, lists_of_peers, strict=True):

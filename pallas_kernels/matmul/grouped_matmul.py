@@ -176,7 +176,7 @@ class Product(Kernel):
 
     @property
     def _num_staged(self) -> int:
-        """Returns how many chunks a computer stages: of each output one at least."""
+        """Returns how many chunks a computer stages: at least one for each output."""
         return max(self.tiles.num_staged, self.outputs)
 
     def scratch_types(self, dtype: Any) -> dict[str, Any]:
