@@ -158,7 +158,7 @@ def _ragged(case: Case, out_counts: Array, direction: str) -> Baseline:
     `out_counts` [source, destination] are the rows between ranks in the direction "out".
     """
     counts = out_counts if direction == "out" else out_counts.T
-    send_offsets = np.cumsum(counts, axis=1) - counts  # [source, destination], in the operand
+    send_offsets = np.cumsum(counts, axis=1) - counts  # [source, destination] offsets in operands
     recv_offsets = np.cumsum(counts, axis=0) - counts  # [source, destination] offsets in the output
     send_rows = max(int(counts.sum(axis=1).max()), 1)
     recv_rows = max(int(counts.sum(axis=0).max()), 1)

@@ -32,7 +32,7 @@ class Iterations(NamedTuple):
 
     on_cpus: int
     many_tokens: int
-    few_tokens: int  # up to FEW_TOKENS a rank
+    few_tokens: int  # the default for up to FEW_TOKENS tokens per rank
 
 
 class Timing(NamedTuple):

@@ -201,7 +201,7 @@ def _backends() -> dict[str, Backend]:
     return {backend.name: backend for backend in (*api.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
 
 
-PALLAS_TILES = (  # heights, block_n, the most that band may be
+PALLAS_TILES = (  # each: heights that are tried, block_n, and the largest band
     ((128,), 128, 16),
     ((256,), 128, 16),
     ((128, 192, 256), 128, 16),
@@ -209,7 +209,7 @@ PALLAS_TILES = (  # heights, block_n, the most that band may be
     ((64, 96, 128, 136, 144), 256, 8),
     ((64, 128, 136, 144, 176, 208, 256), 128, 4),
 )
-PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))  # block_n, the most that band may be
+PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))  # each: block_n and the largest band
 
 
 def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:

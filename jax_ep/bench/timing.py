@@ -185,7 +185,7 @@ class Loop:
         return self._compile(spaced=True)
 
     def timed_by(self, timer: str, repeats: int, spaced: bool) -> DeviceTime:
-        """Measures the device time of a call by one of `DEVICE_TIMERS`, the loop's own included."""
+        """Measures a call's device time, plus the loop's own, by one of `DEVICE_TIMERS`."""
         compiled = self._spaced if spaced else self.compiled
         jax.block_until_ready(compiled(self.state))
         calls = repeats * self.iterations

@@ -38,7 +38,8 @@ IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
 # Operations between the rank-major and the expert-major layout, which communicate nothing.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
-_CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}  # the equivalent on one rank
+# A local operation allocates what this exchange allocates on a single rank.
+_CROSSING = {"group_by_expert": "dispatch", "sum_by_token": "combine"}
 
 
 def workspace_bytes(

@@ -385,7 +385,7 @@ def _primitive(
 def _without_unused_products(used, params):
     """Drops `keep` where the two products are not used; a rule of `define_primitive(unused=...)`.
 
-    Returns the new parameters, the kept results' indices, and None for all operands.
+    Returns the new parameters, the indices of the kept results, and None, which keeps all operands.
     """
     if params["keep"] and not any(used[1:]):
         return params | {"keep": False}, [0], None
@@ -395,7 +395,7 @@ def _without_unused_products(used, params):
 def _without_unused_gradients(used, params):
     """Drops unused gradients and their operands; a rule of `define_primitive(unused=...)`.
 
-    Returns the parameters, the kept results' indices, and the kept operands' indices.
+    Returns the parameters, the indices of the kept results, and those of the kept operands.
     """
     left = [i for i, is_used in enumerate(used) if is_used]
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]

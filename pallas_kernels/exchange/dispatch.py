@@ -205,7 +205,7 @@ class _Scratch(NamedTuple):
     copies: Sequence[Any]  # for each part of a row, [C, columns]
     copy_full: Any  # [C] barriers: a row has arrived in its stage
     groups_known: Any  # barrier: the sender has found the groups of the experts' rows
-    next_rows: Any = None  # [E and spare] int32: the next row of each expert, in `dispatch`
+    next_rows: Any = None  # [E + spare] int32: the next free row of each expert, in `dispatch`
     connected: Any = None  # barrier: the receiver has connected, in `dispatch`
 
 

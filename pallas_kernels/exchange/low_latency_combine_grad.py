@@ -113,7 +113,7 @@ class _Scratch(NamedTuple):
     gather: GatherScratch
     experts: ExpertScratch
     weights: Any  # [pairs, K] float32: the weights of each pair's choices
-    sums: Any  # float32: partial sums of each pair's inner products, one of each warp, [pairs · K]
+    sums: Any  # float32: the inner products of each pair, [pairs · K], as one partial sum per warp
     totals: Any  # [pairs · K] float32: their totals
     returned: Any  # [tokens of a block, N, K] float32: inner products that ranks return
 

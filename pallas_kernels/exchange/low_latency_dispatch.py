@@ -160,7 +160,7 @@ class _Scratch(NamedTuple):
 
     experts: ExpertScratch
     choices: Any = None  # [N, T·K] int32: all ranks' choices
-    next_rows_from: Any = None  # [N, E and spare] int32: the next row of each expert, by source
+    next_rows_from: Any = None  # [N, E + spare] int32: the next free row of each expert, by source
     group_starts: Any = None  # [E] int32: where each expert's rows start
     token_rows: Any = None  # [N, tokens of a block, K] int32: the rows here of each choice
     groups_known: Any = None  # barrier: the planner has found the groups

@@ -29,7 +29,8 @@ from pallas_kernels.formats import PLAIN, RowFormat
 Parts = list[tuple[int, jax.typing.DTypeLike]]
 
 ROW_BYTES = 128  # a row must be a multiple of this
-ROW_MULTIPLE = 512  # a quantized row's columns are a multiple: 16 bytes of scales, a block per warp
+# A quantized row has a multiple of these columns: 16 bytes of scales, and a block for each warp.
+ROW_MULTIPLE = 512
 _PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
 _RING_STAGES = 16  # the most rows that a ring in shared memory holds
@@ -115,8 +116,8 @@ class Window:
     """The part of a flat array of routes, [T·K], that a block holds in shared memory at a time."""
 
     tokens: int  # tokens of a window
-    width: int  # entries loaded: tokens · K, rounded up to whole vectors
-    total: int  # entries of the (padded) flat array
+    width: int  # entries that are loaded: tokens · K, rounded up to whole vectors
+    total: int  # entries of the flat array, with its padding
 
     @classmethod
     def of(cls, tokens: int, plan: Plan, num_tokens: int, top_k: int) -> Window:

@@ -188,7 +188,8 @@ def inline(
 # source locations, so that kernels that differ only in these are compiled once.
 _SIMPLIFY = "cse", "canonicalize{top-down=false}"
 _FORGET_PLACES = "strip-debuginfo"
-_DUMP_NAME = "mosaic_gpu.dump_basename"  # the name of a module attribute, by default with a counter
+# Mosaic names a module's dumps by this attribute, and by default puts a counter into the name.
+_DUMP_NAME = "mosaic_gpu.dump_basename"
 
 
 def kernel(
@@ -221,7 +222,7 @@ def kernel(
     return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
 
 
-_LABEL = "mosaic_gpu.label"  # the name of a module attribute, which Mosaic ignores
+_LABEL = "mosaic_gpu.label"  # names a module's attribute that Mosaic ignores
 _label: str | None = None  # the label of kernels that are being lowered
 _labels = map(str, itertools.count())
 
