@@ -357,7 +357,8 @@ def _combine_grad(work: Work, implementation: Any, arrays: tuple[Array, ...]) ->
         assert wanted_dweights is not None
         dy, dweights = out
         _agree_all(dy, wanted_dy, "dy", _tolerance(work, 1.0) + slack)
-        # A sum of H products of numbers below 1, in float32, of which few differ by such a step.
+        # A weight's gradient is a float32 sum of H products of numbers below 1. Few of the products
+        # differ by a step.
         _agree_all(dweights, wanted_dweights, "dweights", 1e-6 * work.hidden + 2 * slack)
 
     return Operation(arrays, prepare, step, check)

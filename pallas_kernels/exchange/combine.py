@@ -135,10 +135,10 @@ class _Scratch(NamedTuple):
     """The shared memory. Lists have room for two steps, used in turn; sums are [token, owner]."""
 
     window_rows: Any  # [N, window] int32: rows of a step's tokens, by owner
-    window_weights: Any  # [N, window] float32: their weights
+    window_weights: Any  # [N, window] float32: the weights of `window_rows`
     list_counts: Any  # [2, sums] int32: rows of each sum; NOWHERE if none is sent
     list_rows: Any  # [2, sums, listed_rows] int32: the rows of each sum
-    list_weights: Any  # [2, sums, listed_rows] float32: their weights
+    list_weights: Any  # [2, sums, listed_rows] float32: the weights of `list_rows`
     listed: Any  # [2] barriers: the scout has listed a step
     put: Any  # [2] barriers: the workers have put the sums of a step
     read: Any  # [2] barriers: the workers have read the sums that have arrived

@@ -150,12 +150,12 @@ class _Scratch(NamedTuple):
 
     experts: ExpertScratch
     window_rows: Any  # [N, window] int32: a window of rows, by owner
-    window_weights: Any  # [N, window] float32: their weights
+    window_weights: Any  # [N, window] float32: the weights of `window_rows`
     stages: Any  # [S, columns]: cotangents
     notes: Any  # [S, 2] int32: the number of a stage's rows, or _END; the owner
     list_rows: Any  # [S, listed_rows] int32: a stage's rows
-    list_choices: Any  # [S, listed_rows] int32: which choices of the owner they are
-    list_weights: Any  # [S, listed_rows] float32: their weights
+    list_choices: Any  # [S, listed_rows] int32: the owner's choices that `list_rows` belong to
+    list_weights: Any  # [S, listed_rows] float32: the weights of `list_rows`
     sums: Any  # [workers, rows at a time, warps] float32: partial sums of dweights
     full: Any  # [S] barriers: a cotangent has arrived
     empty: Any  # [S] barriers: a worker has used a cotangent

@@ -189,8 +189,8 @@ class GatherScratch(NamedTuple):
 
     stages: Any  # [S, H]: rows of y
     places: Any  # [pairs, rows_of_pair] int32: the rows of a pair
-    choices: Any  # [pairs, rows_of_pair] int32: which choices of the token they are
-    num_rows: Any  # [pairs] int32: how many they are; NOWHERE: no choice of the pair is here
+    choices: Any  # [pairs, rows_of_pair] int32: the token's choices that `places` belong to
+    num_rows: Any  # [pairs] int32: the number of rows; NOWHERE: no choice of the pair is here
     full: Any  # [S] barriers: a row has arrived in its stage
     empty: Any  # [S] barriers: all warpgroups have read a row
     listed: Any  # barrier: the scout has listed all pairs

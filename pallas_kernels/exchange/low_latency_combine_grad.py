@@ -114,7 +114,7 @@ class _Scratch(NamedTuple):
     experts: ExpertScratch
     weights: Any  # [pairs, K] float32: the weights of each pair's choices
     sums: Any  # float32: the inner products of each pair, [pairs · K], as one partial sum per warp
-    totals: Any  # [pairs · K] float32: their totals
+    totals: Any  # [pairs · K] float32: the totals of `sums`
     returned: Any  # [tokens of a block, N, K] float32: inner products that ranks return
 
 

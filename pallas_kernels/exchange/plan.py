@@ -302,9 +302,9 @@ class LowLatencyPlan(Sizes):
 def for_low_latency(
     row: Row, sizes: Sizes, num_gpus: int, num_blocks: int | None = None
 ) -> LowLatencyPlan | None:
-    """Returns the plan of the kernels over the low-latency protocol, or None where others run.
+    """Returns the plan of the kernels over the low-latency protocol, or None if they cannot run.
 
-    Others are for rows that are quantized, and for sizes for which `LowLatencyPlan.fits` is false.
+    They cannot run for quantized rows, and for sizes for which `LowLatencyPlan.fits` is false.
     `num_gpus` counts the GPUs of the ranks' host that share symmetric memory.
     `num_blocks` is the most thread blocks; None: as many as the protocol has workers for.
     """

@@ -154,12 +154,13 @@ class _Drhs(Kernel):
     def __call__(self, lhs: Any, *refs: Any, **scratch: Any) -> None:
         grads, table, outs = refs[: self.num_grads], refs[self.num_grads], refs[-self.num_grads :]
         tiles = self.tiles
-        # The last tile may reach past K. What it reads there is zero, and is not stored.
+        # The last tile may reach past K. It reads zeros there, and stores none of them.
         tile_rows = -(-self.height // BLOCK_M)
         num_tiles = jnp.int32(self.num_grads * self.num_groups * tile_rows * self.tile_columns)
 
         def look_up(index):
-            # Tiles at one place, of all gradients, follow each other: they read the same of lhs.
+            # The gradients' tiles at the same place follow each other, as they read the same part
+            # of lhs.
             index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
             group, rest = quotient_and_rest(index, jnp.int32(tile_rows * self.tile_columns))
             row, left_edge = self.place(rest, jnp.int32(tile_rows))
@@ -195,7 +196,8 @@ class _Drhs(Kernel):
                 of_grads = [functools.partial(all_steps, grad) for grad in grads]
                 return lax.switch(which, of_grads, carry)
 
-            # Of each of the last `lag` steps, not yet cleared: which rows are the group's.
+            # The carry holds, for each of the last `lag` steps, which rows are the group's: the
+            # stages of these steps are not cleared yet.
             lag = tiles.num_stages - 2
             all_rows = jnp.int32(0), jnp.int32(CHUNK)
             carry = jnp.int32(0), (all_rows,) * lag

@@ -304,7 +304,7 @@ class Product(Kernel):
     def _multiply(
         self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, stage: Any
     ) -> None:
-        """Starts the matmuls of a stage's tiles: of this computer's columns by `height` rows."""
+        """Starts multiplying `height` rows by this computer's columns, all from one ring stage."""
         right = scratch["right"].at[stage]
         mine = pl.ds(computer * self.tiles.part, self.tiles.part)
         rows = transposed(scratch["left"].at[stage, :height])
@@ -344,11 +344,11 @@ class Product(Kernel):
         outs: Sequence[Any],
         own: dict[str, Any],
     ) -> None:
-        """Stores the rows of a chunk, `number` in its tile, that are of the tile's group.
+        """Stores those rows of chunk `number` of a tile that belong to the tile's group.
 
-        `place` has the tile's first row, the range [begin, end) of the group's, and the column.
-        Registers are known by constant indices alone, so each chunk needs code of its own that
-        stages it in shared memory. What follows is the same for all.
+        `place` has the tile's first row, the range [begin, end) of the group's rows, and the tile's
+        first column. Registers take only constant indices, so each chunk has code of its own that
+        stages it in shared memory. The code after that is the same for all chunks.
         """
         chunks, staged = self._chunks(), self._num_staged
         top, begin, end, left_edge = place

@@ -230,7 +230,8 @@ def run_one(functions: Sequence[Callable[[], None]], index: jax.Array) -> None:
     lax.switch(jnp.where(index < len(functions), index + 1, 0), [lambda: None, *functions])
 
 
-# Of 8 rows of 64 columns, a warp holds two rows in registers, and a thread four neighbours of one.
+# A register layout of 8 rows and 64 columns. Each warp holds two rows, and each thread four
+# neighbouring values of a row.
 EIGHT_ROWS = plgpu.Layout.TILED(
     plgpu.Tiling(((ROW_ALIGNMENT, CHUNK), (2, 4))),
     warp_dims=(-4,),
