@@ -33,19 +33,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     CHUNK,
     COMPUTERS,
-    EIGHT_ROWS,
     OTHER_BYTES,
+    Choice,
     Kernel,
     aligned,
     check_buffers,
     launch,
     quotient_and_rest,
-    row_numbers,
     run_one,
+    swizzled,
     transposed,
     zeros,
 )
@@ -175,25 +176,21 @@ class _Drhs(Kernel):
             def one_tile(tile, carry):
                 which, _, top, left_edge, steps, first, begin, end = tile
 
-                def step(i, carry, grad):
+                def step(i, carry):
                     used, uncleared = carry
                     row = first + i * CHUNK
                     inner = pl.ds(aligned(row), CHUNK)
+                    columns = pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)
                     used = self.fill(
                         scratch,
                         used,
-                        [lhs.at[inner, pl.ds(pl.multiple_of(top, CHUNK), BLOCK_M)]],
-                        0,
-                        [grad.at[inner, pl.ds(pl.multiple_of(left_edge, CHUNK), tiles.block_n)]],
+                        Choice([lhs.at[inner, pl.ds(pl.multiple_of(top, CHUNK), BLOCK_M)]]),
+                        [Choice([grad.at[inner, columns] for grad in grads], which)],
                     )
                     mine = begin - row, end - row
                     return used, clear_oldest(used - 1 - lag, uncleared, mine)
 
-                def all_steps(grad, carry):
-                    return lax.fori_loop(0, steps, functools.partial(step, grad=grad), carry)
-
-                of_grads = [functools.partial(all_steps, grad) for grad in grads]
-                return lax.switch(which, of_grads, carry)
+                return lax.fori_loop(0, steps, step, carry)
 
             # Of each of the last `lag` steps, not yet cleared: which rows are the group's.
             lag = tiles.num_slots - 2
@@ -281,38 +278,12 @@ class _Drhs(Kernel):
                 plgpu.barrier_arrive(scratch["cleared"].at[slot])
 
     def _clear_operand(self, operand: Any, begin: jax.Array, end: jax.Array) -> None:
-        """Sets the rows of an operand tile outside [begin, end) to zero.
-
-        It writes whole groups of 8 rows. Only the first may lie before `begin` (`_group_steps`).
-        """
-        columns = operand.shape[1]
-
-        def clear_part_of(eight: Any) -> None:
-            part = operand.at[pl.ds(eight, ROW_ALIGNMENT)]
-            row = eight + row_numbers((ROW_ALIGNMENT, columns), EIGHT_ROWS, self.interpreted)
-            values = part[...] if self.interpreted else plgpu.load(part, layout=EIGHT_ROWS)
-            in_group = (row >= begin) & (row < end)
-            part[...] = jnp.where(in_group, values, jnp.zeros_like(values))
-
-        @pl.when(begin > 0)
-        def _():
-            clear_part_of(0)
-
-        @pl.when(end < CHUNK)
-        def _():
-            eight = end // ROW_ALIGNMENT * ROW_ALIGNMENT
-            clear_part_of(eight)
-            # All rows from the next multiple of 8 on, in at most three parts.
-            row = eight + ROW_ALIGNMENT
-            for height in (8, 16, 32):
-
-                @pl.when(row & height != 0)
-                def _(row=row, height=height):
-                    operand.at[pl.ds(row, height)][...] = zeros(
-                        (height, columns), operand.dtype, EIGHT_ROWS, self.interpreted
-                    )
-
-                row += row & height
+        """Sets the rows of an operand tile outside [begin, end) to zero."""
+        if self.interpreted:
+            row = lax.broadcasted_iota(jnp.int32, operand.shape, 0)
+            operand[...] = jnp.where((row >= begin) & (row < end), operand[...], 0)
+        else:
+            mosaic.zero_rows_outside(operand, begin, end, swizzled(operand.dtype))
 
 
 def _is_edge(begin: jax.Array, end: jax.Array) -> jax.Array:

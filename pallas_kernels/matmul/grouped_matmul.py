@@ -28,6 +28,7 @@ from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     EIGHT_ROWS,
     OTHER_BYTES,
+    Choice,
     Kernel,
     aligned,
     check_buffers,
@@ -224,8 +225,8 @@ class Product(Kernel):
                             lhs.at[pl.ds(aligned(first), height), inner]
                             for height in self.tiles.heights
                         ]
-                        right = [matrix.at[group, *place] for matrix in rhs]
-                        return self.fill(scratch, used, lefts, kind, right)
+                        rights = [Choice([matrix.at[group, *place]]) for matrix in rhs]
+                        return self.fill(scratch, used, Choice(lefts, kind), rights)
 
                     used = lax.fori_loop(0, depth // CHUNK, step, used)
                 return used

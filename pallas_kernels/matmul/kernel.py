@@ -32,6 +32,22 @@ OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
 
 
 @dataclasses.dataclass(frozen=True)
+class Choice:
+    """Tiles of operands in memory, of which one is copied: that of the index `chosen`."""
+
+    tiles: Sequence[Any]
+    chosen: Any = 0
+
+    def copy(self, room: Callable[[Any], Any], full: Any) -> None:
+        """Starts the copy of the chosen tile to `room(tile)`; `full` is told when it is there."""
+
+        def copy(tile: Any) -> None:
+            plgpu.copy_gmem_to_smem(tile, room(tile), full)
+
+        lax.switch(self.chosen, [functools.partial(copy, tile) for tile in self.tiles])
+
+
+@dataclasses.dataclass(frozen=True)
 class Kernel:
     """The common base of the kernels: the ring, and the order of tiles."""
 
@@ -153,9 +169,9 @@ class Kernel:
         return row, (whole * band + column) * self.tiles.block_n
 
     def fill(
-        self, scratch: Any, used: jax.Array, lefts: Sequence[Any], kind: Any, rights: Sequence[Any]
+        self, scratch: Any, used: jax.Array, left: Choice, rights: Sequence[Choice]
     ) -> jax.Array:
-        """Copies operand tiles, `lefts[kind]` and all of `rights`, into the ring's next slot.
+        """Copies operand tiles, the left one and all of `rights`, into the ring's next slot.
 
         Waits until the slot is empty. A left tile may have fewer rows than the slot has room for.
         """
@@ -166,14 +182,10 @@ class Kernel:
             plgpu.barrier_wait(scratch["empty"].at[slot])
 
         full = scratch["full"].at[slot]
-
-        def copy_left(left):
-            plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot, : left.shape[0]], full)
-
-        lax.switch(kind, [functools.partial(copy_left, left) for left in lefts])
+        left.copy(lambda tile: scratch["left"].at[slot, : tile.shape[0]], full)
         tiles = scratch["right"].at[slot]
         for i, right in enumerate(rights):
-            plgpu.copy_gmem_to_smem(right, tiles if len(rights) == 1 else tiles.at[i], full)
+            right.copy(lambda _, i=i: tiles if len(rights) == 1 else tiles.at[i], full)
         return used + 1
 
     def accumulate(
@@ -288,10 +300,3 @@ def zeros(shape: tuple[int, int], dtype: Any, layout: Any, interpreted: bool) ->
     """Returns zeros in registers, in a layout of Mosaic's."""
     array = jnp.zeros(shape, dtype)
     return array if interpreted else plgpu.layout_cast(array, layout)
-
-
-def row_numbers(shape: tuple[int, int], layout: Any, interpreted: bool) -> jax.Array:
-    """Returns each element's row, int32, in a layout of Mosaic's."""
-    if interpreted:
-        return lax.broadcasted_iota(jnp.int32, shape, 0)
-    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
