@@ -37,7 +37,8 @@ _HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: the number of value
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, the number of experts of all ranks together. Default: 256, or the next multiple of the ranks.",
+    "E, the number of experts of all ranks together. Default: 256, or the next multiple of the "
+    "ranks.",
 )
 _TOP_K = FLAGS.integer("top_k", 8, "K, the number of distinct experts that each token chooses.")
 _HOSTS_PER_TOKEN = FLAGS.integer(

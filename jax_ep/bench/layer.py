@@ -101,8 +101,8 @@ _MLP_DIM = FLAGS.integer(
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, the number of experts of all ranks together; a single rank with E / 8 does the matmuls of one rank of 8. "
-    "Default: that of each shape.",
+    "E, the number of experts of all ranks together; a single rank with E / 8 does the matmuls of "
+    "one rank of 8. Default: that of each shape.",
 )
 _TOP_K = FLAGS.integer(
     "top_k",

@@ -29,7 +29,7 @@ COMMANDS = {
     ),
     "estimate": Command(
         "jax_ep.bench.estimate",
-        "predict bytes and least time of an exchange between hosts, compared with published figures",
+        "predict bytes and time of an exchange between hosts, compared with published figures",
     ),
     "placement": Command(
         "jax_ep.cli.placement",

@@ -35,8 +35,8 @@ _SLOTS = FLAGS.integer(
 _EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, the number of experts of all ranks together. Default: the trace's num_experts, or else its largest id "
-    "+ 1.",
+    "E, the number of experts of all ranks together. Default: the trace's num_experts, or else its "
+    "largest id + 1.",
 )
 _FIT = FLAGS.integer(
     "fit_steps",
