@@ -17,7 +17,6 @@ ELSEWHERE = {
     "jax_ep/bench/baselines.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/exchange_model.py": "tests/bench/test_estimate.py",
     "jax_ep/bench/layer_baselines.py": "tests/bench/test_layer.py",
-    "jax_ep/bench/matmul_checks.py": "tests/bench/test_matmul.py",
     "jax_ep/bench/matmul_operations.py": "tests/bench/test_matmul.py",
     "jax_ep/bench/measuring.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/operations.py": "tests/bench/test_exchange.py",
@@ -30,6 +29,7 @@ ELSEWHERE = {
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
     # What decides whether collectives run as kernels is mostly whether GPUs share memory.
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
+    "jax_ep/exchange/call_sizes.py": "tests/exchange/test_memory.py",
     "jax_ep/exchange/choice_values.py": "tests/moe/test_routed_experts.py",
     "jax_ep/exchange/expert_major.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/gradients.py": "tests/exchange/test_api.py",
@@ -64,7 +64,6 @@ ELSEWHERE = {
         "tests/kernels/exchange/test_low_latency.py"
     ),
     "pallas_kernels/exchange/low_latency_dispatch.py": "tests/kernels/exchange/test_low_latency.py",
-    "pallas_kernels/exchange/quantized_rows.py": "tests/kernels/exchange/test_quantize.py",
     "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/short_copies.py": "tests/kernels/exchange/test_dispatch.py",

@@ -8,10 +8,20 @@ from typing import NamedTuple
 import jax
 
 from jax_ep.bench.timing import DEVICE_TIMERS
+from jax_ep.exchange import quantization
 from jax_ep.flags import DTYPES, Flags, Holder
 from pallas_kernels.exchange.plan import FEW_TOKENS
+from pallas_kernels.formats import RowFormat
+
+# Of --wire_dtype; "none": rows are sent as they are.
+WIRE_DTYPES = ("none", *(dtype.name for dtype in quantization.WIRE_DTYPES))
 
 TIMERS = ("auto", *DEVICE_TIMERS, "none")
+
+
+def wire_format(name: str) -> RowFormat:
+    """Returns the format of a value of --wire_dtype."""
+    return quantization.wire_format(None if name == "none" else name)
 
 
 class Iterations(NamedTuple):
@@ -44,7 +54,45 @@ class Timing(NamedTuple):
         return self.default_iterations.few_tokens if few else self.default_iterations.many_tokens
 
 
+class Shared(NamedTuple):
+    """The flags that several bench commands have; None: the command does not have it."""
+
+    json: Holder
+    plot: Holder
+    ranks: Holder | None
+    timing: Timing | None
+    check: Holder | None
+    seconds: Holder | None
+
+
 class BenchFlags(Flags):
+    def share(
+        self,
+        *,
+        plot: str,
+        ranks: str | None = "all devices",
+        timing: Timing | None = None,
+        check: Holder | None = None,
+        seconds: float | None = None,
+    ) -> Shared:
+        """Defines --json and --plot, and of the other shared flags those that are not None.
+
+        Args:
+          plot: what is drawn.
+          ranks: the default of --ranks, in words.
+          timing: what `timing` returned.
+          check: what `check` returned.
+          seconds: the default of --seconds.
+        """
+        return Shared(
+            self.json(),
+            self.plot(plot),
+            None if ranks is None else self.ranks(ranks),
+            timing,
+            check,
+            None if seconds is None else self.seconds(seconds),
+        )
+
     def timing(
         self, iterations: int | Iterations, repeats: int, *, least_iterations: int
     ) -> Timing:
@@ -52,7 +100,7 @@ class BenchFlags(Flags):
 
         `iterations` and `repeats` are defaults; `least_iterations` is the least that is allowed.
         """
-        text, default = "Dependent calls in one timed loop.", None
+        text, default = "The number of dependent calls in one timed loop.", None
         if isinstance(iterations, int):
             default, iterations = iterations, Iterations(iterations, iterations, iterations)
         else:

@@ -1,4 +1,4 @@
-"""The expert MLP: grouped matmuls with a memory-frugal gradient of their own."""
+"""Computes the expert MLP by grouped matmuls, with a custom gradient that keeps little memory."""
 
 from __future__ import annotations
 
@@ -17,31 +17,40 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
+from jax_ep.moe.options import (
+    check_options,
+    documented,
+    function_option,
+    make_options,
+    number_or_none,
+    option,
+    takes,
+)
 from jax_ep.moe.traced import Traced, trace
 from jax_ep.runtime.jax_compat import is_traced, match_varying, replicated_over_explicit_axes
 
 Activation = Callable[[jax.Array], jax.Array]
 
-# The functions of a `HiddenUnit`, and what each is a function of.
-FUNCTIONS = {
-    "activation": "one array, such as jax.nn.silu",
-    "gating": "two arrays, gate and up",
-}
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenUnit:
-    """The function between the matmuls of an expert: of gate and up, or of h without a gate.
+    """The function between the matmuls of an expert, of gate = x @ wi_0 and up = x @ wi_1.
 
     Attributes:
-        activation: a function of one array: activation(gate) * up, or activation(h).
-        gating: a function of (gate, up) in place of activation(gate) * up, or None.
-        clamp: the most that the function gets as gate, and as the magnitude of up; or None.
+        activation: an elementwise function of one array, finite at zero. The expert computes
+            (activation(gate) * up) @ wo, or activation(gate) @ wo without wi_1.
+        gating: None, or an elementwise function of gate and up, biases included, that replaces
+            activation(gate) * up. Both functions are static arguments: other values that they read
+            are constants, which are not trained.
+        clamp: None, or a number above 0: before activation or gating, gate is clamped to at most
+            this number, and up to between minus this number and it (GPT-OSS, DeepSeek-V4).
     """
 
-    activation: Activation = jax.nn.silu
-    gating: Gating | None = None
-    clamp: float | None = None
+    activation: Activation = function_option(
+        jax.nn.silu, "a function of one array, such as jax.nn.silu"
+    )
+    gating: Gating | None = function_option(None, "a function of two arrays, gate and up")
+    clamp: float | None = option(None, number_or_none())
 
     def __call__(self, gate: jax.Array, *up: jax.Array) -> jax.Array:
         if self.clamp is not None:
@@ -54,7 +63,7 @@ class HiddenUnit:
 
 
 class Experts(NamedTuple):
-    """The weights of L experts, as `expert_mlp` says; wi_1 and the biases may be None."""
+    """The weights of L experts, arguments of `expert_mlp`; wi_1 and the biases may be None."""
 
     wi_0: jax.Array
     wi_1: jax.Array | None
@@ -64,6 +73,8 @@ class Experts(NamedTuple):
     wo_bias: jax.Array | None = None
 
 
+@documented(HiddenUnit)
+@takes(HiddenUnit, before="implementation")
 def expert_mlp(
     tokens: jax.Array,
     wi_0: jax.Array,
@@ -74,10 +85,8 @@ def expert_mlp(
     wi_0_bias: jax.Array | None = None,
     wi_1_bias: jax.Array | None = None,
     wo_bias: jax.Array | None = None,
-    activation: Activation = jax.nn.silu,
-    gating: Gating | None = None,
-    clamp: float | None = None,
     implementation: gmm.Implementation = None,
+    **options: Any,
 ) -> jax.Array:
     """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
 
@@ -96,8 +105,8 @@ def expert_mlp(
     computes the two products again.
 
     Rows past the last group may hold anything; the result and the gradient of `tokens` are zero
-    there, and they contribute nothing to the other gradients, as in `grouped_matmul`. Operands may
-    not be sharded over Explicit axes of a mesh: call this inside a `shard_map` over these.
+    there, and they contribute nothing to the other gradients, as in `grouped_matmul`. If operands
+    are sharded over Explicit axes of a mesh, call this function inside a `shard_map` over them.
 
     Args:
       tokens: [R, H] floating: rows in group order, as in `Dispatched.tokens`.
@@ -107,11 +116,7 @@ def expert_mlp(
       group_sizes: [L] integer: rows of each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
       wo_bias: [L, H] floating, or None: a bias of the output.
-      activation: an elementwise function of one array, finite at zero.
-      gating: an elementwise function of (x @ wi_0, x @ wi_1), biases included, in place of
-        activation(gate) * up; or None.
-      clamp: before activation or gating, x @ wi_0 is at most this, and x @ wi_1 between minus this
-        and this (GPT-OSS, DeepSeek-V4); or None.
+      {HiddenUnit}
       implementation: as in `grouped_matmul`.
 
     Returns:
@@ -122,7 +127,7 @@ def expert_mlp(
         here; the message says why.
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
-    unit = HiddenUnit(activation, gating, clamp)
+    unit = make_options(HiddenUnit, options, "expert_mlp")
     check_operands(tokens, experts, group_sizes, unit, implementation)
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
@@ -150,11 +155,11 @@ def forward(
     keep: bool = True,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, tuple]:
-    """Returns the output [R, H] and, with `keep`, what `backward` needs.
+    """Returns the output [R, H] and, with `keep`, the residuals for `backward`.
 
-    Without `zero_unused`, rows of the output past the last group hold anything, as between the
-    matmuls they always do: no product and no gradient of a matrix reads them. The operands must be
-    checked and have one varying-axes type.
+    Without `zero_unused`, rows of the output past the last group are undefined. They always are
+    between the matmuls, where no product and no gradient of a matrix reads them. The operands must
+    have been checked and have one varying-axes type.
     """
     tokens = checkpoint_name(tokens, "dispatched_tokens")
     hidden: jax.Array | None = None
@@ -192,10 +197,10 @@ def backward(
 ) -> tuple[jax.Array, Experts, jax.Array | None]:
     """Returns the gradients of tokens and experts, and of the weights if there are any.
 
-    Without `zero_unused`, gradients of tokens and weights hold anything past the last group.
+    Without `zero_unused`, gradients of tokens and weights are undefined past the last group.
 
-    With weights [R] float32 the gradients are those of weights[:, None] * output. The weights
-    multiply the hidden values instead: without its bias the output is linear in these.
+    With weights [R] float32 the gradients are those of weights[:, None] * output. The weights are
+    applied to the hidden values instead, in which the output without its bias is linear.
     """
     tokens, pre, experts, group_sizes = saved
     biases = _bias_rows(experts, group_sizes, tokens)
@@ -242,7 +247,7 @@ def _hidden(
     pre: tuple[jax.Array, ...],
     weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the unit's function of the pre-activations with biases, times the rows' weights."""
+    """Computes the hidden values from the pre-activations, with biases and the rows' weights."""
     kept = pre[0].dtype
     dtype = wide_dtype(kept)
     wide = [rows.astype(dtype) for rows in pre]
@@ -279,10 +284,10 @@ def _rows(bias: jax.Array, groups: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Array:
-    """Returns the sums of each group's rows [R, F], the gradient of the bias [L, F].
+    """Sums each group's rows [R, F], which gives the gradient of the bias [L, F].
 
-    It is a matmul, since a scatter would add in any order. There a zero times a NaN or an infinity
-    would reach the other groups, so these are counted apart.
+    Uses a matmul, which is deterministic, unlike a scatter-add. In the matmul, zero times a NaN or
+    an infinity would spoil other groups' sums, so NaN and infinities are counted separately.
     """
     members = jax.nn.one_hot(groups, len(bias), dtype=rows.dtype)
     contract = (((0,), (0,)), ((), ()))
@@ -292,7 +297,7 @@ def _sum_by_group(rows: jax.Array, groups: jax.Array, bias: jax.Array) -> jax.Ar
         return lax.dot_general(members, rows, contract, preferred_element_type=wide)
 
     sums = total(jnp.where(jnp.isfinite(rows), rows, 0))
-    for value, found in (  # the sum of both is NaN
+    for value, found in (  # a group with both infinities gets NaN
         (jnp.inf, (rows == jnp.inf) | jnp.isnan(rows)),
         (-jnp.inf, (rows == -jnp.inf) | jnp.isnan(rows)),
     ):
@@ -348,7 +353,7 @@ def check_operands(
             )
     for name, array in arrays.items():
         checks.check_not_sharded(name, array)
-    check_unit(unit)
+    check_options(unit)
     rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(tokens.dtype))
     _check_elementwise(unit, rows)
     if experts.wi_1 is None:
@@ -361,22 +366,11 @@ def check_operands(
     gmm.check_implementation(implementation, experts.wi_0, name_of_implementation)
 
 
-def check_unit(unit: HiddenUnit) -> None:
-    """Raises TypeError or ValueError, naming the argument, for an unusable function or number."""
-    for name, arguments in FUNCTIONS.items():
-        value = getattr(unit, name)
-        if not (callable(value) or (value is None and name == "gating")):
-            raise TypeError(
-                f"{name} must be a function of {arguments}, but is {checks.described(value)}."
-            )
-    if unit.clamp is not None:
-        checks.check_number("clamp", unit.clamp, otherwise=", or None")
-
-
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
-    """Raises ValueError unless the unit's function keeps the shape of its arguments, and floats.
+    """Raises ValueError unless the unit's function is elementwise and returns floats.
 
-    It may read no traced array: what it reads is a constant of the program, without a gradient.
+    It may not read a traced array, since other values that it reads are constants of the program,
+    without a gradient.
     """
     name = "activation" if unit.gating is None else "gating"
     function, count = (unit.activation, 1) if unit.gating is None else (unit.gating, 2)
@@ -396,7 +390,7 @@ def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:
 
 
 def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced:
-    """Traces a unit as it computes now, of rows in float32 or wider, and of scalars for kernels.
+    """Traces a unit's functions now, for rows in float32 or wider, and for scalars in kernels.
 
     Tokens and experts must have been checked and have one varying-axes type.
     """
@@ -411,10 +405,10 @@ def traced_unit(unit: HiddenUnit, tokens: jax.Array, experts: Experts) -> Traced
 
     def run_as_here(tokens: jax.Array) -> jax.Array:
         traced.run_as(*rows(tokens))
-        with contextlib.suppress(Exception):  # kernels refuse what computes with rows alone
+        with contextlib.suppress(Exception):  # without a scalar trace, kernels refuse the function
             traced.run_as(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
         return tokens
 
     run_as_here(tokens)
-    replicated_over_explicit_axes(run_as_here, tokens)  # the types of the primitives' operands
+    replicated_over_explicit_axes(run_as_here, tokens)  # primitives get replicated operands
     return traced

@@ -17,6 +17,7 @@ import jax_ep.cli
 from jax_ep.bench import layer as bench_layer
 from jax_ep.bench import layer_baselines
 from jax_ep.bench.layer_baselines import BASELINES, LAYERS
+from pallas_kernels.formats import Float8
 
 PLAIN = ("all_gather+psum_scatter", "all_gather+all_to_all")
 SHAPE = bench_layer.Shape(hidden=128, mlp_dim=64, num_experts=8, top_k=3)
@@ -182,23 +183,23 @@ def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
     assert wires == {PLAIN[0]: "none", "jax_ep": "float8_e4m3fn"}
     assert out.count("float8_e4m3fn  yes") == 2
     # It is really sent so: without room for that rounding the layers differ.
-    monkeypatch.setattr(bench_layer, "QUANTIZED_TOLERANCE", 2.0**-7)
+    monkeypatch.setattr(Float8, "relative_error", 0.0)
     assert bench(*args, "--wire_dtype=float8_e4m3fn") == 1
 
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
-    measure = bench_layer.measure
+    check = bench_layer.LayerCase.check
 
-    def out_of_memory(loop, case):
-        if case["implementation"] == PLAIN[0]:
+    def out_of_memory(case, row, loop, shared):
+        if row["implementation"] == PLAIN[0]:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand much more")
-        return measure(loop, case)
+        check(case, row, loop, shared)
 
-    monkeypatch.setattr(bench_layer, "measure", out_of_memory)
+    monkeypatch.setattr(bench_layer.LayerCase, "check", out_of_memory)
     path = tmp_path / "out.json"
-    names = f"--baselines={','.join(PLAIN)}"
-    assert bench("--shapes=mixtral", "--directions=forward", names, f"--json={path}") == 1
+    names = f"--check --baselines={','.join(PLAIN)}".split()
+    assert bench("--shapes=mixtral", "--directions=forward", *names, f"--json={path}") == 1
     out = capsys.readouterr().out
     assert f"{PLAIN[0]}: RuntimeError: RESOURCE_EXHAUSTED: Out of memory\n" in out
     (line,) = (line for line in out.splitlines() if " failed " in line)

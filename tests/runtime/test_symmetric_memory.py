@@ -124,7 +124,7 @@ def test_payloads_of_other_kinds_are_refused():
 @pytest.mark.parametrize(("op", "algorithm"), BY_LL)
 def test_a_program_to_export_holds_no_addresses(op, algorithm, monkeypatch):
     mesh, x = cuda_mesh((2,), (AXIS,)), jax.ShapeDtypeStruct((8, 512), jnp.float32)
-    message = f'{op}: algorithm="{algorithm}".*holds addresses of this machine, and is to be exp'
+    message = f'{op}: algorithm="{algorithm}".*holds addresses of this machine, so it cannot'
     with pytest.raises(ValueError, match=message):
         export.export(mapped(collective(op, algorithm), mesh), platforms=["cuda"])(x)
     taken_for_gpus(monkeypatch)
@@ -240,7 +240,7 @@ def test_without_ll_the_next_best_serves(chosen):
 
 
 def test_programs_without_kernels_have_xla(chosen):
-    reason = "it is to be exported"
+    reason = "it cannot be exported"
     assert chosen(refused=reason) == chosen("xla", refused=reason) == "xla"
     for algorithm in ("ll", "direct"):
         with pytest.raises(ValueError, match=f'"{algorithm}" cannot run here: {reason}'):
@@ -343,10 +343,12 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine):
             header[3:]
         )
         contents = cuda_driver.read(g, heap, domain.heap_bytes)[memory_map.HEADER_BYTES :]
-        slots = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
-        assert contents[:slots] == bytes(slots)
+        buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
+        assert contents[:buffers] == bytes(buffers)
         empty = memory_map.EMPTY.to_bytes(4, "little")
-        assert contents[slots:] == empty * (memory_map.SLOT_BYTES * memory_map.num_slots(2) // 4)
+        assert contents[buffers:] == empty * (
+            memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(2) // 4
+        )
 
 
 @pytest.fixture
@@ -390,7 +392,7 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
 
 
 def test_heaps_have_room():
-    """For all slots of all senders, apart from each other, on vectors' boundaries."""
+    """For all tile buffers of all senders, apart from each other, on vectors' boundaries."""
     for num_gpus in range(1, memory_map.MAX_GPUS + 1):
         assert memory_map.heap_bytes(num_gpus) <= memory_map.STRIDE
         end = 0
@@ -399,13 +401,13 @@ def test_heaps_have_room():
             end = offset + num_bytes
         assert end == memory_map.heap_bytes(num_gpus)
         senders = memory_map.num_senders(num_gpus)
-        of_channel = memory_map.slots_of_channel(num_gpus)
+        of_channel = memory_map.tiles_of_channel(num_gpus)
         last = (
             (2 * senders - 1) * memory_map.MAX_WORKERS + memory_map.MAX_WORKERS - 1
         ) * of_channel
-        assert last + of_channel == memory_map.num_slots(num_gpus)
-        slots = memory_map.TILES + 4 * memory_map.MAX_WORKERS * memory_map.MAX_LOW_LATENCY_GPUS
-        assert end == slots + memory_map.SLOT_BYTES * memory_map.num_slots(num_gpus)
+        assert last + of_channel == memory_map.num_tile_buffers(num_gpus)
+        buffers = memory_map.TILES + 4 * memory_map.MAX_WORKERS * memory_map.MAX_LOW_LATENCY_GPUS
+        assert end == buffers + memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(num_gpus)
     assert memory_map.TILES % 128 == 0
 
 
@@ -572,7 +574,7 @@ def test_a_pool_of_another_kind_serves_one_process(machine):
     for mapping in library.mappings:
         mapping.virtual = False
     assert [gpu.pool_bytes for gpu in symmetric_memory.domain().gpus] == [0, 0]
-    assert "pool not of the virtual-memory API" in symmetric_memory.describe()[1]
+    assert "pool not allocated by the virtual-memory API" in symmetric_memory.describe()[1]
 
 
 def test_kernels_that_overlap_are_refused(machine, monkeypatch):

@@ -19,8 +19,9 @@ from pallas_kernels.exchange.sender import Sender
 from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import LANES, SHARED_MEMORY_BYTES, padded_columns
 from pallas_kernels.fabric.symmetric import Gpus
+from pallas_kernels.formats import FLOAT8_ROWS, PLAIN
 
-WIRE = jnp.float8_e4m3fn
+WIRE = FLOAT8_ROWS
 ROWS = [
     Row(7168, jnp.bfloat16),
     Row(7168, jnp.bfloat16, WIRE),
@@ -47,7 +48,7 @@ def nbytes(columns: int, dtype: Any) -> int:
 
 
 def test_a_plan_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="store_lag must be less than num_slots"):
+    with pytest.raises(ValueError, match="store_lag must be less than num_stages"):
         Plan(1, 2, store_lag=2)
     with pytest.raises(ValueError, match="store_lag"):
         Plan(1, 2, store_lag=-1)
@@ -99,10 +100,10 @@ def test_padding_of_the_last_axis():
 
 def test_parts_of_a_row():
     assert Row(512, jnp.float32).parts == [(512, jnp.float32)]
-    assert Row(512, jnp.bfloat16, WIRE).parts == [(512, WIRE), (4, jnp.float32)]
-    assert Row(512, jnp.bfloat16).sent_bytes == Row(512, jnp.bfloat16).slot_bytes == 1024
+    assert Row(512, jnp.bfloat16, WIRE).parts == [(512, WIRE.dtype), (4, jnp.float32)]
+    assert Row(512, jnp.bfloat16).sent_bytes == Row(512, jnp.bfloat16).stage_bytes == 1024
     quantized = Row(512, jnp.bfloat16, WIRE)
-    assert quantized.sent_bytes == 512 + 16 and quantized.slot_bytes == 1024 + 512 + 16
+    assert quantized.sent_bytes == 512 + 16 and quantized.stage_bytes == 1024 + 512 + 16
 
 
 def test_padded_rows_are_whole_lines():
@@ -123,16 +124,16 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     of_combine = plans.for_combine(row, sizes)
     of_grad = plans.for_combine_grad(row, sizes)
     held = {
-        of_dispatch: of_dispatch.num_slots * row.slot_bytes
-        + of_dispatch.num_copy_slots * row.sent_bytes,
-        of_ranks: of_ranks.num_slots * row.slot_bytes,
+        of_dispatch: of_dispatch.num_stages * row.stage_bytes
+        + of_dispatch.num_copy_stages * row.sent_bytes,
+        of_ranks: of_ranks.num_stages * row.stage_bytes,
         of_combine: 8 * of_combine.step_tokens * num_ranks * (2 * top_k + 1),
-        of_grad: of_grad.num_slots * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
+        of_grad: of_grad.num_stages * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
     }
     for plan, size in held.items():
-        assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2
+        assert size < SHARED_MEMORY_BYTES and plan.num_stages >= 2
         assert 1 <= plan.num_blocks <= num_tokens
-    assert of_grad.num_slots % of_grad.num_workers == 0  # a worker has slots of its own
+    assert of_grad.num_stages % of_grad.num_workers == 0  # a worker has stages of its own
 
 
 @pytest.mark.parametrize("num_tokens", [128, 4096])
@@ -150,20 +151,20 @@ def test_long_lists_leave_shared_memory_for_rows():
     """Steps are shorter where rows would else have no room, and only there."""
     row, sizes = Row(512, jnp.bfloat16), (4096, 8, 4)
     plan = plans.for_dispatch(row, sizes_of(*sizes, 3584))
-    assert (plan.step_tokens, plan.num_slots) == (32, 8)
+    assert (plan.step_tokens, plan.num_stages) == (32, 8)
     plan = plans.for_dispatch(row, sizes_of(*sizes, 3840))
-    assert (plan.step_tokens, plan.num_slots) == (12, 1)
+    assert (plan.step_tokens, plan.num_stages) == (12, 1)
 
 
-@pytest.mark.parametrize("wire_dtype", [None, WIRE])
+@pytest.mark.parametrize("wire", [PLAIN, WIRE])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("hidden", [64, 1024, 2048, 2880, 5120, 7168, 8224, 14336, 16448])
-def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire_dtype):
+def test_a_row_is_whole_tiles_of_whole_vectors(hidden, dtype, wire):
     """Tiles are not much longer than what a warpgroup should hold, nor much shorter."""
-    row = Row(plans.padded_hidden(hidden, dtype, wire_dtype), dtype, wire_dtype)
+    row = Row(plans.padded_hidden(hidden, dtype, wire), dtype, wire)
     tile, vector = plans.combine_tile(row), 16 // jnp.dtype(dtype).itemsize
     assert row.hidden % tile == 0 and tile % vector == 0
-    assert wire_dtype is None or tile % plans.ROW_MULTIPLE == 0
+    assert not wire.quantized or tile % plans.ROW_MULTIPLE == 0
     assert LANES * vector // 2 <= tile <= 4 * LANES * vector or tile == row.hidden
 
 
@@ -232,7 +233,9 @@ def test_a_workspace_is_the_size_of_its_arrays():
     row = Row(1024, jnp.bfloat16, WIRE)
     plan = plans.for_combine(row, sizes)
     values, scales = plans.combine_receive_buffer(plan, row, 300, 4)
-    assert values.shape == (128, 1, 4, 3, 1024) and values.dtype == WIRE  # 3 tokens to a block
+    assert (
+        values.shape == (128, 1, 4, 3, 1024) and values.dtype == WIRE.dtype
+    )  # 3 tokens to a block
     assert scales.shape == (128, 1, 4, 3, 8) and scales.dtype == jnp.float32
     assert plans.combine_workspace(plan, row, sizes) == {
         "receive buffer": math.prod(values.shape) + 4 * math.prod(scales.shape),
