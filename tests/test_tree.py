@@ -29,6 +29,7 @@ ELSEWHERE = {
     "jax_ep/collectives/xla.py": "tests/collectives/test_api.py",
     # What decides whether collectives run as kernels is mostly whether GPUs share memory.
     "jax_ep/collectives/selection.py": "tests/runtime/test_symmetric_memory.py",
+    "jax_ep/exchange/call_sizes.py": "tests/exchange/test_memory.py",
     "jax_ep/exchange/choice_values.py": "tests/moe/test_routed_experts.py",
     "jax_ep/exchange/expert_major.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/gradients.py": "tests/exchange/test_api.py",
