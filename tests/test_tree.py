@@ -35,6 +35,7 @@ ELSEWHERE = {
     "jax_ep/exchange/gradients.py": "tests/exchange/test_api.py",
     "jax_ep/exchange/interface.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/primitives.py": "tests/exchange/test_api.py",
+    "jax_ep/exchange/selection.py": "tests/exchange/test_pallas.py",
     "jax_ep/exchange/rail.py": "tests/exchange/test_two_level.py",
     "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
     "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",

@@ -35,8 +35,9 @@ from jax_ep.bench.timing import Loop
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.algorithms import ALGORITHMS
+from jax_ep.collectives.algorithms import ALGORITHMS, Problem
 from jax_ep.flags import Error
+from jax_ep.runtime import availability
 
 if TYPE_CHECKING:
     from pallas_kernels.collectives.tiles import TilePlan
@@ -52,8 +53,8 @@ OPERATIONS = tuple(FUNCTIONS)
 # Not measured by default: "fused", which is one of two others, and "multimem", which needs
 # multicast.
 MEASURED = {
-    op: tuple(name for name in names if name not in ("fused", "multimem"))
-    for op, names in ALGORITHMS.items()
+    op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
+    for op, algorithms in ALGORITHMS.items()
 }
 LAX_NAMES = {
     "all_reduce": "lax.psum",
@@ -64,7 +65,7 @@ LAX_NAMES = {
 }
 _GPU_ROWS = [8, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 _CPU_ROWS = [32, 128]
-_ALGORITHM_NAMES = sorted({name for names in ALGORITHMS.values() for name in names})
+_ALGORITHM_NAMES = sorted({name for algorithms in ALGORITHMS.values() for name in algorithms.names})
 
 FLAGS = BenchFlags()
 _OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
@@ -121,6 +122,15 @@ class Case:
         """The shape and dtype of a rank's operand."""
         rows = self.rows // self.ranks if self.op == "all_gather" else self.rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
+
+    @property
+    def problem(self) -> Problem:
+        """The collective as its algorithm is selected."""
+        place = availability.Machine(jax.devices()[: self.ranks])
+        x = self.x
+        others = [x, jax.ShapeDtypeStruct((self.hidden,), self.dtype)]
+        operands = [x, *(others if self.op == "all_reduce_rms_norm" else [])]
+        return Problem(self.op, operands, self.ranks, (AXIS,), place)
 
     def operands(self, mesh: Mesh) -> Callable[[], tuple[jax.Array, ...]]:
         """Compiles a function that makes the operands, [N * B, ...] each, with B rows for a rank.
@@ -253,7 +263,7 @@ def run() -> int:
     on_gpu = devices[0].platform == "gpu"
     rows = _ROWS.value or (_GPU_ROWS if on_gpu else _CPU_ROWS)
     _check_flags(ranks, rows)
-    _check_implementations(ranks, on_gpu)
+    _check_implementations(ranks)
     hidden = _HIDDEN.value or (8192 if on_gpu else 256)
     kind = measuring.devices_in_words(devices)
     print(f"{kind}, jax {jax.__version__}, {_DTYPE.value}")
@@ -265,7 +275,7 @@ def run() -> int:
         mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
         for op in _OPS.value:
             cases = [Case(op, num_ranks, n, hidden, jnp.dtype(_DTYPE.value)) for n in rows]
-            found = _measure(cases, on_gpu, mesh, started)
+            found = _measure(cases, mesh, started)
             records += found
             if _JSON.value:  # as it goes: a run that is ended early leaves what it has
                 measuring.write_json(_JSON.value, records, nccl_nvls_enable=multicast)
@@ -398,9 +408,7 @@ def write_table(
         file.write(text + "\n")
 
 
-def _measure(
-    cases: Sequence[Case], on_gpu: bool, mesh: Mesh, started: float
-) -> list[dict[str, Any]]:
+def _measure(cases: Sequence[Case], mesh: Mesh, started: float) -> list[dict[str, Any]]:
     """Compiles the loops of all cases in parallel, and then times them one after the other."""
 
     def build(case: Case, column: Column, operands: tuple[jax.Array, ...]) -> Loop | Exception:
@@ -425,7 +433,7 @@ def _measure(
             operands = make()
             work += [
                 (case, column, pool.submit(build, case, column, operands))
-                for column in _columns(case, on_gpu)
+                for column in _columns(case)
             ]
         programs = [(case, column, future.result()) for case, column, future in work]
     del work
@@ -449,8 +457,7 @@ def _measure(
             measuring.progress(f"{case.op}, {case.ranks} ranks, {case.rows} rows, {column.name}")
             if _CHECK.value:
                 case.check(loop, column.algorithm)
-            here = _no_kernels(on_gpu)
-            record["auto"] = selection.choose(case.op, None, case.x, case.ranks, here)
+            record["auto"] = selection.select(None, case.problem)
             record |= measuring.times(loop, _TIMING.repeats.value, _TIMING.timer.value)
         except Exception as error:  # one that fails must not cost the others their results
             record["error"] = measuring.first_line(error)
@@ -459,26 +466,18 @@ def _measure(
     return records
 
 
-def _columns(case: Case, on_gpu: bool) -> list[Column]:
+def _columns(case: Case) -> list[Column]:
     op, names = case.op, _IMPLEMENTATIONS.value
     if names is None:
-        available = [
-            name
-            for name in MEASURED[op]
-            if not selection.unavailable_reason(op, name, case.x, case.ranks, _no_kernels(on_gpu))
-        ]
+        available = [n for n in ALGORITHMS[op].available(case.problem) if n in MEASURED[op]]
     else:
-        available = [name for name in names if name in ALGORITHMS[op]]
+        available = [name for name in names if name in ALGORITHMS[op].names]
     columns = [Column(name) for name in available if case.ranks > 1 or name == "xla"]
     plans = [_plan(text) for text in _PLANS.value]
     kernels = [column for column in columns if column.algorithm not in ("xla", "multimem")]
     for plan in plans:
         columns += [Column(kernel.algorithm, plan) for kernel in kernels]
     return columns
-
-
-def _no_kernels(on_gpu: bool) -> str | None:
-    return None if on_gpu else "the devices here are no GPUs"
 
 
 def _plan(text: str) -> TilePlan:
@@ -488,12 +487,13 @@ def _plan(text: str) -> TilePlan:
     return TilePlan(num_blocks, num_warpgroups, num_vectors)
 
 
-def _check_implementations(ranks: Sequence[int], on_gpu: bool) -> None:
+def _check_implementations(ranks: Sequence[int]) -> None:
     """Raises `Error` for what is named and would not be measured."""
-    names, refused = _IMPLEMENTATIONS.value, _no_kernels(on_gpu)
+    names = _IMPLEMENTATIONS.value
+    refused = availability.Machine(jax.devices()[: max(ranks)]).unavailable_reason((AXIS,))
     for name in names or []:
-        if not any(name in ALGORITHMS[op] for op in _OPS.value):
-            ops = ", ".join(op for op, known in ALGORITHMS.items() if name in known)
+        if not any(name in ALGORITHMS[op].names for op in _OPS.value):
+            ops = ", ".join(op for op, known in ALGORITHMS.items() if name in known.names)
             raise Error(f"--implementations: {name} is of {ops}, and --ops has none of them")
         if refused and name not in ("xla", "unfused"):
             raise Error(f"--implementations: {name} cannot run here: {refused}")

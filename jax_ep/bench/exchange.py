@@ -40,7 +40,7 @@ from jax_ep.bench.operations import (
 from jax_ep.bench.timing import Loop
 from jax_ep.exchange import quantization
 from jax_ep.exchange.memory import LAYOUTS
-from jax_ep.exchange.primitives import IMPLEMENTATIONS
+from jax_ep.exchange.selection import IMPLEMENTATIONS, Problem
 from jax_ep.flags import Error, check_experts
 from jax_ep.runtime import availability, hosts
 
@@ -64,7 +64,7 @@ _ALIGNMENT = FLAGS.integer(
     1,
     "Rows that the start of each expert's block in the receive buffer is a multiple of.",
 )
-_IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS, "the exchange", "all that run here")
+_IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS.names, "the exchange", "all that run here")
 _BASELINES = FLAGS.baselines(BASELINES, "collectives of plain JAX", "all that run here")
 _HOST_CAPACITY = FLAGS.integer(
     "host_capacity",
@@ -279,16 +279,13 @@ def make_work(case: dict[str, Any]) -> Work:
 def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
     on_gpu = platform == "gpu"
     tokens = _TOKENS.value or ([128, 4096] if on_gpu else [32, 128])
-    kernels_run = availability.unavailable_reason(jax.devices()[: max(ranks)]) is None
     baselines = _BASELINES.value
     if baselines is None:
         baselines = [name for name in BASELINES if unavailable_reason(name, platform) is None]
     for num_ranks in ranks:
         implementations = _IMPLEMENTATIONS.value
         if implementations is None:
-            two_level = len(set(hosts.hosts_of(jax.devices()[:num_ranks]))) > 1
-            found = {"two_level": two_level, "pallas": kernels_run, "xla": True}
-            implementations = [name for name, runs in found.items() if runs]
+            implementations = IMPLEMENTATIONS.available(_problem(num_ranks))
         for num_tokens in tokens:
             for op in _OPS.value:
                 for way in _ways(op, implementations, baselines):
@@ -353,6 +350,11 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
             yield {"layout": "expert", "wire_dtype": "none", "implementation": baseline}
 
 
+def _problem(num_ranks: int) -> Problem:
+    """Returns an exchange between the first devices, of whatever rows."""
+    return Problem(availability.Machine(jax.devices()[:num_ranks]))
+
+
 def _check_flags(ranks: list[int], platform: str) -> None:
     if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
         raise Error(f"--output: quantized rows need a wire dtype, --wire_dtype={WIRE_DTYPES[0]}")
@@ -364,14 +366,10 @@ def _check_flags(ranks: list[int], platform: str) -> None:
     for name in _BASELINES.value or []:
         if reason := unavailable_reason(name, platform):
             raise Error(f"--baselines: {name} cannot run here: {reason}")
-    kernels = availability.unavailable_reason(jax.devices()[: max(ranks)])
-    if "pallas" in (_IMPLEMENTATIONS.value or ()) and kernels:
-        raise Error(f"--implementations: pallas cannot run here: {kernels}")
     for num_ranks in ranks:
-        found = hosts.num_hosts_of(hosts.hosts_of(jax.devices()[:num_ranks]))
-        if "two_level" in (_IMPLEMENTATIONS.value or ()) and (found == 1 or isinstance(found, str)):
-            reason = found if isinstance(found, str) else f"{num_ranks} ranks are on one host"
-            raise Error(f"--implementations: two_level cannot run here: {reason}")
+        for name in _IMPLEMENTATIONS.value or ():
+            if reason := IMPLEMENTATIONS[name].unavailable_reason(_problem(num_ranks)):
+                raise Error(f"--implementations: {name} cannot run here: {reason}")
         check_experts(_NUM_EXPERTS.value, num_ranks, _TOP_K.value)
     if _HOST_CAPACITY.value and "two_level" not in (_IMPLEMENTATIONS.value or ()):
         raise Error("--host_capacity: is of two_level, which --implementations must name")

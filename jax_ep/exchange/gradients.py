@@ -26,6 +26,7 @@ def configure(
     name: Literal["x", "y"],
     rows: jax.Array,
     *,
+    list_words: int,
     wire_dtype: jax.typing.DTypeLike | None,
     grad_wire_dtype: jax.typing.DTypeLike | None,
     implementation: Implementation,
@@ -33,8 +34,9 @@ def configure(
 ) -> Config:
     """Makes and checks the `Config` of an exchange of rows, the caller's argument `name`.
 
-    `arguments` are further fields of `Config`. Raises ValueError or TypeError if a wire dtype or
-    the named implementation does not support the rows.
+    `list_words` are the words that describe a token's choices, which kernels hold in shared memory:
+    K, or 2 K if weights are sent with them. `arguments` are further fields of `Config`. Raises
+    ValueError or TypeError if a wire dtype or the named implementation does not support the rows.
     """
     config = Config(
         wire_dtype=quantization.checked(name, rows, wire_dtype),
@@ -42,7 +44,7 @@ def configure(
         implementation=implementation,
         **arguments,
     )
-    primitives.check_implementation(config, rows)
+    primitives.check_implementation(config, rows, list_words)
     return config
 
 

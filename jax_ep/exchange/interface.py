@@ -18,7 +18,6 @@ from jax import lax
 from jax_ep.exchange.routes import Overflow, RankRoutes, Routes, RowGroups
 
 Implementation = Literal["pallas", "xla", "two_level"] | None
-IMPLEMENTATIONS = ("pallas", "xla", "two_level")
 Received = tuple[jax.Array, ...]
 """Rows; or with a wire_dtype, rows in it and their float32 scales, one for every 128 columns."""
 
@@ -38,12 +37,7 @@ class Config:
       overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
       host_capacity: the most rows that a rank sends to another host; None: all that it has.
       zero_unused: whether rows past the last expert's block are zero, or may hold anything.
-      list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
-        Only the checks of shared memory read it; primitives are bound with 0.
       implementation: the exchange to run; None for the best that runs here.
-      kernels: False where tracing has found that the program cannot contain kernels.
-      kernels_fit: False where tracing has found that kernels cannot move these rows among all
-        ranks.
       wire_dtype: the dtype that rows, or sums of rows, are sent in; None for their own dtype.
       sum_dtype: the dtype that a combine returns, and sends its sums in where there is no
         wire_dtype; None for the rows' own dtype.
@@ -60,10 +54,7 @@ class Config:
     overflow: Overflow = "tail"
     host_capacity: int | None = None
     zero_unused: bool = True
-    list_words: int = 1
     implementation: Implementation = None
-    kernels: bool = True
-    kernels_fit: bool = True
     wire_dtype: jnp.dtype | None = None
     sum_dtype: jnp.dtype | None = None
     grad_wire_dtype: jnp.dtype | None = None

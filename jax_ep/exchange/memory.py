@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
-from jax_ep.exchange import quantization, routes
-from jax_ep.runtime import availability, settings
+from jax_ep.exchange import quantization, routes, selection
+from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric.hardware import LANES, align_up
 
@@ -515,13 +515,13 @@ def _between_hosts(
 
 
 def _check_kernels_run(shape: _Shape) -> None:
-    reason = availability.exchange_unavailable_reason(
-        shape.hidden,
-        shape.dtype,
+    rows = selection.Rows(
+        hidden=shape.hidden,
+        dtype=shape.dtype,
         num_ranks=shape.num_ranks,
-        top_k=shape.top_k,
+        list_words=shape.top_k,
         num_experts=shape.num_experts,
         wire_dtype=shape.wire_dtype,
     )
-    if reason is not None:
+    if reason := rows.unavailable_reason():
         raise ValueError(f'implementation="pallas" cannot run: {reason}.')

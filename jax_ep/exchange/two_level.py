@@ -42,7 +42,7 @@ from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
 from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
-from jax_ep.runtime import availability
+from jax_ep.exchange.selection import Rows
 from pallas_kernels.exchange.plan import ROW_BYTES
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -226,15 +226,16 @@ class TwoLevel:
             its host.
         """
         rail = Rail.of(self.num_hosts, config)
-        reason = availability.exchange_unavailable_reason(
-            rows.shape[-1],
-            dtype or rows.dtype,
+        inside = Rows(
+            hidden=rows.shape[-1],
+            dtype=dtype or rows.dtype,
             num_ranks=rail.ranks_per_host,
-            top_k=list_words or topk_idx.shape[1],
+            list_words=list_words or topk_idx.shape[1],
             num_experts=rail.inside.num_experts,
         )
         alone = sums and rail.ranks_per_host == 1
-        rail = rail.of_tokens(topk_idx, self.kernels and reason is None and not alone)
+        kernels = self.kernels and not alone and inside.unavailable_reason() is None
+        rail = rail.of_tokens(topk_idx, kernels)
         if not rail.kernels:
             return rail, xla_exchange
         from jax_ep.exchange import pallas as pallas_exchange

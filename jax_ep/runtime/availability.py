@@ -1,23 +1,22 @@
-"""Decides whether the Pallas kernels can run, in one place, and says why not.
+"""Decides whether the Pallas kernels can run, whatever their operands are, and says why not.
 
-`tracing_unavailable_reason` is for a program that is being traced, `program_unavailable_reason` for
-one that is being lowered, and `unavailable_reason` for the machine, at any time. Each returns None,
-or a reason that completes "the kernels cannot run: ...". `exchange_unavailable_reason` does so for
-the operands of a dispatch or combine; `collectives`, `matmul` and `moe.top_k` decide about their
-own operands, and ask `jax_unavailable_reason` and `mosaic_unavailable_reason` about JAX.
+A `Place` is where kernels are to run: in a program that is being traced (`TRACED`), in one that is
+being lowered (`Lowered`), or on a machine at any time (`Machine`). Each function returns None, or a
+reason that completes "the kernels cannot run: ...". What the kernels of an operation need of its
+operands is said next to them, in the operation's table of `jax_ep.implementations`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep.runtime import hosts, jax_compat, symmetric_memory
-from pallas_kernels.exchange import plan as plans
-from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 
 _OLDEST_JAX = (0, 11)
@@ -127,6 +126,10 @@ def program_unavailable_reason(
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
         return "its program holds addresses of this machine, and is to be exported"
+    if not program.is_of_one_device:
+        return (
+            "it needs shard_map over all axes of the mesh, and this program is partitioned by XLA"
+        )
     if reason := mosaic_unavailable_reason():
         return reason
     mesh = program.mesh
@@ -169,34 +172,78 @@ def program_unavailable_reason(
     return None
 
 
-def exchange_unavailable_reason(
-    hidden: int,
-    dtype: jax.typing.DTypeLike,
-    *,
-    num_ranks: int,
-    top_k: int,
-    num_experts: int,
-    wire_dtype: jax.typing.DTypeLike | None = None,
-) -> str | None:
-    """Returns why the kernels cannot dispatch and combine rows of these sizes, or None if they can.
+class Place(Protocol):
+    """Where kernels are to run, as far as it is known."""
 
-    Args:
-      hidden: H, the columns of a row.
-      dtype: the dtype of the rows.
-      num_ranks: N.
-      top_k: K; or 2 K in the rank-major layout if weights are sent with the choices.
-      num_experts: E.
-      wire_dtype: the dtype in which rows or their sums are sent; None for `dtype`.
-    """
-    if reason := dtype_unavailable_reason("its dtype", dtype):
-        return reason
-    if plans.count_width(num_experts) > memory_map.MAX_VALUES:
-        return f"it takes up to {memory_map.MAX_VALUES} experts, not {num_experts}"
-    hidden = plans.padded_hidden(hidden, dtype, wire_dtype)
-    row = plans.Row(hidden, dtype, wire_dtype)
-    if not plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts):
-        return (
-            f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
-            f"holds the routes of {num_experts} experts and {top_k} choices"
-        )
-    return None
+    def unavailable_reason(
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
+    ) -> str | None:
+        """Returns why kernels cannot run there, or None if they can or it is not known.
+
+        The arguments are those of `program_unavailable_reason`.
+        """
+        ...
+
+    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
+        """Returns the number of hosts of the ranks along some mesh axes, if it is above 1.
+
+        Else returns why there are not several hosts, or None if the number is not known.
+        """
+        ...
+
+
+class _Traced:
+    """The program that is being traced, of which an operation names what it wants to run."""
+
+    def unavailable_reason(
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
+    ) -> str | None:
+        return tracing_unavailable_reason() or traced_devices_unavailable_reason()
+
+    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
+        reason = jax_compat.primitives_unavailable_reason()
+        return None if reason is None else f"it needs a primitive, and {reason}"
+
+
+TRACED: Place = _Traced()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A program that is being lowered."""
+
+    program: jax_compat.Program
+
+    def unavailable_reason(
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
+    ) -> str | None:
+        return program_unavailable_reason(self.program, axis_name, ranks_per_host)
+
+    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
+        if not axis_name:
+            return "there is no mesh, and so one rank alone"
+        found = hosts.num_hosts(self.program, axis_name)
+        if found == 1:
+            return f"all ranks along {axis_name} are on one host (see JAX_EP_DEVICES_PER_HOST)"
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices that have all ranks, one to a device, in this order."""
+
+    devices: Sequence[jax.Device]
+
+    def unavailable_reason(
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
+    ) -> str | None:
+        if reason := unavailable_reason(self.devices):
+            return reason
+        here = [each for each in self.devices if each.process_index == jax.process_index()]
+        return symmetric_memory.unavailable_reason(here)
+
+    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
+        found = hosts.num_hosts_of(hosts.hosts_of(self.devices))
+        if found == 1:
+            return f"{len(self.devices)} ranks are on one host"
+        return found

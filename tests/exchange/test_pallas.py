@@ -478,7 +478,11 @@ def test_gpus_that_do_not_share_memory_are_refused_with_the_reason(gpus, monkeyp
     mesh = jax.sharding.Mesh(np.asarray(gpus(2)), ("expert",))
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: "the pool is gone")
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=mesh.devices
+        platforms=("cuda",),
+        for_export=False,
+        is_of_one_device=True,
+        mesh=mesh,
+        mesh_devices=mesh.devices,
     )
     reason = availability.program_unavailable_reason(program, ("expert",))
     assert reason == "it needs GPUs that share memory, and the pool is gone"

@@ -21,6 +21,7 @@ from support.meshes import cuda_mesh, expert_mesh
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
+from jax_ep.collectives.algorithms import ALGORITHMS, Problem
 from jax_ep.collectives.pallas import PallasCollectives, no_room_reason
 from jax_ep.runtime import availability, cuda_driver, processes, symmetric_memory
 from jax_ep.runtime.symmetric_memory import Domain, Gpu
@@ -114,7 +115,7 @@ def test_payloads_of_other_kinds_are_refused():
             lower(collective(op, algorithm), (8, 0), jnp.float32)
     with jax.enable_x64(True), pytest.raises(ValueError, match="x is float64, not one of bfloat16"):
         lower(collective("all_gather", "ll"), (8, 512), jnp.float64)
-    with pytest.raises(ValueError, match="algorithm of all_gather must be .*'one_shot_ll'"):
+    with pytest.raises(ValueError, match="all_gather: algorithm must be .*'one_shot_ll'"):
         lower(collective("all_gather", "one_shot_ll"), (8, 512), jnp.float32)
     assert "@mosaic_gpu" in lower(collective("all_reduce", "one_shot_ll"), (2, 1), jnp.float16)
 
@@ -140,12 +141,12 @@ def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
     """An abstract mesh has no order of devices, unless `jax.set_mesh` says which it is of."""
     found = []
 
-    def note(op, algorithm, x, num_ranks, refusals):
-        found.append(refusals)
+    def note(algorithm, problem):
+        found.append(problem.kernels_unavailable_reason)
         return "xla"
 
     taken_for_gpus(monkeypatch)
-    monkeypatch.setattr(selection, "choose", note)
+    monkeypatch.setattr(selection, "select", note)
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)
     mesh = Mesh(np.asarray(jax.devices()[::order]), (AXIS,))
     x = jax.ShapeDtypeStruct((mesh.size * 8, 4), jnp.float32)
@@ -178,14 +179,19 @@ def fastest(algorithm: str) -> Any:
     return lambda *_, can_run: algorithm if can_run(algorithm) else "xla"
 
 
+def gathering(x: Any, num_ranks: int, refused: str | None = None) -> Problem:
+    """An all_gather where kernels run, or where they are refused for a reason."""
+    place = types.SimpleNamespace(unavailable_reason=lambda *_: refused)
+    return Problem("all_gather", (x,), num_ranks, (AXIS,), place)
+
+
 class Chosen:
-    """`choose` on a machine of GPUs, which there need not be."""
+    """`select` on a machine of GPUs, which there need not be."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self._patch = monkeypatch.setattr
         self.asked = 0
         taken_for_gpus(monkeypatch)
-        self._patch(availability, "tracing_unavailable_reason", lambda: None)
         self.table("ll")
         self.domain(domain_of(4))
 
@@ -206,7 +212,7 @@ class Chosen:
 
     def __call__(self, algorithm: str | None = None, size: int = 1024, **options: Any) -> str:
         x = jax.ShapeDtypeStruct((size,), options.pop("dtype", jnp.bfloat16))
-        return selection.choose("all_gather", algorithm, x, 2, **options)
+        return selection.select(algorithm, gathering(x, 2, **options))
 
 
 @pytest.fixture
@@ -256,9 +262,10 @@ def test_the_domain_is_not_asked_for_another_machine(chosen, monkeypatch):
     chosen.domain(domain_of(2))
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     x = jax.ShapeDtypeStruct((MIB,), jnp.bfloat16)
-    assert selection.unavailable_reason("all_gather", "ll", x, 8) is None
+    by_ll = ALGORITHMS["all_gather"]["ll"]
+    assert by_ll.unavailable_reason(gathering(x, 8)) is None
     x = jax.ShapeDtypeStruct((MIB + 8,), jnp.bfloat16)
-    reason = selection.unavailable_reason("all_gather", "ll", x, 8)
+    reason = by_ll.unavailable_reason(gathering(x, 8))
     assert reason is not None and "room" in reason
     assert chosen.asked == 0
 
@@ -485,7 +492,11 @@ def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monk
     def reason(*axis_name: str) -> str | None:
         mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"), shape={"a": 2, "b": 2})
         program: Any = types.SimpleNamespace(
-            platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
+            platforms=("cuda",),
+            for_export=False,
+            is_of_one_device=True,
+            mesh=mesh,
+            mesh_devices=devices,
         )
         return availability.program_unavailable_reason(program, axis_name)
 
@@ -503,7 +514,11 @@ def test_programs_are_refused_where_there_is_no_domain(machine, monkeypatch, mes
     machine(0, refuses="cuMemCreate")
     taken_for_gpus(monkeypatch)
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=np.empty(1, object)
+        platforms=("cuda",),
+        for_export=False,
+        is_of_one_device=True,
+        mesh=mesh,
+        mesh_devices=np.empty(1, object),
     )
     program.mesh_devices[0] = jax.devices()[0]
     reason = availability.program_unavailable_reason(program, () if mesh is None else ("a",))
@@ -539,7 +554,11 @@ def test_kernels_run_on_all_hosts_or_none(monkeypatch, tmp_path):
     devices[:] = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(4)]
     mesh = types.SimpleNamespace(size=4, axis_names=("a",), shape={"a": 4})
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
+        platforms=("cuda",),
+        for_export=False,
+        is_of_one_device=True,
+        mesh=mesh,
+        mesh_devices=devices,
     )
     processes.report(store, 1, "the driver gives none")
     reason = availability.program_unavailable_reason(program, ("a",), 2)
@@ -608,7 +627,7 @@ def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered_for = []
 
-    def note(program: Any, axis_name: Any) -> None:
+    def note(program: Any, *_: Any) -> None:
         lowered_for.append([device.id for device in program.mesh_devices.flat])
 
     monkeypatch.setattr(availability, "program_unavailable_reason", note)

@@ -15,7 +15,7 @@ from support.meshes import cuda_mesh
 from support.selection import quick
 
 import jax_ep
-from jax_ep.runtime import availability
+from jax_ep.exchange.selection import Rows
 from jax_ep.runtime.fabric import of_axis
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric import fabric as fb
@@ -169,9 +169,9 @@ def test_more_experts_than_values_are_refused():
     """A dispatch sends a count of each, padded."""
 
     def reason(num_experts):
-        return availability.exchange_unavailable_reason(
-            64, jnp.bfloat16, num_ranks=1, top_k=1, num_experts=num_experts
-        )
+        return Rows(
+            hidden=64, dtype=jnp.bfloat16, num_ranks=1, list_words=1, num_experts=num_experts
+        ).unavailable_reason()
 
     assert reason(memory_map.MAX_VALUES) is None
     assert reason(memory_map.MAX_VALUES + 1) == "it takes up to 4096 experts, not 4097"
