@@ -23,17 +23,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.exchange.quantize import MIN_SCALE, SCALE_OF_LARGEST
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
@@ -44,6 +45,7 @@ from pallas_kernels.matmul.kernel import (
     launch,
     swizzled,
 )
+from pallas_kernels.matmul.quantize import Scaled, Transposed
 from pallas_kernels.matmul.row_tiles import (
     BEGIN,
     END,
@@ -56,18 +58,6 @@ BLOCK = 128  # products that are summed before they are rescaled; rows and colum
 _ROWS = BLOCK // COMPUTERS  # of a computer
 _HALVES = 2  # matrix tiles that a computer multiplies its rows by
 _ROW_BYTES = 128  # of a chunk that is staged
-
-
-class Scaled(NamedTuple):
-    """Float8 numbers and the scales of their blocks.
-
-    Attributes:
-      values: [R, K] rows, or [L, N, K] matrices, float8_e4m3fn; K and N are multiples of 128.
-      scales: [R, K / 128], or [L, N / 128, K / 128], float32.
-    """
-
-    values: Any
-    scales: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +193,11 @@ class _Float8Kernel(Kernel):
     out_dtype: Any
 
     @property
+    def steps(self) -> int:
+        """Returns how many operand tiles a sum has."""
+        return sum(self.depths) // BLOCK
+
+    @property
     def chunk(self) -> int:
         """Returns the columns of the 64 rows that a computer stores at a time."""
         return _ROW_BYTES // self.out_dtype.itemsize
@@ -254,28 +249,52 @@ class _Float8Kernel(Kernel):
             values, scales, *matrices = operands[k * together : (k + 1) * together]
 
             def step(i, used, values=values, scales=scales, matrices=matrices):
-                slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
-
-                @pl.when(used >= self.tiles.num_slots)
-                def _():
-                    plgpu.barrier_wait(scratch["empty"].at[slot])
-
-                full, inner = scratch["full"].at[slot], pl.ds(i * BLOCK, BLOCK)
-                plgpu.copy_gmem_to_smem(values.at[rows, inner], scratch["left"].at[slot], full)
-                plgpu.copy_gmem_to_smem(scales.at[i, rows], scratch["row_scales"].at[slot], full)
+                inner = pl.ds(i * BLOCK, BLOCK)
                 width = _HALVES * BLOCK // self.matrices
                 columns = pl.ds(pl.multiple_of(left_edge, BLOCK), width)
-                for j, matrix in enumerate(matrices[::2]):
-                    at = scratch["right"].at[slot, j * width : (j + 1) * width]
-                    plgpu.copy_gmem_to_smem(matrix.at[group, columns, inner], at, full)
+                block_scales = []
                 for half in range(_HALVES):
                     of_blocks, block = self.scales_of(half, matrices[1::2], left_edge)
-                    scratch["block_scales"][slot, half] = of_blocks[group, block, i]
-                plgpu.barrier_arrive(full)
-                return used + 1
+                    block_scales.append(of_blocks.at[group, block, i])
+                return self.fill_slot(
+                    scratch,
+                    used,
+                    values.at[rows, inner],
+                    scales.at[i, rows],
+                    [matrix.at[group, columns, inner] for matrix in matrices[::2]],
+                    block_scales,
+                )
 
             used = lax.fori_loop(0, depth // BLOCK, step, used)
         return used
+
+    def fill_slot(
+        self,
+        scratch: Any,
+        used: jax.Array,
+        left: Any,
+        row_scales: Any,
+        rights: Sequence[Any],
+        block_scales: Sequence[Any],
+    ) -> jax.Array:
+        """Copies operand tiles and their scales into the ring's next slot, once it is empty."""
+        slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
+
+        @pl.when(used >= self.tiles.num_slots)
+        def _():
+            plgpu.barrier_wait(scratch["empty"].at[slot])
+
+        full = scratch["full"].at[slot]
+        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], full)
+        plgpu.copy_gmem_to_smem(row_scales, scratch["row_scales"].at[slot], full)
+        width = _HALVES * BLOCK // len(rights)
+        for i, right in enumerate(rights):
+            at = scratch["right"].at[slot, i * width : (i + 1) * width]
+            plgpu.copy_gmem_to_smem(right, at, full)
+        for half, scale in enumerate(block_scales):
+            scratch["block_scales"][slot, half] = scale[...]
+        plgpu.barrier_arrive(full)
+        return used + 1
 
     def accumulate_halves(
         self,
@@ -283,15 +302,16 @@ class _Float8Kernel(Kernel):
         row: Any,
         first_half: Any,
         num_halves: jax.Array | int,
+        steps: jax.Array | int,
         scratch: Any,
     ) -> tuple[jax.Array, ...]:
         """Returns the totals of 64 rows from `row` of the ring's tiles, [64, 128] for each half.
 
-        Only `num_halves` of them, 1 or 2, are made, from `first_half` on.
+        They are sums over `steps` slots of the ring. Only `num_halves` of the halves, 1 or 2, are
+        made, from `first_half` on.
         """
         num_slots = jnp.int32(self.tiles.num_slots)
         last = num_halves - 1
-        steps = sum(self.depths) // BLOCK
         zero = jnp.zeros((_ROWS, BLOCK), jnp.float32)
         if not self.interpreted:
             zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
@@ -349,21 +369,28 @@ class _Float8Kernel(Kernel):
             plgpu.barrier_wait(scratch["full"].at[slot])
             plgpu.barrier_arrive(scratch["empty"].at[slot])
 
-        lax.fori_loop(0, sum(self.depths) // BLOCK, step, None)
+        lax.fori_loop(0, self.steps, step, None)
 
     def store(
         self, values: jax.Array, out: Any, room: Any, top: Any, left: Any, begin: Any, end: Any
     ) -> None:
-        """Stores rows [begin, end) of 64 rows of a chunk of columns to `out` at (top, left)."""
+        """Stores rows [begin, end) of 64 rows of a chunk of columns to `out` at (top, left).
+
+        A `begin` of None means all rows.
+        """
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         mosaic.store_swizzled(room, values, interpreted=self.interpreted)
         plgpu.commit_smem()
-        whole = (begin <= 0) & (end >= _ROWS)
         columns = pl.ds(pl.multiple_of(left, self.chunk), self.chunk)
 
-        @pl.when(whole)
-        def _():
+        def copy():
             plgpu.copy_smem_to_gmem(room, out.at[pl.ds(aligned(top), _ROWS), columns])
+
+        if begin is None:
+            copy()
+            return
+        whole = (begin <= 0) & (end >= _ROWS)
+        pl.when(whole)(copy)
 
         @pl.when(jnp.logical_not(whole))
         def _():
@@ -404,7 +431,7 @@ class _Product(_Float8Kernel):
         row = pl.multiple_of(jnp.where(is_short, 0, computer * _ROWS), _ROWS)
         first_half = jnp.where(is_short, computer, 0)
         totals = self.accumulate_halves(
-            used, row, first_half, jnp.where(is_short, 1, _HALVES), scratch
+            used, row, first_half, jnp.where(is_short, 1, _HALVES), self.steps, scratch
         )
         top, left = first + row, left_edge + first_half * BLOCK
         room = scratch["staged"].at[computer]
@@ -417,7 +444,7 @@ class _Product(_Float8Kernel):
 
             exists = (left + half * BLOCK < self.width) & (top < end)
             pl.when(exists & jnp.logical_not(is_short) if half else exists)(store)
-        return used + sum(self.depths) // BLOCK
+        return used + self.steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,7 +474,7 @@ class _GatedProduct(_Float8Kernel):
 
         @pl.when(has_rows)
         def _():
-            products = self.accumulate_halves(used, row, 0, _HALVES, scratch)
+            products = self.accumulate_halves(used, row, 0, _HALVES, self.steps, scratch)
             room = scratch["staged"].at[computer]
 
             def store(rows, index):
@@ -472,7 +499,145 @@ class _GatedProduct(_Float8Kernel):
         def _():
             self.skip(used, scratch)
 
-        return used + sum(self.depths) // BLOCK
+        return used + self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Drhs(_Float8Kernel):
+    """The kernel of `drhs_of_each`: 128 rows of a matrix's gradient by 2 x 128 columns.
+
+    The sum is over the blocks of 128 rows of a group.
+    """
+
+    height: int  # rows of a matrix
+    num_groups: int
+    num_grads: int
+
+    @property
+    def matrices(self) -> int:
+        return self.num_grads
+
+    @property
+    def rows_of_tiles(self) -> int:
+        return self.height // BLOCK
+
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        values, scales, *grads = refs[: 2 * (1 + self.num_grads)]
+        groups, *outs = refs[2 * (1 + self.num_grads) :]
+        total_tiles = jnp.int32(self.num_groups * self.rows_of_tiles * self.tile_columns)
+
+        def look_up(index):
+            row, left_edge = self.place(index, self.num_groups * self.rows_of_tiles)
+            group = lax.div(row, jnp.int32(self.rows_of_tiles))
+            return group, row * BLOCK, left_edge, groups[group, 0], groups[group, 1]
+
+        def load():
+            def one_tile(tile, used):
+                group, top, left_edge, first, count = tile
+                rows = pl.ds(pl.multiple_of(top - group * self.height, BLOCK), BLOCK)
+                width = _HALVES * BLOCK // self.num_grads
+                columns = pl.ds(pl.multiple_of(left_edge, BLOCK), width)
+
+                def step(i, used):
+                    block = first + i
+                    inner = pl.ds(block * BLOCK, BLOCK)
+                    block_scales = []
+                    for half in range(_HALVES):
+                        of_blocks, column = self.scales_of(half, grads[1::2], left_edge)
+                        block_scales.append(of_blocks.at[block, column])
+                    return self.fill_slot(
+                        scratch,
+                        used,
+                        values.at[rows, inner],
+                        scales.at[block, rows],
+                        [grad.at[columns, inner] for grad in grads[::2]],
+                        block_scales,
+                    )
+
+                return lax.fori_loop(0, count, step, used)
+
+            return self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
+
+        def compute(computer):
+            def one_tile(tile, used):
+                _, top, left_edge, _, count = tile
+                row = pl.multiple_of(computer * _ROWS, _ROWS)
+                totals = self.accumulate_halves(used, row, 0, _HALVES, count, scratch)
+                room = scratch["staged"].at[computer]
+                for half, total in enumerate(totals):
+                    out, left = self.out_of(half, outs, left_edge)
+
+                    @pl.when(left < self.width)
+                    def _(total=total, out=out, left=left):
+                        for i in range(0, BLOCK, self.chunk):
+                            part = total[:, i : i + self.chunk].astype(self.out_dtype)
+                            self.store(part, out, room, top + row, left + i, None, None)
+
+                return used + count
+
+            self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
+
+        self.take_roles(scratch, load, compute)
+
+    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
+        """Returns the array of a half's block scales, and its column of blocks."""
+        block = lax.div(left_edge, jnp.int32(BLOCK))
+        if self.num_grads > 1:
+            return scales[half], block
+        return scales[0], jnp.minimum(block + half, self.width // BLOCK - 1)
+
+    def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
+        """Returns the output of a half, and its first column."""
+        return (outs[half], left_edge) if self.num_grads > 1 else (outs[0], left_edge + half * BLOCK)
+
+
+def drhs_of_each(
+    lhs: Transposed,
+    grads: Sequence[Transposed],
+    groups: jax.Array,
+    *,
+    dtype: Any,
+    num_blocks: int,
+    tiles: Float8Tiles | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Multiplies each group's rows of lhs, transposed, by its rows of a grad: the gradient of rhs.
+
+    Args:
+      lhs: values [K, P], scales [P / 128, K]: of each column.
+      grads: one or two, values [N, P], scales [P / 128, N / 128]: of 128 columns.
+      groups: the second result of `quantize.row_blocks`, [L, 2] int32.
+      dtype: the dtype of the results: bfloat16, float16 or float32.
+      num_blocks: thread blocks to use.
+      tiles: buffers and order; None: the default.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+
+    Returns:
+      For each grad [L, K, N], zero for an empty group.
+    """
+    (height, padded), width = lhs.values.shape, grads[0].values.shape[0]
+    num_groups = groups.shape[0]
+    tiles = dataclasses.replace(tiles or Float8Tiles(), block_n=_HALVES * BLOCK // len(grads))
+    kernel = _Drhs(
+        tiles,
+        num_blocks,
+        bool(interpret),
+        width,
+        (padded,),
+        jnp.dtype(lhs.values.dtype),
+        jnp.dtype(dtype),
+        height,
+        num_groups,
+        len(grads),
+    )
+    results = launch(
+        kernel,
+        kernel.scratch_types(),
+        [jax.ShapeDtypeStruct((num_groups * height, width), dtype)] * len(grads),
+        "grouped_matmul_float8_drhs",
+        interpret,
+    )(*lhs, *(array for grad in grads for array in grad), groups)
+    return tuple(result.reshape(num_groups, height, width) for result in results)
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -480,7 +645,7 @@ def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     magnitude = jnp.abs(rows)
     is_finite = magnitude < jnp.inf
     largest = jnp.max(jnp.where(is_finite, magnitude, 0.0), axis=1)
-    scales = jnp.maximum(largest * SCALE_OF_LARGEST, MIN_SCALE)
+    scales = jnp.maximum(largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale)
     factor = lax.broadcast_in_dim(1 / scales, rows.shape, (0,))
     return jnp.where(is_finite, rows * factor, jnp.nan), scales
 

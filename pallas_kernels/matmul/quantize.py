@@ -1,0 +1,541 @@
+"""Quantizes rows or matrices to float8, as they lie and transposed, in one pass over memory.
+
+Float8 operands of the tensor cores must have the summed dimension innermost. A product sums along
+the columns of rows and matrices; the gradient of rows needs the matrices transposed, and the
+gradient of matrices needs both operands transposed, with scales along the rows.
+
+A block of 256 threads takes a tile of 128 rows by 128 columns:
+
+            16 columns                   a warp has 32 rows by 64 columns, in 4 steps of 16;
+         +--+--+--+--+                   a thread has 4 x 4 neighbours of each step: 4 bytes of
+    32   |  |  |  |  |  x 4              rows of the values, and 4 of rows of the transposed
+    rows +--+--+--+--+                   values. Of these the threads of a warp have whole
+         |  |  |  |  |                   sectors of 32 bytes.
+
+Transposed rows of a group start at a multiple of 128, so that each sum of 128 products is of one
+group. What is between groups is zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import mosaic
+from pallas_kernels.fabric.hardware import LANES, WARP
+from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
+from pallas_kernels.formats import FLOAT8_ROWS
+from pallas_kernels.matmul.row_tiles import row_ranges
+
+BLOCK = 128
+_PATCH = 4  # rows and columns of a thread's neighbours
+_ACROSS = 4  # patches of a warp side by side
+_STEP = _PATCH * _ACROSS  # columns of a warp at a time
+_STRIPS = BLOCK // WARP  # of 32 rows
+_SIDES = 2  # warps with the same rows
+_WIDTH = BLOCK // _SIDES  # columns of a warp
+_WALKS = _WIDTH // _STEP
+_WARPS = _STRIPS * _SIDES
+_INFINITY = 0x7F800000
+
+
+class Scaled(NamedTuple):
+    """Float8 numbers and the scales of their blocks.
+
+    Attributes:
+      values: [R, K] rows, or [L, N, K] matrices, float8; K and N are multiples of 128.
+      scales: [R, K / 128], or [L, N / 128, K / 128], float32.
+    """
+
+    values: Any
+    scales: Any
+
+
+class Transposed(NamedTuple):
+    """Rows, transposed: the rows of each group start at a multiple of 128, and are padded with 0.
+
+    Attributes:
+      values: [K, P] float8. P is `padded_rows`.
+      scales: [P / 128, K] float32, one for 128 rows of a column; or [P / 128, K / 128], one for
+        128 rows and 128 columns.
+    """
+
+    values: Any
+    scales: Any
+
+
+def padded_rows(num_rows: int, num_groups: int) -> int:
+    """Returns how many rows there may be if each group's are padded to a multiple of 128."""
+    return (-(-num_rows // BLOCK) + num_groups) * BLOCK
+
+
+def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns which rows the blocks of 128 transposed rows hold.
+
+    Returns:
+      [P / 128, 2] int32: the first row of each block, and how many rows it has: from 0, past the
+      last group, to 128.
+      [L, 2] int32: of each group the first block, and how many blocks there are.
+    """
+    num_groups = group_sizes.shape[0]
+    starts, ends = row_ranges(group_sizes, num_rows)
+    counts = -((starts - ends) // BLOCK)
+    block_ends = jnp.cumsum(counts, dtype=jnp.int32)
+    first_blocks = block_ends - counts
+    block = jnp.arange(padded_rows(num_rows, num_groups) // BLOCK, dtype=jnp.int32)
+    group = jnp.sum(block[:, None] >= block_ends, axis=1, dtype=jnp.int32)
+    group = jnp.minimum(group, num_groups - 1)
+    first = starts[group] + (block - first_blocks[group]) * BLOCK
+    count = jnp.clip(ends[group] - first, 0, BLOCK)
+    count = jnp.where(block < block_ends[-1], count, 0)
+    return jnp.stack([first, count], axis=1), jnp.stack([first_blocks, counts], axis=1)
+
+
+def quantize_rows(
+    rows: jax.Array | Scaled,
+    blocks: jax.Array,
+    *,
+    keep_order: bool,
+    by_column: bool,
+    interpret: Any = None,
+) -> tuple[Scaled | None, Transposed]:
+    """Quantizes rows, transposed, and as they lie.
+
+    Args:
+      rows: [R, K] bfloat16, float16 or float32, or quantized rows.
+      blocks: the first result of `row_blocks`.
+      keep_order: whether to return rows as they lie, too, with a scale for 128 of a row.
+      by_column: whether transposed rows have a scale for 128 rows of one column, or for 128 rows
+        and 128 columns.
+      interpret: not None to run anywhere, by XLA.
+
+    Returns:
+      (rows or None, transposed rows). Rows past the last group hold anything.
+    """
+    num_rows, width = (rows.values if isinstance(rows, Scaled) else rows).shape
+    num_blocks = blocks.shape[0]
+    job = _Job(
+        width=width,
+        num_blocks=num_blocks,
+        rows_of_matrix=num_blocks * BLOCK,
+        by_row=keep_order,
+        by_column=by_column,
+        is_scaled=isinstance(rows, Scaled),
+    )
+    if interpret is not None:
+        return _rows_by_xla(rows, blocks, keep_order, by_column)
+    values = jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
+    columns = width if by_column else width // BLOCK
+    out_type = [
+        *([values, scales] if keep_order else []),
+        jax.ShapeDtypeStruct((width, num_blocks * BLOCK), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((num_blocks, columns), jnp.float32),
+    ]
+    operands = rows if isinstance(rows, Scaled) else (rows,)
+    results = job.run(out_type, (*operands, blocks))
+    *kept, values, scales = results
+    return Scaled(*kept) if keep_order else None, Transposed(values, scales)
+
+
+def quantize_matrices(
+    matrices: jax.Array, *, interpret: Any = None
+) -> tuple[Scaled, Scaled]:
+    """Quantizes matrices [L, K, N], and returns them and their transposes [L, N, K].
+
+    A scale belongs to 128 rows and 128 columns, so both have the same numbers. K and N are
+    multiples of 128; the dtype is bfloat16, float16 or float32.
+    """
+    num_matrices, height, width = matrices.shape
+    num_blocks = num_matrices * height // BLOCK
+    if interpret is not None:
+        return _matrices_by_xla(matrices)
+    job = _Job(
+        width=width,
+        num_blocks=num_blocks,
+        rows_of_matrix=height,
+        by_row=False,
+        by_column=False,
+        is_scaled=False,
+    )
+    first = jnp.arange(num_blocks, dtype=jnp.int32) * BLOCK
+    blocks = jnp.stack([first, jnp.full_like(first, BLOCK)], axis=1)
+    values, transposed, scales = job.run(
+        [
+            jax.ShapeDtypeStruct((num_blocks * BLOCK, width), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_matrices * width, height), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
+        ],
+        (matrices.reshape(-1, width), blocks),
+        whole=True,
+    )
+    scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
+    return (
+        Scaled(values.reshape(matrices.shape), scales),
+        Scaled(
+            transposed.reshape(num_matrices, width, height), jnp.swapaxes(scales, 1, 2)
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """The kernel: tiles of `num_blocks` x (`width` / 128).
+
+    Attributes:
+      width: columns of the rows.
+      num_blocks: blocks of 128 rows.
+      rows_of_matrix: rows after which the transposed values of the next matrix begin.
+      by_row: whether values as they lie have scales of their own, for 128 of a row.
+      by_column: whether transposed values have a scale for each column, and not for all 128.
+      is_scaled: whether the rows are quantized, and scales their second operand.
+    """
+
+    width: int
+    num_blocks: int
+    rows_of_matrix: int
+    by_row: bool
+    by_column: bool
+    is_scaled: bool
+
+    def run(self, out_type: Any, operands: Any, whole: bool = False) -> Any:
+        """Runs the kernel; with `whole` values as they lie have the scales of the transposed."""
+        num_operands = len(operands)
+
+        def kernel(*refs: Any, largest: Any) -> None:
+            blocks, tile = refs[num_operands - 1], lax.axis_index("tile")
+            across = jnp.int32(self.width // BLOCK)
+            block, column = lax.div(tile, across), lax.rem(tile, across)
+            numbers = [block, column, blocks[block, 0], blocks[block, 1]]
+            arrays = [*refs[: num_operands - 1], *refs[num_operands:], largest]
+
+            def emit(*values: Any) -> None:
+                *memrefs, block, column, first, count = values
+                scalars = [mosaic.scalar(v) for v in (block, column, first, count)]
+                self.emit(memrefs, scalars, whole)
+
+            layouts = [mosaic.REFERENCE] * len(arrays) + [mosaic.SCALAR] * len(numbers)
+            mosaic.inline(emit, [*arrays, *numbers], layouts)
+
+        return plgpu.kernel(
+            kernel,
+            out_type=out_type,
+            scratch_types=dict(largest=plgpu.SMEM(((_SIDES + _STRIPS) * BLOCK,), jnp.float32)),
+            num_threads=_WARPS * WARP // LANES,
+            thread_name="warpgroup",
+            grid=(self.num_blocks * (self.width // BLOCK),),
+            grid_names=("tile",),
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            ),
+            kernel_name="quantize_tiles",
+        )(*operands)
+
+    def emit(self, memrefs: list[Any], scalars: list[Value], whole: bool) -> None:
+        """Emits a tile's work for one thread."""
+        source, *rest = memrefs
+        source_scales = rest.pop(0) if self.is_scaled else None
+        *outs, shared = rest
+        i32 = mosaic.i32
+        warp, lane = (op(mosaic.thread(), i32(WARP)) for op in (arith.divui, arith.remui))
+        strip, side = arith.remui(warp, i32(_STRIPS)), arith.divui(warp, i32(_STRIPS))
+        row = arith.addi(
+            arith.muli(strip, i32(WARP)), arith.muli(arith.divui(lane, i32(_ACROSS)), i32(_PATCH))
+        )
+        place = arith.addi(
+            arith.muli(side, i32(_WIDTH)), arith.muli(arith.remui(lane, i32(_ACROSS)), i32(_PATCH))
+        )
+        block, column, first, count = scalars
+        left = arith.muli(column, i32(BLOCK))
+        tile = _Tile(self, row, place, left, block, column, first, count)
+        numbers = tile.load(source, source_scales)  # [walk][row][column]
+
+        # Each warp's largest of its rows and columns, and then those of the whole tile.
+        rows = [_max(x for walk in numbers for x in walk[i]) for i in range(_PATCH)]
+        columns = [
+            [_max(walk[i][j] for i in range(_PATCH)) for j in range(_PATCH)] for walk in numbers
+        ]
+        for distance in (4, 8, 16):
+            columns = [[_max((x, _shuffle(x, distance))) for x in walk] for walk in columns]
+        total = _max(x for walk in columns for x in walk)
+        for distance in (1, 2):
+            rows = [_max((x, _shuffle(x, distance))) for x in rows]
+            total = _max((total, _shuffle(total, distance)))
+        is_first_patch = mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))
+        if self.by_row:
+            with mosaic.when(is_first_patch):
+                tile.share(shared, arith.addi(arith.muli(side, i32(BLOCK)), row), rows)
+        of_columns = [
+            arith.addi(i32(_SIDES * BLOCK + walk * _STEP), place) for walk in range(_WALKS)
+        ]
+        if self.by_column:
+            with mosaic.when(mosaic.below(lane, i32(_ACROSS))):
+                for at, four in zip(of_columns, columns, strict=True):
+                    tile.share(shared, arith.addi(at, arith.muli(strip, i32(BLOCK))), four)
+        else:
+            with mosaic.when(mosaic.equal(lane, i32(0))):
+                tile.share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
+        mosaic.block_barrier()
+
+        if self.by_row:
+            halves = [
+                tile.shared(shared, arith.addi(row, i32(side * BLOCK)), _PATCH)
+                for side in range(_SIDES)
+            ]
+            scales, factors = zip(*map(_scale_of, map(_max, zip(*halves, strict=True))), strict=True)
+            with mosaic.when(mosaic.equal(place, i32(0))):
+                tile.store_scales_of_rows(outs[1], scales)
+            tile.store_rows(outs[0], numbers, [[[f] * _PATCH for f in factors]] * _WALKS)
+        if self.by_column:
+            of_strips = [
+                [
+                    tile.shared(shared, arith.addi(at, i32(strip * BLOCK)), _PATCH)
+                    for strip in range(_STRIPS)
+                ]
+                for at in of_columns
+            ]
+            both = [
+                [_scale_of(_max(x)) for x in zip(*of_walk, strict=True)] for of_walk in of_strips
+            ]
+            factors = [[factor for _, factor in walk] for walk in both]
+            with mosaic.when(
+                arith.andi(mosaic.equal(strip, i32(0)), mosaic.below(lane, i32(_ACROSS)))
+            ):
+                tile.store_scales_of_columns(outs[-1], [[s for s, _ in walk] for walk in both])
+        else:
+            totals = tile.shared(shared, i32(_SIDES * BLOCK), _WARPS)
+            scale, factor = _scale_of(_max(totals))
+            factors = [[factor] * _PATCH] * _WALKS
+            with mosaic.when(mosaic.equal(mosaic.thread(), i32(0))):
+                at = arith.addi(arith.muli(block, i32(self.width // BLOCK)), column)
+                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(outs[-1]), at, scale.type))
+        if whole:
+            tile.store_rows(outs[0], numbers, [[four] * _PATCH for four in factors])
+        tile.store_transposed(outs[1] if whole else outs[-2], numbers, factors)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """What one thread has of a tile; `row` and `place` are its patch's in the first walk."""
+
+    job: _Job
+    row: Value
+    place: Value
+    left: Value
+    block: Value
+    column: Value
+    first: Value
+    count: Value
+
+    def load(self, source: Any, scales: Any) -> list[list[list[Value]]]:
+        """Returns the numbers of all patches, float32; 0 in rows that do not exist."""
+        i32, i64 = mosaic.i32, mosaic.integer_type(64)
+        element = mosaic.element_of(source)
+        size = mosaic.mgpu.utils.bitwidth(element) // 8
+        base, byte = mosaic.pointer(source), mosaic.integer_type(8)
+        f32 = mosaic.float_type()
+        zero = mosaic.f32(0.0)
+        numbers = [[[zero] * _PATCH for _ in range(_PATCH)] for _ in range(_WALKS)]
+        for i in range(_PATCH):
+            row = arith.addi(self.row, i32(i))
+            exists = mosaic.below(row, self.count)
+            # A row that does not exist is read where its block starts, which is a row of the array.
+            row = arith.select(exists, row, i32(0))
+            place = arith.muli(
+                arith.extui(i64, arith.addi(self.first, row)), mosaic.i64(self.job.width)
+            )
+            scale = None
+            if scales is not None:
+                at = arith.addi(
+                    arith.muli(arith.addi(self.first, row), i32(self.job.width // BLOCK)),
+                    self.column,
+                )
+                scale = llvm.load(f32, mosaic.element_pointer(mosaic.pointer(scales), at, f32))
+            for walk in range(_WALKS):
+                column = arith.addi(self.left, arith.addi(self.place, i32(walk * _STEP)))
+                at = arith.addi(place, arith.extui(i64, column))
+                pointer = mosaic.element_pointer(base, arith.muli(at, mosaic.i64(size)), byte)
+                for j, number in enumerate(_numbers(pointer, element, size)):
+                    if scale is not None:
+                        number = arith.mulf(number, scale)
+                    numbers[walk][i][j] = arith.select(exists, number, zero)
+        return numbers
+
+    def share(self, ref: Any, at: Value, numbers: list[Value]) -> None:
+        """Stores neighbours to shared memory."""
+        f32 = mosaic.float_type()
+        pointer = mosaic.element_pointer(mosaic.pointer(ref), at, f32)
+        of_all = mosaic.vector_type(len(numbers), f32)
+        llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
+
+    def shared(self, ref: Any, at: Value, count: int) -> list[Value]:
+        """Loads neighbours from shared memory."""
+        f32 = mosaic.float_type()
+        loaded = []
+        for first in range(0, count, _PATCH):
+            place = arith.addi(at, mosaic.i32(first))
+            pointer = mosaic.element_pointer(mosaic.pointer(ref), place, f32)
+            four = llvm.load(mosaic.vector_type(_PATCH, f32), pointer, alignment=4 * _PATCH)
+            loaded += [vector.extract(four, [], [j]) for j in range(_PATCH)]
+        return loaded
+
+    def store_rows(self, out: Any, numbers: Any, factors: Any) -> None:
+        i32, word = mosaic.i32, mosaic.integer_type(32)
+        base, i64 = mosaic.pointer(out), mosaic.integer_type(64)
+        byte = mosaic.integer_type(8)
+        for i in range(_PATCH):
+            row = arith.addi(self.row, i32(i))
+            with mosaic.when(mosaic.below(row, self.count)):
+                place = arith.muli(
+                    arith.extui(i64, arith.addi(self.first, row)), mosaic.i64(self.job.width)
+                )
+                for walk in range(_WALKS):
+                    column = arith.addi(self.left, arith.addi(self.place, i32(walk * _STEP)))
+                    at = arith.addi(place, arith.extui(i64, column))
+                    four = [
+                        _scaled(numbers[walk][i][j], factors[walk][i][j]) for j in range(_PATCH)
+                    ]
+                    pointer = mosaic.element_pointer(base, at, byte)
+                    llvm.store(_packed(four, word), pointer, alignment=4)
+
+    def store_transposed(self, out: Any, numbers: Any, factors: list[list[Value]]) -> None:
+        i32, word, i64 = mosaic.i32, mosaic.integer_type(32), mosaic.integer_type(64)
+        height = self.job.rows_of_matrix
+        base, byte = mosaic.pointer(out), mosaic.integer_type(8)
+        top = arith.muli(self.block, i32(BLOCK))
+        matrix, row = arith.divui(top, i32(height)), arith.remui(top, i32(height))
+        row = arith.addi(row, self.row)
+        start = arith.muli(arith.extui(i64, matrix), mosaic.i64(height * self.job.width))
+        start = arith.addi(start, arith.extui(i64, row))
+        for walk in range(_WALKS):
+            for j in range(_PATCH):
+                column = arith.addi(self.left, arith.addi(self.place, i32(walk * _STEP + j)))
+                at = arith.addi(start, arith.muli(arith.extui(i64, column), mosaic.i64(height)))
+                four = [_scaled(numbers[walk][i][j], factors[walk][j]) for i in range(_PATCH)]
+                pointer = mosaic.element_pointer(base, at, byte)
+                llvm.store(_packed(four, word), pointer, alignment=4)
+
+    def store_scales_of_rows(self, out: Any, scales: tuple[Value, ...]) -> None:
+        i32 = mosaic.i32
+        for i, scale in enumerate(scales):
+            row = arith.addi(self.row, i32(i))
+            with mosaic.when(mosaic.below(row, self.count)):
+                at = arith.addi(
+                    arith.muli(arith.addi(self.first, row), i32(self.job.width // BLOCK)),
+                    self.column,
+                )
+                llvm.store(scale, mosaic.element_pointer(mosaic.pointer(out), at, scale.type))
+
+    def store_scales_of_columns(self, out: Any, scales: list[list[Value]]) -> None:
+        f32 = mosaic.float_type()
+        for walk, four in enumerate(scales):
+            at = arith.addi(
+                arith.muli(self.block, mosaic.i32(self.job.width)),
+                arith.addi(self.left, arith.addi(self.place, mosaic.i32(walk * _STEP))),
+            )
+            pointer = mosaic.element_pointer(mosaic.pointer(out), at, f32)
+            of_four = mosaic.vector_type(_PATCH, f32)
+            llvm.store(vector.from_elements(of_four, four), pointer, alignment=16)
+
+
+def _numbers(pointer: Value, element: Any, size: int) -> list[Value]:
+    """Loads four neighbours as float32."""
+    if size == 1:
+        word = llvm.load(mosaic.integer_type(32), pointer, alignment=4)
+        half = mosaic.integer_type(16)
+        results = []
+        for shift in (0, 16):
+            pair = arith.trunci(half, arith.shrui(word, mosaic.i32(shift)))
+            text = "cvt.rn.f16x2.e4m3x2 $0, $1;"
+            both = mosaic.asm(text, "=r,h", pair, returns=mosaic.integer_type(32))
+            for i in range(2):
+                text = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $1; cvt.f32.f16 $0, %s; }" % (
+                    "lo" if i == 0 else "hi"
+                )
+                results.append(mosaic.asm(text, "=f,r", both, returns=mosaic.float_type()))
+        return results
+    loaded = llvm.load(mosaic.vector_type(_PATCH, element), pointer, alignment=size * _PATCH)
+    numbers = [vector.extract(loaded, [], [j]) for j in range(_PATCH)]
+    if size == 4:
+        return numbers
+    return [arith.extf(mosaic.float_type(), number) for number in numbers]
+
+
+def _max(values: Any) -> Value:
+    """Returns the largest finite magnitude, 0 if there is none; magnitudes may be given, too."""
+    total = None
+    for value in values:
+        bits = arith.andi(arith.bitcast(mosaic.integer_type(32), value), mosaic.i32(0x7FFFFFFF))
+        is_finite = mosaic.below(bits, mosaic.i32(_INFINITY))
+        bits = arith.select(is_finite, bits, mosaic.i32(0))
+        total = bits if total is None else arith.maxui(total, bits)
+    return arith.bitcast(mosaic.float_type(), total)
+
+
+def _shuffle(value: Value, distance: int) -> Value:
+    bits = arith.bitcast(mosaic.integer_type(32), value)
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    other = mosaic.asm(text, "=r,r", bits, returns=mosaic.integer_type(32))
+    return arith.bitcast(mosaic.float_type(), other)
+
+
+def _scale_of(largest: Value) -> tuple[Value, Value]:
+    """Returns the scale of a block, and 1 / scale."""
+    scale = arith.mulf(largest, mosaic.f32(FLOAT8_ROWS.scale_of_largest))
+    scale = arith.maximumf(scale, mosaic.f32(FLOAT8_ROWS.least_scale))
+    text = "rcp.rn.f32 $0, $1;"
+    return scale, mosaic.asm(text, "=f,f", scale, returns=mosaic.float_type())
+
+
+def _scaled(number: Value, factor: Value) -> Value:
+    """Returns number * factor, NaN if the number is not finite."""
+    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), number), mosaic.i32(0x7FFFFFFF))
+    is_finite = mosaic.below(bits, mosaic.i32(_INFINITY))
+    return arith.select(is_finite, arith.mulf(number, factor), mosaic.f32(math.nan))
+
+
+def _packed(four: list[Value], word: Any) -> Value:
+    """Returns four float32 as float8, the first in the lowest byte."""
+    text = (
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
+    )
+    return mosaic.asm(text, "=r,f,f,f,f", *four, returns=word)
+
+
+def _rows_by_xla(rows, blocks, keep_order, by_column):
+    wide = rows.astype(jnp.float32) if not isinstance(rows, Scaled) else _dequantized(rows)
+    kept = Scaled(*FLOAT8_ROWS.encode(wide)) if keep_order else None
+    number = jnp.arange(BLOCK, dtype=jnp.int32)
+    exists = number < blocks[:, 1:]
+    index = jnp.where(exists, blocks[:, :1] + number, 0)
+    padded = jnp.where(exists[..., None], wide[index], 0)  # [blocks, 128, K]
+    finite = jnp.isfinite(padded)
+    magnitude = jnp.where(finite, jnp.abs(padded), 0)
+    largest = jnp.max(magnitude, axis=1)  # [blocks, K]
+    if not by_column:
+        largest = jnp.max(largest.reshape(len(blocks), -1, BLOCK), axis=2)
+    scales = jnp.maximum(largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale)
+    factors = 1 / scales
+    if not by_column:
+        factors = jnp.repeat(factors, BLOCK, axis=1)
+    values = jnp.where(finite, padded * factors[:, None], jnp.nan).astype(jnp.float8_e4m3fn)
+    return kept, Transposed(values.reshape(-1, values.shape[-1]).T, scales)
+
+
+def _dequantized(rows: Scaled) -> jax.Array:
+    return FLOAT8_ROWS.decode(tuple(rows), jnp.float32)
+
+
+def _matrices_by_xla(matrices):
+    from pallas_kernels.formats import Float8
+
+    both = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(matrices)
+    return Scaled(*both), Scaled(*(jnp.swapaxes(x, 1, 2) for x in both))
