@@ -4,11 +4,11 @@ Float8 operands of the tensor cores must have the summed dimension innermost. A 
 the columns of rows and matrices; the gradient of rows needs the matrices transposed, and the
 gradient of matrices needs both operands transposed, with scales along the rows.
 
-A block of 256 threads takes a tile of 128 rows by 128 columns:
+A block of 512 threads takes a tile of 128 rows by 128 columns:
 
-            16 columns                   a warp has 32 rows by 64 columns, in 4 steps of 16;
+            16 columns                   a warp has 32 rows by 32 columns, in 2 steps of 16;
          +--+--+--+--+                   a thread has 4 x 4 neighbours of each step: 4 bytes of
-    32   |  |  |  |  |  x 4              rows of the values, and 4 of rows of the transposed
+    32   |  |  |  |  |  x 2              rows of the values, and 4 of rows of the transposed
     rows +--+--+--+--+                   values. Of these the threads of a warp have whole
          |  |  |  |  |                   sectors of 32 bytes.
 
@@ -19,6 +19,7 @@ group. What is between groups is zero.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ _PATCH = 4  # rows and columns of a thread's neighbours
 _ACROSS = 4  # patches of a warp side by side
 _STEP = _PATCH * _ACROSS  # columns of a warp at a time
 _STRIPS = BLOCK // WARP  # of 32 rows
-_SIDES = 2  # warps with the same rows
+_SIDES = 4  # warps with the same rows
 _WIDTH = BLOCK // _SIDES  # columns of a warp
 _WALKS = _WIDTH // _STEP
 _WARPS = _STRIPS * _SIDES
@@ -163,7 +164,7 @@ def quantize_matrices(
         rows_of_matrix=height,
         by_row=False,
         by_column=False,
-        is_scaled=False,
+        whole=True,
     )
     first = jnp.arange(num_blocks, dtype=jnp.int32) * BLOCK
     blocks = jnp.stack([first, jnp.full_like(first, BLOCK)], axis=1)
@@ -174,7 +175,6 @@ def quantize_matrices(
             jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
         ],
         (matrices.reshape(-1, width), blocks),
-        whole=True,
     )
     scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
     return (
@@ -196,6 +196,7 @@ class _Job:
       by_row: whether values as they lie have scales of their own, for 128 of a row.
       by_column: whether transposed values have a scale for each column, and not for all 128.
       is_scaled: whether the rows are quantized, and scales their second operand.
+      whole: whether all rows exist, and values as they lie have the transposed ones' scales.
     """
 
     width: int
@@ -203,10 +204,10 @@ class _Job:
     rows_of_matrix: int
     by_row: bool
     by_column: bool
-    is_scaled: bool
+    is_scaled: bool = False
+    whole: bool = False
 
-    def run(self, out_type: Any, operands: Any, whole: bool = False) -> Any:
-        """Runs the kernel; with `whole` values as they lie have the scales of the transposed."""
+    def run(self, out_type: Any, operands: Any) -> Any:
         num_operands = len(operands)
 
         def kernel(*refs: Any, largest: Any) -> None:
@@ -219,7 +220,7 @@ class _Job:
             def emit(*values: Any) -> None:
                 *memrefs, block, column, first, count = values
                 scalars = [mosaic.scalar(v) for v in (block, column, first, count)]
-                self.emit(memrefs, scalars, whole)
+                self.emit(memrefs, scalars)
 
             layouts = [mosaic.REFERENCE] * len(arrays) + [mosaic.SCALAR] * len(numbers)
             mosaic.inline(emit, [*arrays, *numbers], layouts)
@@ -238,7 +239,7 @@ class _Job:
             kernel_name="quantize_tiles",
         )(*operands)
 
-    def emit(self, memrefs: list[Any], scalars: list[Value], whole: bool) -> None:
+    def emit(self, memrefs: list[Any], scalars: list[Value]) -> None:
         """Emits a tile's work for one thread."""
         source, *rest = memrefs
         source_scales = rest.pop(0) if self.is_scaled else None
@@ -258,28 +259,27 @@ class _Job:
         numbers = tile.load(source, source_scales)  # [walk][row][column]
 
         # Each warp's largest of its rows and columns, and then those of the whole tile.
-        rows = [_max(x for walk in numbers for x in walk[i]) for i in range(_PATCH)]
-        columns = [
-            [_max(walk[i][j] for i in range(_PATCH)) for j in range(_PATCH)] for walk in numbers
-        ]
-        for distance in (4, 8, 16):
-            columns = [[_max((x, _shuffle(x, distance))) for x in walk] for walk in columns]
-        total = _max(x for walk in columns for x in walk)
-        for distance in (1, 2):
-            rows = [_max((x, _shuffle(x, distance))) for x in rows]
-            total = _max((total, _shuffle(total, distance)))
-        is_first_patch = mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))
+        sizes = [[[_size(x) for x in of_row] for of_row in walk] for walk in numbers]
         if self.by_row:
-            with mosaic.when(is_first_patch):
+            rows = [_max(x for walk in sizes for x in walk[i]) for i in range(_PATCH)]
+            for distance in (1, 2):
+                rows = [_max((x, _shuffle(x, distance))) for x in rows]
+            with mosaic.when(mosaic.equal(arith.remui(lane, i32(_ACROSS)), i32(0))):
                 tile.share(shared, arith.addi(arith.muli(side, i32(BLOCK)), row), rows)
         of_columns = [
             arith.addi(i32(_SIDES * BLOCK + walk * _STEP), place) for walk in range(_WALKS)
         ]
         if self.by_column:
+            columns = [
+                [_max(walk[i][j] for i in range(_PATCH)) for j in range(_PATCH)] for walk in sizes
+            ]
+            for distance in (4, 8, 16):
+                columns = [[_max((x, _shuffle(x, distance))) for x in walk] for walk in columns]
             with mosaic.when(mosaic.below(lane, i32(_ACROSS))):
                 for at, four in zip(of_columns, columns, strict=True):
                     tile.share(shared, arith.addi(at, arith.muli(strip, i32(BLOCK))), four)
         else:
+            total = _largest_of_warp(_max(x for walk in sizes for of_row in walk for x in of_row))
             with mosaic.when(mosaic.equal(lane, i32(0))):
                 tile.share(shared, arith.addi(warp, i32(_SIDES * BLOCK)), [total])
         mosaic.block_barrier()
@@ -316,9 +316,9 @@ class _Job:
             with mosaic.when(mosaic.equal(mosaic.thread(), i32(0))):
                 at = arith.addi(arith.muli(block, i32(self.width // BLOCK)), column)
                 llvm.store(scale, mosaic.element_pointer(mosaic.pointer(outs[-1]), at, scale.type))
-        if whole:
+        if self.whole:
             tile.store_rows(outs[0], numbers, [[four] * _PATCH for four in factors])
-        tile.store_transposed(outs[1] if whole else outs[-2], numbers, factors)
+        tile.store_transposed(outs[1] if self.whole else outs[-2], numbers, factors)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,91 +336,84 @@ class _Tile:
 
     def load(self, source: Any, scales: Any) -> list[list[list[Value]]]:
         """Returns the numbers of all patches, float32; 0 in rows that do not exist."""
-        i32, i64 = mosaic.i32, mosaic.integer_type(64)
+        i32, f32 = mosaic.i32, mosaic.float_type()
         element = mosaic.element_of(source)
         size = mosaic.mgpu.utils.bitwidth(element) // 8
-        base, byte = mosaic.pointer(source), mosaic.integer_type(8)
-        f32 = mosaic.float_type()
         zero = mosaic.f32(0.0)
         numbers = [[[zero] * _PATCH for _ in range(_PATCH)] for _ in range(_WALKS)]
         for i in range(_PATCH):
             row = arith.addi(self.row, i32(i))
             exists = mosaic.below(row, self.count)
-            # A row that does not exist is read where its block starts, which is a row of the array.
-            row = arith.select(exists, row, i32(0))
-            place = arith.muli(
-                arith.extui(i64, arith.addi(self.first, row)), mosaic.i64(self.job.width)
-            )
+            if not self.job.whole:
+                # A row that does not exist is read where its block starts, a row of the array.
+                row = arith.select(exists, row, i32(0))
+            row = arith.addi(self.first, row)
+            start = self.pointer(source, row, self.job.width, self.column_of_thread, size)
             scale = None
             if scales is not None:
-                at = arith.addi(
-                    arith.muli(arith.addi(self.first, row), i32(self.job.width // BLOCK)),
-                    self.column,
-                )
-                scale = llvm.load(f32, mosaic.element_pointer(mosaic.pointer(scales), at, f32))
+                at = self.pointer(scales, row, self.job.width // BLOCK, self.column, 4)
+                scale = llvm.load(f32, at)
             for walk in range(_WALKS):
-                column = arith.addi(self.left, arith.addi(self.place, i32(walk * _STEP)))
-                at = arith.addi(place, arith.extui(i64, column))
-                pointer = mosaic.element_pointer(base, arith.muli(at, mosaic.i64(size)), byte)
-                for j, number in enumerate(_numbers(pointer, element, size)):
+                four = _numbers(_past(start, walk * _STEP * size), element, size)
+                for j, number in enumerate(four):
                     if scale is not None:
                         number = arith.mulf(number, scale)
-                    numbers[walk][i][j] = arith.select(exists, number, zero)
+                    if not self.job.whole:
+                        number = arith.select(exists, number, zero)
+                    numbers[walk][i][j] = number
         return numbers
+
+    @property
+    def column_of_thread(self) -> Value:
+        return arith.addi(self.left, self.place)
+
+    def pointer(self, ref: Any, row: Value, width: int, column: Value, size: int) -> Value:
+        """Returns the pointer to an element of an array [..., width]."""
+        wide = mosaic.integer_type(64)
+        at = arith.muli(arith.extui(wide, row), mosaic.i64(width))
+        at = arith.muli(arith.addi(at, arith.extui(wide, column)), mosaic.i64(size))
+        return mosaic.element_pointer(mosaic.pointer(ref), at, mosaic.integer_type(8))
 
     def share(self, ref: Any, at: Value, numbers: list[Value]) -> None:
         """Stores neighbours to shared memory."""
-        f32 = mosaic.float_type()
-        pointer = mosaic.element_pointer(mosaic.pointer(ref), at, f32)
-        of_all = mosaic.vector_type(len(numbers), f32)
+        word = mosaic.integer_type(32)
+        pointer = mosaic.element_pointer(mosaic.pointer(ref), at, word)
+        of_all = mosaic.vector_type(len(numbers), word)
         llvm.store(vector.from_elements(of_all, numbers), pointer, alignment=4 * len(numbers))
 
     def shared(self, ref: Any, at: Value, count: int) -> list[Value]:
         """Loads neighbours from shared memory."""
-        f32 = mosaic.float_type()
+        word = mosaic.integer_type(32)
         loaded = []
         for first in range(0, count, _PATCH):
             place = arith.addi(at, mosaic.i32(first))
-            pointer = mosaic.element_pointer(mosaic.pointer(ref), place, f32)
-            four = llvm.load(mosaic.vector_type(_PATCH, f32), pointer, alignment=4 * _PATCH)
+            pointer = mosaic.element_pointer(mosaic.pointer(ref), place, word)
+            four = llvm.load(mosaic.vector_type(_PATCH, word), pointer, alignment=4 * _PATCH)
             loaded += [vector.extract(four, [], [j]) for j in range(_PATCH)]
         return loaded
 
     def store_rows(self, out: Any, numbers: Any, factors: Any) -> None:
-        i32, word = mosaic.i32, mosaic.integer_type(32)
-        base, i64 = mosaic.pointer(out), mosaic.integer_type(64)
-        byte = mosaic.integer_type(8)
+        row = arith.addi(self.first, self.row)
+        start = self.pointer(out, row, self.job.width, self.column_of_thread, 1)
         for i in range(_PATCH):
-            row = arith.addi(self.row, i32(i))
+            row = arith.addi(self.row, mosaic.i32(i))
             with mosaic.when(mosaic.below(row, self.count)):
-                place = arith.muli(
-                    arith.extui(i64, arith.addi(self.first, row)), mosaic.i64(self.job.width)
-                )
                 for walk in range(_WALKS):
-                    column = arith.addi(self.left, arith.addi(self.place, i32(walk * _STEP)))
-                    at = arith.addi(place, arith.extui(i64, column))
-                    four = [
-                        _scaled(numbers[walk][i][j], factors[walk][i][j]) for j in range(_PATCH)
-                    ]
-                    pointer = mosaic.element_pointer(base, at, byte)
-                    llvm.store(_packed(four, word), pointer, alignment=4)
+                    four = map(_scaled, numbers[walk][i], factors[walk][i])
+                    at = _past(start, i * self.job.width + walk * _STEP)
+                    llvm.store(_packed(*four), at, alignment=_PATCH)
 
     def store_transposed(self, out: Any, numbers: Any, factors: list[list[Value]]) -> None:
-        i32, word, i64 = mosaic.i32, mosaic.integer_type(32), mosaic.integer_type(64)
-        height = self.job.rows_of_matrix
-        base, byte = mosaic.pointer(out), mosaic.integer_type(8)
+        i32, height = mosaic.i32, self.job.rows_of_matrix
         top = arith.muli(self.block, i32(BLOCK))
         matrix, row = arith.divui(top, i32(height)), arith.remui(top, i32(height))
-        row = arith.addi(row, self.row)
-        start = arith.muli(arith.extui(i64, matrix), mosaic.i64(height * self.job.width))
-        start = arith.addi(start, arith.extui(i64, row))
+        column = arith.addi(arith.muli(matrix, i32(self.job.width)), self.column_of_thread)
+        start = self.pointer(out, column, height, arith.addi(row, self.row), 1)
         for walk in range(_WALKS):
             for j in range(_PATCH):
-                column = arith.addi(self.left, arith.addi(self.place, i32(walk * _STEP + j)))
-                at = arith.addi(start, arith.muli(arith.extui(i64, column), mosaic.i64(height)))
-                four = [_scaled(numbers[walk][i][j], factors[walk][j]) for i in range(_PATCH)]
-                pointer = mosaic.element_pointer(base, at, byte)
-                llvm.store(_packed(four, word), pointer, alignment=4)
+                four = (_scaled(numbers[walk][i][j], factors[walk][j]) for i in range(_PATCH))
+                at = _past(start, (walk * _STEP + j) * height)
+                llvm.store(_packed(*four), at, alignment=_PATCH)
 
     def store_scales_of_rows(self, out: Any, scales: tuple[Value, ...]) -> None:
         i32 = mosaic.i32
@@ -443,6 +436,10 @@ class _Tile:
             pointer = mosaic.element_pointer(mosaic.pointer(out), at, f32)
             of_four = mosaic.vector_type(_PATCH, f32)
             llvm.store(vector.from_elements(of_four, four), pointer, alignment=16)
+
+
+def _past(pointer: Value, num_bytes: int) -> Value:
+    return mosaic.element_pointer(pointer, mosaic.i64(num_bytes), mosaic.integer_type(8))
 
 
 def _numbers(pointer: Value, element: Any, size: int) -> list[Value]:
@@ -468,26 +465,29 @@ def _numbers(pointer: Value, element: Any, size: int) -> list[Value]:
     return [arith.extf(mosaic.float_type(), number) for number in numbers]
 
 
-def _max(values: Any) -> Value:
-    """Returns the largest finite magnitude, 0 if there is none; magnitudes may be given, too."""
-    total = None
-    for value in values:
-        bits = arith.andi(arith.bitcast(mosaic.integer_type(32), value), mosaic.i32(0x7FFFFFFF))
-        is_finite = mosaic.below(bits, mosaic.i32(_INFINITY))
-        bits = arith.select(is_finite, bits, mosaic.i32(0))
-        total = bits if total is None else arith.maxui(total, bits)
-    return arith.bitcast(mosaic.float_type(), total)
+def _size(number: Value) -> Value:
+    """Returns the bits of a number's magnitude, 0 if it is not finite; they are in its order."""
+    bits = arith.andi(arith.bitcast(mosaic.integer_type(32), number), mosaic.i32(0x7FFFFFFF))
+    return arith.select(mosaic.below(bits, mosaic.i32(_INFINITY)), bits, mosaic.i32(0))
 
 
-def _shuffle(value: Value, distance: int) -> Value:
-    bits = arith.bitcast(mosaic.integer_type(32), value)
+def _max(sizes: Any) -> Value:
+    return functools.reduce(arith.maxui, sizes)
+
+
+def _shuffle(size: Value, distance: int) -> Value:
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
-    other = mosaic.asm(text, "=r,r", bits, returns=mosaic.integer_type(32))
-    return arith.bitcast(mosaic.float_type(), other)
+    return mosaic.asm(text, "=r,r", size, returns=mosaic.integer_type(32))
+
+
+def _largest_of_warp(size: Value) -> Value:
+    text = "redux.sync.max.u32 $0, $1, 0xffffffff;"
+    return mosaic.asm(text, "=r,r", size, returns=mosaic.integer_type(32))
 
 
 def _scale_of(largest: Value) -> tuple[Value, Value]:
     """Returns the scale of a block, and 1 / scale."""
+    largest = arith.bitcast(mosaic.float_type(), largest)
     scale = arith.mulf(largest, mosaic.f32(FLOAT8_ROWS.scale_of_largest))
     scale = arith.maximumf(scale, mosaic.f32(FLOAT8_ROWS.least_scale))
     text = "rcp.rn.f32 $0, $1;"
@@ -501,13 +501,13 @@ def _scaled(number: Value, factor: Value) -> Value:
     return arith.select(is_finite, arith.mulf(number, factor), mosaic.f32(math.nan))
 
 
-def _packed(four: list[Value], word: Any) -> Value:
+def _packed(*four: Value) -> Value:
     """Returns four float32 as float8, the first in the lowest byte."""
     text = (
         "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
         "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
     )
-    return mosaic.asm(text, "=r,f,f,f,f", *four, returns=word)
+    return mosaic.asm(text, "=r,f,f,f,f", *four, returns=mosaic.integer_type(32))
 
 
 def _rows_by_xla(rows, blocks, keep_order, by_column):
