@@ -17,7 +17,6 @@ ELSEWHERE = {
     "jax_ep/bench/baselines.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/exchange_model.py": "tests/bench/test_estimate.py",
     "jax_ep/bench/layer_baselines.py": "tests/bench/test_layer.py",
-    "jax_ep/bench/matmul_checks.py": "tests/bench/test_matmul.py",
     "jax_ep/bench/matmul_operations.py": "tests/bench/test_matmul.py",
     "jax_ep/bench/measuring.py": "tests/bench/test_exchange.py",
     "jax_ep/bench/operations.py": "tests/bench/test_exchange.py",

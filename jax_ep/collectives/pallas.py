@@ -31,7 +31,7 @@ from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import low_latency
 from pallas_kernels.fabric.hardware import align_up, vector_length
-from pallas_kernels.fabric.memory_map import MAX_LOW_LATENCY_GPUS, slots_of_channel
+from pallas_kernels.fabric.memory_map import MAX_LOW_LATENCY_GPUS, tiles_of_channel
 
 Kernel = Callable[..., jax.Array]
 
@@ -108,23 +108,23 @@ def no_room_reason(
       num_ranks: N.
       num_gpus: how many GPUs of the host share symmetric memory; more have less room each.
     """
-    workers, slots = _workers_and_slots(op, algorithm, shape, dtype, num_ranks)
-    most = slots_of_channel(num_gpus)
-    if workers > low_latency.MAX_WORKERS or slots > most:
+    workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
+    most = tiles_of_channel(num_gpus)
+    if workers > low_latency.MAX_WORKERS or tiles > most:
         return (
             f"x, {shape} {jnp.dtype(dtype).name}, is more than the low-latency protocol has room "
-            f"for: {workers} workers with {slots} slots, where it has {low_latency.MAX_WORKERS} "
+            f"for: {workers} workers with {tiles} tiles, where it has {low_latency.MAX_WORKERS} "
             f"with {most} on a host of {num_gpus} GPUs"
         )
     return None
 
 
-def _workers_and_slots(
+def _workers_and_tiles(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> tuple[int, int]:
-    """Returns how many workers a low-latency call has, and how many slots each needs.
+    """Returns how many workers a low-latency call has, and how many tiles each sends to a peer.
 
-    A worker is a warpgroup. It needs a slot for every tile that it receives from a peer.
+    A worker is a warpgroup. It receives as many tiles from each peer.
     """
     trips = 2 if "two_shot" in algorithm else 1
     if op == "all_reduce_rms_norm":

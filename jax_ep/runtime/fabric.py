@@ -8,7 +8,7 @@ from jax import lax
 from jax_ep.runtime import hosts, jax_compat, settings, symmetric_memory
 from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.low_latency import Channels
-from pallas_kernels.fabric.sentinel_words import SlotMemory
+from pallas_kernels.fabric.sentinel_words import TileMemory
 from pallas_kernels.fabric.symmetric import Gpus
 
 
@@ -53,7 +53,7 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
 
 def channels_of(fabric: Gpus) -> Channels:
     """Returns the channels of the low-latency protocol between a fabric's ranks."""
-    memory = SlotMemory(fabric.base, num_gpus(fabric))
+    memory = TileMemory(fabric.base, num_gpus(fabric))
     return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 
 

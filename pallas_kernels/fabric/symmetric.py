@@ -55,10 +55,10 @@ class Gpus(RanksOfMesh):
         """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
         ptx.async_fence()
 
-    def stage(self, number: int) -> None:
-        """See `fabric.Fabric.stage`.
+    def delay_point(self, number: int) -> None:
+        """See `fabric.Fabric.delay_point`.
 
-        Stage 0 is where a rank enters a call; there `enter` itself holds ranks back.
+        Point 0 is where a rank enters a call; there `enter` itself holds ranks back.
         """
         if number > 0:
             self.hold_back(number, self.rank())

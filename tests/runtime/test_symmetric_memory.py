@@ -343,10 +343,12 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine):
             header[3:]
         )
         contents = cuda_driver.read(g, heap, domain.heap_bytes)[memory_map.HEADER_BYTES :]
-        slots = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
-        assert contents[:slots] == bytes(slots)
+        buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
+        assert contents[:buffers] == bytes(buffers)
         empty = memory_map.EMPTY.to_bytes(4, "little")
-        assert contents[slots:] == empty * (memory_map.SLOT_BYTES * memory_map.num_slots(2) // 4)
+        assert contents[buffers:] == empty * (
+            memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(2) // 4
+        )
 
 
 @pytest.fixture
@@ -390,7 +392,7 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
 
 
 def test_heaps_have_room():
-    """For all slots of all senders, apart from each other, on vectors' boundaries."""
+    """For all tile buffers of all senders, apart from each other, on vectors' boundaries."""
     for num_gpus in range(1, memory_map.MAX_GPUS + 1):
         assert memory_map.heap_bytes(num_gpus) <= memory_map.STRIDE
         end = 0
@@ -399,13 +401,13 @@ def test_heaps_have_room():
             end = offset + num_bytes
         assert end == memory_map.heap_bytes(num_gpus)
         senders = memory_map.num_senders(num_gpus)
-        of_channel = memory_map.slots_of_channel(num_gpus)
+        of_channel = memory_map.tiles_of_channel(num_gpus)
         last = (
             (2 * senders - 1) * memory_map.MAX_WORKERS + memory_map.MAX_WORKERS - 1
         ) * of_channel
-        assert last + of_channel == memory_map.num_slots(num_gpus)
-        slots = memory_map.TILES + 4 * memory_map.MAX_WORKERS * memory_map.MAX_LOW_LATENCY_GPUS
-        assert end == slots + memory_map.SLOT_BYTES * memory_map.num_slots(num_gpus)
+        assert last + of_channel == memory_map.num_tile_buffers(num_gpus)
+        buffers = memory_map.TILES + 4 * memory_map.MAX_WORKERS * memory_map.MAX_LOW_LATENCY_GPUS
+        assert end == buffers + memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(num_gpus)
     assert memory_map.TILES % 128 == 0
 
 

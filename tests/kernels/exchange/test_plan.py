@@ -47,7 +47,7 @@ def nbytes(columns: int, dtype: Any) -> int:
 
 
 def test_a_plan_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="store_lag must be less than num_slots"):
+    with pytest.raises(ValueError, match="store_lag must be less than num_stages"):
         Plan(1, 2, store_lag=2)
     with pytest.raises(ValueError, match="store_lag"):
         Plan(1, 2, store_lag=-1)
@@ -100,9 +100,9 @@ def test_padding_of_the_last_axis():
 def test_parts_of_a_row():
     assert Row(512, jnp.float32).parts == [(512, jnp.float32)]
     assert Row(512, jnp.bfloat16, WIRE).parts == [(512, WIRE), (4, jnp.float32)]
-    assert Row(512, jnp.bfloat16).sent_bytes == Row(512, jnp.bfloat16).slot_bytes == 1024
+    assert Row(512, jnp.bfloat16).sent_bytes == Row(512, jnp.bfloat16).stage_bytes == 1024
     quantized = Row(512, jnp.bfloat16, WIRE)
-    assert quantized.sent_bytes == 512 + 16 and quantized.slot_bytes == 1024 + 512 + 16
+    assert quantized.sent_bytes == 512 + 16 and quantized.stage_bytes == 1024 + 512 + 16
 
 
 def test_padded_rows_are_whole_lines():
@@ -123,16 +123,16 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     of_combine = plans.for_combine(row, sizes)
     of_grad = plans.for_combine_grad(row, sizes)
     held = {
-        of_dispatch: of_dispatch.num_slots * row.slot_bytes
-        + of_dispatch.num_copy_slots * row.sent_bytes,
-        of_ranks: of_ranks.num_slots * row.slot_bytes,
+        of_dispatch: of_dispatch.num_stages * row.stage_bytes
+        + of_dispatch.num_copy_stages * row.sent_bytes,
+        of_ranks: of_ranks.num_stages * row.stage_bytes,
         of_combine: 8 * of_combine.step_tokens * num_ranks * (2 * top_k + 1),
-        of_grad: of_grad.num_slots * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
+        of_grad: of_grad.num_stages * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
     }
     for plan, size in held.items():
-        assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2
+        assert size < SHARED_MEMORY_BYTES and plan.num_stages >= 2
         assert 1 <= plan.num_blocks <= num_tokens
-    assert of_grad.num_slots % of_grad.num_workers == 0  # a worker has slots of its own
+    assert of_grad.num_stages % of_grad.num_workers == 0  # a worker has stages of its own
 
 
 @pytest.mark.parametrize("num_tokens", [128, 4096])
@@ -150,9 +150,9 @@ def test_long_lists_leave_shared_memory_for_rows():
     """Steps are shorter where rows would else have no room, and only there."""
     row, sizes = Row(512, jnp.bfloat16), (4096, 8, 4)
     plan = plans.for_dispatch(row, sizes_of(*sizes, 3584))
-    assert (plan.step_tokens, plan.num_slots) == (32, 8)
+    assert (plan.step_tokens, plan.num_stages) == (32, 8)
     plan = plans.for_dispatch(row, sizes_of(*sizes, 3840))
-    assert (plan.step_tokens, plan.num_slots) == (12, 1)
+    assert (plan.step_tokens, plan.num_stages) == (12, 1)
 
 
 @pytest.mark.parametrize("wire_dtype", [None, WIRE])

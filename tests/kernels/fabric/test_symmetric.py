@@ -153,15 +153,17 @@ def test_a_heap_is_of_zeros_up_to_the_tiles():
 
 
 def test_tiles_are_polled_where_a_heap_is_empty():
-    """The memory of counters, slots and notes is a heap's zeros and empty words, to its end."""
+    """Counters, tile buffers and notes are a heap's zeros and empty words, to its end."""
     for num_gpus in range(1, memory_map.MAX_LOW_LATENCY_GPUS + 1):
         _, (empty, word, size) = memory_map.contents(num_gpus)
-        slots = memory_map.TILES + 4 * memory_map.NUM_COUNTERS
-        assert (empty, word) == (slots, memory_map.EMPTY) and slots % 128 == 0
-        assert size == memory_map.SLOT_BYTES * memory_map.num_slots(num_gpus)
+        buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS
+        assert (empty, word) == (buffers, memory_map.EMPTY) and buffers % 128 == 0
+        assert size == memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(num_gpus)
         assert memory_map.heap_bytes(num_gpus) == empty + size
-        slots_of_pair = 2 * memory_map.MAX_WORKERS * memory_map.slots_of_channel(num_gpus)
-        assert memory_map.num_slots(num_gpus) == slots_of_pair * memory_map.num_senders(num_gpus)
+        buffers_of_pair = 2 * memory_map.MAX_WORKERS * memory_map.tiles_of_channel(num_gpus)
+        assert memory_map.num_tile_buffers(num_gpus) == buffers_of_pair * memory_map.num_senders(
+            num_gpus
+        )
         assert memory_map.NUM_COUNTERS >= memory_map.MAX_WORKERS * num_gpus
 
 
