@@ -26,9 +26,9 @@ from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dis
 from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
 from jax_ep.exchange.expert_major import check_weights
 from jax_ep.matmul.api import Implementation as MatmulImplementation
+from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
 from jax_ep.moe.expert_mlp import (
-    Experts,
-    HiddenUnit,
+    ExpertUnit,
     backward,
     check_operands,
     forward,
@@ -41,13 +41,13 @@ from jax_ep.runtime.jax_compat import match_varying
 WeightsOn = Literal["output", "input"]
 
 
-@documented(HiddenUnit)
+@documented(ExpertUnit)
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertOptions(HiddenUnit):
+class ExpertOptions(ExpertUnit):
     """What routed experts compute, besides their weights.
 
     Attributes:
-        {HiddenUnit}
+        {ExpertUnit}
         weights_on: what the weight of a choice multiplies: the "output" of its expert, or the
             "input" (Llama 4).
     """
@@ -59,7 +59,7 @@ class ExpertOptions(HiddenUnit):
 class _Config:
     unit: Traced
     implementation: Implementation
-    matmul_implementation: MatmulImplementation
+    matmuls: Matmuls
 
 
 @documented(ExpertOptions)
@@ -143,10 +143,11 @@ def run_experts(
         tokens, weights = _weighted(tokens, row_weights, handle, implementation), None
     arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
     leaves, tree = jax.tree.flatten(arrays)
-    operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
-    traced = traced_unit(options, *operands[:2])
-    config = _Config(traced, implementation, matmul_implementation)
-    return _routed_experts(config, *operands, handle)
+    tokens, experts, *others = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
+    traced = traced_unit(options, tokens, experts)
+    matmuls, experts = matmuls_of(options.matmul_dtype, experts, matmul_implementation)
+    config = _Config(traced, implementation, matmuls)
+    return _routed_experts(config, tokens, experts, *others, handle)
 
 
 def _weighted(
@@ -165,8 +166,8 @@ def _routed_experts(config: _Config, tokens, experts, weights, group_sizes, hand
 
 
 def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep: bool = True):
-    unit, implementation = config.unit, config.matmul_implementation
-    y, saved = forward(tokens, experts, group_sizes, unit, implementation, keep, zero_unused=False)
+    unit, matmuls = config.unit, config.matmuls
+    y, saved = forward(tokens, experts, group_sizes, unit, matmuls, keep, zero_unused=False)
     out = combine(y, handle, weights, implementation=config.implementation)
     return out, (saved, weights, handle)
 
@@ -184,7 +185,7 @@ def _backward(config, residuals, grad):
         grad_rows,
         row_weights,
         config.unit,
-        config.matmul_implementation,
+        config.matmuls,
         handle.zero_unused,
     )
     if weights is None:

@@ -586,7 +586,7 @@ def store_rows_of(
 
     def emit(out: Value, room: Value, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
-        kind, i32_type, byte = ir.MemRefType(out.type), integer_type(32), integer_type(8)
+        kind, byte = ir.MemRefType(out.type), integer_type(8)
         size = mgpu.utils.bitwidth(kind.element_type) // 8
         row_of_eight = arith.shrui(lane(), i32(4))
         unit = arith.andi(lane(), i32(15))  # of 8 bytes
@@ -608,9 +608,7 @@ def store_rows_of(
                 source = element_pointer(sources, arith.addi(offset, i32(first * 128)), byte)
                 value = llvm.load(wide, source, alignment=8)
                 place = arith.addi(
-                    arith.muli(
-                        arith.extui(wide, arith.addi(top, row)), i64(kind.shape[1] * size)
-                    ),
+                    arith.muli(arith.extui(wide, arith.addi(top, row)), i64(kind.shape[1] * size)),
                     arith.extui(wide, left_bytes),
                 )
                 llvm.store(value, element_pointer(target, place, byte), alignment=8)
@@ -764,7 +762,7 @@ def float8_matmul(
 
         names = "{" + ",".join(f"${i}" for i in range(registers)) + "}"
         steps = []
-        for i in range(4):  # each of 32 products
+        for _ in range(4):  # each of 32 products
             steps.append(
                 f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{kinds[0]}.{kinds[1]} "
                 f"{names}, a, b, p, 1, 1; add.s64 a, a, 2; add.s64 b, b, 2; setp.eq.b32 p, 0, 0;"
@@ -806,9 +804,7 @@ def float8_matmul(
     return inline(emit, [left, right, *offsets], [tile, tile, SCALAR, SCALAR], result)
 
 
-def multiply_add(
-    a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool
-) -> jax.Array:
+def multiply_add(a: jax.Array, b: jax.Array, total: jax.Array, *, interpreted: bool) -> jax.Array:
     """Returns a * b + total, rounded once, of float32 arrays in the layout of accumulators.
 
     LLVM would make two instructions of it where it takes the product out of a branch.

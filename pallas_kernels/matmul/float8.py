@@ -1,4 +1,4 @@
-"""Grouped matmuls of float8 rows and matrices on Hopper's tensor cores, rescaled every 128 products.
+"""Grouped matmuls of float8 rows and matrices on Hopper's tensor cores.
 
 Rows have a float32 scale for each 128 neighbours, matrices one for each 128 x 128 block. The tensor
 cores add float8 products in about 14 bits, so each sum of 128 products is made in accumulators of
@@ -34,8 +34,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
-from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
+from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.matmul.kernel import (
     COMPUTERS,
     OTHER_BYTES,
@@ -46,6 +46,7 @@ from pallas_kernels.matmul.kernel import (
     swizzled,
 )
 from pallas_kernels.matmul.quantize import Scaled, Transposed
+from pallas_kernels.matmul.row_blocks import BLOCK
 from pallas_kernels.matmul.row_tiles import (
     BEGIN,
     END,
@@ -54,7 +55,6 @@ from pallas_kernels.matmul.row_tiles import (
     row_tiles,
 )
 
-BLOCK = 128  # products that are summed before they are rescaled; rows and columns of an operand tile
 _ROWS = BLOCK // COMPUTERS  # of a computer
 _HALVES = 2  # matrix tiles that a computer multiplies its rows by
 _ROW_BYTES = 128  # of a chunk that is staged
@@ -174,7 +174,7 @@ def gated_product(
 
 
 def _operands(rows: Scaled, *matrices: Scaled) -> list[jax.Array]:
-    """Returns the kernel's operands; the scales of rows are transposed, so that they can be copied."""
+    """Returns the kernel's operands; row scales transposed, to be copied."""
     return [rows.values, rows.scales.T, *(array for each in matrices for array in each)]
 
 
@@ -186,7 +186,7 @@ def _run(kernel, operands, group_sizes, out_type, name, interpret):
 
 @dataclasses.dataclass(frozen=True)
 class _Float8Kernel(Kernel):
-    """What both kernels share: sums over pairs of the given depths, K, and 64 rows of a computer."""
+    """What both kernels share: sums over pairs of depths K, and 64 rows a computer."""
 
     depths: tuple[int, ...]
     dtype: Any  # of the operands
@@ -588,7 +588,9 @@ class _Drhs(_Float8Kernel):
 
     def out_of(self, half: int, outs: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
         """Returns the output of a half, and its first column."""
-        return (outs[half], left_edge) if self.num_grads > 1 else (outs[0], left_edge + half * BLOCK)
+        if self.num_grads > 1:
+            return outs[half], left_edge
+        return outs[0], left_edge + half * BLOCK
 
 
 def drhs_of_each(
@@ -641,11 +643,13 @@ def drhs_of_each(
 
 
 def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes rows [64, 128] float32: returns them over their scales, and the scale of each row."""
+    """Quantizes rows [64, 128] float32; returns them over their scales, and these scales."""
     magnitude = jnp.abs(rows)
     is_finite = magnitude < jnp.inf
     largest = jnp.max(jnp.where(is_finite, magnitude, 0.0), axis=1)
-    scales = jnp.maximum(largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale)
+    scales = jnp.maximum(
+        largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale
+    )
     factor = lax.broadcast_in_dim(1 / scales, rows.shape, (0,))
     return jnp.where(is_finite, rows * factor, jnp.nan), scales
 

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -33,9 +32,8 @@ from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.formats import FLOAT8_ROWS
-from pallas_kernels.matmul.row_tiles import row_ranges
+from pallas_kernels.matmul.row_blocks import BLOCK
 
-BLOCK = 128
 _PATCH = 4  # rows and columns of a thread's neighbours
 _ACROSS = 4  # patches of a warp side by side
 _STEP = _PATCH * _ACROSS  # columns of a warp at a time
@@ -72,40 +70,12 @@ class Transposed(NamedTuple):
     scales: Any
 
 
-def padded_rows(num_rows: int, num_groups: int) -> int:
-    """Returns how many rows there may be if each group's are padded to a multiple of 128."""
-    return (-(-num_rows // BLOCK) + num_groups) * BLOCK
-
-
-def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Returns which rows the blocks of 128 transposed rows hold.
-
-    Returns:
-      [P / 128, 2] int32: the first row of each block, and how many rows it has: from 0, past the
-      last group, to 128.
-      [L, 2] int32: of each group the first block, and how many blocks there are.
-    """
-    num_groups = group_sizes.shape[0]
-    starts, ends = row_ranges(group_sizes, num_rows)
-    counts = -((starts - ends) // BLOCK)
-    block_ends = jnp.cumsum(counts, dtype=jnp.int32)
-    first_blocks = block_ends - counts
-    block = jnp.arange(padded_rows(num_rows, num_groups) // BLOCK, dtype=jnp.int32)
-    group = jnp.sum(block[:, None] >= block_ends, axis=1, dtype=jnp.int32)
-    group = jnp.minimum(group, num_groups - 1)
-    first = starts[group] + (block - first_blocks[group]) * BLOCK
-    count = jnp.clip(ends[group] - first, 0, BLOCK)
-    count = jnp.where(block < block_ends[-1], count, 0)
-    return jnp.stack([first, count], axis=1), jnp.stack([first_blocks, counts], axis=1)
-
-
 def quantize_rows(
     rows: jax.Array | Scaled,
     blocks: jax.Array,
     *,
     keep_order: bool,
     by_column: bool,
-    interpret: Any = None,
 ) -> tuple[Scaled | None, Transposed]:
     """Quantizes rows, transposed, and as they lie.
 
@@ -115,7 +85,6 @@ def quantize_rows(
       keep_order: whether to return rows as they lie, too, with a scale for 128 of a row.
       by_column: whether transposed rows have a scale for 128 rows of one column, or for 128 rows
         and 128 columns.
-      interpret: not None to run anywhere, by XLA.
 
     Returns:
       (rows or None, transposed rows). Rows past the last group hold anything.
@@ -130,8 +99,6 @@ def quantize_rows(
         by_column=by_column,
         is_scaled=isinstance(rows, Scaled),
     )
-    if interpret is not None:
-        return _rows_by_xla(rows, blocks, keep_order, by_column)
     values = jax.ShapeDtypeStruct((num_rows, width), jnp.float8_e4m3fn)
     scales = jax.ShapeDtypeStruct((num_rows, width // BLOCK), jnp.float32)
     columns = width if by_column else width // BLOCK
@@ -146,9 +113,7 @@ def quantize_rows(
     return Scaled(*kept) if keep_order else None, Transposed(values, scales)
 
 
-def quantize_matrices(
-    matrices: jax.Array, *, interpret: Any = None
-) -> tuple[Scaled, Scaled]:
+def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
     """Quantizes matrices [L, K, N], and returns them and their transposes [L, N, K].
 
     A scale belongs to 128 rows and 128 columns, so both have the same numbers. K and N are
@@ -156,8 +121,6 @@ def quantize_matrices(
     """
     num_matrices, height, width = matrices.shape
     num_blocks = num_matrices * height // BLOCK
-    if interpret is not None:
-        return _matrices_by_xla(matrices)
     job = _Job(
         width=width,
         num_blocks=num_blocks,
@@ -179,9 +142,7 @@ def quantize_matrices(
     scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
     return (
         Scaled(values.reshape(matrices.shape), scales),
-        Scaled(
-            transposed.reshape(num_matrices, width, height), jnp.swapaxes(scales, 1, 2)
-        ),
+        Scaled(transposed.reshape(num_matrices, width, height), jnp.swapaxes(scales, 1, 2)),
     )
 
 
@@ -289,7 +250,9 @@ class _Job:
                 tile.shared(shared, arith.addi(row, i32(side * BLOCK)), _PATCH)
                 for side in range(_SIDES)
             ]
-            scales, factors = zip(*map(_scale_of, map(_max, zip(*halves, strict=True))), strict=True)
+            scales, factors = zip(
+                *map(_scale_of, map(_max, zip(*halves, strict=True))), strict=True
+            )
             with mosaic.when(mosaic.equal(place, i32(0))):
                 tile.store_scales_of_rows(outs[1], scales)
             tile.store_rows(outs[0], numbers, [[[f] * _PATCH for f in factors]] * _WALKS)
@@ -508,34 +471,3 @@ def _packed(*four: Value) -> Value:
         "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
     )
     return mosaic.asm(text, "=r,f,f,f,f", *four, returns=mosaic.integer_type(32))
-
-
-def _rows_by_xla(rows, blocks, keep_order, by_column):
-    wide = rows.astype(jnp.float32) if not isinstance(rows, Scaled) else _dequantized(rows)
-    kept = Scaled(*FLOAT8_ROWS.encode(wide)) if keep_order else None
-    number = jnp.arange(BLOCK, dtype=jnp.int32)
-    exists = number < blocks[:, 1:]
-    index = jnp.where(exists, blocks[:, :1] + number, 0)
-    padded = jnp.where(exists[..., None], wide[index], 0)  # [blocks, 128, K]
-    finite = jnp.isfinite(padded)
-    magnitude = jnp.where(finite, jnp.abs(padded), 0)
-    largest = jnp.max(magnitude, axis=1)  # [blocks, K]
-    if not by_column:
-        largest = jnp.max(largest.reshape(len(blocks), -1, BLOCK), axis=2)
-    scales = jnp.maximum(largest * np.float32(FLOAT8_ROWS.scale_of_largest), FLOAT8_ROWS.least_scale)
-    factors = 1 / scales
-    if not by_column:
-        factors = jnp.repeat(factors, BLOCK, axis=1)
-    values = jnp.where(finite, padded * factors[:, None], jnp.nan).astype(jnp.float8_e4m3fn)
-    return kept, Transposed(values.reshape(-1, values.shape[-1]).T, scales)
-
-
-def _dequantized(rows: Scaled) -> jax.Array:
-    return FLOAT8_ROWS.decode(tuple(rows), jnp.float32)
-
-
-def _matrices_by_xla(matrices):
-    from pallas_kernels.formats import Float8
-
-    both = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(matrices)
-    return Scaled(*both), Scaled(*(jnp.swapaxes(x, 1, 2) for x in both))
