@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.hardware import LANES, WARP
 from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
-from pallas_kernels.formats import FLOAT8_ROWS
+from pallas_kernels.formats import FLOAT8_ROWS, Float8
 from pallas_kernels.matmul.row_blocks import BLOCK
 
 _PATCH = 4  # rows and columns of a thread's neighbours
@@ -76,6 +77,7 @@ def quantize_rows(
     *,
     keep_order: bool,
     by_column: bool,
+    interpret: Any = None,
 ) -> tuple[Scaled | None, Transposed]:
     """Quantizes rows, transposed, and as they lie.
 
@@ -85,6 +87,7 @@ def quantize_rows(
       keep_order: whether to return rows as they lie, too, with a scale for 128 of a row.
       by_column: whether transposed rows have a scale for 128 rows of one column, or for 128 rows
         and 128 columns.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
 
     Returns:
       (rows or None, transposed rows). Rows past the last group hold anything.
@@ -108,12 +111,12 @@ def quantize_rows(
         jax.ShapeDtypeStruct((num_blocks, columns), jnp.float32),
     ]
     operands = rows if isinstance(rows, Scaled) else (rows,)
-    results = job.run(out_type, (*operands, blocks))
+    results = job.run(out_type, (*operands, blocks), interpret)
     *kept, values, scales = results
     return Scaled(*kept) if keep_order else None, Transposed(values, scales)
 
 
-def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
+def quantize_matrices(matrices: jax.Array, *, interpret: Any = None) -> tuple[Scaled, Scaled]:
     """Quantizes matrices [L, K, N], and returns them and their transposes [L, N, K].
 
     A scale belongs to 128 rows and 128 columns, so both have the same numbers. K and N are
@@ -138,6 +141,7 @@ def quantize_matrices(matrices: jax.Array) -> tuple[Scaled, Scaled]:
             jax.ShapeDtypeStruct((num_blocks, width // BLOCK), jnp.float32),
         ],
         (matrices.reshape(-1, width), blocks),
+        interpret,
     )
     scales = scales.reshape(num_matrices, height // BLOCK, width // BLOCK)
     return (
@@ -168,7 +172,7 @@ class _Job:
     is_scaled: bool = False
     whole: bool = False
 
-    def run(self, out_type: Any, operands: Any) -> Any:
+    def run(self, out_type: Any, operands: Any, interpret: Any) -> Any:
         num_operands = len(operands)
 
         def kernel(*refs: Any, largest: Any) -> None:
@@ -176,7 +180,11 @@ class _Job:
             across = jnp.int32(self.width // BLOCK)
             block, column = lax.div(tile, across), lax.rem(tile, across)
             numbers = [block, column, blocks[block, 0], blocks[block, 1]]
-            arrays = [*refs[: num_operands - 1], *refs[num_operands:], largest]
+            arrays = [*refs[: num_operands - 1], *refs[num_operands:]]
+            if interpret:
+                self.interpreted(arrays, *numbers)
+                return
+            arrays.append(largest)
 
             def emit(*values: Any) -> None:
                 *memrefs, block, column, first, count = values
@@ -197,8 +205,55 @@ class _Job:
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
             ),
+            interpret=interpret,
             kernel_name="quantize_tiles",
         )(*operands)
+
+    def interpreted(self, refs: list[Any], block: Any, column: Any, first: Any, count: Any) -> None:
+        """Does a tile's work in Pallas' interpreter, in one of the warpgroups."""
+        source, *rest = refs
+        source_scales = rest.pop(0) if self.is_scaled else None
+        columns = pl.ds(column * BLOCK, BLOCK)
+
+        def row_of(i: Any) -> Any:
+            return first + jnp.where(i < count, i, 0)
+
+        def load(i: Any, tile: Any) -> Any:
+            row = source[row_of(i), columns].astype(jnp.float32)
+            if source_scales is not None:
+                row *= source_scales[row_of(i), column]
+            return tile.at[i].set(jnp.where(i < count, row, 0))
+
+        def store() -> None:
+            tile = lax.fori_loop(0, BLOCK, load, jnp.zeros((BLOCK, BLOCK), jnp.float32))
+            outs = list(rest)
+            if self.by_row:
+                self.store_kept(outs.pop(0), outs.pop(0), tile, FLOAT8_ROWS, first, count, column)
+            if self.by_column:
+                values, scales = FLOAT8_ROWS.encode(tile.T)
+                outs[-1][block, columns] = scales[:, 0]
+            else:
+                values, scales = Float8.of(jnp.float8_e4m3fn, (BLOCK, BLOCK)).encode(tile)
+                outs[-1][block, column] = scales[0, 0]
+                if self.whole:
+                    outs[0][pl.ds(block * BLOCK, BLOCK), columns] = values
+                values = values.T
+            matrix, row = _quotient_and_rest(block * BLOCK, self.rows_of_matrix)
+            at = pl.ds(matrix * self.width + column * BLOCK, BLOCK), pl.ds(row, BLOCK)
+            outs[-2][at] = values
+
+        pl.when(lax.axis_index("warpgroup") == 0)(store)
+
+    def store_kept(self, values_ref, scales_ref, tile, format, first, count, column):
+        values, scales = format.encode(tile)
+
+        def store(i: Any, _: Any) -> None:
+            @pl.when(i < count)
+            def _() -> None:
+                values_ref[first + i, pl.ds(column * BLOCK, BLOCK)] = values[i]
+                scales_ref[first + i, column] = scales[i, 0]
+
+        lax.fori_loop(0, BLOCK, store, None)
 
     def emit(self, memrefs: list[Any], scalars: list[Value]) -> None:
         """Emits a tile's work for one thread."""
@@ -399,6 +454,10 @@ class _Tile:
             pointer = mosaic.element_pointer(mosaic.pointer(out), at, f32)
             of_four = mosaic.vector_type(_PATCH, f32)
             llvm.store(vector.from_elements(of_four, four), pointer, alignment=16)
+
+
+def _quotient_and_rest(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
 
 
 def _past(pointer: Value, num_bytes: int) -> Value:
