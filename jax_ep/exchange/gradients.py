@@ -1,10 +1,10 @@
-"""The exchange with its custom gradients, for both layouts.
+"""Defines the gradients of the exchange, for both layouts.
 
 A dispatch and an unweighted combine are each other's transposes, so the gradient of each is a call
-of the other over the same routes. The gradient of a weighted combine is an operation of its own,
-since the weights have a gradient too. A dispatch is rank-major where `Config.capacity` is None;
-the other functions know the layout by the type of the routes. Gradients are in reverse mode only:
-JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom VJP.
+of the other over the same routes. The gradient of a weighted combine is a separate operation,
+`combine_grad`, since the weights have a gradient too. A dispatch is rank-major where
+`Config.capacity` is None; other functions take the layout from the type of the routes. Gradients
+are in reverse mode only: JAX refuses `jax.jvp` and `jax.jacfwd` of a function with a custom VJP.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ def configure(
     implementation: Implementation,
     **arguments: Any,
 ) -> Config:
-    """Makes and checks the `Config` of an exchange of rows, the caller's argument `name`.
+    """Makes and checks the `Config` of an exchange of `rows`.
 
-    `list_words` are the words that describe a token's choices, which kernels hold in shared memory:
-    K, or 2 K if weights are sent with them. `arguments` are further fields of `Config`. Raises
-    ValueError or TypeError if a wire dtype or the named implementation does not support the rows.
+    Errors call the rows `name`, as the caller's argument. `list_words` is the number of words that
+    describe a token's choices, which kernels hold in shared memory: K, or 2 K if weights are sent
+    with them. `arguments` are further fields of `Config`. Raises ValueError or TypeError if a wire
+    dtype or the named implementation does not support the rows.
     """
     config = Config(
         wire_dtype=quantization.checked(name, rows, wire_dtype),
@@ -49,10 +50,10 @@ def configure(
 
 
 def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[jax.Array]:
-    """Gives operands the types of their gradients, which JAX requires of a custom VJP.
+    """Casts operands to the types of their gradients, as a custom VJP requires.
 
-    The operands then vary over the ranks' axes, and are replicated over Explicit axes that the
-    enclosing `shard_map` is not over.
+    The operands then vary over the ranks' axes, and are replicated over the Explicit axes that the
+    enclosing `shard_map` leaves out.
     """
     return match_varying([replicated(operand) for operand in operands], axis_name)
 
@@ -61,18 +62,18 @@ def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[j
 def dispatch(
     config: Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None, Any, Any]:
-    """Sends each token to the ranks of its experts, in the layout that `config` names.
+    """Sends each token to the ranks of its experts, in the layout given by `config`.
 
     Args:
-      config: static arguments.
+      config: the static arguments; rank-major where its capacity is None.
       x: [T, H], this rank's tokens.
       topk_idx: [T, K] int32, the experts of each token.
-      topk_weights: [T, K] float32, sent with the choices in the rank-major layout; else None.
+      topk_weights: [T, K] float32, sent with the choices in the rank-major layout; or None.
 
     Returns:
       Four results: the received rows, [R, H] or [N, T, H]; their scales if they are quantized, else
       None; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major rows, or the
-      weights [N, T, K] of rank-major rows, None if none were given.
+      received weights [N, T, K] of rank-major rows (None without weights).
     """
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None
@@ -126,10 +127,10 @@ dispatch_like.defvjp(
 def combine(
     config: Config, y: jax.Array, topk_weights: jax.Array | None, routes: AnyRoutes
 ) -> jax.Array:
-    """Sums the rows y of each token, and returns the sums, [T, H], to the tokens' owners.
+    """Sums the rows of each token, and sends the sums, [T, H], to the tokens' ranks.
 
-    y is [R, H], or partial sums [N, T, H] in the rank-major layout. Rows are weighted by
-    topk_weights [T, K] float32, unless that is None.
+    y is [R, H], or partial sums [N, T, H] in the rank-major layout. topk_weights [T, K] float32
+    multiply the rows, unless they are None.
     """
     if isinstance(routes, RankRoutes):
         return primitives.rank_combine(y, routes, config=config)
@@ -156,10 +157,10 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 def combine_grad(
     config: Config, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the cotangents of y and of the weights, for the cotangent g of a weighted combine.
+    """Computes the gradients of a weighted combine from the cotangent g [T, H] of its result.
 
-    They are dy = w g, [R, H], and dweights = <g, y>, [T, K] float32, for g [T, H]. Both are linear
-    in g, w and y each, so the gradient of this function is made of `combine` and itself.
+    Returns dy = w * g, [R, H], and dweights = <g, y>, [T, K] float32. Both are linear in each of g,
+    w and y, so the gradient of this function is computed by `combine` and by itself.
     """
     return primitives.combine_grad(g, topk_weights, y, routes, config=config)
 

@@ -1,29 +1,29 @@
-"""The exchange of ranks on several hosts: over the network once, then inside each host.
+"""Exchanges rows between ranks on several hosts: over the network once, then inside each host.
 
-The N ranks are on M hosts, G neighbours on each. The ranks with the same number in their hosts are
-a *rail*. Dispatch sends each rank's T rows along its rail, so every token crosses to a host once,
-however many of its experts are there; then an exchange among the ranks of that host, by XLA or by
-the kernels, sends it on. Combine goes the other way: the exchange inside a host sums the rows of
-each (token, host), and one row for each returns along the rail. DeepEP
-(github.com/deepseek-ai/DeepEP) forwards rows in this way.
+The N ranks are on M hosts, G consecutive ranks on each. The ranks with the same number in their
+hosts are a *rail*. Dispatch sends each rank's T rows along its rail, so every token crosses to a
+host once, however many of its experts are there; an exchange among the ranks of that host, by XLA
+or by the kernels, then forwards it to the ranks of its experts. Combine reverses this: the exchange
+inside a host sums the rows of each (token, host), and one row per (token, host) returns along the
+rail. DeepEP (github.com/deepseek-ai/DeepEP) forwards rows in this way.
 
 Each rank receives (M - 1)·T rows from other hosts in either direction, and the routes of its rail.
-With a host_capacity of C it receives (M - 1)·C, those of the tokens that chose experts of its
-host. Rows, drops and counts are those of one level, bit for bit, since the exchange inside a host
-follows the routes that it is given.
+With a host_capacity of C it receives (M - 1)·C rows: the tokens that chose experts of its host.
+Rows, drops and counts equal those of the exchange without hosts, bit for bit, since the exchange
+inside a host follows the same routes.
 
-**Rounding of a combine.** The sum over the rows that a token has on one host is taken in float32,
-over those of a rank in the order of the choices, then over ranks in rank order. It is rounded once,
-to y's dtype or to the wire_dtype, and returned. The sum over hosts is taken in float32, in the
-order of the hosts, and rounded to y's dtype. So sums are sent as float32 inside a host, unless the
-host has only one rank.
+**Rounding of a combine.** The rows that a token has on one host are summed in float32: first those
+of each rank in the order of the choices, then the sums of the ranks in rank order. The sum is
+rounded once, to y's dtype or to the wire_dtype, and returned. The sums of the hosts are added in
+float32, in the order of the hosts, and rounded to y's dtype. Sums are therefore sent as float32
+inside a host that has several ranks.
 
-**Order.** Hosts take turns, so that rows of all N ranks are never in memory together, and what
-kernels do inside a host overlaps with the network. A dispatch places this host's own rows while the
-next host's arrive, and those while the rows of the one after arrive. A combine computes the sums
-for one host while those for the one before are sent, and this host's own last. Kernels with few
-tokens instead take those of all hosts in one call, once all have arrived. A rank that is alone on
-its host sums by XLA.
+**Order.** Hosts take turns, so that memory holds the rows of a few hosts only, and the kernels
+inside a host overlap with the network. A dispatch places one host's rows while the next host's rows
+arrive, beginning with this host's own. A combine computes the sums for one host while those for the
+previous host are sent, and ends with this host's own. With few tokens, the kernels instead take the
+tokens of all hosts in one call, once all have arrived. For a host with one rank, XLA computes the
+sums.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TwoLevel:
     """An `Exchange` among ranks on M hosts.
 
     Attributes:
-      num_hosts: M, which divides the number of ranks along the axes of a `Config`.
+      num_hosts: M, a divisor of the number of ranks.
       kernels: whether the Pallas kernels run among the ranks of a host.
     """
 
@@ -63,7 +63,7 @@ class TwoLevel:
     def dispatch(
         self, x: jax.Array, topk_idx: jax.Array, config: Config
     ) -> tuple[Received, Routes, RowGroups]:
-        """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
+        """Computes routes and sends x [T, H] along them; see `Exchange.dispatch`."""
         rail = Rail.of(self.num_hosts, config)
         kept, inside = rail.kept(topk_idx), rail.inside
         message = xla_exchange.message_of_choices(_experts_or_none(kept, config), config)
@@ -84,13 +84,13 @@ class TwoLevel:
         return self.dispatch_like(x, routes, config), routes, groups
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
-        """Sends x [T, H] along known routes, as `Exchange.dispatch_like` says."""
+        """Sends x [T, H] along known routes; see `Exchange.dispatch_like`."""
         words, dtype = _words(x, config.wire_dtype)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
         def add(source: Source | None, rows: jax.Array, received: Any) -> jax.Array:
-            if not rail.kernels:  # one after the other: XLA holds the rows of G ranks for each
+            if not rail.kernels:  # in order, because XLA holds the rows of G ranks for each host
                 rows, received = lax.optimization_barrier((rows, received))
             into = None if received is None else (lax.bitcast_convert_type(received, dtype),)
             rows = lax.bitcast_convert_type(rows, dtype)
@@ -104,8 +104,8 @@ class TwoLevel:
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
     ) -> jax.Array:
-        """Sums y [R, H] by token and returns the sums to their owners: `Exchange.combine`."""
-        # No rounding before the host's sum is complete.
+        """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
+        # float32 avoids rounding before the host's sum is complete.
         several = lax.axis_size(config.axis_name) > self.num_hosts
         sum_dtype = _FLOAT32 if several or config.wire_dtype is not None else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
@@ -123,10 +123,9 @@ class TwoLevel:
     def combine_grad(
         self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the gradients of a weighted combine, as `Exchange.combine_grad` says.
+        """Computes the gradients of a weighted combine; see `Exchange.combine_grad`.
 
-        Rows received in a wire_dtype are converted to g's dtype before they are sent on inside a
-        host.
+        Rows received in a wire_dtype are converted to g's dtype before a host forwards them.
         """
         words, _ = _words(g, config.wire_dtype)
         rail, exchange = self._of_call(config, y, routes.topk_idx)
@@ -135,7 +134,7 @@ class TwoLevel:
 
         def add(source: Source | None, rows: jax.Array, grads: Any) -> Any:
             dy, dweights_so_far = grads or (None, [])
-            if not rail.kernels:  # one after the other: XLA holds an array of dy's size for each
+            if not rail.kernels:  # in order, because XLA holds an array of dy's size for each host
                 rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
             parts = _from_words(rows, g, config.wire_dtype)
@@ -152,13 +151,13 @@ class TwoLevel:
         dy, dweights = rail.each_host(words, add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
         own, others = rail.split(dweights)
-        # At most one host's term is not zero: the sum is exact.
+        # At most one host's term is not zero, so the sum is exact.
         return dy, functools.reduce(jnp.add, rail.send_back(others, own))
 
     def rank_dispatch(
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
-        """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
+        """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
         words, dtype = _words(x, config.wire_dtype)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
         rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
@@ -190,7 +189,7 @@ class TwoLevel:
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-        """Returns sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
+        """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
         sum_dtype = None if config.wire_dtype is None else _FLOAT32
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
@@ -214,16 +213,16 @@ class TwoLevel:
         list_words: int | None = None,
         sums: bool = False,
     ) -> tuple[Rail, ExchangeInParts]:
-        """Returns the rail for tokens of the choices [T, K], and the exchange inside a host.
+        """Makes the rail of a call, and selects the exchange inside a host.
 
         Args:
-          config: that of the exchange among all ranks.
-          rows: rows that the exchange inside a host moves.
-          topk_idx: [T, K] int32.
-          dtype: in which it carries the rows; None: their own.
+          config: the configuration of the exchange among all ranks.
+          rows: the rows that the exchange inside a host moves.
+          topk_idx: [T, K] int32: the choices of this rank's tokens.
+          dtype: the dtype in which the exchange carries the rows; None: that of `rows`.
           list_words: words that describe a token's choices; None: K.
-          sums: whether it only sums rows, which XLA does faster, in one kernel, for a rank alone on
-            its host.
+          sums: whether the call only sums rows; a host with one rank then uses XLA's exchange,
+            which is faster.
         """
         rail = Rail.of(self.num_hosts, config)
         inside = Rows(
@@ -243,7 +242,10 @@ class TwoLevel:
         return rail, pallas_exchange
 
     def _choices(self, rail: Rail, topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns own choices [T, K] and those sent along the rail, as experts of this host."""
+        """Returns this rank's and the rail's choices, as expert numbers of this host.
+
+        They are [T, K], and [M, T, K] or [M, C, K] as `Rail.send` returns.
+        """
         narrow = _narrow(_experts_or_none(topk_idx, rail.config), rail.config.num_experts)
         first = rail.host * rail.inside.num_experts
         sent = rail.send(narrow, fill=-1).astype(jnp.int32) - first
@@ -256,14 +258,14 @@ class TwoLevel:
         source: Source | None,
         choices: tuple[jax.Array, jax.Array] | None,
     ) -> Routes:
-        """Returns the routes inside this host of the tokens of a source.
+        """Returns the routes of a source's tokens inside this host.
 
-        `choices` are those of `_choices`, which kernels need; None for XLA's exchange.
+        `choices` is the result of `_choices`, which kernels need; None for XLA's exchange.
         """
         rows = rail.by_rank(routes.rows, source)
-        if choices is None:  # XLA's exchange follows the rows alone
+        if choices is None:  # XLA's exchange reads only the rows
             return Routes(routes.topk_idx, rows, routes.counts)
-        # The kernels write zeros where no row is sent, which they know from the sums of counts.
+        # From these sums of counts the kernels know which rows to fill with zeros.
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
@@ -274,7 +276,7 @@ class TwoLevel:
 
 
 def _add(returned: Iterable[jax.Array], y: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
-    """Adds what each host returned, bits of [T, ...], in float32; returns the sum in y's dtype."""
+    """Adds the rows [T, ...] that each host returned, in float32; returns the sum in y's dtype."""
     total: Any = None
     for bits in returned:
         parts = quantization.parts(bits, y, wire_dtype)
@@ -292,29 +294,29 @@ def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
 def _place(
     whole: jax.Array | None, part: jax.Array, index: jax.Array | int, count: int
 ) -> jax.Array:
-    """Writes `part` [...] to its place in `whole` [count, ...]; None stands for zeros."""
+    """Writes `part` [...] to entry `index` of `whole` [count, ...]; None stands for zeros."""
     if whole is None:
         whole = jnp.full_like(part, 0, shape=(count, *part.shape))
     return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
 
 
 def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.dtype]:
-    """Returns rows as they are sent, as unsigned words, and the dtype in which kernels carry these.
+    """Encodes rows as unsigned words to send; returns also the dtype in which kernels move them.
 
-    XLA may convert floats to another dtype, in loops too, and so change the payload of a NaN. It
-    does not convert words.
+    XLA may convert floats to another dtype on the way, which changes the payload of a NaN. It does
+    not convert unsigned words.
     """
     bits = quantization.bits(x, wire_dtype)
     if wire_dtype is None:
         return bits, x.dtype
-    # Whole lines, of which kernels need no padded copies.
+    # Kernels would make a padded copy of rows that are no multiple of ROW_BYTES.
     bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % ROW_BYTES)))
     words = bits.reshape(*bits.shape[:-1], -1, 4)
     return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
 
 
 def _from_words(words: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> Received:
-    """Unpacks the words that `_words` made of x: `Received`."""
+    """Decodes rows that `_words` encoded from x."""
     if wire_dtype is not None:
         words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
         words = words[..., : quantization.row_bytes(x.shape[-1], x.dtype, wire_dtype)]
@@ -322,10 +324,10 @@ def _from_words(words: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) ->
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Replaces choices of no expert by -1."""
+    """Replaces choices outside [0, num_experts) by -1."""
     return jnp.where((topk_idx >= 0) & (topk_idx < config.num_experts), topk_idx, -1)
 
 
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
-    """Converts integers from -1 to `most` to 16 bits if they fit; -1 is then above all others."""
+    """Converts integers from -1 to `most` to uint16 if they fit; -1 becomes 65535."""
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers

@@ -36,6 +36,7 @@ from jax_ep.moe.options import (
     same_option,
 )
 from jax_ep.moe.routed_experts import ExpertOptions, WeightsOn
+from jax_ep.moe.routing import RoutingOptions
 
 Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
 
@@ -76,18 +77,18 @@ def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> N
         )
 
 
-@documented(ExpertOptions)
+@documented(RoutingOptions, ExpertOptions)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Everything about a layer but its parameters. Hashable, and can be pickled.
 
-    Shared experts compute with `activation`, `gating` and `clamp` too.
+    The router is `jax_ep.top_k_routing`, unless `router` is given. Shared experts compute with
+    `activation`, `gating` and `clamp` too.
 
     Attributes:
         num_experts: E, a multiple of the ranks along `expert_axis`.
         num_experts_per_token: K.
-        score, choose_by, num_groups, groups_kept, group_score, normalize, normalize_epsilon, scale:
-            see `jax_ep.top_k_routing`.
+        {RoutingOptions}
         router: None, or a router of your own in its place: a function of the tokens [T, H] and
             their logits [T, E] float32, of one rank, that returns a `jax_ep.Routing` of K choices;
             the logits are None where the layer has no gate. It is a static argument: what it
@@ -144,14 +145,14 @@ class MoEConfig:
 
     num_experts: int = dataclasses.field(metadata={"check": checks.check_integer})
     num_experts_per_token: int = dataclasses.field(metadata={"check": checks.check_integer})
-    score: routing.Score = "softmax"
-    choose_by: routing.ChooseBy = "score"
-    num_groups: int = 1
-    groups_kept: int = 1
-    group_score: routing.GroupScore = "top2"
-    normalize: bool = True
-    normalize_epsilon: float = 0.0
-    scale: float = 1.0
+    score: routing.Score = same_option(RoutingOptions, "score")
+    choose_by: routing.ChooseBy = same_option(RoutingOptions, "choose_by")
+    num_groups: int = same_option(RoutingOptions, "num_groups")
+    groups_kept: int = same_option(RoutingOptions, "groups_kept")
+    group_score: routing.GroupScore = same_option(RoutingOptions, "group_score")
+    normalize: bool = same_option(RoutingOptions, "normalize")
+    normalize_epsilon: float = same_option(RoutingOptions, "normalize_epsilon")
+    scale: float = same_option(RoutingOptions, "scale")
     router: Router | None = function_option(
         None,
         "a function of tokens [T, H] and logits [T, E] that returns a jax_ep.Routing, or None",
@@ -203,6 +204,10 @@ class MoEConfig:
         """The number of experts that the router chooses among: E, and those that cost nothing."""
         return self.num_experts + self.num_free
 
+    def routing_options(self) -> RoutingOptions:
+        """Returns the options of the router, as `jax_ep.top_k_routing` takes them."""
+        return options_of(RoutingOptions, self)
+
     def expert_options(self) -> ExpertOptions:
         """Returns the options of the experts; called, they are the function between the matmuls."""
         return options_of(ExpertOptions, self)
@@ -248,17 +253,10 @@ def check_config(config: MoEConfig) -> None:
     """Raises TypeError or ValueError, naming the field, for a value that no layer can have."""
     check_options(config)
     config.split_axes()
-    routing.check_weighing(config.score, config.normalize, config.normalize_epsilon, config.scale)
     if config.router is None:
-        routing.check_choosing(
-            config.num_choosable,
-            config.num_experts_per_token,
-            config.choose_by,
-            config.num_groups,
-            config.groups_kept,
-            config.group_score,
-            k_name="num_experts_per_token",
-        )
+        k = config.num_experts_per_token
+        options = config.routing_options()
+        routing.check_choosing(config.num_choosable, k, options, k_name="num_experts_per_token")
     if config.host_capacity_factor is not None and config.implementation in ("pallas", "xla"):
         raise ValueError(
             'host_capacity_factor is of the exchange between hosts, "two_level" or None, but '

@@ -108,6 +108,11 @@ def integer_or_zero(name: str, value: Any) -> None:
     checks.check_integer(name, value, least=0)
 
 
+def number_or_zero(name: str, value: Any) -> None:
+    """Requires a finite Python number of at least 0."""
+    checks.check_number(name, value, may_be_zero=True)
+
+
 def one_of(literal: Any) -> Check:
     """Requires one of the names of a `typing.Literal`."""
     return lambda name, value: checks.check_name(name, value, get_args(literal))

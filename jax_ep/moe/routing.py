@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,15 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.routes import expert_ids
+from jax_ep.moe.options import (
+    check_options,
+    documented,
+    make_options,
+    number_or_zero,
+    one_of,
+    option,
+    takes,
+)
 from jax_ep.moe.top_k import add_sums, choose, weigh
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 from pallas_kernels.routing.plan import Groups, Weighing
@@ -147,19 +157,44 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> ja
     return lax.dot_general(a, b, contract, preferred_element_type=dtype)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """How experts are chosen by their logits, and how the choices are weighed.
+
+    Attributes:
+        score: an expert's score, of its logits: "softmax", "sigmoid" or "sqrt_softplus".
+        choose_by: what the selection bias is added to, and groups are compared by: "score" or
+            "logit".
+        num_groups: number of groups, a divisor of E.
+        groups_kept: groups that a token may choose from.
+        group_score: the score of a group: "top2", the sum of its two largest `score + bias`
+            (DeepSeek-V3), or "max", its largest (DeepSeek-V2).
+        normalize: divide a token's k weights by their sum plus `normalize_epsilon`. It is computed
+            with logarithms of scores, and is as exact for scores that are 0 in float32. Weights are
+            0 where all k scores are 0 without rounding, those of logits of -inf.
+        normalize_epsilon: the constant of the normalization, 0 or more (DeepSeek-V3 has 1e-20,
+            LFM2 1e-6). Where scores are far below it, so are the weights' sum and gradients.
+        scale: factor on the weights, after normalization, 0 or more.
+    """
+
+    score: Score = option("softmax", one_of(Score))
+    choose_by: ChooseBy = option("score", one_of(ChooseBy))
+    num_groups: int = option(1, checks.check_integer)
+    groups_kept: int = option(1, checks.check_integer)
+    group_score: GroupScore = option("top2", one_of(GroupScore))
+    normalize: bool = option(True, checks.check_bool)
+    normalize_epsilon: float = option(0.0, number_or_zero)
+    scale: float = option(1.0, number_or_zero)
+
+
+@documented(RoutingOptions)
+@takes(RoutingOptions, before="bias")
 def top_k_routing(
     logits: jax.Array,
     k: int,
     *,
-    score: Score = "softmax",
     bias: jax.Array | None = None,
-    choose_by: ChooseBy = "score",
-    num_groups: int = 1,
-    groups_kept: int = 1,
-    group_score: GroupScore = "top2",
-    normalize: bool = True,
-    normalize_epsilon: float = 0.0,
-    scale: float = 1.0,
+    **options: Any,
 ) -> Routing:
     """Chooses k experts for every token.
 
@@ -181,21 +216,10 @@ def top_k_routing(
     Args:
         logits: [T, E] floating; converted to float32.
         k: choices per token, at most the experts that a token may choose from.
-        score: "softmax", "sigmoid" or "sqrt_softplus".
+        {RoutingOptions}
         bias: [E] or None, a selection bias (`e_score_correction_bias`). It changes only the choice,
             not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. A bias that
             changes all of these is part of the logits.
-        choose_by: what the bias is added to, and groups are compared by: "score" or "logit".
-        num_groups: number of groups, a divisor of E.
-        groups_kept: groups that a token may choose from.
-        group_score: the score of a group: "top2", the sum of its two largest `score + bias`
-            (DeepSeek-V3), or "max", its largest (DeepSeek-V2).
-        normalize: divide a token's k weights by their sum plus `normalize_epsilon`. It is computed
-            with logarithms of scores, and is as exact for scores that are 0 in float32. Weights are
-            0 where all k scores are 0 without rounding, those of logits of -inf.
-        normalize_epsilon: the constant of the normalization, 0 or more (DeepSeek-V3 has 1e-20,
-            LFM2 1e-6). Where scores are far below it, so are the weights' sum and gradients.
-        scale: factor on the weights, after normalization, 0 or more.
 
     Returns:
         A `Routing`.
@@ -204,17 +228,23 @@ def top_k_routing(
         ValueError: naming the argument, for a shape, name or number that does not fit.
         TypeError: logits or bias that are not floating, a number or a bool that is none.
     """
-    check_weighing(score, normalize, normalize_epsilon, scale)
+    return choose_experts(logits, k, bias, make_options(RoutingOptions, options, "top_k_routing"))
+
+
+def choose_experts(
+    logits: jax.Array, k: int, bias: jax.Array | None, options: RoutingOptions
+) -> Routing:
+    """Does what `top_k_routing` does."""
+    check_options(options)
     _check_logits(logits, bias)
-    k, num_groups, groups_kept = check_choosing(
-        logits.shape[1], k, choose_by, num_groups, groups_kept, group_score
-    )
+    k, num_groups, groups_kept = check_choosing(logits.shape[1], k, options)
+    score, choose_by, normalize = options.score, options.choose_by, options.normalize
     logits = logits.astype(jnp.float32)
     groups = None
     if groups_kept < num_groups:
-        best = {"top2": 2, "max": 1}[group_score]
+        best = {"top2": 2, "max": 1}[options.group_score]
         groups = Groups(num_groups, groups_kept, best, score if choose_by == "score" else choose_by)
-    weighing = _weighing(score, normalize, normalize_epsilon, scale)
+    weighing = _weighing(options)
     # Logits alone have the order of scores, but not of sums of scores, with a bias or of two.
     has_sums = bias is not None or (choose_by == "score" and groups is not None and best == 2)
     softmax = score == "softmax" and not (has_sums and choose_by == "score")
@@ -245,21 +275,18 @@ def top_k_routing(
 def routing_of_choices(
     logits: jax.Array,
     topk_idx: jax.Array,
-    *,
-    score: Score = "softmax",
-    normalize: bool = True,
-    normalize_epsilon: float = 0.0,
-    scale: float = 1.0,
+    options: RoutingOptions,
 ) -> Routing:
     """Returns the `Routing` of choices that were made elsewhere, such as by a hash of the tokens.
 
     The weights are computed as in `top_k_routing`. logits is [T, E], topk_idx [T, K] integer; an id
     outside [0, E) is a choice of no expert and has weight 0.
     """
-    check_weighing(score, normalize, normalize_epsilon, scale)
+    check_options(options)
+    score, normalize = options.score, options.normalize
     num_experts = logits.shape[1]
     logits = logits.astype(jnp.float32)
-    weighing = _weighing(score, normalize, normalize_epsilon, scale)
+    weighing = _weighing(options)
     topk_idx = expert_ids(topk_idx, num_experts)
     is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
     weighed = _weighed(score, logits, weighing)
@@ -269,9 +296,10 @@ def routing_of_choices(
     return Routing(topk_idx, jnp.where(is_choice, weights, 0.0), probs)
 
 
-def _weighing(score: str, normalize: bool, normalize_epsilon: float, scale: float) -> Weighing:
-    is_sigmoid = normalize and score == "sigmoid"
-    return Weighing(normalize, float(normalize_epsilon), float(scale), is_sigmoid)
+def _weighing(options: RoutingOptions) -> Weighing:
+    is_sigmoid = options.normalize and options.score == "sigmoid"
+    epsilon, scale = float(options.normalize_epsilon), float(options.scale)
+    return Weighing(options.normalize, epsilon, scale, is_sigmoid)
 
 
 def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
@@ -324,33 +352,16 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def check_weighing(score: Any, normalize: Any, normalize_epsilon: Any, scale: Any) -> None:
-    """Raises TypeError or ValueError for what cannot make weights of logits, naming it."""
-    checks.check_name("score", score, get_args(Score))
-    checks.check_bool("normalize", normalize)
-    checks.check_number("normalize_epsilon", normalize_epsilon, may_be_zero=True)
-    checks.check_number("scale", scale, may_be_zero=True)
-
-
 def check_choosing(
-    num_experts: int,
-    k: Any,
-    choose_by: Any,
-    num_groups: Any,
-    groups_kept: Any,
-    group_score: Any,
-    *,
-    k_name: str = "k",
+    num_experts: int, k: Any, options: RoutingOptions, *, k_name: str = "k"
 ) -> tuple[int, int, int]:
-    """Raises TypeError or ValueError for what cannot choose k of the experts, naming it.
+    """Raises TypeError or ValueError for options that cannot choose k of the experts, naming one.
 
     Returns k, num_groups and groups_kept as ints; `k_name` is what messages call k.
     """
-    checks.check_name("choose_by", choose_by, get_args(ChooseBy))
-    checks.check_name("group_score", group_score, get_args(GroupScore))
     k = checks.check_integer(k_name, k)
-    num_groups = checks.check_integer("num_groups", num_groups)
-    groups_kept = checks.check_integer("groups_kept", groups_kept)
+    num_groups = checks.check_integer("num_groups", options.num_groups)
+    groups_kept = checks.check_integer("groups_kept", options.groups_kept)
     if num_experts % num_groups:
         raise ValueError(
             f"num_groups must divide the {num_experts} experts that tokens choose among, but is "

@@ -196,7 +196,7 @@ def test_nnx_parameters_are_born_split():
         (dict(tensor_axis=("tensor", "x")), r"tensor_axis \('tensor', 'x'\) must name axes"),
         (
             dict(tensor_axis=("tensor", "data"), batch_axes=("expert", "data")),
-            r"batch_axes must hold all of tensor_axis .* or none .*\('expert', 'data'\)",
+            r"batch_axes must include all of tensor_axis .* or none .*\('expert', 'data'\)",
         ),
     ],
 )
