@@ -65,12 +65,12 @@ class Float8Tiles:
     """The depth of the buffers in shared memory, and the order of tiles.
 
     Attributes:
-      num_slots: depth of the ring, in operand tiles of 128 along the summed dimension.
+      num_stages: depth of the ring, in operand tiles of 128 along the summed dimension.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
       block_n: the output's columns in a tile: 256 of a product, 128 of a gated product.
     """
 
-    num_slots: int = 4
+    num_stages: int = 4
     band: int = 4
     block_n: int = _HALVES * BLOCK
 
@@ -203,17 +203,17 @@ class _Float8Kernel(Kernel):
         return _ROW_BYTES // self.out_dtype.itemsize
 
     def scratch_types(self) -> dict[str, Any]:
-        slots, operand = self.tiles.num_slots, swizzled(self.dtype)
+        stages, operand = self.tiles.num_stages, swizzled(self.dtype)
         return dict(
-            left=plgpu.SMEM((slots, BLOCK, BLOCK), self.dtype, transforms=operand),
-            right=plgpu.SMEM((slots, _HALVES * BLOCK, BLOCK), self.dtype, transforms=operand),
-            row_scales=plgpu.SMEM((slots, BLOCK), jnp.float32),
-            block_scales=plgpu.SMEM((slots, _HALVES), jnp.float32),
+            left=plgpu.SMEM((stages, BLOCK, BLOCK), self.dtype, transforms=operand),
+            right=plgpu.SMEM((stages, _HALVES * BLOCK, BLOCK), self.dtype, transforms=operand),
+            row_scales=plgpu.SMEM((stages, BLOCK), jnp.float32),
+            block_scales=plgpu.SMEM((stages, _HALVES), jnp.float32),
             staged=plgpu.SMEM(
                 (COMPUTERS, _ROWS, self.chunk), self.out_dtype, transforms=swizzled(self.out_dtype)
             ),
-            full=plgpu.Barrier(num_arrivals=3 + self.matrices, num_barriers=slots),
-            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=slots),
+            full=plgpu.Barrier(num_arrivals=3 + self.matrices, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
         )
 
     def __call__(self, *refs: Any, **scratch: Any) -> None:
@@ -256,7 +256,7 @@ class _Float8Kernel(Kernel):
                 for half in range(_HALVES):
                     of_blocks, block = self.scales_of(half, matrices[1::2], left_edge)
                     block_scales.append(of_blocks.at[group, block, i])
-                return self.fill_slot(
+                return self.fill_stage(
                     scratch,
                     used,
                     values.at[rows, inner],
@@ -268,7 +268,7 @@ class _Float8Kernel(Kernel):
             used = lax.fori_loop(0, depth // BLOCK, step, used)
         return used
 
-    def fill_slot(
+    def fill_stage(
         self,
         scratch: Any,
         used: jax.Array,
@@ -277,22 +277,22 @@ class _Float8Kernel(Kernel):
         rights: Sequence[Any],
         block_scales: Sequence[Any],
     ) -> jax.Array:
-        """Copies operand tiles and their scales into the ring's next slot, once it is empty."""
-        slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
+        """Copies operand tiles and their scales into the ring's next stage, once it is empty."""
+        stage = lax.rem(used, jnp.int32(self.tiles.num_stages))
 
-        @pl.when(used >= self.tiles.num_slots)
+        @pl.when(used >= self.tiles.num_stages)
         def _():
-            plgpu.barrier_wait(scratch["empty"].at[slot])
+            plgpu.barrier_wait(scratch["empty"].at[stage])
 
-        full = scratch["full"].at[slot]
-        plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot], full)
-        plgpu.copy_gmem_to_smem(row_scales, scratch["row_scales"].at[slot], full)
+        full = scratch["full"].at[stage]
+        plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage], full)
+        plgpu.copy_gmem_to_smem(row_scales, scratch["row_scales"].at[stage], full)
         width = _HALVES * BLOCK // len(rights)
         for i, right in enumerate(rights):
-            at = scratch["right"].at[slot, i * width : (i + 1) * width]
+            at = scratch["right"].at[stage, i * width : (i + 1) * width]
             plgpu.copy_gmem_to_smem(right, at, full)
         for half, scale in enumerate(block_scales):
-            scratch["block_scales"][slot, half] = scale[...]
+            scratch["block_scales"][stage, half] = scale[...]
         plgpu.barrier_arrive(full)
         return used + 1
 
@@ -307,10 +307,10 @@ class _Float8Kernel(Kernel):
     ) -> tuple[jax.Array, ...]:
         """Returns the totals of 64 rows from `row` of the ring's tiles, [64, 128] for each half.
 
-        They are sums over `steps` slots of the ring. Only `num_halves` of the halves, 1 or 2, are
+        They are sums over `steps` stages of the ring. Only `num_halves` of the halves, 1 or 2, are
         made, from `first_half` on.
         """
-        num_slots = jnp.int32(self.tiles.num_slots)
+        num_stages = jnp.int32(self.tiles.num_stages)
         last = num_halves - 1
         zero = jnp.zeros((_ROWS, BLOCK), jnp.float32)
         if not self.interpreted:
@@ -330,26 +330,29 @@ class _Float8Kernel(Kernel):
         # those of one place in the code. With two, ptxas moves accumulators and spills totals.
         def step(i, totals):
             half = i & last
-            slot = lax.rem(used + (i >> last), num_slots)
+            stage = lax.rem(used + (i >> last), num_stages)
 
             @pl.when(half == 0)
             def _():
-                plgpu.barrier_wait(scratch["full"].at[slot])
+                plgpu.barrier_wait(scratch["full"].at[stage])
 
-            of_rows = self.load_scales(scratch["row_scales"].at[slot, pl.ds(row, _ROWS)])
-            of_block = scratch["block_scales"][slot, first_half + half]
+            of_rows = self.load_scales(scratch["row_scales"].at[stage, pl.ds(row, _ROWS)])
+            of_block = scratch["block_scales"][stage, first_half + half]
             part = mosaic.float8_matmul(
                 scratch["left"],
                 scratch["right"],
-                slot,
+                stage,
                 row,
                 (first_half + half) * BLOCK,
                 interpreted=self.interpreted,
             )
 
+            if self.interpreted:  # which reads operands as threads do, and not as tensor cores
+                plgpu.commit_smem()
+
             @pl.when(half == last)
             def _():
-                plgpu.barrier_arrive(scratch["empty"].at[slot])
+                plgpu.barrier_arrive(scratch["empty"].at[stage])
 
             factor = lax.broadcast_in_dim(of_rows * of_block, (_ROWS, BLOCK), (0,))
             return lax.cond(half == 0, add_to(0), add_to(1), part, factor, *totals)
@@ -362,12 +365,12 @@ class _Float8Kernel(Kernel):
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def skip(self, used: jax.Array, scratch: Any) -> None:
-        """Frees a tile's slots without a multiplication."""
+        """Frees a tile's stages without a multiplication."""
 
         def step(i, _):
-            slot = lax.rem(used + i, jnp.int32(self.tiles.num_slots))
-            plgpu.barrier_wait(scratch["full"].at[slot])
-            plgpu.barrier_arrive(scratch["empty"].at[slot])
+            stage = lax.rem(used + i, jnp.int32(self.tiles.num_stages))
+            plgpu.barrier_wait(scratch["full"].at[stage])
+            plgpu.barrier_arrive(scratch["empty"].at[stage])
 
         lax.fori_loop(0, self.steps, step, None)
 
@@ -545,7 +548,7 @@ class _Drhs(_Float8Kernel):
                     for half in range(_HALVES):
                         of_blocks, column = self.scales_of(half, grads[1::2], left_edge)
                         block_scales.append(of_blocks.at[block, column])
-                    return self.fill_slot(
+                    return self.fill_stage(
                         scratch,
                         used,
                         values.at[rows, inner],
@@ -656,7 +659,7 @@ def _quantize(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def check_fits(tiles: Float8Tiles, out_dtype: Any) -> None:
     """Raises ValueError if the ring does not fit into shared memory."""
-    slot = BLOCK * (1 + _HALVES) * BLOCK + 4 * (BLOCK + _HALVES)
-    needed = tiles.num_slots * slot + COMPUTERS * _ROWS * _ROW_BYTES + OTHER_BYTES
+    stage = BLOCK * (1 + _HALVES) * BLOCK + 4 * (BLOCK + _HALVES)
+    needed = tiles.num_stages * stage + COMPUTERS * _ROWS * _ROW_BYTES + OTHER_BYTES
     if needed > SHARED_MEMORY_BYTES:
         raise ValueError(f"{tiles} need {needed} bytes of {SHARED_MEMORY_BYTES} for {out_dtype}.")

@@ -43,4 +43,5 @@ def row_blocks(group_sizes: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Ar
     first = starts[group] + (block - first_blocks[group]) * BLOCK
     count = jnp.clip(ends[group] - first, 0, BLOCK)
     count = jnp.where(block < block_ends[-1], count, 0)
+    first = jnp.where(count > 0, first, 0)  # a row of the array, also of a block without rows
     return jnp.stack([first, count], axis=1), jnp.stack([first_blocks, counts], axis=1)

@@ -20,7 +20,7 @@ from pallas_kernels.matmul.row_blocks import row_blocks
 
 SIZES = [3, 0, 70, 21]
 ROWS = 136  # of which the last 42 are of no group
-TILES = Float8Tiles(num_slots=2, band=2)
+TILES = Float8Tiles(num_stages=2, band=2)
 
 
 def swiglu(gate, up):
