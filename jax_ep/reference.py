@@ -404,32 +404,6 @@ def rank_combine(
     return outputs
 
 
-# ------------------------------------------------------------------------------- rows on the wire
-
-
-def quantize(x: Array, dtype: Any) -> tuple[Array, Array]:
-    """Quantizes rows [..., H] to float8: (rows [..., H], scales [..., H / 128] float32).
-
-    The scale of a block of 128 values is its largest finite magnitude / 448, and its values are
-    multiplied by 1 / scale. The largest magnitude thus becomes 448, the largest finite value of
-    float8_e4m3fn. NaN and infinities become NaN. `dtype` is `ml_dtypes.float8_e4m3fn`.
-    """
-    blocks = x.astype(np.float32).reshape(*x.shape[:-1], -1, 128)
-    finite = np.isfinite(blocks)
-    largest = np.abs(np.where(finite, blocks, np.float32(0))).max(axis=-1)
-    slightly_less = np.float32((1 - 2**-22) / 448)  # 448 * scale must not round up to more
-    scales = np.maximum(largest * slightly_less, np.float32(2.0**-117))
-    with np.errstate(invalid="ignore"):
-        values = np.where(finite, blocks * (np.float32(1) / scales)[..., None], np.float32(np.nan))
-    return values.astype(dtype).reshape(x.shape), scales
-
-
-def dequantize(rows: Array, scales: Array, dtype: Any) -> Array:
-    """Multiplies rows [..., H] float8 by scales [..., H / 128]; returns [..., H] of `dtype`."""
-    blocks = rows.astype(np.float32).reshape(*scales.shape, 128)
-    return (blocks * scales[..., None]).astype(dtype).reshape(rows.shape)
-
-
 # ---------------------------------------------------------------------------- routers and losses
 
 

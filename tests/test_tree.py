@@ -63,7 +63,6 @@ ELSEWHERE = {
         "tests/kernels/exchange/test_low_latency.py"
     ),
     "pallas_kernels/exchange/low_latency_dispatch.py": "tests/kernels/exchange/test_low_latency.py",
-    "pallas_kernels/exchange/quantized_rows.py": "tests/kernels/exchange/test_quantize.py",
     "pallas_kernels/exchange/ring.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/sender.py": "tests/kernels/exchange/test_dispatch.py",
     "pallas_kernels/exchange/short_copies.py": "tests/kernels/exchange/test_dispatch.py",

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_ep.bench import report, runner
 from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
-from jax_ep.bench.flags import BenchFlags, Iterations
+from jax_ep.bench.flags import WIRE_DTYPES, BenchFlags, Iterations, wire_format
 from jax_ep.bench.layer_baselines import (
     BASELINES,
     IMPLEMENTATIONS,
@@ -43,7 +43,6 @@ from jax_ep.bench.layer_baselines import (
 from jax_ep.bench.operations import rows_needed
 from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
-from jax_ep.exchange import quantization
 from jax_ep.flags import Error, check_experts
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.params import MoEParams
@@ -57,8 +56,6 @@ MATMUL = re.compile(r"^grouped_matmul")
 # The largest error of a row of a result, in norm, relative to the norms of the row and of the mean
 # row: some roundings to bfloat16.
 TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
-# The tolerance with float8 on the wire, where a value is off by up to 2^-4 of itself.
-QUANTIZED_TOLERANCE = 2.0**-3
 
 
 class Shape(NamedTuple):
@@ -118,7 +115,7 @@ _CAPACITY_FACTOR = FLAGS.capacity_factor()
 _WIRE_DTYPE = FLAGS.choice(
     "wire_dtype",
     "none",
-    ["none", *(jnp.dtype(dtype).name for dtype in quantization.DTYPES)],
+    WIRE_DTYPES,
     "The dtype that jax_ep sends tokens to the experts in. none: as they are, which is how the "
     "baselines send them in any case.",
 )
@@ -186,8 +183,9 @@ class LayerCase(runner.Case):
     def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         outputs, name = loop.outputs(), row["implementation"]
         other, expected = self.expected.setdefault(row["direction"], (name, outputs))
-        quantized = _WIRE_DTYPE.value != "none"
-        agree(name, outputs, other, expected, QUANTIZED_TOLERANCE if quantized else TOLERANCE)
+        # Twice what a value on the wire is off by.
+        tolerance = max(TOLERANCE, 2 * wire_format(_WIRE_DTYPE.value).relative_error)
+        agree(name, outputs, other, expected, tolerance)
         return True
 
     def results(self, row: Row) -> Row:
@@ -242,10 +240,11 @@ class LayerBench(runner.Bench):
         }
         names = _names(platform)
         for name, shape in self.shapes.items():
-            if _WIRE_DTYPE.value != "none" and shape.hidden % quantization.BLOCK:
+            block = wire_format(_WIRE_DTYPE.value).row_block
+            if shape.hidden % block:
                 raise Error(
                     f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
-                    f"of {quantization.BLOCK}"
+                    f"of {block}"
                 )
         works = works_of(self.shapes, ranks, _TOKENS.value or default_tokens(platform))
         return [LayerCase(work, self.shapes[work["shape"]], names) for work in works]

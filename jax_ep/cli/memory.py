@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
 from jax_ep.bench import measuring
 from jax_ep.cli.other_libraries import OTHER_LIBRARIES, message_bytes, other_libraries
 from jax_ep.exchange import memory, quantization
@@ -110,7 +108,7 @@ def _ways() -> Iterator[dict[str, Any]]:
 
     Not every one of them supports the sizes that the flags give.
     """
-    wire_dtypes = [None, *(jnp.dtype(dtype).name for dtype in quantization.DTYPES)]
+    wire_dtypes = [None, *(dtype.name for dtype in quantization.WIRE_DTYPES)]
     for implementation in memory.IMPLEMENTATIONS:
         for layout in memory.LAYOUTS:
             for operation in memory.OPERATIONS:

@@ -107,12 +107,12 @@ def dispatch(
         router that keeps each token to k of M hosts, T·k / M of a rank's tokens choose a host on
         average; give more than that, such as 0.6·T for DeepSeek-V3's 4 of 8 hosts.
       wire_dtype: None, or `jnp.float8_e4m3fn`: each row crosses the wire as float8 values with one
-        float32 scale per 128 of them; H must be a multiple of 128. `jax_ep.exchange.quantization`
-        gives the errors, and what becomes of NaN and of the largest and smallest values.
+        float32 scale per 128 of them; H must be a multiple of 128. `jax_ep.formats` gives the
+        errors, and what becomes of NaN and of the largest and smallest values.
       grad_wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which the sums of cotangents are
         returned, as in `combine(wire_dtype=...)`. None, which most training wants: their own.
-      output: with a wire_dtype, "dequantized" returns rows of x's dtype, and "quantized" the float8
-        rows as they are received, with their `Dispatched.scales`, for a float8 matmul.
+      output: with a wire_dtype, "dequantized" returns rows of x's dtype, and "quantized" a
+        `jax_ep.QuantizedArray` of the float8 rows as they are received, for a float8 matmul.
       layout: "expert", one row for each (token, choice), grouped by expert; or "rank", one row for
         each (source rank, token), which has no capacity and no alignment.
       topk_weights: [T, K] floating, in the rank-major layout only: sent with the rows, for the
@@ -138,7 +138,7 @@ def dispatch(
     axis_name = checks.as_axes(axis_name)
     _check_choices(x, topk_idx)
     num_experts = _check_num_experts(num_experts, axis_name)
-    quantization.check_output(output, wire_dtype)
+    quantization.check_output(output, quantization.wire_format(wire_dtype))
     shared: dict[str, Any] = dict(
         num_experts=num_experts,
         axis_name=axis_name,
@@ -209,7 +209,7 @@ def combine(
         layout.
       wire_dtype: None, or `jnp.float8_e4m3fn`: the sums over each rank's rows, or between hosts
         over each host's, cross the wire in it, as in `dispatch`, instead of in y's dtype. Each of
-        up to N of them is off by what `jax_ep.exchange.quantization` says, which grows with the
+        up to N of them is off by what `jax_ep.formats` says, which grows with the
         largest sum of its block; the sum over ranks is off by no more than these errors together.
         Warning: float8 sums cost accuracy. Others measured gsm8k at 0.920 instead of 0.957 with
         them, and DeepEP refuses them; measure your model before you choose them.

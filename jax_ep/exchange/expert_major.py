@@ -72,26 +72,23 @@ class Dispatched:
 
     Attributes:
       tokens: [R, H], x's dtype: the received rows, grouped by local expert. Padding rows are zero,
-        and so are unused rows at the end unless the dispatch had `zero_unused=False`.
+        and so are unused rows at the end unless the dispatch had `zero_unused=False`. With
+        `output="quantized"` they are a `jax_ep.QuantizedArray`, whose zero rows have zero scales.
       group_sizes: [L] int32: the rows of each expert's block, padding included; their sum is <= R.
       expert_counts: [L] int32: the received rows of each block; they come first in it.
       num_dropped: [] int32: the (token, choice) pairs for this rank that did not fit in R.
       rows_needed: [] int32: the least R that would have dropped nothing on this rank.
       dropped_counts: [L] int32: the dropped pairs of each local expert.
       handle: the routes, for `combine` and `dispatch_like`.
-      scales: [R, H / 128] float32 if the dispatch had `output="quantized"`, else None. The values
-        of a row are tokens * scale in each block of 128 columns. A zero row has zero scales; the
-        scales of unused rows are undefined with `zero_unused=False`.
     """
 
-    tokens: jax.Array
+    tokens: Any  # a QuantizedArray if it was dispatched as quantized
     group_sizes: jax.Array
     expert_counts: jax.Array
     num_dropped: jax.Array
     rows_needed: jax.Array
     dropped_counts: jax.Array
     handle: Handle
-    scales: jax.Array | None = None
 
 
 register_for_export(Handle)
@@ -154,7 +151,7 @@ def dispatch(
     (x,) = gradients.match((x,), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
     groups: routes.RowGroups
-    tokens, scales, route, groups = gradients.dispatch(config, x, topk_idx, None)
+    tokens, route, groups = gradients.dispatch(config, x, topk_idx, None)
     handle = Handle(
         route,
         axis_name,
@@ -165,7 +162,7 @@ def dispatch(
         host_capacity,
         zero_unused,
     )
-    return Dispatched(tokens, *groups, handle, scales)
+    return Dispatched(tokens, *groups, handle)
 
 
 def combine(

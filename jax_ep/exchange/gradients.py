@@ -17,6 +17,7 @@ import jax
 from jax_ep.exchange import primitives, quantization, xla
 from jax_ep.exchange.interface import Config, Implementation
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
+from jax_ep.formats import Format, QuantizedArray
 from jax_ep.runtime.jax_compat import match_varying, replicated
 
 AnyRoutes = Routes | RankRoutes
@@ -40,8 +41,8 @@ def configure(
     dtype or the named implementation does not support the rows.
     """
     config = Config(
-        wire_dtype=quantization.checked(name, rows, wire_dtype),
-        grad_wire_dtype=quantization.checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
+        wire=quantization.checked(name, rows, wire_dtype),
+        grad_wire=quantization.checked(name, rows, grad_wire_dtype, "grad_wire_dtype"),
         implementation=implementation,
         **arguments,
     )
@@ -61,7 +62,7 @@ def match(operands: tuple[jax.Array, ...], axis_name: tuple[str, ...]) -> list[j
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(
     config: Config, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None, Any, Any]:
+) -> tuple[jax.Array | QuantizedArray, Any, Any]:
     """Sends each token to the ranks of its experts, in the layout given by `config`.
 
     Args:
@@ -71,9 +72,9 @@ def dispatch(
       topk_weights: [T, K] float32, sent with the choices in the rank-major layout; or None.
 
     Returns:
-      Four results: the received rows, [R, H] or [N, T, H]; their scales if they are quantized, else
-      None; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major rows, or the
-      received weights [N, T, K] of rank-major rows (None without weights).
+      Three results: the received rows, [R, H] or [N, T, H], as a `QuantizedArray` if
+      `config.quantized`; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major
+      rows, or the received weights [N, T, K] of rank-major rows (None without weights).
     """
     routes: AnyRoutes
     rest: RowGroups | jax.Array | None
@@ -82,21 +83,22 @@ def dispatch(
     else:
         received, routes, rest = primitives.dispatch(x, topk_idx, config=config)
     if config.quantized:
-        tokens, scales = received
-        return tokens, scales, routes, rest
-    return quantization.dequantized(received, x.dtype), None, routes, rest
+        assert isinstance(config.wire, Format)
+        values, scales = received
+        return QuantizedArray(values, scales, config.wire, x.dtype), routes, rest
+    return config.wire.decode(received, x.dtype), routes, rest
 
 
 def _dispatch_fwd(config, x, topk_idx, topk_weights):
     results = dispatch(config, x, topk_idx, topk_weights)
-    return results, (results[2], topk_weights is not None)
+    return results, (results[1], topk_weights is not None)
 
 
 def _dispatch_bwd(config, residuals, cotangents):
     routes, weights_were_sent = residuals
     if config.quantized:
-        raise TypeError(quantization.no_gradient(config.wire_dtype))
-    g, _, _, g_weights = cotangents
+        raise TypeError(quantization.no_gradient(config.wire))
+    g, _, g_weights = cotangents
     dx = combine(config.of_cotangents, g, None, routes)
     if not weights_were_sent:
         return dx, None, None
@@ -114,7 +116,7 @@ def dispatch_like(config: Config, x: jax.Array, routes: AnyRoutes) -> jax.Array:
         received, _, _ = primitives.rank_dispatch(x, routes.topk_idx, None, config=config)
     else:
         received = primitives.dispatch_like(x, routes, config=config)
-    return quantization.dequantized(received, x.dtype)
+    return config.wire.decode(received, x.dtype)
 
 
 dispatch_like.defvjp(

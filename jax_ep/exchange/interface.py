@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange.routes import Overflow, RankRoutes, Routes, RowGroups
+from pallas_kernels.formats import PLAIN, RowFormat
 
 Implementation = Literal["pallas", "xla", "two_level"] | None
 Received = tuple[jax.Array, ...]
-"""Rows; or with a wire_dtype, rows in it and their float32 scales, one for every 128 columns."""
+"""Rows as the format of the wire encodes them: values, and scales if it has any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,10 @@ class Config:
       host_capacity: the most rows that a rank sends to another host; None: all that it has.
       zero_unused: whether rows past the last expert's block are zero, or may hold anything.
       implementation: the exchange to run; None for the best that runs here.
-      wire_dtype: the dtype that rows, or sums of rows, are sent in; None for their own dtype.
-      sum_dtype: the dtype that a combine returns, and sends its sums in where there is no
-        wire_dtype; None for the rows' own dtype.
-      grad_wire_dtype: the wire_dtype of the exchange that the gradient makes.
+      wire: the format that rows, or sums of rows, are sent in.
+      sum_dtype: the dtype that a combine returns, and sends its sums in where the wire
+        is plain; None for the rows' own dtype.
+      grad_wire: the format of the exchange that the gradient makes.
       quantized: whether a dispatch returns rows and scales as they arrive.
     """
 
@@ -55,9 +56,9 @@ class Config:
     host_capacity: int | None = None
     zero_unused: bool = True
     implementation: Implementation = None
-    wire_dtype: jnp.dtype | None = None
+    wire: RowFormat = PLAIN
     sum_dtype: jnp.dtype | None = None
-    grad_wire_dtype: jnp.dtype | None = None
+    grad_wire: RowFormat = PLAIN
     quantized: bool = False
 
     @property
@@ -77,11 +78,9 @@ class Config:
     def of_cotangents(self) -> Self:
         """The configuration of the exchange that the gradient makes.
 
-        The gradient of that exchange has no wire_dtype.
+        The wire of that exchange's gradient is plain.
         """
-        return dataclasses.replace(
-            self, wire_dtype=self.grad_wire_dtype, grad_wire_dtype=None, quantized=False
-        )
+        return dataclasses.replace(self, wire=self.grad_wire, grad_wire=PLAIN, quantized=False)
 
 
 class Exchange(Protocol):
@@ -131,7 +130,7 @@ class ExchangeInParts(Exchange, Protocol):
 
     The routes' rows are those of the call's tokens; the counts are of the whole dispatch. The first
     call writes zeros where no row will be, as the config says. `into` is what the call before
-    returned: a call writes its tokens' rows there and keeps the others. Without a wire_dtype only.
+    returned: a call writes its tokens' rows there and keeps the others. For a plain wire only.
     """
 
     def dispatch_like(

@@ -20,6 +20,7 @@ from jax_ep.exchange import quantization, routes, selection
 from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric.hardware import LANES, align_up
+from pallas_kernels.formats import PLAIN, RowFormat
 
 Operation = Literal[
     "dispatch",
@@ -190,11 +191,11 @@ def _checked(
     dtype = checks.as_floating("dtype", dtype)
     if operation in LOCAL and layout != "rank":
         raise ValueError(f'layout must be "rank" for {operation}, but is {layout!r}.')
-    wire_dtype = quantization.checked("hidden", jax.ShapeDtypeStruct((hidden,), dtype), wire_dtype)
-    quantization.check_output(output, wire_dtype)
+    wire = quantization.checked("hidden", jax.ShapeDtypeStruct((hidden,), dtype), wire_dtype)
+    quantization.check_output(output, wire)
     if output == "quantized" and operation != "dispatch":
         raise ValueError(f'output="quantized" is of a dispatch, but the operation is {operation}.')
-    if wire_dtype is not None and operation in LOCAL:
+    if wire.quantized and operation in LOCAL:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
     num_local = num_experts // num_ranks
     if operation in LOCAL:  # an exchange among one rank
@@ -214,7 +215,7 @@ def _checked(
         jnp.dtype(dtype),
         capacity,
         layout == "rank",
-        wire_dtype,
+        wire,
         output == "quantized",
     )
 
@@ -231,7 +232,7 @@ class _Shape:
     dtype: jnp.dtype
     capacity: int
     by_rank: bool
-    wire_dtype: jnp.dtype | None
+    wire: RowFormat
     quantized: bool  # whether a dispatch returns float8 rows
 
     @property
@@ -244,11 +245,11 @@ class _Shape:
 
     def sent_rows(self, count: int) -> int:
         """Returns the bytes of `count` rows as they are sent."""
-        return count * quantization.row_bytes(self.hidden, self.dtype, self.wire_dtype)
+        return count * self.wire.row_bytes(self.hidden, self.dtype)
 
     def quantized_rows(self, count: int) -> int:
-        """Returns the bytes of `count` quantized rows; 0 without a wire_dtype."""
-        return 0 if self.wire_dtype is None else self.sent_rows(count)
+        """Returns the bytes of `count` quantized rows; 0 on a plain wire."""
+        return self.sent_rows(count) if self.wire.quantized else 0
 
     def gathered(self, size: int) -> int:
         """Returns `size`, the bytes gathered from all ranks; 0 for one rank."""
@@ -266,12 +267,12 @@ class _Shape:
     @property
     def padded_hidden(self) -> int:
         """H and the padding that the kernels need."""
-        return plans.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
+        return plans.padded_hidden(self.hidden, self.dtype, self.wire)
 
     @property
     def row(self) -> plans.Row:
         """A padded row, for the kernels' plans."""
-        return plans.Row(self.padded_hidden, self.dtype, self.wire_dtype)
+        return plans.Row(self.padded_hidden, self.dtype, self.wire)
 
     @property
     def sizes(self) -> plans.Sizes:
@@ -304,7 +305,7 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
         plan = plans.for_dispatch(shape.row, shape.sizes, settings.num_blocks())
         held = plans.dispatch_workspace(plan, shape.sizes)
     received = shape.capacity * shape.row.sent_bytes
-    if shape.padded_hidden == shape.hidden and (shape.wire_dtype is None or shape.quantized):
+    if shape.padded_hidden == shape.hidden and (shape.quantized or not shape.wire.quantized):
         received = 0  # the kernel writes them to the result
     return held | {
         "padded rows": shape.padded_rows(shape.num_tokens),
@@ -330,7 +331,7 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
 def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
     if shape.by_rank:
         return _pallas_dispatch_like(shape)
-    if shape.wire_dtype is not None:  # XLA weights rows received in a wire_dtype
+    if shape.wire.quantized:  # XLA weights rows that are received quantized
         return _pallas_dispatch_like(shape) | _xla_grad_of_rows(shape)
     return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}  # g, y and dy
 
@@ -369,7 +370,7 @@ def _xla_combine(shape: _Shape, weighted: bool = True) -> dict[str, int]:
     rounded = shape.sent_rows(shape.pairs)
     received = {
         "received sums": shape.gathered(rounded),
-        "widened sums": 0 if shape.wire_dtype is None else sums,
+        "widened sums": sums if shape.wire.quantized else 0,
     }
     if shape.by_rank:
         return {"sent sums": rounded, **received}
@@ -454,12 +455,12 @@ def _between_hosts(
         num_experts=shape.num_experts // num_hosts,
         num_ranks=ranks_per_host,
         capacity=ranks_per_host * tokens_of_call if shape.by_rank else shape.capacity,
-        wire_dtype=None,
+        wire=PLAIN,
         quantized=False,
     )
-    # With a wire_dtype rows are sent as whole lines, but not sums.
+    # Quantized rows are sent as whole lines, but not sums.
     sent_bytes = shape.sent_rows(1)
-    if shape.wire_dtype is not None and not sums:
+    if shape.wire.quantized and not sums:
         sent_bytes = align_up(sent_bytes, plans.ROW_BYTES)
     rail = arrivals * sent_rows * sent_bytes
     weights = 0 if shape.by_rank else _WORD * num_hosts * sent_rows * shape.top_k
@@ -467,7 +468,7 @@ def _between_hosts(
     by_kernels = shape.by_rank and implementation == "pallas"
     in_order = inside.rows(ranks_per_host * tokens_of_call) if by_kernels else 0
     if sums:
-        if shape.wire_dtype is not None or (ranks_per_host > 1 and not shape.by_rank):
+        if shape.wire.quantized or (ranks_per_host > 1 and not shape.by_rank):
             inside = dataclasses.replace(inside, dtype=jnp.dtype(jnp.float32))
         widened = implementation == "pallas" and inside.dtype != shape.dtype
         return {
@@ -491,7 +492,7 @@ def _between_hosts(
     if operation == "combine_grad" and not shape.by_rank:  # of rows as wide as they were
         dy = 0 if implementation == "pallas" else shape.rows(shape.capacity)
         held |= {"gradient of y, of all hosts so far": dy}
-    elif shape.wire_dtype is not None:  # words of what is sent
+    elif shape.wire.quantized:  # words of what is sent
         words = sent_bytes // _WORD
         inside = dataclasses.replace(inside, hidden=words, dtype=jnp.dtype(jnp.float32))
         held |= received
@@ -521,7 +522,7 @@ def _check_kernels_run(shape: _Shape) -> None:
         num_ranks=shape.num_ranks,
         list_words=shape.top_k,
         num_experts=shape.num_experts,
-        wire_dtype=shape.wire_dtype,
+        wire=shape.wire,
     )
     if reason := rows.unavailable_reason():
         raise ValueError(f'implementation="pallas" cannot run: {reason}.')

@@ -27,7 +27,6 @@ from pallas_kernels.exchange import (
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange import rank_dispatch as rank_dispatch_kernel
 from pallas_kernels.exchange.plan import Plan
-from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.fabric.symmetric import Gpus
 
 
@@ -49,7 +48,7 @@ def dispatch(
             topk_idx,
             num_experts=config.num_experts,
             plan=_dispatch_plan(padded, sizes, config),
-            wire_dtype=config.wire_dtype,
+            wire=config.wire,
             **options,
         )
     group_sizes, expert_counts, num_dropped, rows_needed = sizes_of_groups
@@ -57,7 +56,7 @@ def dispatch(
     dropped_counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32) - expert_counts
     totals = num_dropped.reshape(()), rows_needed.reshape(())
     groups = RowGroups(group_sizes, expert_counts, *totals, dropped_counts)
-    return _unpadded(received, x.shape[1]), Routes(topk_idx, rows, counts), groups
+    return _unpadded(received, x, config), Routes(topk_idx, rows, counts), groups
 
 
 def dispatch_like(
@@ -78,11 +77,11 @@ def dispatch_like(
             routes.rows,
             routes.counts,
             plan=_dispatch_plan(padded, sizes, config),
-            wire_dtype=config.wire_dtype,
+            wire=config.wire,
             into=None if into is None else [_pad_hidden(into[0], config)],
             **options,
         )
-    return _unpadded(received, x.shape[1])
+    return _unpadded(received, x, config)
 
 
 def combine(
@@ -118,7 +117,7 @@ def _combine(
         *operands,
         plan=plans.for_combine(_row(y, config), _sizes(rows.shape, config), settings.num_blocks()),
         num_experts=config.num_experts,
-        wire_dtype=config.wire_dtype,
+        wire=config.wire,
         **options,
     )
 
@@ -133,9 +132,9 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine, as `ExchangeInParts.combine_grad` says.
 
-    With a wire_dtype, `dispatch_like` sends the cotangents, and XLA multiplies what is received.
+    `dispatch_like` sends cotangents that are quantized, and XLA multiplies what is received.
     """
-    if config.wire_dtype is not None:
+    if config.wire.quantized:
         return xla_exchange.combine_grad(
             g, topk_weights, y, routes, config, into, send=dispatch_like
         )
@@ -160,25 +159,25 @@ def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
     """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
-    num_tokens, hidden = x.shape
-    x = _pad_hidden(x, config)
-    fabric = of_axis(config.axis_name, x, config.ranks_per_host)
+    num_tokens = x.shape[0]
+    padded = _pad_hidden(x, config)
+    fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     plan = plans.for_rank_dispatch(
-        _row(x, config),
+        _row(padded, config),
         _sizes((fabric.num_ranks, *topk_idx.shape), config),
         settings.num_blocks(),
         weighted=topk_weights is not None,
     )
     received, local_topk_idx, weights = rank_dispatch_kernel.rank_dispatch(
-        x,
+        padded,
         topk_idx,
         topk_weights,
         num_experts=config.num_experts,
         fabric=fabric,
         plan=plan,
-        wire_dtype=config.wire_dtype,
+        wire=config.wire,
     )
-    parts = (part.reshape(-1, num_tokens, part.shape[1]) for part in _unpadded(received, hidden))
+    parts = (part.reshape(-1, num_tokens, part.shape[1]) for part in _unpadded(received, x, config))
     return tuple(parts), RankRoutes(topk_idx, local_topk_idx), weights
 
 
@@ -226,19 +225,16 @@ def _sizes(sizes: tuple[int, ...], config: Config) -> plans.Sizes:
 
 
 def _row(x: jax.Array, config: Config) -> plans.Row:
-    return plans.Row(x.shape[1], x.dtype, config.wire_dtype)
+    return plans.Row(x.shape[1], x.dtype, config.wire)
 
 
 def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:
     """Pads x [T, H] or [R, H] with columns of zeros, as far as the kernels need them."""
-    padding = plans.padded_hidden(x.shape[1], x.dtype, config.wire_dtype) - x.shape[1]
+    padding = plans.padded_hidden(x.shape[1], x.dtype, config.wire) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 
 
-def _unpadded(received: Received, hidden: int) -> Received:
-    """Removes the columns of padding from received rows, and from their scales if there are any.
-
-    `hidden` is the number of columns without padding.
-    """
-    rows, *scales = received
-    return rows[:, :hidden], *(part[:, : hidden // BLOCK] for part in scales)
+def _unpadded(received: Received, x: jax.Array, config: Config) -> Received:
+    """Removes the columns of padding from received rows of x [T, H], which has none."""
+    parts = config.wire.row_parts(x.shape[1], x.dtype)
+    return tuple(part[:, :columns] for part, (columns, _) in zip(received, parts, strict=True))

@@ -53,8 +53,10 @@ def group_by_expert(
     _check_received(received)
     num_ranks, num_tokens, top_k = received.handle.shape
     flat = (num_ranks * num_tokens, -1)
+    leaves, tree = jax.tree.flatten(received.tokens)  # of quantized tokens values, then scales
+    first, *others = (leaf.reshape(flat) for leaf in leaves)
     grouped = dispatch(
-        received.tokens.reshape(flat),
+        first,
         received.local_topk_idx.reshape(flat),
         num_experts=received.handle.num_experts // num_ranks,
         axis_name=(),
@@ -63,12 +65,11 @@ def group_by_expert(
         overflow=overflow,
         implementation=implementation,
     )
-    if received.scales is None:
-        return grouped
-    scales = dispatch_like(
-        received.scales.reshape(flat), grouped.handle, implementation=implementation
-    )
-    return dataclasses.replace(grouped, scales=scales)
+    rows = [
+        grouped.tokens,
+        *(dispatch_like(x, grouped.handle, implementation=implementation) for x in others),
+    ]
+    return dataclasses.replace(grouped, tokens=jax.tree.unflatten(tree, rows))
 
 
 def sum_by_token(

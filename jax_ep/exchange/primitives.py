@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange import quantization, selection
+from jax_ep.exchange import selection
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Exchange, Received
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
@@ -29,6 +29,7 @@ from jax_ep.runtime.jax_compat import (
     replicated_over_explicit_axes,
     result_type,
 )
+from pallas_kernels.formats import PLAIN
 
 _Shape: Any = jax.ShapeDtypeStruct
 
@@ -53,7 +54,7 @@ def _problem(
         num_ranks=lax.axis_size(config.axis_name),
         list_words=list_words,
         num_experts=config.num_experts,
-        wire_dtype=config.wire_dtype,
+        wire=config.wire,
     )
     return selection.Problem(place, config.axis_name, moved)
 
@@ -112,7 +113,7 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
         # JAX lowers equal calls once, so calls that compute the same must have an equal config.
         zero_unused = config.zero_unused or looks_for_nans()
         config = dataclasses.replace(
-            config, grad_wire_dtype=None, quantized=False, zero_unused=zero_unused
+            config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused
         )
         leaves, tree = jax.tree.flatten(operands)
         leaves = match_varying(leaves, config.axis_name)
@@ -128,11 +129,8 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _received(lead: tuple[int, ...], x: jax.Array, config: Config) -> tuple[Any, ...]:
-    hidden = x.shape[1]
-    if config.wire_dtype is None:
-        return (_Shape((*lead, hidden), x.dtype),)
-    scales = (*lead, hidden // quantization.BLOCK)
-    return _Shape((*lead, hidden), config.wire_dtype), _Shape(scales, jnp.float32)
+    parts = config.wire.row_parts(x.shape[1], x.dtype)
+    return tuple(_Shape((*lead, columns), dtype) for columns, dtype in parts)
 
 
 def _dispatch_results(x, topk_idx, config):

@@ -22,6 +22,7 @@ from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
 from pallas_kernels.exchange.plan import FEW_TOKENS
+from pallas_kernels.formats import PLAIN
 
 
 class Source(NamedTuple):
@@ -98,12 +99,12 @@ class Rail:
 
     @property
     def inside(self) -> Config:
-        """The configuration of the exchange inside a host; rows there have no wire_dtype."""
+        """The configuration of the exchange inside a host; the wire there is plain."""
         return dataclasses.replace(
             self.config,
             ranks_per_host=self.ranks_per_host,
             num_experts=self.config.num_experts // self.num_hosts,
-            wire_dtype=None,
+            wire=PLAIN,
         )
 
     @property
@@ -153,7 +154,7 @@ class Rail:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Gathers x [...] from the rail's rank on every host; returns [M, ...], by host."""
-        bits = quantization.bits(x, None)
+        bits = quantization.bits(x)
         bits = lax.all_gather(
             bits[None], self.config.axis_name, axis=0, tiled=True, axis_index_groups=self._groups
         )
@@ -182,7 +183,7 @@ class Rail:
         ranks = np.arange(self.num_ranks)
         there = (ranks + distance * self.ranks_per_host) % self.num_ranks
         pairs = [(int(in_mesh[a]), int(in_mesh[b])) for a, b in zip(ranks, there, strict=True)]
-        bits = lax.ppermute(quantization.bits(x, None), axes, pairs)
+        bits = lax.ppermute(quantization.bits(x), axes, pairs)
         return lax.bitcast_convert_type(bits, x.dtype)
 
     def send_back(self, others: jax.Array, own: jax.Array) -> Iterator[jax.Array]:
@@ -315,7 +316,7 @@ class Rail:
 
 def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:
     """Picks the rows of x [T, ...] that `tokens` [..., C] names; token T gives a row of `fill`."""
-    bits = quantization.bits(x, None)
+    bits = quantization.bits(x)
     none: Any = np.asarray(fill).astype(bits.dtype)[()]
     picked = jnp.take(bits, tokens, axis=0, mode="fill", fill_value=none)
     return lax.bitcast_convert_type(picked, x.dtype)

@@ -53,21 +53,19 @@ class RankDispatched:
 
     Attributes:
       tokens: [N, T, H] of x's dtype: row (s, t) is token t of rank s if the token chose any expert
-        of this rank, and zero if not.
+        of this rank, and zero if not. With `output="quantized"` they are a `jax_ep.QuantizedArray`;
+        then neither tokens nor topk_weights have a gradient.
       local_topk_idx: [N, T, K] int32: each token's choices as local expert ids in [0, L); -1 for a
         choice of another rank's expert or of none.
       topk_weights: [N, T, K], in the dtype that was sent: the weight of each choice, zero where
         local_topk_idx is -1; None if the dispatch was given no weights.
       handle: the routes, for `combine` and `dispatch_like`.
-      scales: [N, T, H / 128] float32 if the dispatch had `output="quantized"`, else None. With
-        scales, neither tokens nor topk_weights have a gradient.
     """
 
-    tokens: jax.Array
+    tokens: Any  # a QuantizedArray if it was dispatched as quantized
     local_topk_idx: jax.Array
     topk_weights: jax.Array | None
     handle: RankHandle
-    scales: jax.Array | None = None
 
 
 register_for_export(RankHandle)
@@ -110,11 +108,11 @@ def dispatch(
     else:
         x, weights = gradients.match((x, topk_weights.astype(jnp.float32)), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
-    tokens, scales, route, weights = gradients.dispatch(config, x, topk_idx, weights)
+    tokens, route, weights = gradients.dispatch(config, x, topk_idx, weights)
     if weights is not None and topk_weights is not None:
         weights = weights.astype(topk_weights.dtype)
     handle = RankHandle(route, axis_name, num_experts)
-    return RankDispatched(tokens, route.local_topk_idx, weights, handle, scales)
+    return RankDispatched(tokens, route.local_topk_idx, weights, handle)
 
 
 def combine(

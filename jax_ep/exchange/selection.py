@@ -16,6 +16,7 @@ from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric import memory_map
+from pallas_kernels.formats import PLAIN, RowFormat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Rows:
       list_words: the words that describe a token's choices: K, or 2 K if weights are sent with
         them.
       num_experts: E.
-      wire_dtype: the dtype in which rows or their sums are sent; None for `dtype`.
+      wire: the format in which rows or their sums are sent.
     """
 
     hidden: int
@@ -37,7 +38,7 @@ class Rows:
     num_ranks: int
     list_words: int
     num_experts: int
-    wire_dtype: jax.typing.DTypeLike | None = None
+    wire: RowFormat = PLAIN
 
     def unavailable_reason(self) -> str | None:
         """Returns why the kernels cannot dispatch and combine such rows, or None if they can."""
@@ -45,9 +46,9 @@ class Rows:
             return reason
         if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
             return f"it takes up to {memory_map.MAX_VALUES} experts, not {self.num_experts}"
-        hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
+        hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire)
         if plans.fits_shared_memory(
-            plans.Row(hidden, self.dtype, self.wire_dtype),
+            plans.Row(hidden, self.dtype, self.wire),
             num_ranks=self.num_ranks,
             top_k=self.list_words,
             num_experts=self.num_experts,

@@ -14,9 +14,9 @@ inside a host follows the same routes.
 
 **Rounding of a combine.** The rows that a token has on one host are summed in float32: first those
 of each rank in the order of the choices, then the sums of the ranks in rank order. The sum is
-rounded once, to y's dtype or to the wire_dtype, and returned. The sums of the hosts are added in
-float32, in the order of the hosts, and rounded to y's dtype. Sums are therefore sent as float32
-inside a host that has several ranks.
+rounded once, to y's dtype or to the format of the wire, and returned. The sums of the hosts are
+added in float32, in the order of the hosts, and rounded to y's dtype. Sums are therefore sent as
+float32 inside a host that has several ranks.
 
 **Order.** Hosts take turns, so that memory holds the rows of a few hosts only, and the kernels
 inside a host overlap with the network. A dispatch places one host's rows while the next host's rows
@@ -44,6 +44,7 @@ from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
 from jax_ep.exchange.selection import Rows
 from pallas_kernels.exchange.plan import ROW_BYTES
+from pallas_kernels.formats import RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -85,7 +86,7 @@ class TwoLevel:
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
         """Sends x [T, H] along known routes; see `Exchange.dispatch_like`."""
-        words, dtype = _words(x, config.wire_dtype)
+        words, dtype = _words(x, config.wire)
         rail, exchange = self._of_call(config, words, routes.topk_idx, dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
 
@@ -96,10 +97,10 @@ class TwoLevel:
             rows = lax.bitcast_convert_type(rows, dtype)
             known = self._routes(rail, routes, source, choices)
             (received,) = exchange.dispatch_like(rows, known, rail.inside, into)
-            return quantization.bits(received, None)
+            return quantization.bits(received)
 
         received = rail.each_host(words, add)
-        return _from_words(received, x, config.wire_dtype)
+        return _from_words(received, x, config.wire)
 
     def combine(
         self, y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
@@ -107,7 +108,7 @@ class TwoLevel:
         """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
         # float32 avoids rounding before the host's sum is complete.
         several = lax.axis_size(config.axis_name) > self.num_hosts
-        sum_dtype = _FLOAT32 if several or config.wire_dtype is not None else None
+        sum_dtype = _FLOAT32 if several or config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
@@ -118,16 +119,16 @@ class TwoLevel:
             known = self._routes(rail, routes, source, choices)
             return _on_the_wire(exchange.combine(y, theirs, known, inside), y, config)
 
-        return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums), y, config.wire)
 
     def combine_grad(
         self, g: jax.Array, topk_weights: jax.Array, y: jax.Array, routes: Routes, config: Config
     ) -> tuple[jax.Array, jax.Array]:
         """Computes the gradients of a weighted combine; see `Exchange.combine_grad`.
 
-        Rows received in a wire_dtype are converted to g's dtype before a host forwards them.
+        Quantized rows are converted to g's dtype before a host forwards them.
         """
-        words, _ = _words(g, config.wire_dtype)
+        words, _ = _words(g, config.wire)
         rail, exchange = self._of_call(config, y, routes.topk_idx)
         choices = self._choices(rail, routes.topk_idx) if rail.kernels else None
         weights = rail.send(topk_weights)
@@ -137,16 +138,16 @@ class TwoLevel:
             if not rail.kernels:  # in order, because XLA holds an array of dy's size for each host
                 rows, dy = lax.optimization_barrier((rows, dy))
             into = None if dy is None else lax.bitcast_convert_type(dy, y.dtype)
-            parts = _from_words(rows, g, config.wire_dtype)
+            parts = _from_words(rows, g, config.wire)
             dy, dweights = exchange.combine_grad(
-                quantization.dequantized(parts, g.dtype),
+                config.wire.decode(parts, g.dtype),
                 rail.rows(topk_weights, weights, source),
                 y,
                 self._routes(rail, routes, source, choices),
                 rail.inside,
                 into,
             )
-            return quantization.bits(dy, None), [*dweights_so_far, dweights]
+            return quantization.bits(dy), [*dweights_so_far, dweights]
 
         dy, dweights = rail.each_host(words, add)
         dy = lax.bitcast_convert_type(dy, y.dtype)
@@ -158,7 +159,7 @@ class TwoLevel:
         self, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
     ) -> tuple[Received, RankRoutes, jax.Array | None]:
         """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
-        words, dtype = _words(x, config.wire_dtype)
+        words, dtype = _words(x, config.wire)
         list_words = topk_idx.shape[1] * (1 if topk_weights is None else 2)
         rail, exchange = self._of_call(config, words, topk_idx, dtype, list_words=list_words)
         choices = self._choices(rail, topk_idx)
@@ -172,7 +173,7 @@ class TwoLevel:
                 theirs,
                 rail.inside,
             )
-            rows = quantization.bits(rows, None)
+            rows = quantization.bits(rows)
             parts = [rows, lists.local_topk_idx, *([] if theirs is None else [theirs])]
             if source is None:  # [G, M·T, ...] -> [M, G, T, ...]
                 shape = rail.ranks_per_host, rail.num_hosts, -1
@@ -185,12 +186,12 @@ class TwoLevel:
         tokens, *lists = (  # [M, G, T, ...] -> [N, T, ...]
             whole.reshape(rail.num_ranks, *whole.shape[2:]) for whole in rail.each_host(words, add)
         )
-        received = _from_words(tokens, x, config.wire_dtype)
+        received = _from_words(tokens, x, config.wire)
         return received, RankRoutes(topk_idx, lists[0]), lists[1] if lists[1:] else None
 
     def rank_combine(self, y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
         """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
-        sum_dtype = None if config.wire_dtype is None else _FLOAT32
+        sum_dtype = _FLOAT32 if config.wire.quantized else None
         rail, exchange = self._of_call(config, y, routes.topk_idx, sum_dtype, sums=True)
         inside = dataclasses.replace(rail.inside, sum_dtype=sum_dtype)
         choices = self._choices(rail, routes.topk_idx)
@@ -201,7 +202,7 @@ class TwoLevel:
             part = exchange.rank_combine(rail.by_rank(y, source), known, inside)
             return _on_the_wire(part, y, config)
 
-        return _add(rail.sums_of_hosts(sums), y, config.wire_dtype)
+        return _add(rail.sums_of_hosts(sums), y, config.wire)
 
     def _of_call(
         self,
@@ -275,20 +276,19 @@ class TwoLevel:
         return Routes(rail.rows(*choices, source), rows, counts)
 
 
-def _add(returned: Iterable[jax.Array], y: jax.Array, wire_dtype: jnp.dtype | None) -> jax.Array:
+def _add(returned: Iterable[jax.Array], y: jax.Array, wire: RowFormat) -> jax.Array:
     """Adds the rows [T, ...] that each host returned, in float32; returns the sum in y's dtype."""
     total: Any = None
     for bits in returned:
-        parts = quantization.parts(bits, y, wire_dtype)
-        rows = quantization.dequantized(parts, jnp.float32).astype(jnp.float32)
+        parts = quantization.parts(bits, y, wire)
+        rows = wire.decode(parts, jnp.float32).astype(jnp.float32)
         total = rows if total is None else total + rows
     return total.astype(y.dtype)
 
 
 def _on_the_wire(sums: jax.Array, y: jax.Array, config: Config) -> jax.Array:
-    """Rounds sums [T, H] to y's dtype or the wire_dtype; returns their bits."""
-    sums = sums.astype(y.dtype) if config.wire_dtype is None else sums
-    return quantization.bits(sums, config.wire_dtype)
+    """Rounds sums [T, H] to y's dtype or the format of the wire; returns their bits."""
+    return quantization.bits(sums.astype(config.wire.sum_dtype(y.dtype)), config.wire)
 
 
 def _place(
@@ -300,14 +300,14 @@ def _place(
     return lax.dynamic_update_index_in_dim(whole, part, index, axis=0)
 
 
-def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.dtype]:
+def _words(x: jax.Array, wire: RowFormat) -> tuple[jax.Array, jnp.dtype]:
     """Encodes rows as unsigned words to send; returns also the dtype in which kernels move them.
 
     XLA may convert floats to another dtype on the way, which changes the payload of a NaN. It does
     not convert unsigned words.
     """
-    bits = quantization.bits(x, wire_dtype)
-    if wire_dtype is None:
+    bits = quantization.bits(x, wire)
+    if not wire.quantized:
         return bits, x.dtype
     # Kernels would make a padded copy of rows that are no multiple of ROW_BYTES.
     bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % ROW_BYTES)))
@@ -315,12 +315,12 @@ def _words(x: jax.Array, wire_dtype: jnp.dtype | None) -> tuple[jax.Array, jnp.d
     return lax.bitcast_convert_type(words, jnp.uint32), jnp.dtype(jnp.float32)
 
 
-def _from_words(words: jax.Array, x: jax.Array, wire_dtype: jnp.dtype | None) -> Received:
+def _from_words(words: jax.Array, x: jax.Array, wire: RowFormat) -> Received:
     """Decodes rows that `_words` encoded from x."""
-    if wire_dtype is not None:
+    if wire.quantized:
         words = lax.bitcast_convert_type(words, jnp.uint8).reshape(*words.shape[:-1], -1)
-        words = words[..., : quantization.row_bytes(x.shape[-1], x.dtype, wire_dtype)]
-    return quantization.parts(words, x, wire_dtype)
+        words = words[..., : wire.row_bytes(x.shape[-1], x.dtype)]
+    return quantization.parts(words, x, wire)
 
 
 def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:

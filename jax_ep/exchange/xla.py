@@ -71,10 +71,10 @@ def dispatch_like(
     x: jax.Array, routes: Routes, config: Config, into: Received | None = None
 ) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `ExchangeInParts.dispatch_like` says."""
-    all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config)
+    all_bits = _gather_ranks(quantization.bits(x, config.wire), config)
     choices = _choice_of_row(routes.rows, config.capacity)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
-    received = quantization.parts(sent, x, config.wire_dtype)
+    received = quantization.parts(sent, x, config.wire)
     return received if into is None else tuple(map(_union, into, received))
 
 
@@ -91,8 +91,7 @@ def combine(
     for choice in range(top_k):
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
-    if config.wire_dtype is None:
-        partial_sum = partial_sum.astype(config.sum_dtype or y.dtype)
+    partial_sum = partial_sum.astype(config.wire.sum_dtype(config.sum_dtype or y.dtype))
     if config.sum_dtype is not None:  # else XLA keeps all terms and adds them again for each rank
         partial_sum = lax.optimization_barrier(partial_sum)
     return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
@@ -112,7 +111,7 @@ def combine_grad(
 
     `send` is the `dispatch_like` of the exchange that sends g.
     """
-    g_rows = quantization.dequantized(send(g, routes, config), g.dtype)
+    g_rows = config.wire.decode(send(g, routes, config), g.dtype)
     stack, swap = (functools.partial(f, config=config) for f in (stack_ranks, _swap_ranks))
     row_weights = choices_to_rows(topk_weights, routes, stack=stack, capacity=y.shape[0])
     g_rows = g_rows.astype(jnp.float32)
@@ -160,9 +159,9 @@ def rank_dispatch(
     local = all_topk_idx - config.rank() * num_local_experts
     here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
     here &= (local >= 0) & (local < num_local_experts)
-    all_bits = stack_ranks(quantization.bits(x, config.wire_dtype), config)
+    all_bits = stack_ranks(quantization.bits(x, config.wire), config)
     sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
-    received = quantization.parts(sent, x, config.wire_dtype)
+    received = quantization.parts(sent, x, config.wire)
     weights = None
     if topk_weights is not None:
         weights = jnp.where(here, stack_ranks(topk_weights, config), 0)
@@ -183,12 +182,11 @@ def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Arra
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
     """Sends sums [N, T, H] to their owners and adds those received: [T, H] float32."""
-    if config.wire_dtype is None:
+    if not config.wire.quantized:  # not as bits, with which XLA for CPUs fuses less
         sums = _swap_ranks(sums, config)
     else:
-        sent = _swap_ranks(quantization.bits(sums, config.wire_dtype), config)
-        rows, scales = quantization.parts(sent, sums, config.wire_dtype)
-        sums = quantization.dequantize(rows, scales, jnp.float32)
+        sent = _swap_ranks(quantization.bits(sums, config.wire), config)
+        sums = config.wire.decode(quantization.parts(sent, sums, config.wire), jnp.float32)
     in_rank_order = (sums[rank].astype(jnp.float32) for rank in range(sums.shape[0]))
     return functools.reduce(jnp.add, in_rank_order)
 
@@ -224,7 +222,7 @@ def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
 
 def _union(some: jax.Array, others: jax.Array) -> jax.Array:
     """Joins two arrays of which at most one is not zero at each place, bit for bit."""
-    bits = quantization.bits(some, None) | quantization.bits(others, None)
+    bits = quantization.bits(some) | quantization.bits(others)
     return lax.bitcast_convert_type(bits, some.dtype)
 
 

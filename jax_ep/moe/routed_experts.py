@@ -25,6 +25,7 @@ from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
 from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
 from jax_ep.exchange.expert_major import check_weights
+from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
 from jax_ep.moe.expert_mlp import (
@@ -127,12 +128,13 @@ def run_experts(
             "received must be what a dispatch returned, a Dispatched, but is "
             f"{checks.described(received)}."
         )
-    if received.scales is not None:
-        raise ValueError(
-            "received.scales must be None, since the experts multiply tokens as they are, but is "
-            f'an array of shape {received.scales.shape}; dispatch with output="dequantized".'
-        )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
+    if isinstance(tokens, QuantizedArray):
+        raise TypeError(
+            "received.tokens must be an array, since the experts multiply tokens as they are, but "
+            f"is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; dispatch with "
+            'output="dequantized".'
+        )
     check_operands(
         tokens, experts, group_sizes, options, matmul_implementation, "matmul_implementation"
     )

@@ -38,11 +38,11 @@ from pallas_kernels.exchange.plan import (
     combine_receive_buffer,
     combine_tile,
 )
-from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.exchange.windows import open_window, places_in_list
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up, vector_length
+from pallas_kernels.formats import PLAIN, RowFormat
 
 _PUT, _READ = 0, 1  # kinds of signal: a step's sums are in the receive buffer; they are read
 
@@ -57,7 +57,7 @@ def combine(
     plan: Plan,
     num_experts: int,
     by_rank: bool = False,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
 ) -> jax.Array:
     """Multiplies rows by their weights, sums them by token, and returns the sums to their owners.
 
@@ -73,8 +73,7 @@ def combine(
       plan: number of blocks and workers, tokens of a step, and depth of the receive buffer.
       num_experts: E.
       by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
-      wire_dtype: None; or float8_e4m3fn, in which sums are sent, with a scale for every 128
-        values; then H is a multiple of 512.
+      wire: the format in which sums are sent. H is a multiple of 512 if it is quantized.
 
     Returns:
       The sum of each of this rank's tokens, [T, H] of y's dtype.
@@ -84,7 +83,7 @@ def combine(
     window = Window.of(plan.step_tokens, plan, num_tokens, top_k)
     call = _Combine(
         num_tokens=num_tokens,
-        row=Row(y.shape[-1], y.dtype, wire_dtype),
+        row=Row(y.shape[-1], y.dtype, wire),
         top_k=top_k,
         num_local_experts=num_experts // num_ranks,
         capacity=y.shape[-2],
@@ -376,18 +375,17 @@ class _Combine:
                     fabric.peer(ref, owner).at[block, place, rank, token, part]
                     for ref, part in zip(received, self._columns(tile), strict=True)
                 ]
-                if self.row.wire_dtype is None:
+                if not self.row.wire.quantized:
                     vectors.store_part(fabric, there[0], total.astype(self.row.dtype), self.vector)
                 else:
-                    values, scales = there
-                    quantized_rows.put_row(fabric, total, values, scales, self.vector)
+                    quantized_rows.put_row(fabric, self.row.wire, total, there, self.vector)
 
         self._each(step, worker, self.fabric.num_ranks * self.num_tiles, put)
 
     def _columns(self, tile: jax.Array) -> list[Any]:
         """Returns where a tile lies in each part of a sum."""
-        parts = [self.tile] if self.row.wire_dtype is None else [self.tile, self.tile // BLOCK]
-        return [pl.ds(tile * size, size) for size in parts]
+        parts = self.row.wire.row_parts(self.tile, self.row.dtype)
+        return [pl.ds(tile * size, size) for size, _ in parts]
 
     @property
     def held(self) -> int:
@@ -416,14 +414,14 @@ class _Combine:
                 ]
                 for ref, part in zip(received, self._columns(tile), strict=True)
             ]
-            if self.row.wire_dtype is None:
+            if not self.row.wire.quantized:
                 total = vectors.constant(fabric, self.held, 0.0, self.vector)  # no sum is -0.0
                 for part in vectors.load_each(fabric, sums[0], sent, self.vector):
                     total = total + part.astype(jnp.float32)
                 total, elements = total.astype(self.row.dtype), self.vector
             else:
-                values, scales = sums
-                total = quantized_rows.add_rows(fabric, values, scales, sent, self.row.dtype)
+                wire, dtype = self.row.wire, self.row.dtype
+                total = quantized_rows.add_rows(fabric, wire, sums, sent, dtype)
                 elements = quantized_rows.elements_of_sum(self.tile)
             vectors.store_part(fabric, fabric.mine(out).at[token, columns], total, elements)
 

@@ -34,6 +34,7 @@ from pallas_kernels.exchange.sender import PUT, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import LANES
+from pallas_kernels.formats import PLAIN, RowFormat
 
 _COUNTED_AT_ONCE = 8192  # choices, all loaded before the first is counted
 
@@ -49,7 +50,7 @@ def dispatch(
     expert_alignment: int,
     fair: bool = False,
     zero_unused: bool = True,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
 ) -> tuple[Any, ...]:
     """Computes the routes of a dispatch and sends the rows, in one kernel.
 
@@ -66,11 +67,11 @@ def dispatch(
       fair: whether a rank whose rows do not fit in R keeps equally many of each expert, and the
         others have the row R; else it keeps those before R.
       zero_unused: whether rows past the last expert's are zero, or what is in memory.
-      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
-        every 128 values; then H is a multiple of 512.
+      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
+        quantized.
 
     Returns:
-      A tuple of seven: tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]);
+      A tuple of seven: tokens ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]);
       rows [N, T, K] int32, the row on this rank of each choice of each source rank, and -1 where
       the choice is of another rank's expert; counts [N, E] int32 of all ranks; group_sizes [L]
       int32, rows of each local expert's group with padding; expert_counts [L] int32, without
@@ -81,7 +82,7 @@ def dispatch(
     lead, num_ranks = x.shape[:-2], fabric.num_ranks
     kernel = _Dispatch.of(
         x, (num_ranks, num_tokens, top_k), num_experts, capacity, expert_alignment, fabric, plan,
-        routes_known=False, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
+        routes_known=False, fair=fair, zero_unused=zero_unused, wire=wire,
     )  # fmt: skip
     flat = (*lead, num_tokens * top_k)
     results = kernel.call(x, kernel.sender.window.pad(topk_idx.reshape(flat), fb.NOWHERE))
@@ -101,7 +102,7 @@ def dispatch_like(
     expert_alignment: int,
     fair: bool = False,
     zero_unused: bool = True,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
     into: Sequence[jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Sends x [T, H] along the routes of an earlier dispatch, and returns the received rows.
@@ -118,17 +119,17 @@ def dispatch_like(
       expert_alignment: that of `dispatch`.
       fair: that of `dispatch`.
       zero_unused: that of `dispatch`.
-      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
-        every 128 values; then H is a multiple of 512.
+      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
+        quantized.
       into: the rows of an earlier call with the same counts. The rows of this call's tokens are
         written into them; all others are kept, and none is filled with zeros.
 
     Returns:
-      tokens ([R, H],), or with a wire_dtype ([R, H], scales [R, H / 128]).
+      tokens ([R, H],), or with a quantized wire ([R, H], scales [R, H / 128]).
     """
     kernel = _Dispatch.of(
         x, rows.shape[-3:], counts.shape[-1], capacity, expert_alignment, fabric, plan,
-        routes_known=True, fair=fair, zero_unused=zero_unused, wire_dtype=wire_dtype,
+        routes_known=True, fair=fair, zero_unused=zero_unused, wire=wire,
         adds=into is not None,
     )  # fmt: skip
     operands = (
@@ -153,10 +154,10 @@ class _Dispatch:
     @classmethod
     def of(
         cls, x, rows_shape, num_experts, capacity, alignment, fabric, plan, *,
-        routes_known, fair, zero_unused, wire_dtype, adds=False,
+        routes_known, fair, zero_unused, wire, adds=False,
     ):  # fmt: skip
         num_ranks, num_tokens, top_k = rows_shape
-        row = Row(x.shape[-1], x.dtype, wire_dtype)
+        row = Row(x.shape[-1], x.dtype, wire)
         sources = num_ranks if routes_known else 1  # of rows, or of experts
         return cls(
             top_k,
@@ -192,7 +193,7 @@ class _Dispatch:
 
     @property
     def quantized(self) -> bool:
-        return self.sender.row.wire_dtype is not None
+        return self.sender.row.wire.quantized
 
     def split(self, results: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Splits the kernel's results into the parts of received rows, and all others."""

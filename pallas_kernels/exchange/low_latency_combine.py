@@ -58,7 +58,7 @@ def combine(
       by_rank: whether y is rank-major, with one row for each (owner, token), at owner · T + token.
 
     Returns:
-      The result of `combine.combine` without a wire_dtype, bit for bit.
+      The result of `combine.combine` with a plain wire, bit for bit.
     """
     lead, num_ranks, flat = rows.shape[:-3], plan.num_ranks, plan.num_tokens * plan.top_k
     of_rows = Rows(fabric, channels, plan, "combine")

@@ -62,7 +62,7 @@ def dispatch(
       zero_unused: whether rows past the last expert's are zero, or what is in memory.
 
     Returns:
-      The results of `dispatch.dispatch` without a wire_dtype, bit for bit.
+      The results of `dispatch.dispatch` with a plain wire, bit for bit.
     """
     num_tokens, top_k = topk_idx.shape[-2:]
     lead, num_ranks = x.shape[:-2], fabric.num_ranks

@@ -15,7 +15,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.exchange.quantize import BLOCK, ROW_MULTIPLE
 from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import (
     LANES,
@@ -25,10 +24,12 @@ from pallas_kernels.fabric.hardware import (
     padded_columns,
     vector_length,
 )
+from pallas_kernels.formats import PLAIN, RowFormat
 
 Parts = list[tuple[int, jax.typing.DTypeLike]]
 
 ROW_BYTES = 128  # a row must be whole 128-byte lines
+ROW_MULTIPLE = 512  # columns of a quantized row: scales of 16 bytes, and a block for every warp
 _PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
 _RING_STAGES = 16  # the most rows that a ring in shared memory holds
@@ -54,16 +55,14 @@ _DISPATCH_BYTES = 32 * 1024  # of the rows of a step
 _COPY_STAGES = 16
 
 
-def padded_hidden(
-    hidden: int, dtype: jax.typing.DTypeLike, wire_dtype: jax.typing.DTypeLike | None = None
-) -> int:
+def padded_hidden(hidden: int, dtype: jax.typing.DTypeLike, wire: RowFormat = PLAIN) -> int:
     """Returns H rounded up to what the kernels need, in columns.
 
     A row must be whole lines of 128 bytes; a row that is quantized must be a multiple of
     ROW_MULTIPLE columns.
     """
     columns = ROW_BYTES // jnp.dtype(dtype).itemsize
-    return align_up(hidden, columns if wire_dtype is None else ROW_MULTIPLE)
+    return align_up(hidden, ROW_MULTIPLE if wire.quantized else columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,23 +145,21 @@ class Row:
     Attributes:
       hidden: H, padded as `padded_hidden` says.
       dtype: the input's dtype.
-      wire_dtype: the dtype that rows are quantized to before they are sent, or None.
+      wire: the format that rows are sent in.
     """
 
     hidden: int
     dtype: jax.typing.DTypeLike
-    wire_dtype: jax.typing.DTypeLike | None = None
+    wire: RowFormat = PLAIN
 
     @property
     def parts(self) -> Parts:
         """Columns and dtype of each array that a sent row consists of: values, then scales."""
-        if self.wire_dtype is None:
-            return [(self.hidden, self.dtype)]
-        return [(self.hidden, self.wire_dtype), (self.hidden // BLOCK, jnp.float32)]
+        return self.wire.row_parts(self.hidden, self.dtype)
 
     @property
     def sent_bytes(self) -> int:
-        return sum(columns * jnp.dtype(dtype).itemsize for columns, dtype in self.parts)
+        return self.wire.row_bytes(self.hidden, self.dtype)
 
     @property
     def stage_bytes(self) -> int:
@@ -171,7 +168,7 @@ class Row:
         If rows are quantized, a stage holds the input row and the quantized row.
         """
         wide = self.hidden * jnp.dtype(self.dtype).itemsize
-        return wide if self.wire_dtype is None else wide + self.sent_bytes
+        return wide + self.sent_bytes if self.wire.quantized else wide
 
     def room(self, words: int) -> int:
         """Returns the bytes of shared memory next to `words` 32-bit words and a row of zeros."""
@@ -315,7 +312,7 @@ def for_low_latency(
     )
     if num_blocks is not None:
         plan = dataclasses.replace(plan, max_blocks=min(num_blocks, plan.max_blocks))
-    return plan if row.wire_dtype is None and plan.fits() else None
+    return plan if not row.wire.quantized and plan.fits() else None
 
 
 # ------------------------------------------------------------------------------------- dispatch
@@ -457,7 +454,7 @@ def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
 def combine_tile(row: Row) -> int:
     """Returns the columns of a row that a warpgroup of a combine sums at a time."""
     vector = vector_length(row.dtype)
-    units = row.hidden // (vector if row.wire_dtype is None else ROW_MULTIPLE)
+    units = row.hidden // (ROW_MULTIPLE if row.wire.quantized else vector)
     least = -(-row.hidden // (_TILE_VECTORS * LANES * vector))
     # All tiles are alike: a number of tiles divides the row. Where only a much larger one than is
     # needed does, tiles are longer.

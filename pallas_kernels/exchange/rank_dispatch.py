@@ -28,6 +28,7 @@ from pallas_kernels.exchange.sender import PUT, Sender
 from pallas_kernels.exchange.windows import open_window
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric.hardware import padded_columns
+from pallas_kernels.formats import PLAIN, RowFormat
 
 
 def rank_dispatch(
@@ -38,7 +39,7 @@ def rank_dispatch(
     num_experts: int,
     fabric: fb.Fabric,
     plan: Plan,
-    wire_dtype: Any = None,
+    wire: RowFormat = PLAIN,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array | None]:
     """Sends rows, and lists of their experts and weights, to the rank-major layout of each rank.
 
@@ -51,11 +52,11 @@ def rank_dispatch(
       num_experts: E.
       fabric: how ranks reach each other.
       plan: number of blocks, tokens of a step, and depth of the ring.
-      wire_dtype: None; or float8_e4m3fn, in which rows are sent and received, with a scale for
-        every 128 values; then H is a multiple of 512.
+      wire: the format in which rows are sent and received. H is a multiple of 512 if it is
+        quantized.
 
     Returns:
-      tokens ([N · T, H],), or with a wire_dtype ([N · T, H], scales [N · T, H / 128]);
+      tokens ([N · T, H],), or with a quantized wire ([N · T, H], scales [N · T, H / 128]);
       local_topk_idx [N, T, K] int32, -1 where the choice is of another rank's expert;
       topk_weights [N, T, K] float32, 0 where the choice is of another rank's expert, or None if
       none were given.
@@ -67,7 +68,7 @@ def rank_dispatch(
         bits = lax.bitcast_convert_type(topk_weights, jnp.int32)
         choices = jnp.concatenate([topk_idx, bits], axis=-1)
     width = choices.shape[-1]
-    row = Row(x.shape[-1], x.dtype, wire_dtype)
+    row = Row(x.shape[-1], x.dtype, wire)
     sender = Sender(fabric, plan, num_tokens, row, num_words=width)
     kernel = _RankDispatch(num_experts, top_k, sender)
     flat = choices.reshape(*lead, num_tokens * width)

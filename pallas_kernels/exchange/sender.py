@@ -1,10 +1,10 @@
 """The sender of both dispatches: one warpgroup of a block, which sends the block's tokens to peers.
 
 It takes the block's tokens in order. It fetches a token's row into a ring in shared memory,
-quantizes it if there is a wire_dtype, and puts it into its final row at every rank that gets it. If
-peers receive lists, it also puts a list of words to each peer: the token's rows there, or the
-peer's experts that get it. A step of tokens is signalled while the next one is being sent. The
-kernel that uses the sender decides what the lists say, and which row a token gets.
+quantizes it if the format of the wire says so, and puts it into its final row at every rank that
+gets it. If peers receive lists, it also puts a list of words to each peer: the token's rows there,
+or the peer's experts that get it. A step of tokens is signalled while the next one is being sent.
+The kernel that uses the sender decides what the lists say, and which row a token gets.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Sender:
             lists=plgpu.SMEM((stages, self.fabric.num_ranks, self.num_words), jnp.int32),
             full=plgpu.Barrier(num_barriers=(stages,)),
         )
-        if self.row.wire_dtype is not None:  # input rows, before they are quantized
+        if self.row.wire.quantized:  # input rows, before they are quantized
             types["wide_stages"] = plgpu.SMEM((stages, self.row.hidden), self.row.dtype)
         return types
 
@@ -104,7 +104,7 @@ class Sender:
     def make_ready(
         self, x: Any, i: Any, *, stages: Any, full: Any, wide_stages: Any = None, **_: Any
     ) -> None:
-        """Waits until the i-th token's row is in its stage; quantizes it if wire_dtype is set."""
+        """Waits until the i-th token's row is in its stage; quantizes it if the wire does."""
         first_token, num_tokens = self.range()
         stage = lax.rem(i, jnp.int32(self.plan.num_stages))
 
@@ -113,7 +113,8 @@ class Sender:
             plgpu.barrier_wait(full.at[stage])
             if wide_stages is not None:
                 parts = [part.at[stage] for part in stages]
-                quantized_rows.quantize_row(self.fabric, wide_stages.at[stage], *parts)
+                wide = wide_stages.at[stage]
+                quantized_rows.quantize_row(self.fabric, self.row.wire, wide, *parts)
                 plgpu.commit_smem()  # all threads have read the input; puts see the quantized row
                 ahead = i + self.plan.num_stages
 

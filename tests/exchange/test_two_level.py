@@ -222,7 +222,7 @@ def test_float8_on_the_wire(monkeypatch):
         for implementation in ("two_level", "xla"):
             sent = case.dispatch(x, topk_idx, implementation, **options)
             kept = case.dispatch(x, topk_idx, implementation, output="quantized", **options)
-            found.append((sent.tokens, kept.tokens, kept.scales))
+            found.append((sent.tokens, kept.tokens.values, kept.tokens.scales))
         out = jax_ep.combine(y, kept.handle, wire_dtype=WIRE, implementation="two_level")
         return found, out
 
@@ -239,7 +239,7 @@ def test_float8_on_the_wire(monkeypatch):
         ]
         sums = np.stack(reference.combine(list(y.astype(np.float32)), here))
         total += after_the_wire(sums, "xla")
-    # XLA may multiply by a scale and add in one rounding: see `jax_ep.exchange.quantization`.
+    # XLA may multiply by a scale and add in one rounding: see `jax_ep.formats`.
     np.testing.assert_allclose(
         np.asarray(out, np.float32), total, rtol=float(jnp.finfo(y.dtype).eps), atol=1e-5
     )
