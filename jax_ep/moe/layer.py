@@ -359,8 +359,11 @@ def _run_routed_experts(
     held = topk_idx
     if placement is not None:
         held = chosen(topk_idx, placement, where.expert_axes)
+    tokens = tokens.astype(config.dtype)
+    # Quantized rows are the operands of float8 matmuls: their gradient goes straight to the tokens.
+    stays_quantized = config.matmul_dtype is not None and config.wire_dtype is not None
     received = dispatch(
-        tokens.astype(config.dtype),
+        lax.stop_gradient(tokens) if stays_quantized else tokens,
         held,
         num_experts=config.num_held,
         axis_name=where.expert_axes,
@@ -370,6 +373,7 @@ def _run_routed_experts(
         overflow="tail" if config.capacity_factor is None else config.overflow,
         host_capacity=_host_capacity(config, tokens.shape[0], where),
         wire_dtype=config.wire_dtype,
+        output="quantized" if stays_quantized else "dequantized",
         zero_unused=False,
         implementation=config.implementation,
     )
@@ -385,6 +389,7 @@ def _run_routed_experts(
         config.expert_options(),
         config.implementation,
         config.matmul_implementation,
+        tokens if stays_quantized else None,
     )
     dropped = (
         _of_all_experts(received.dropped_counts, where)

@@ -24,7 +24,7 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.exchange.api import Dispatched, Handle, Implementation, combine, dispatch_like
 from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
-from jax_ep.exchange.expert_major import check_weights
+from jax_ep.exchange.expert_major import check_weights, stand_in_rows
 from jax_ep.formats import QuantizedArray
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe.expert_matmuls import Experts, Matmuls, matmuls_of
@@ -61,6 +61,7 @@ class _Config:
     unit: Traced
     implementation: Implementation
     matmuls: Matmuls
+    grad_wire_dtype: Any  # of the cotangents of combined rows
 
 
 @documented(ExpertOptions)
@@ -121,20 +122,40 @@ def run_experts(
     options: ExpertOptions,
     implementation: Implementation,
     matmul_implementation: MatmulImplementation,
+    sent: jax.Array | None = None,
 ) -> jax.Array:
-    """Does what `routed_experts` does."""
+    """Does what `routed_experts` does.
+
+    Where received tokens are quantized, `sent` [T, H] are the tokens that get their gradient.
+    """
     if not isinstance(received, Dispatched):
         raise TypeError(
             "received must be what a dispatch returned, a Dispatched, but is "
             f"{checks.described(received)}."
         )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
+    quantized: QuantizedArray | None = None
+    grad_wire_dtype = None
     if isinstance(tokens, QuantizedArray):
-        raise TypeError(
-            "received.tokens must be an array, since the experts multiply tokens as they are, but "
-            f"is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; dispatch with "
-            'output="dequantized".'
-        )
+        if options.matmul_dtype is None:
+            raise TypeError(
+                "received.tokens must be an array, since the experts multiply tokens as they are, "
+                f"but is a QuantizedArray of {tokens.format.name} of shape {tokens.shape}; set "
+                'matmul_dtype, or dispatch with output="dequantized".'
+            )
+        quantized, grad_wire_dtype = tokens, tokens.format.dtype
+        if sent is None:
+            tokens = jnp.zeros(quantized.shape, quantized.dtype)
+        else:
+            tokens = stand_in_rows(
+                sent.astype(quantized.dtype),
+                handle,
+                wire_dtype=None,
+                grad_wire_dtype=None,
+                implementation=implementation,
+            )
+        if options.weights_on == "input":
+            tokens, quantized = tokens + quantized.dequantize(), None
     check_operands(
         tokens, experts, group_sizes, options, matmul_implementation, "matmul_implementation"
     )
@@ -143,12 +164,12 @@ def run_experts(
     weights: jax.Array | None = row_weights
     if options.weights_on == "input":
         tokens, weights = _weighted(tokens, row_weights, handle, implementation), None
-    arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
+    arrays = jax.tree.map(jnp.asarray, (tokens, experts, quantized, weights, group_sizes))
     leaves, tree = jax.tree.flatten(arrays)
     tokens, experts, *others = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
     traced = traced_unit(options, tokens, experts)
     matmuls, experts = matmuls_of(options.matmul_dtype, experts, matmul_implementation)
-    config = _Config(traced, implementation, matmuls)
+    config = _Config(traced, implementation, matmuls, grad_wire_dtype)
     return _routed_experts(config, tokens, experts, *others, handle)
 
 
@@ -163,12 +184,16 @@ def _weighted(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed_experts(config: _Config, tokens, experts, weights, group_sizes, handle):
-    return _forward(config, tokens, experts, weights, group_sizes, handle, keep=False)[0]
+def _routed_experts(config: _Config, tokens, experts, quantized, weights, group_sizes, handle):
+    return _forward(config, tokens, experts, quantized, weights, group_sizes, handle, keep=False)[0]
 
 
-def _forward(config, tokens, experts, weights, group_sizes, handle: Handle, keep: bool = True):
+def _forward(
+    config, tokens, experts, quantized, weights, group_sizes, handle: Handle, keep: bool = True
+):
     unit, matmuls = config.unit, config.matmuls
+    if quantized is not None:
+        tokens = quantized
     y, saved = forward(tokens, experts, group_sizes, unit, matmuls, keep, zero_unused=False)
     out = combine(y, handle, weights, implementation=config.implementation)
     return out, (saved, weights, handle)
@@ -178,7 +203,13 @@ def _backward(config, residuals, grad):
     saved, weights, handle = residuals
     # The rows past the last group, which a buffer for any routing has many of, change nothing here.
     rows_of_groups = dataclasses.replace(handle, zero_unused=False)
-    grad_rows = dispatch_like(grad, rows_of_groups, implementation=config.implementation)
+    grad_rows = dispatch_like(
+        grad,
+        rows_of_groups,
+        wire_dtype=config.grad_wire_dtype,
+        output="dequantized" if config.grad_wire_dtype is None else "quantized",
+        implementation=config.implementation,
+    )
     row_weights = None
     if weights is not None:
         row_weights = choices_to_rows(weights, handle, config.implementation)
@@ -191,12 +222,12 @@ def _backward(config, residuals, grad):
         handle.zero_unused,
     )
     if weights is None:
-        return dtokens, dexperts, None, None, None
+        return dtokens, dexperts, None, None, None, None
     # The weights' gradient is sent no sooner than the tokens', for which the ranks meet anyway: a
     # collective that waits for its peers takes multiprocessors from a product that runs meanwhile.
     dtokens, drow_weights = lax.optimization_barrier((dtokens, drow_weights))
     dweights = rows_to_choices(drow_weights, handle, config.implementation)
-    return dtokens, dexperts, dweights, None, None
+    return dtokens, dexperts, None, dweights, None, None
 
 
 _routed_experts.defvjp(_forward, _backward)
