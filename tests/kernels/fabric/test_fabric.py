@@ -48,7 +48,6 @@ needs_gpus = pytest.mark.skipif(
 )
 
 KINDS = ("expert", "rank", "float8")
-WIRE = FLOAT8_ROWS.dtype
 LONGEST_DELAY_NS = 200_000
 NUM_DELAY_POINTS = 4
 
@@ -134,8 +133,8 @@ class Work:
             return tokens, *sent, out
 
         if self.kind == "float8":
-            by_expert["wire_dtype"] = by_rank["wire_dtype"] = WIRE
-            new["wire_dtype"] = WIRE
+            by_expert["wire"] = by_rank["wire"] = FLOAT8_ROWS
+            new["wire"] = FLOAT8_ROWS
             sent, rows, all_counts, *_ = dispatch_kernel.dispatch(x, topk_idx, **new)
             again = dispatch_kernel.dispatch_like(-x, rows, all_counts, **by_expert)
             ranked, *_ = rank_dispatch_kernel.rank_dispatch(x, topk_idx, None, **by_rank)
