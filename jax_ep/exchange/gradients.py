@@ -125,13 +125,18 @@ def _received(
     if not config.quantized:
         return config.wire.decode(received, dtype)
     assert isinstance(config.wire, Format)
-    return QuantizedArray(*received, config.wire, dtype)
+    values, scales = received
+    return QuantizedArray(values, scales, config.wire, dtype)
 
 
 def _dispatch_like_bwd(config, routes, g):
     if config.quantized:
         raise TypeError(quantization.no_gradient(config.wire))
-    return combine(config.of_cotangents, g, None, routes), None
+    return _stand_in_bwd(config, routes, g)
+
+
+def _stand_in_bwd(config, routes, g):
+    return combine(config.of_cotangents, g, None, routes), None  # type: ignore
 
 
 dispatch_like.defvjp(
@@ -152,8 +157,7 @@ def stand_in_rows(config: Config, x: jax.Array, routes: Routes) -> jax.Array:
 
 
 stand_in_rows.defvjp(
-    lambda config, x, routes: (stand_in_rows(config, x, routes), routes),
-    lambda config, routes, g: (combine(config.of_cotangents, g, None, routes), None),
+    lambda config, x, routes: (stand_in_rows(config, x, routes), routes), _stand_in_bwd
 )
 
 

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 
 from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
-from jax_ep.matmul.backend import Backend, Gating, Problem, pad_rows, zero_tail
+from jax_ep.matmul.backend import Backend, Gating, Problem, zero_tail
 from jax_ep.runtime import jax_compat
 from pallas_kernels.formats import Float8
-from pallas_kernels.matmul.row_blocks import BLOCK, padded_rows, row_blocks
+from pallas_kernels.matmul.row_blocks import BLOCK
 
 DTYPE = jnp.dtype(jnp.float8_e4m3fn)
 # Of transposed rows: a scale for 128 rows and 128 columns, the format of gradients' transposes.
@@ -65,13 +65,18 @@ def quantize_matrices(
     FLOAT8_MATRICES.check_shape("matrices", matrices.shape)
     dtype = matrices.dtype
     parts = bind(quantize_matrices_p, matrices, implementation=implementation)
-    both = (QuantizedArray(*parts[i : i + 2], FLOAT8_MATRICES, dtype) for i in (0, 2))
+    both = (_array(FLOAT8_MATRICES, parts[i : i + 2], dtype) for i in (0, 2))
     return QuantizedMatrices(*both)
+
+
+def _array(format: Float8, parts: Sequence[jax.Array], dtype: Any) -> QuantizedArray:
+    values, scales = parts
+    return QuantizedArray(values, scales, format, dtype)
 
 
 def quantize_rows(rows: jax.Array) -> QuantizedArray:
     """Quantizes rows [R, K], K a multiple of 128."""
-    return QuantizedArray(*FLOAT8_ROWS.encode(rows), FLOAT8_ROWS, rows.dtype)
+    return _array(FLOAT8_ROWS, FLOAT8_ROWS.encode(rows), rows.dtype)
 
 
 def transpose_rows(
@@ -103,7 +108,7 @@ def transpose_rows(
         keep_order=keep_order,
         implementation=implementation,
     )
-    as_they_lie = QuantizedArray(*kept, FLOAT8_ROWS, rows.dtype) if keep_order else None
+    as_they_lie = _array(FLOAT8_ROWS, kept, rows.dtype) if keep_order else None
     return as_they_lie, RowsOfGroups(values, scales)
 
 
@@ -150,9 +155,7 @@ def gated_product(
         keep=keep,
         implementation=implementation,
     )
-    return tuple(
-        QuantizedArray(*parts[i : i + 2], FLOAT8_ROWS, lhs.dtype) for i in range(0, len(parts), 2)
-    )
+    return tuple(_array(FLOAT8_ROWS, parts[i : i + 2], lhs.dtype) for i in range(0, len(parts), 2))
 
 
 def drhs_of_each(
@@ -339,17 +342,3 @@ float8_product_p = make_primitive(
 )
 float8_gated_p = make_primitive("grouped_matmul_float8_gated", _types_of_gated, _compute_gated)
 float8_drhs_p = make_primitive("grouped_matmul_float8_drhs", _types_of_drhs, _compute_drhs)
-
-__all__ = [
-    "QuantizedMatrices",
-    "RowsOfGroups",
-    "drhs_of_each",
-    "gated_product",
-    "pad_rows",
-    "padded_rows",
-    "product",
-    "quantize_matrices",
-    "quantize_rows",
-    "row_blocks",
-    "transpose_rows",
-]

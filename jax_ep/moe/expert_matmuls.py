@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
-from jax_ep.dtypes import wide_dtype
-from jax_ep.formats import FLOAT8_ROWS, QuantizedArray
+from jax_ep.formats import QuantizedArray
 from jax_ep.matmul import api, float8
 from jax_ep.matmul.api import Implementation
 from jax_ep.matmul.float8 import QuantizedMatrices
 from jax_ep.moe.traced import Traced
+from pallas_kernels.matmul.row_blocks import row_blocks
 
 MATMUL_DTYPES = (jnp.float8_e4m3fn,)
 
@@ -195,7 +195,7 @@ class Float8Matmuls(Matmuls):
         return float8.product(pairs, group_sizes, dtype, self.implementation, zero_unused=False)
 
     def gradients(self, rows, hidden, dpre, grad_rows, experts, group_sizes, zero_unused):
-        blocks, groups = float8.row_blocks(group_sizes, rows.shape[0])
+        blocks, groups = row_blocks(group_sizes, rows.shape[0])
 
         def transpose(rows, **options):
             return float8.transpose_rows(
@@ -259,17 +259,4 @@ def quantize_experts(
             return None
         return float8.quantize_matrices(lax.stop_gradient(matrices), implementation)
 
-    return QuantizedExperts(*map(quantize, (wi_0, wi_1, wo)))
-
-
-__all__ = [
-    "FLOAT8_ROWS",
-    "Experts",
-    "Float8Matmuls",
-    "Matmuls",
-    "QuantizedExperts",
-    "check_matmul_dtype",
-    "matmuls_of",
-    "quantize_experts",
-    "wide_dtype",
-]
+    return QuantizedExperts(quantize(wi_0), quantize(wi_1), quantize(wo))  # type: ignore

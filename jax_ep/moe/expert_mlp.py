@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
+from jax_ep.formats import FLOAT8_MATRICES
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
 from jax_ep.moe.expert_matmuls import Experts, Matmuls, check_matmul_dtype, matmuls_of
@@ -228,7 +229,7 @@ def backward(
     groups = _group_of_row(group_sizes, len(dtokens))
     for name, rows in zip(("wi_0_bias", "wi_1_bias"), dpre, strict=False):
         if (bias := getattr(experts, name)) is not None:
-            dexperts = dexperts._replace(**{name: _sum_by_group(rows, groups, bias)})
+            dexperts = dexperts._replace(**{name: _sum_by_group(rows, groups, bias)})  # type: ignore
     if (bias := experts.wo_bias) is not None:
         grad = jnp.where((groups < len(bias))[:, None], grad, 0)
         wide = wide_dtype(grad.dtype)
@@ -323,11 +324,11 @@ def check_operands(
         wi_1_bias="[L, F]",
         wo_bias="[L, H]",
     )
-    arrays = experts._replace(quantized=None)._asdict().items()
-    given = {n: w for n, w in arrays if w is not None or n in ("wi_0", "wo")}
-    for name, weights in given.items():
+    weights = experts._replace(quantized=None)._asdict()
+    given = {n: w for n, w in weights.items() if w is not None or n in ("wi_0", "wo")}
+    for name, array in given.items():
         ndim = shapes[name].count(",") + 1
-        checks.check_array(name, weights, ndim, jnp.floating, shapes[name], may_be_empty=False)
+        checks.check_array(name, array, ndim, jnp.floating, shapes[name], may_be_empty=False)
     checks.check_array("tokens", tokens, 2, jnp.floating, "[R, H]", may_be_empty=False)
     checks.check_array("group_sizes", group_sizes, 1, jnp.integer, "[L]")
     num_experts, hidden, mlp = experts.wi_0.shape
@@ -356,6 +357,9 @@ def check_operands(
     for name, array in arrays.items():
         checks.check_not_sharded(name, array)
     check_options(unit)
+    if unit.matmul_dtype is not None:
+        for name in ("wi_0", "wo"):
+            FLOAT8_MATRICES.check_shape(name, arrays[name].shape)
     rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(tokens.dtype))
     _check_elementwise(unit, rows)
     if experts.wi_1 is None:

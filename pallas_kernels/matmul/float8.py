@@ -240,6 +240,16 @@ class _Float8Kernel(Kernel):
 
         self.take_roles(scratch, load, compute)
 
+    def compute_tile(
+        self, computer: jax.Array, tile: Any, used: jax.Array, outs: Any, scratch: Any
+    ) -> jax.Array:
+        """Computes and stores a tile; returns how many stages of the ring have been used."""
+        raise NotImplementedError
+
+    def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
+        """Returns the array of a half's block scales, and the place of its blocks in a column."""
+        raise NotImplementedError
+
     def load_tile(self, tile: Any, used: jax.Array, operands: Any, scratch: Any) -> jax.Array:
         """Copies a tile's operands into the ring, step by step."""
         group, first, _, _, left_edge = tile

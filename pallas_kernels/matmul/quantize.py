@@ -305,12 +305,10 @@ class _Job:
                 tile.shared(shared, arith.addi(row, i32(side * BLOCK)), _PATCH)
                 for side in range(_SIDES)
             ]
-            scales, factors = zip(
-                *map(_scale_of, map(_max, zip(*halves, strict=True))), strict=True
-            )
+            of_rows = [_scale_of(_max(x)) for x in zip(*halves, strict=True)]
             with mosaic.when(mosaic.equal(place, i32(0))):
-                tile.store_scales_of_rows(outs[1], scales)
-            tile.store_rows(outs[0], numbers, [[[f] * _PATCH for f in factors]] * _WALKS)
+                tile.store_scales_of_rows(outs[1], [scale for scale, _ in of_rows])
+            tile.store_rows(outs[0], numbers, [[[f] * _PATCH for _, f in of_rows]] * _WALKS)
         if self.by_column:
             of_strips = [
                 [
@@ -433,7 +431,7 @@ class _Tile:
                 at = _past(start, (walk * _STEP + j) * height)
                 llvm.store(_packed(*four), at, alignment=_PATCH)
 
-    def store_scales_of_rows(self, out: Any, scales: tuple[Value, ...]) -> None:
+    def store_scales_of_rows(self, out: Any, scales: list[Value]) -> None:
         i32 = mosaic.i32
         for i, scale in enumerate(scales):
             row = arith.addi(self.row, i32(i))
