@@ -1,8 +1,8 @@
-"""How a published tensor's numbers are stored: plainly, as float8 with scales, or as MXFP4.
+"""Reads and writes published tensors, stored plainly, as float8 with scales, or as MXFP4.
 
 Each encoding reads slices of a tensor as numbers and writes numbers back to slices. Numbers that
-are read and written back without change keep their bytes: a block whose numbers are still what the
-stored block decodes to is not written.
+are written back unchanged keep their bytes: a block is written only if its numbers differ from what
+the stored block decodes to.
 """
 
 from __future__ import annotations

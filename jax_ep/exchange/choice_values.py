@@ -14,7 +14,7 @@ import jax
 from jax_ep.collectives.api import all_gather, all_to_all
 from jax_ep.exchange import xla
 from jax_ep.exchange.expert_major import Handle
-from jax_ep.exchange.interface import Implementation
+from jax_ep.exchange.interface import Implementation, algorithm_next_to
 from jax_ep.exchange.routes import Routes
 from jax_ep.runtime.jax_compat import match_varying, replicated_over_explicit_axes
 
@@ -51,5 +51,5 @@ def _operands(
 ) -> tuple[jax.Array, Routes, dict[str, Any]]:
     """Casts values and routes to vary over the same axes; adds the collective's arguments."""
     values, *arrays = match_varying((values, *handle.routes), handle.axis_name)
-    algorithm = None if implementation in (None, "pallas") else "xla"
+    algorithm = algorithm_next_to(implementation)
     return values, Routes(*arrays), dict(axis_name=handle.axis_name, algorithm=algorithm)

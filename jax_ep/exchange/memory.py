@@ -34,10 +34,10 @@ Operation = Literal[
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 IMPLEMENTATIONS = ("pallas", "xla")
 LAYOUTS = ("expert", "rank")
-# Within one rank, between the rank-major and the expert-major layout: nothing crosses the wire.
+# Operations between the rank-major and the expert-major layout, which communicate nothing.
 LOCAL: tuple[Operation, ...] = ("group_by_expert", "sum_by_token")
 
-_WORD = 4  # bytes of an int32 or a float32
+_WORD = 4  # an int32 or a float32 has 4 bytes
 
 
 def workspace_bytes(
@@ -60,27 +60,28 @@ def workspace_bytes(
 ) -> dict[str, int]:
     """Returns the buffers that one call of an operation holds: name -> bytes per rank.
 
-    Not counted are the caller's arrays: x and topk_idx, y and the weights, `Dispatched.tokens`,
-    the result of `combine`, cotangents and gradients. The routes are counted for the dispatch that
-    makes them, and live as long as its handle; all other buffers are freed when the call returns.
-    Also not counted is the heap of symmetric memory that "pallas" keeps on every GPU while the
-    process lives. A host is taken to have as many GPUs as ranks; more leave less room in the heap.
+    The counts leave out the caller's arrays: x and topk_idx, y and the weights,
+    `Dispatched.tokens`, the result of `combine`, cotangents and gradients. They also leave out the
+    heap of symmetric memory that "pallas" keeps on every GPU while the process lives. The routes
+    are counted for the dispatch that makes them, and live as long as its handle; all other buffers
+    are freed when the call returns. A host is assumed to have as many GPUs as ranks; with more GPUs
+    there is less room in the heap.
 
-    For "xla" the counts are of the arrays that the program names. XLA may need less, since it fuses
-    operations and lets arrays share memory; or more where it does not fuse: up to K arrays
-    [N, T, H] of the terms of a sum over a token's choices.
+    For "xla" the arrays of the program are counted. XLA may need less, since it fuses operations
+    and lets arrays share memory. It needs more where it does not fuse a sum over a token's choices:
+    up to K arrays [N, T, H] of terms.
 
     Args:
-      operation: a function of this library; or "dispatch_grad", the gradient of a dispatch; or
-        "combine_grad", the gradient of a combine, which is weighted in the expert-major layout.
+      operation: the name of a function of this library; or "dispatch_grad" or "combine_grad", their
+        gradients ("combine_grad" has weights in the expert-major layout).
       implementation: "pallas" or "xla".
       num_tokens: T, per rank.
       hidden: H.
       num_experts: E.
       top_k: K.
       num_ranks: N.
-      num_hosts: M, which divides N. Above 1, these are the buffers of the exchange of two levels,
-        and `implementation` is what runs inside each host.
+      num_hosts: M, which divides N. Above 1, counts the buffers of "two_level", and
+        `implementation` is the exchange inside each host.
       host_capacity: as given to `dispatch`.
       dtype: the dtype of the rows.
       capacity: R, as given to `dispatch` or `group_by_expert`, which are dropless by default. Not
@@ -88,8 +89,8 @@ def workspace_bytes(
       expert_alignment: as given there; without a capacity, R includes the padding it may need.
       layout: the layout of `dispatch`; "rank" for group_by_expert and sum_by_token.
       wire_dtype: the wire_dtype of the operation; for a gradient, its grad_wire_dtype.
-      output: the output of a dispatch with a wire_dtype; "pallas" writes quantized rows without a
-        buffer of their own.
+      output: the `output` of a dispatch with a wire_dtype; "pallas" writes "quantized" rows
+        directly into the result.
 
     Raises:
       ValueError, TypeError: an argument does not fit, or "pallas" cannot run at these sizes; the
@@ -124,10 +125,10 @@ def workspace_bytes(
 def result_bytes(
     operation: Operation, implementation: Literal["pallas", "xla"], **sizes: Any
 ) -> dict[str, int]:
-    """Returns the rows that an operation gives its caller: name -> bytes per rank.
+    """Returns the bytes of the rows in an operation's result: name -> bytes per rank.
 
-    The arguments are those of `workspace_bytes`. Counts of rows and routes are left out: they are
-    small, or part of the workspace.
+    The arguments are those of `workspace_bytes`. `group_sizes` and other counts are left out, since
+    they are small, and routes, since `workspace_bytes` counts them.
     """
     shape = _checked(operation, implementation, **sizes)
     if operation == "dispatch" and shape.quantized:
@@ -143,7 +144,7 @@ def result_bytes(
         "group_by_expert": ("grouped tokens", shape.capacity),
         "combine": ("combined tokens", shape.num_tokens),
         "dispatch_grad": ("gradient of x", shape.num_tokens),
-        "sum_by_token": ("sums by token", shape.num_tokens),  # of all ranks: see `_checked`
+        "sum_by_token": ("sums by token", shape.num_tokens),  # `_checked` has made this N * T
     }[operation]
     return {name: shape.rows(count)}
 
@@ -198,7 +199,7 @@ def _checked(
     if wire.quantized and operation in LOCAL:
         raise ValueError(f"wire_dtype must be None for {operation}, which sends nothing.")
     num_local = num_experts // num_ranks
-    if operation in LOCAL:  # an exchange among one rank
+    if operation in LOCAL:  # counted as the exchange of a single rank with N * T tokens
         num_ranks, num_tokens, num_experts = 1, num_ranks * num_tokens, num_local
         layout = "expert"
     if layout == "rank":
@@ -258,20 +259,20 @@ class _Shape:
     def routes(self) -> int:
         """Returns the bytes of the routes.
 
-        They are a row, or in the rank-major layout a local expert, for each choice; and in the
-        expert-major layout the counts.
+        The routes hold one word for each choice of all ranks, and in the expert-major layout also
+        the counts.
         """
         counts = 0 if self.by_rank else self.num_ranks * self.num_experts
         return _WORD * (self.pairs * self.top_k + counts)
 
     @property
     def padded_hidden(self) -> int:
-        """H and the padding that the kernels need."""
+        """H, padded as the kernels need it."""
         return plans.padded_hidden(self.hidden, self.dtype, self.wire)
 
     @property
     def row(self) -> plans.Row:
-        """A padded row, for the kernels' plans."""
+        """The size of a padded row, for the kernels' plans."""
         return plans.Row(self.padded_hidden, self.dtype, self.wire)
 
     @property
@@ -285,7 +286,7 @@ class _Shape:
 
     @property
     def low_latency(self) -> plans.LowLatencyPlan | None:
-        """The plan of the kernels over the low-latency protocol, if they take such rows."""
+        """The plan of the low-latency kernels; None if they do not support such rows."""
         return plans.for_low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
 
     def padded_rows(self, count: int) -> int:
@@ -306,7 +307,7 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
         held = plans.dispatch_workspace(plan, shape.sizes)
     received = shape.capacity * shape.row.sent_bytes
     if shape.padded_hidden == shape.hidden and (shape.quantized or not shape.wire.quantized):
-        received = 0  # the kernel writes them to the result
+        received = 0  # the kernel writes the rows directly into the result
     return held | {
         "padded rows": shape.padded_rows(shape.num_tokens),
         "received rows": received,
@@ -314,7 +315,7 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
 
 
 def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
-    if shape.by_rank:  # the kernel makes the lists again
+    if shape.by_rank:  # the kernel computes the local experts again, as a dispatch does
         return _pallas_dispatch(shape)
     held = _pallas_dispatch(shape)
     return {name: held[name] for name in ("padded rows", "received rows")}
@@ -322,7 +323,7 @@ def _pallas_dispatch_like(shape: _Shape) -> dict[str, int]:
 
 def _pallas_combine(shape: _Shape) -> dict[str, int]:
     padded = {"padded rows": shape.padded_rows(shape.num_tokens + shape.capacity)}
-    if shape.low_latency:  # sums are received in symmetric memory
+    if shape.low_latency:  # the sums arrive in symmetric memory, which is not counted
         return padded
     plan = plans.for_combine(shape.row, shape.sizes, settings.num_blocks())
     return plans.combine_workspace(plan, shape.row, shape.sizes) | padded
@@ -331,9 +332,10 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
 def _pallas_combine_grad(shape: _Shape) -> dict[str, int]:
     if shape.by_rank:
         return _pallas_dispatch_like(shape)
-    if shape.wire.quantized:  # XLA weights rows that are received quantized
+    if shape.wire.quantized:  # XLA multiplies received quantized rows by the weights
         return _pallas_dispatch_like(shape) | _xla_grad_of_rows(shape)
-    return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}  # g, y and dy
+    # g has T rows, y and dy have R rows each.
+    return {"padded rows": shape.padded_rows(shape.num_tokens + 2 * shape.capacity)}
 
 
 def _xla_dispatch(shape: _Shape) -> dict[str, int]:
@@ -389,7 +391,7 @@ def _xla_combine_grad(shape: _Shape) -> dict[str, int]:
 
 
 def _xla_grad_of_rows(shape: _Shape) -> dict[str, int]:
-    """Returns what is held while the gradients of y and the weights are made from g in the rows."""
+    """Returns the buffers in which XLA computes the gradients of y and the weights."""
     numbers = _WORD * shape.pairs * shape.top_k
     return {
         "g in the rows": shape.rows(shape.capacity),
@@ -433,20 +435,21 @@ def _between_hosts(
     num_hosts: int,
     sent_rows: int,
 ) -> dict[str, int]:
-    """Returns what `jax_ep.exchange.two_level` holds, the exchange inside a host included.
+    """Returns the buffers of `jax_ep.exchange.two_level`: name -> bytes per rank.
 
-    `sent_rows` is the number of rows that a rank sends to each host.
+    The buffers of the exchange inside a host are included. `sent_rows` is the number of rows that a
+    rank sends to each host.
     """
     num_tokens, ranks_per_host = shape.num_tokens, shape.num_ranks // num_hosts
     sums = operation in ("combine", "dispatch_grad")
     if sums and ranks_per_host == 1:
-        implementation = "xla"  # which sums for a rank alone on its host
+        implementation = "xla"  # on a host with one rank, XLA computes the sums
     at_once = implementation == "pallas" and num_tokens <= plans.FEW_TOKENS
     tokens_of_call = num_tokens
     if at_once:
         tokens_of_call = num_hosts * sent_rows + (num_tokens if sent_rows < num_tokens else 0)
-    # In turns rows of other hosts alone: with kernels those that come and those that are placed,
-    # and of sums all that return and those that are sent.
+    # With kernels, two remote hosts' rows are held: those arriving and those being placed. A
+    # combine holds the returned sums of all other hosts and the outgoing sums of one.
     in_turns = min(2, num_hosts - 1) if implementation == "pallas" else num_hosts - 1
     arrivals, sums_held = (num_hosts, 2 * num_hosts) if at_once else (in_turns, num_hosts)
     inside = dataclasses.replace(
@@ -458,13 +461,14 @@ def _between_hosts(
         wire=PLAIN,
         quantized=False,
     )
-    # Quantized rows are sent as whole lines, but not sums.
+    # Quantized rows are padded to whole lines of ROW_BYTES, but sums are not.
     sent_bytes = shape.sent_rows(1)
     if shape.wire.quantized and not sums:
         sent_bytes = align_up(sent_bytes, plans.ROW_BYTES)
     rail = arrivals * sent_rows * sent_bytes
     weights = 0 if shape.by_rank else _WORD * num_hosts * sent_rows * shape.top_k
-    # Of the kernels', in the order of ranks inside the host, copied to or from that of all ranks.
+    # Rank-major kernels use rows in the order of the host's ranks, which XLA copies from or to the
+    # order of all ranks.
     by_kernels = shape.by_rank and implementation == "pallas"
     in_order = inside.rows(ranks_per_host * tokens_of_call) if by_kernels else 0
     if sums:
@@ -483,23 +487,24 @@ def _between_hosts(
             **_of_one_level(operation, implementation, inside),
         }
     held = {
-        "rows of the rail": rail if sent_rows == num_tokens else 2 * rail,  # picked, and received
+        # With a host_capacity, the rows to send are picked into a buffer first.
+        "rows of the rail": rail if sent_rows == num_tokens else 2 * rail,
         "rows inside a host": in_order,
         "quantized rows": shape.quantized_rows(num_tokens),
         "weights of the rail": weights if operation == "combine_grad" else 0,
     }
     received = {"received rows": shape.quantized_rows(shape.capacity)}
-    if operation == "combine_grad" and not shape.by_rank:  # of rows as wide as they were
+    if operation == "combine_grad" and not shape.by_rank:  # rows inside a host keep their dtype
         dy = 0 if implementation == "pallas" else shape.rows(shape.capacity)
         held |= {"gradient of y, of all hosts so far": dy}
-    elif shape.wire.quantized:  # words of what is sent
+    elif shape.wire.quantized:  # a host forwards quantized rows as 32-bit words
         words = sent_bytes // _WORD
         inside = dataclasses.replace(inside, hidden=words, dtype=jnp.dtype(jnp.float32))
         held |= received
     parts = _of_one_level(
         operation if operation == "combine_grad" else "dispatch_like", implementation, inside
     )
-    if "gathered tokens" in parts:  # of this host, and of another one
+    if "gathered tokens" in parts:  # XLA holds the tokens of this host and of another one
         parts["gathered tokens"] += parts["gathered tokens"] * sent_rows // num_tokens
     if operation == "dispatch" and not shape.by_rank:
         choices = num_tokens * shape.top_k

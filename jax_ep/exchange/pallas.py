@@ -1,7 +1,7 @@
-"""The exchange by Pallas kernels: the functions of `jax_ep.exchange.interface.Exchange`.
+"""Implements the exchange with Pallas kernels: the functions of `interface.Exchange`.
 
-Each pads rows as the kernels need them; `pallas_kernels.exchange.plan` says how a kernel is spread
-over thread blocks and shared memory. Importing this module imports Mosaic.
+Each function pads rows as the kernels need them, and takes from `pallas_kernels.exchange.plan` the
+numbers of thread blocks and the sizes of buffers. Importing this module imports Mosaic.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
+    """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
     padded = _pad_hidden(y.astype(config.sum_dtype or y.dtype), config)
     out = _combine(padded, topk_weights, routes.topk_idx, routes.rows, config)
     return out[:, : y.shape[1]]
@@ -132,7 +132,7 @@ def combine_grad(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the cotangents of a weighted combine, as `ExchangeInParts.combine_grad` says.
 
-    `dispatch_like` sends cotangents that are quantized, and XLA multiplies what is received.
+    Quantized cotangents are sent by `dispatch_like`, and XLA multiplies the received rows.
     """
     if config.wire.quantized:
         return xla_exchange.combine_grad(
@@ -158,7 +158,7 @@ def combine_grad(
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
+    """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
     num_tokens = x.shape[0]
     padded = _pad_hidden(x, config)
     fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
@@ -182,7 +182,7 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Returns partial sums y [N, T, H] to their owners and adds them: `Exchange.rank_combine`."""
+    """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
     hidden = y.shape[-1]
     y = _pad_hidden(y.reshape(-1, hidden).astype(config.sum_dtype or y.dtype), config)
     out = _combine(y, None, routes.topk_idx, routes.local_topk_idx, config, by_rank=True)
@@ -190,7 +190,7 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
 
 
 def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
-    """Returns the fabric, and where each expert's rows start and end, as arguments of a kernel."""
+    """Returns the kernel arguments that determine the fabric and the experts' blocks of rows."""
     return dict(
         fabric=fabric,
         expert_alignment=config.expert_alignment,
@@ -229,7 +229,7 @@ def _row(x: jax.Array, config: Config) -> plans.Row:
 
 
 def _pad_hidden(x: jax.Array, config: Config) -> jax.Array:
-    """Pads x [T, H] or [R, H] with columns of zeros, as far as the kernels need them."""
+    """Pads x [T, H] or [R, H] with columns of zeros to the width that the kernels need."""
     padding = plans.padded_hidden(x.shape[1], x.dtype, config.wire) - x.shape[1]
     return jnp.pad(x, ((0, 0), (0, padding))) if padding else x
 

@@ -1,7 +1,8 @@
-"""The JAX primitives of the exchange: shapes, varying-axes types, and which exchange runs where.
+"""Defines the JAX primitives of the exchange: result types and lowering.
 
-Six primitives without effects, one for each function of `jax_ep.exchange.interface.Exchange`, with
-the same operands and results. Each lowers to the exchange that `jax_ep.exchange.selection` selects.
+There are six primitives without effects, one for each function of
+`jax_ep.exchange.interface.Exchange`, with the same operands and results. Each lowers to the
+exchange that `jax_ep.exchange.selection` selects.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _Shape: Any = jax.ShapeDtypeStruct
 
 
 def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
-    """Raises ValueError, with the reason, if the exchange that config names cannot move rows.
+    """Raises ValueError, with the reason, if the exchange that config names cannot move `rows`.
 
-    Both are checked, the exchange of `rows` and that of their cotangents; `list_words` are those of
-    `selection.Rows`. What is known only when the program is lowered is checked then.
+    Checks the exchange of `rows` and that of their cotangents. `list_words` is the field of
+    `selection.Rows`. Facts that are known only when the program is lowered are checked then.
     """
     for each in (config, config.of_cotangents):
         problem = _problem(each, rows, list_words, availability.TRACED)
@@ -60,11 +61,11 @@ def _problem(
 
 
 def _select(config: Config, program: Program, operands: Sequence[Any]) -> Exchange:
-    """Selects the exchange to lower a primitive of these operands to."""
+    """Selects the exchange that a primitive with these operands lowers to."""
     rows, *_, last = operands
     if isinstance(last, (Routes, RankRoutes)):
         list_words = last.topk_idx.shape[1]
-    else:  # the choices, and perhaps weights that are sent with them
+    else:  # a rank-major dispatch has x, the choices and perhaps weights
         list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
     problem = _problem(config, rows, list_words, availability.Lowered(program))
     return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
@@ -110,7 +111,7 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def bind(*operands: Any, config: Config) -> Any:
-        # JAX lowers equal calls once, so calls that compute the same must have an equal config.
+        # JAX lowers calls with equal parameters once, so fields that change nothing are reset here.
         zero_unused = config.zero_unused or looks_for_nans()
         config = dataclasses.replace(
             config, grad_wire=PLAIN, quantized=False, zero_unused=zero_unused
@@ -125,7 +126,7 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     return bind
 
 
-# What each primitive returns: a shape and dtype for every array.
+# Functions from a primitive's operands to the shapes and dtypes of its results.
 
 
 def _received(lead: tuple[int, ...], x: jax.Array, config: Config) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
-"""The exchanges that there are, and what each does not support: the table that primitives read.
+"""Lists the implementations of the exchange in a table, with what each does not support.
 
-A module of an exchange is imported where it runs, since the kernels load Mosaic.
+The module of an implementation is imported only where it runs, since the kernels load Mosaic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pallas_kernels.formats import PLAIN, RowFormat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of an exchange, as far as the kernels depend on them.
+    """The properties of an exchange's rows on which the kernels depend.
 
     Attributes:
       hidden: H, the columns of a row.
@@ -62,12 +62,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """An exchange, as far as its implementation depends on it.
+    """The properties of an exchange by which its implementation is selected.
 
     Attributes:
-      place: where it is to run.
+      place: where the exchange runs.
       axis_name: the mesh axes that ranks are numbered along.
-      rows: what it sends; None for any rows that the kernels support.
+      rows: the rows that it sends; None for any rows that the kernels support.
     """
 
     place: availability.Place
@@ -77,10 +77,10 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Exchange(Implementation):
-    """An exchange in the table, which is asked a `Problem`.
+    """An entry of the table; its `Implementation` methods take a `Problem`.
 
     Attributes:
-      load: returns the exchange of a problem that it supports.
+      load: imports and returns the `Exchange` for a supported problem.
     """
 
     load: Callable[[Problem], Exchange]
@@ -119,7 +119,7 @@ def _load_xla(problem: Problem) -> Exchange:
     return xla
 
 
-# In the order in which implementation=None tries them.
+# The implementations, in the order in which implementation=None tries them.
 IMPLEMENTATIONS = Implementations(
     (
         _Exchange(name="two_level", unavailable_reason=_two_level_reason, load=_load_two_level),

@@ -1,8 +1,8 @@
-"""The portable exchange, on XLA's own collectives: any backend, any number of hosts.
+"""Implements the exchange with XLA's collectives, for any backend and any number of hosts.
 
-Dispatch gathers the tokens of all ranks on every rank, chosen there or not, then gathers locally
-into the experts' blocks. Combine sums per (token, rank) locally, exchanges these sums by an
-all-to-all, and adds them in rank order. So every sum has one fixed order.
+Dispatch gathers the tokens of all ranks on every rank, then gathers the rows of the local experts'
+blocks. Combine sums the rows of each (token, rank) locally, exchanges the sums by an all-to-all,
+and adds them in rank order, so that results are deterministic.
 
 The functions of `jax_ep.exchange.interface.Exchange` come first; shapes are documented there.
 """
@@ -33,14 +33,14 @@ def dispatch(
     x: jax.Array, topk_idx: jax.Array, config: Config
 ) -> tuple[Received, Routes, RowGroups]:
     """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
-    # The payload and these messages are all that ranks exchange.
+    # Ranks exchange only the payload and these messages.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
     routes, groups = read_messages(messages, topk_idx, config)
     return dispatch_like(x, routes, config), routes, groups
 
 
 def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
-    """Packs what every rank must know of this rank's choices [T, K]: [2 T·K + E] int32."""
+    """Packs this rank's choices, their places and counts into a message, [2 T·K + E] int32."""
     counts, places = count_choices(topk_idx, config.num_experts)
     return jnp.concatenate([topk_idx.reshape(-1), places.reshape(-1), counts])
 
@@ -81,10 +81,10 @@ def dispatch_like(
 def combine(
     y: jax.Array, topk_weights: jax.Array | None, routes: Routes, config: Config
 ) -> jax.Array:
-    """Sums y [R, H] by token and returns the sums to their owners, as `Exchange.combine` says."""
+    """Sums y [R, H] by token and returns the sums to their ranks; see `Exchange.combine`."""
     rows = routes.rows
     weights = None if topk_weights is None else stack_ranks(topk_weights, config)
-    if weights is not None:  # no weight of another rank's choice may meet the zero it has here
+    if weights is not None:  # a NaN weight times a zero row would be NaN
         weights = jnp.where((rows >= 0) & (rows < y.shape[0]), weights, 0)
     num_ranks, num_tokens, top_k = rows.shape
     partial_sum = jnp.zeros((num_ranks, num_tokens, y.shape[1]), jnp.float32)
@@ -92,7 +92,7 @@ def combine(
         row = _fill(y, rows[:, :, choice]).astype(jnp.float32)
         partial_sum += row if weights is None else row * weights[:, :, choice, None]
     partial_sum = partial_sum.astype(config.wire.sum_dtype(config.sum_dtype or y.dtype))
-    if config.sum_dtype is not None:  # else XLA keeps all terms and adds them again for each rank
+    if config.sum_dtype is not None:  # the barrier keeps XLA from adding all terms again per rank
         partial_sum = lax.optimization_barrier(partial_sum)
     return _add_ranks(partial_sum, config).astype(config.sum_dtype or y.dtype)
 
@@ -152,12 +152,12 @@ def rows_to_choices(
 def rank_dispatch(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, config: Config
 ) -> tuple[Received, RankRoutes, jax.Array | None]:
-    """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
+    """Sends x [T, H] in the rank-major layout; see `Exchange.rank_dispatch`."""
     num_experts = config.num_experts
     all_topk_idx = stack_ranks(topk_idx, config)
     num_local_experts = num_experts // all_topk_idx.shape[0]
     local = all_topk_idx - config.rank() * num_local_experts
-    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # else the difference may wrap
+    here = (all_topk_idx >= 0) & (all_topk_idx < num_experts)  # `local` of a large id may wrap
     here &= (local >= 0) & (local < num_local_experts)
     all_bits = stack_ranks(quantization.bits(x, config.wire), config)
     sent = jnp.where(jnp.any(here, axis=-1, keepdims=True), all_bits, 0)
@@ -169,20 +169,20 @@ def rank_dispatch(
 
 
 def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Returns sums y [N, T, H] to their owners and adds them, as `Exchange.rank_combine` says."""
+    """Returns sums y [N, T, H] to their ranks and adds them; see `Exchange.rank_combine`."""
     sent = jnp.any(routes.local_topk_idx >= 0, axis=-1, keepdims=True)
     return _add_ranks(jnp.where(sent, y, 0), config).astype(config.sum_dtype or y.dtype)
 
 
 def return_weights(g: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
-    """Sends the cotangent g [N, T, K] of received weights to the tokens' owners: [T, K]."""
+    """Sends the cotangent g [N, T, K] of received weights to the tokens' ranks: [T, K]."""
     returned = _swap_ranks(jnp.where(routes.local_topk_idx >= 0, g, 0), config)
     return jnp.sum(returned, axis=0)  # at most one rank's term is not zero: the sum is exact
 
 
 def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
-    """Sends sums [N, T, H] to their owners and adds those received: [T, H] float32."""
-    if not config.wire.quantized:  # not as bits, with which XLA for CPUs fuses less
+    """Sends sums [N, T, H] to their ranks and adds the received sums: [T, H] float32."""
+    if not config.wire.quantized:  # XLA for CPUs fuses less if sums are sent as bits
         sums = _swap_ranks(sums, config)
     else:
         sent = _swap_ranks(quantization.bits(sums, config.wire), config)
@@ -192,7 +192,7 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
 
 
 def _gather_ranks(x: jax.Array, config: Config) -> jax.Array:
-    """Gathers x [T, ...] of all ranks: [N * T, ...]. No mesh axes at all are one rank."""
+    """Gathers x [T, ...] from all ranks: [N * T, ...]; without mesh axes there is one rank."""
     if config.ranks_per_host == 1:  # XLA would run a collective of each rank with itself
         return x
     return lax.all_gather(
@@ -221,7 +221,7 @@ def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _union(some: jax.Array, others: jax.Array) -> jax.Array:
-    """Joins two arrays of which at most one is not zero at each place, bit for bit."""
+    """Joins two arrays bit for bit; at each place at most one of them may be nonzero."""
     bits = quantization.bits(some) | quantization.bits(others)
     return lax.bitcast_convert_type(bits, some.dtype)
 

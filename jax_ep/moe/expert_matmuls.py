@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jax_ep import checks
 from jax_ep.formats import QuantizedArray
@@ -229,6 +230,45 @@ def matmuls_of(
         quantized = quantize_experts(experts.wi_0, experts.wi_1, experts.wo, implementation)
         experts = experts._replace(quantized=quantized)
     return Float8Matmuls(implementation), experts
+
+
+def specs_of_quantized(quantized: QuantizedExperts, specs: Any) -> QuantizedExperts:
+    """Returns how quantized experts are sharded, from the `PartitionSpec` of each matrix.
+
+    `specs` has an attribute for each field of `QuantizedExperts`.
+    """
+
+    def of_matrices(name: str, matrices: QuantizedMatrices | None) -> Any:
+        if matrices is None:
+            return None
+        spec = getattr(specs, name)
+        turned = PartitionSpec(spec[0], spec[2], spec[1])
+        return QuantizedMatrices(
+            jax.tree.map(lambda _: spec, matrices.matrices),
+            jax.tree.map(lambda _: turned, matrices.transposed),
+        )
+
+    return QuantizedExperts(*(of_matrices(*item) for item in quantized._asdict().items()))
+
+
+def check_quantized(quantized: Any, wi_0: jax.Array, wo: jax.Array, matmul_dtype: Any) -> None:
+    """Raises TypeError or ValueError unless quantized experts are None or those of the matrices."""
+    if quantized is None:
+        return
+    if not isinstance(quantized, QuantizedExperts):
+        raise TypeError(
+            "quantized_experts must be None or what jax_ep.quantize_experts returns, but is "
+            f"{checks.described(quantized)}."
+        )
+    if matmul_dtype is None:
+        raise ValueError("quantized_experts must be None where matmul_dtype is None.")
+    for name, matrices in (("wi_0", wi_0), ("wo", wo)):
+        shape = getattr(quantized, name).matrices.shape
+        if shape != matrices.shape:
+            raise ValueError(
+                f"quantized_experts.{name} must have the shape of {name}, {matrices.shape}, but "
+                f"has {shape}."
+            )
 
 
 def quantize_experts(

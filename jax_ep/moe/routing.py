@@ -1,4 +1,4 @@
-"""Routers: pure functions of one rank's logits, float32 inside."""
+"""Defines routers: pure functions of one rank's logits that compute in float32."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 ChooseBy = Literal["score", "logit"]
 GroupScore = Literal["top2", "max"]
 
-# `Routing.probs` of a token whose logits are all lower are those of logits raised so far.
+# If all logits of a token are lower, `Routing.probs` are computed after raising them to this.
 _LOWEST_LOGIT = -64.0
 
 
 class Routing(NamedTuple):
-    """The experts that each token goes to, and their weights. T tokens, K choices, E experts.
+    """The experts chosen by each token, and their weights, for T tokens, K choices and E experts.
 
     Attributes:
-        topk_idx: [T, K] int32, expert ids, best first; all K of a token are distinct.
-        topk_weights: [T, K] float32, what `combine` multiplies each expert's output by.
+        topk_idx: [T, K] int32, expert ids, best first; the K ids of a token are distinct.
+        topk_weights: [T, K] float32, the weights for `combine`.
         probs: [T, E] float32, every expert's score before bias, groups, normalization and scale,
-            for `load_balance_loss`, which needs their ratios. So that these exist, a token whose
-            logits are all below -64 has sigmoids, or roots of softplus, of logits raised as a whole
-            to -64. None, from a router of your own, means that there is no such loss.
+            for `load_balance_loss`, which uses only their ratios. If all sigmoids (or roots of
+            softplus) of a token would underflow, its logits are raised together, so that the
+            largest is -64. Your own router may return None: there is no such loss then.
     """
 
     topk_idx: jax.Array
@@ -58,21 +58,20 @@ register_for_export(Routing)
 def router_logits(
     x: jax.Array, gate: jax.Array, bias: jax.Array | None = None, dtype: Any = jnp.float32
 ) -> jax.Array:
-    """Returns x @ gate + bias, float32, at the speed of bfloat16 where x is bfloat16.
+    """Returns x @ gate + bias in float32, at the speed of bfloat16 if x is bfloat16.
 
-    A float32 is the sum of three bfloat16 numbers. With a bfloat16 x, three bfloat16 products
-    with float32 sums therefore lose nothing, where one product of float32 operands would first
-    copy x to float32, and on a GPU then round the gate to TF32's 11 bits. The gradients split
-    their float32 operands in two, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). Other
-    dtypes of x are multiplied as float32, in whatever precision `jax.default_matmul_precision`
-    says.
+    For a bfloat16 x, the float32 gate is split into three bfloat16 parts, which add up to it
+    exactly, and the three products are summed in float32. (One float32 product would copy x, and
+    on a GPU round the gate to TF32's 11 bits.) The gradients split their float32 operands into two
+    parts, for 16 bits (Henry, Tang and Heinecke, arXiv:1904.06376). Other dtypes of x are
+    multiplied as float32, in the precision of `jax.default_matmul_precision`.
 
     Args:
         x: [T, H] floating.
         gate: [H, E] floating.
-        bias: [E] floating, or None: a trained bias of the logits (GPT-OSS), in choice and weights.
-        dtype: float32; or the narrower dtype of a model that casts x, gate and bias to it, sums in
-            float32, and rounds the logits to it.
+        bias: [E] floating, or None: a trained bias of the logits (GPT-OSS).
+        dtype: float32; or a narrower dtype: x, gate and bias are then cast to it, summed in
+            float32, and the logits are rounded to it.
 
     Returns:
         [T, E] float32.
@@ -159,22 +158,23 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, dtype: Any) -> ja
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingOptions:
-    """How experts are chosen by their logits, and how the choices are weighed.
+    """Options of choosing experts by their logits, and of the choices' weights.
 
     Attributes:
-        score: an expert's score, of its logits: "softmax", "sigmoid" or "sqrt_softplus".
-        choose_by: what the selection bias is added to, and groups are compared by: "score" or
-            "logit".
+        score: the function of the logits that gives the experts' scores: "softmax", "sigmoid" or
+            "sqrt_softplus".
+        choose_by: "score" or "logit": the number to which the selection bias is added, and by which
+            groups are compared.
         num_groups: number of groups, a divisor of E.
         groups_kept: groups that a token may choose from.
         group_score: the score of a group: "top2", the sum of its two largest `score + bias`
             (DeepSeek-V3), or "max", its largest (DeepSeek-V2).
-        normalize: divide a token's k weights by their sum plus `normalize_epsilon`. It is computed
-            with logarithms of scores, and is as exact for scores that are 0 in float32. Weights are
-            0 where all k scores are 0 without rounding, those of logits of -inf.
+        normalize: whether to divide a token's k weights by their sum plus `normalize_epsilon`. The
+            logarithms of the scores are used, so weights are exact even if scores underflow in
+            float32. If all k logits are -inf, the weights are 0.
         normalize_epsilon: the constant of the normalization, 0 or more (DeepSeek-V3 has 1e-20,
-            LFM2 1e-6). Where scores are far below it, so are the weights' sum and gradients.
-        scale: factor on the weights, after normalization, 0 or more.
+            LFM2 1e-6). If scores are far below it, the weights' sum and gradients are small.
+        scale: a factor on the weights, after normalization; 0 or more.
     """
 
     score: Score = option("softmax", one_of(Score))
@@ -198,35 +198,34 @@ def top_k_routing(
 ) -> Routing:
     """Chooses k experts for every token.
 
-    A token's score for an expert is the softmax of its logits over the experts, or the sigmoid or
-    the square root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest
-    `score + bias` are chosen; their weights are their scores. The sums are compared to about twice
-    float32's digits, and where they are equal the logits are, then the lower id is best. So equal
-    biases change no choice, whatever scores round to. Without a bias experts are compared by their
-    logits, which have the order of the scores. Gradients flow through the weights and `probs`, not
-    through the choice.
+    A token's scores are the softmax of its logits over the experts, or the sigmoid or the square
+    root of the softplus (DeepSeek-V4) of each logit. The k experts with the largest `score + bias`
+    are chosen; their weights are their scores. The sums are compared to about twice the digits of
+    float32; equal sums are ordered by larger logit, then by lower id. (Equal biases therefore never
+    change a choice.) Without a bias, experts are compared by their logits, which have the order of
+    the scores. Gradients flow through the weights and `probs`, not through the choice.
 
     With `num_groups > 1` the experts form that many equal blocks of consecutive ids, and a token
     may only choose within its `groups_kept` best groups (DeepSeek-V3's node-limited routing,
     arXiv:2412.19437, section 2.1.2).
 
-    A softmax over the chosen logits alone (GPT-OSS, Granite, Aria) is the softmax over all of them
-    with `normalize=True`.
+    A softmax over the chosen logits alone (GPT-OSS, Granite, Aria) equals the softmax over all
+    logits with `normalize=True`.
 
     Args:
         logits: [T, E] floating; converted to float32.
         k: choices per token, at most the experts that a token may choose from.
         {RoutingOptions}
         bias: [E] or None, a selection bias (`e_score_correction_bias`). It changes only the choice,
-            not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. A bias that
-            changes all of these is part of the logits.
+            not weights or gradients (arXiv:2408.15664); see `update_expert_bias`. Add a trained
+            bias to the logits instead.
 
     Returns:
         A `Routing`.
 
     Raises:
-        ValueError: naming the argument, for a shape, name or number that does not fit.
-        TypeError: logits or bias that are not floating, a number or a bool that is none.
+        ValueError: a shape, name or number does not fit; the message names the argument.
+        TypeError: `logits` or `bias` is not floating, or an option has the wrong type.
     """
     return choose_experts(logits, k, bias, make_options(RoutingOptions, options, "top_k_routing"))
 
@@ -234,7 +233,7 @@ def top_k_routing(
 def choose_experts(
     logits: jax.Array, k: int, bias: jax.Array | None, options: RoutingOptions
 ) -> Routing:
-    """Does what `top_k_routing` does."""
+    """Computes `top_k_routing` with its options as one object."""
     check_options(options)
     _check_logits(logits, bias)
     k, num_groups, groups_kept = check_choosing(logits.shape[1], k, options)
@@ -245,7 +244,7 @@ def choose_experts(
         best = {"top2": 2, "max": 1}[options.group_score]
         groups = Groups(num_groups, groups_kept, best, score if choose_by == "score" else choose_by)
     weighing = _weighing(options)
-    # Logits alone have the order of scores, but not of sums of scores, with a bias or of two.
+    # Logits have the order of the scores, but not of scores plus biases, nor of sums of two scores.
     has_sums = bias is not None or (choose_by == "score" and groups is not None and best == 2)
     softmax = score == "softmax" and not (has_sums and choose_by == "score")
     probs = sums = None
@@ -280,7 +279,7 @@ def routing_of_choices(
     """Returns the `Routing` of choices that were made elsewhere, such as by a hash of the tokens.
 
     The weights are computed as in `top_k_routing`. logits is [T, E], topk_idx [T, K] integer; an id
-    outside [0, E) is a choice of no expert and has weight 0.
+    outside [0, E) chooses no expert and has weight 0.
     """
     check_options(options)
     score, normalize = options.score, options.normalize
@@ -303,7 +302,7 @@ def _weighing(options: RoutingOptions) -> Weighing:
 
 
 def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
-    """Returns what `weigh` makes weights of, [T, E]."""
+    """Returns the numbers from which `weigh` computes weights, [T, E]."""
     if not weighing.normalize:
         return _SCORES[score](logits)
     if score == "sqrt_softplus":
@@ -314,33 +313,33 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
 
 
 def _exact(score: str, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns scores [T, E], rounded, and what was rounded off of those that are close to 1."""
+    """Returns scores [T, E] rounded to float32, and the rounding errors of scores close to 1."""
     if score != "sigmoid":
         scores = _SCORES[score](logits)
         return scores, jnp.zeros_like(scores)
     is_high = logits > 0
-    smaller = jax.nn.sigmoid(-jnp.abs(logits))  # of sigmoid(x) and sigmoid(-x), which add up to 1
+    smaller = jax.nn.sigmoid(-jnp.abs(logits))  # sigmoid(x) + sigmoid(-x) = 1
     high = jnp.where(is_high, 1.0 - smaller, smaller)
     return high, jnp.where(is_high, (1.0 - high) - smaller, 0.0)
 
 
 def _raised(logits: jax.Array) -> jax.Array:
-    """Raises a token's logits as a whole to `_LOWEST_LOGIT` where all are lower."""
+    """Raises a token's logits together, so that the largest is at least `_LOWEST_LOGIT`."""
     largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     raised = logits - jnp.maximum(largest, jnp.finfo(jnp.float32).min) + _LOWEST_LOGIT
     return jnp.where(largest < _LOWEST_LOGIT, raised, logits)
 
 
 def _sqrt_softplus(logits: jax.Array) -> jax.Array:
-    # Where softplus underflows, the derivative of its root would be zero times infinity. So would
-    # that of the branch that is not taken.
+    # Where softplus underflows, the derivative of its root is zero times infinity, also in a branch
+    # of a select that is not taken.
     is_low = logits < -15.0
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return jnp.where(is_low, jnp.exp(0.5 * low), jnp.sqrt(jax.nn.softplus(high)))
 
 
 def _log_sqrt_softplus(logits: jax.Array) -> jax.Array:
-    is_low = logits < -15.0  # where softplus is exp; as above
+    is_low = logits < -15.0  # softplus equals exp in float32 here
     low, high = jnp.where(is_low, logits, -15.0), jnp.where(is_low, 0.0, logits)
     return 0.5 * jnp.where(is_low, low, jnp.log(jax.nn.softplus(high)))
 
@@ -355,9 +354,9 @@ _SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
 def check_choosing(
     num_experts: int, k: Any, options: RoutingOptions, *, k_name: str = "k"
 ) -> tuple[int, int, int]:
-    """Raises TypeError or ValueError for options that cannot choose k of the experts, naming one.
+    """Raises TypeError or ValueError, naming an option, if k experts cannot be chosen by it.
 
-    Returns k, num_groups and groups_kept as ints; `k_name` is what messages call k.
+    Returns k, num_groups and groups_kept as ints; messages call k `k_name`.
     """
     k = checks.check_integer(k_name, k)
     num_groups = checks.check_integer("num_groups", options.num_groups)
@@ -397,22 +396,23 @@ def _check_logits(logits: jax.Array, bias: jax.Array | None) -> None:
 def update_expert_bias(
     bias: jax.Array, expert_counts: jax.Array, rate: float | jax.Array
 ) -> jax.Array:
-    """Steps the selection bias: up by `rate` where the load is below its mean, down above it.
+    """Updates the selection bias: raises it by `rate` below the mean load, lowers it above.
 
-    Balancing without an auxiliary loss (arXiv:2408.15664, as in DeepSeek-V3). Call it once per
-    training step, outside the gradient, with the counts of that step's tokens on all ranks.
+    This balances loads without an auxiliary loss (arXiv:2408.15664, as in DeepSeek-V3). Call it
+    once per training step, outside the gradient, with the counts of that step on all ranks.
 
     Args:
-        bias: [..., E] floating: one router's, or those of a stack of layers.
-        expert_counts: [..., E] tokens that chose each expert, summed over ranks.
-        rate: the step, a number or an array [] or of bias's shape; DeepSeek-V3 used 0.001.
+        bias: [..., E] floating: the bias of one router or of a stack of layers.
+        expert_counts: [..., E]: the tokens that chose each expert, summed over ranks.
+        rate: the change per step, a number or an array [] or of bias's shape; DeepSeek-V3 used
+            0.001.
 
     Returns:
-        [..., E] bias.dtype.
+        [..., E] of bias's dtype.
 
     Raises:
-        ValueError: shapes that differ, naming the argument.
-        TypeError: bias not floating, or rate not a number.
+        ValueError: the shapes differ; the message names the argument.
+        TypeError: `bias` is not floating, or `rate` is not a number.
     """
     checks.check_array("bias", bias, None, jnp.floating, "[..., E]", may_be_empty=False)
     checks.check_array("expert_counts", expert_counts, None, jnp.number, "[..., E]")
@@ -430,7 +430,7 @@ def update_expert_bias(
             f"rate must be a number, or have the shape of bias {bias.shape}, but has shape "
             f"{jnp.shape(rate)}."
         )
-    # Differences are exact where counts are not, as float32.
+    # Integer differences are exact, while float32 would round large counts.
     least = jnp.min(expert_counts, axis=-1, keepdims=True)
     counts = (expert_counts - least).astype(jnp.float32)
     sign = jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)

@@ -37,19 +37,19 @@ def choose(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns each token's k best experts [T, k] int32, their weights, and the softmax or None.
 
-    Gradients flow through what is weighed, and through the softmax, to the logits or `gathered`.
+    Gradients flow to the logits, or to `gathered`, through the weights and the softmax.
 
     Args:
-        logits: [T, E] float32, what experts are compared by.
+        logits: [T, E] float32, the numbers by which experts are compared.
         k: choices per token.
         weighing: how weights are computed.
-        sums: (high, low), [T, E] float32 each, or None: the sum of each expert's score and bias,
-            rounded, and what was rounded off. Experts with a bias, and groups by their two best,
-            are compared by these first, and by the logits where they are equal.
-        biased: whether experts are compared by the sums, too, and not groups alone.
+        sums: (high, low), [T, E] float32 each, or None: each expert's score plus bias, as the
+            rounded sum and its rounding error. Experts (if `biased`) and groups are compared by
+            these sums first, and by the logits if the sums are equal.
+        biased: whether the sums are used to compare experts, too; else only to compare groups.
         groups: the groups to choose within, or None.
-        gathered: [T, E] float32, what is weighed of the chosen; None: the softmax, if it is made
-            and not normalized again, else the logits.
+        gathered: [T, E] float32, the numbers from which the weights of the chosen are computed;
+            None: the softmax if it is returned and not normalized again, else the logits.
         softmax: whether to return the softmax of the logits, [T, E].
     """
     given = {"high": None, "low": None, "gathered": gathered}
@@ -78,8 +78,8 @@ def _weighed(
     return logits if probs is None or weighing.normalize else probs
 
 
-# Each returns a result that the primitive has computed, with the derivatives that it has; and so do
-# their derivatives, for derivatives of these.
+# Each function returns a result that the primitive has computed, with a custom JVP rule; so do the
+# rules, which makes derivatives of higher order work.
 
 
 @jax.custom_jvp
@@ -119,8 +119,8 @@ def _weights_derivative(weighing, primals, tangents):
 def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
     """Computes the weights [T, k] float32 of the chosen; see `Weighing`.
 
-    The scores and epsilon are divided by the largest of them. Their sum is then 1/2 or more,
-    however small they are, unless all scores are 0: so are the weights then.
+    The scores and epsilon are divided by the largest of them, so that their sum is at least 1/2,
+    however small they are. If all scores are 0, the weights are 0.
     """
     if weighing.normalize:
         exponent, factor = _sigmoid_factors(chosen) if weighing.sigmoid else (chosen, None)
@@ -138,22 +138,22 @@ def weigh(weighing: Weighing, chosen: jax.Array) -> jax.Array:
 
 
 def _sigmoid_factors(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (a, f) with sigmoid(logits) = e^a f, f of 1/2 or more: nothing is lost below -87."""
+    """Returns (a, f) with sigmoid(logits) = e^a * f and f >= 1/2, exact for logits below -87."""
     is_low = logits < 0
     exponent = jnp.where(is_low, logits, 0.0)
     return exponent, jax.nn.sigmoid(jnp.where(is_low, -logits, logits))
 
 
 def _total_order(x: jax.Array) -> jax.Array:
-    """Returns int32 numbers in the order of float32 numbers: -NaN < -inf < -0 < 0 < inf < NaN."""
+    """Maps float32 to int32 in the total order -NaN < -inf < -0 < 0 < inf < NaN."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
 def _best_first(keys: Sequence[jax.Array], k: int) -> jax.Array:
-    """Returns the indices [..., k] int32 of the largest along the last axis, the first of equals.
+    """Returns the indices [..., k] int32 of the largest elements, best first; ties by index.
 
-    `keys` are what elements are compared by, [..., n] float32 each, the first first.
+    Elements are compared by `keys`, [..., n] float32 each: by the first key, then the next.
     """
     if len(keys) == 1:
         return lax.top_k(keys[0], k)[1].astype(jnp.int32)
@@ -167,12 +167,12 @@ def _best_first(keys: Sequence[jax.Array], k: int) -> jax.Array:
 
 
 def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the indices of elements among which the best k are, and 1 for those to leave out.
+    """Returns indices of candidates that include the best k, and 1 for duplicates to leave out.
 
-    Of each key these are k of its largest among the elements that equal the k-th in the keys before
-    it. `lax.top_k`, which compares by one key, is much faster than a sort of all by several.
+    Each key contributes its k largest among the elements that equal the k-th best in all earlier
+    keys. `lax.top_k` by one key is much faster than a sort of all elements by several keys.
     """
-    least = lax.bitcast_convert_type(jnp.int32(-1), jnp.float32)  # the least in the total order
+    least = lax.bitcast_convert_type(jnp.int32(-1), jnp.float32)  # a NaN, the least in total order
     is_tie = jnp.ones_like(keys[0], jnp.bool_)
     indices: list[jax.Array] = []
     is_out: list[jax.Array] = []
@@ -183,7 +183,7 @@ def _candidates(keys: Sequence[jax.Array], k: int) -> tuple[jax.Array, jax.Array
         order_of_best = _total_order(jnp.take_along_axis(key, best, axis=-1))
         last = order_of_best[..., -1:]
         out = ~is_tie_of_best
-        if len(indices) < len(keys) - 1:  # the next key compares those that equal the last of them
+        if len(indices) < len(keys) - 1:  # the next key compares the elements equal to the k-th
             out |= order_of_best == last
         indices.append(best)
         is_out.append(out)
