@@ -316,13 +316,16 @@ def quantize_experts(params: MoEParams, config: MoEConfig) -> QuantizedExperts:
     where = find_mesh(config, jnp.zeros((1, params.wi_0.shape[1]), params.wi_0.dtype))
     matrices = {name: getattr(params, name) for name in QuantizedExperts._fields}
 
-    def quantize(matrices: dict[str, jax.Array]) -> QuantizedExperts:
+    def quantize(matrices: dict[str, Any]) -> QuantizedExperts:
+        if config.dtype is not None:  # a layer quantizes what it would multiply
+            matrices = jax.tree.map(lambda w: w.astype(config.dtype), matrices)
         return quantize_matrices_of_experts(**matrices, implementation=config.matmul_implementation)
 
     if where.mesh is None:
         return quantize(matrices)
-    specs = {n: _spec_of_parameter(n, where) for n, w in matrices.items() if w is not None}
-    given = {name: reshard(matrices[name], where.mesh, spec) for name, spec in specs.items()}
+    held = {name: array for name, array in matrices.items() if array is not None}
+    specs = {name: _spec_of_parameter(name, where) for name in held}
+    given = {name: reshard(array, where.mesh, specs[name]) for name, array in held.items()}
     specs_of_given = specs | {name: None for name in matrices if name not in specs}
     return jax.shard_map(
         quantize,
