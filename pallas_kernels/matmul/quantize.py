@@ -194,7 +194,7 @@ class _Job:
             layouts = [mosaic.REFERENCE] * len(arrays) + [mosaic.SCALAR] * len(numbers)
             mosaic.inline(emit, [*arrays, *numbers], layouts)
 
-        return plgpu.kernel(
+        return mosaic.kernel(
             kernel,
             out_type=out_type,
             scratch_types=dict(largest=plgpu.SMEM(((_SIDES + _STRIPS) * BLOCK,), jnp.float32)),
@@ -202,9 +202,7 @@ class _Job:
             thread_name="warpgroup",
             grid=(self.num_blocks * (self.width // BLOCK),),
             grid_names=("tile",),
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
+            auto_barriers=False,
             interpret=interpret,
             kernel_name="quantize_tiles",
         )(*operands)
