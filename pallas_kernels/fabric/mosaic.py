@@ -31,12 +31,15 @@ from pallas_kernels.fabric.hardware import LANES
 
 # What this module and the kernels need, by module.
 _REQUIRED = {
-    "jax.experimental.mosaic.gpu": ("FragmentedArray.splat", "WGStridedFragLayout"),
+    "jax.experimental.mosaic.gpu": (
+        *("FragmentedArray.splat", "WGMMA_LAYOUT", "WGStridedFragLayout"),
+    ),
     "jax.experimental.mosaic.gpu.launch_context": (
         *("LaunchContext.to_remote", "Scratch._find_alloc_load_and_device_ptr"),
         *("Scratch.finalize_size",),
     ),
     "jax.experimental.mosaic.gpu.utils": (
+        "bitwidth",
         "dtype_to_ir_type",
         "getelementptr",
         "memref_ptr",
@@ -65,7 +68,7 @@ _REQUIRED = {
     "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
     "jaxlib.mlir.dialects.llvm": (
         *("PointerType", "addrspacecast", "bitcast", "extractelement", "extractvalue"),
-        *("ArrayType", "inline_asm", "inttoptr", "load", "ptrtoint", "store"),
+        *("ArrayType", "inline_asm", "intr_fma", "inttoptr", "load", "ptrtoint", "store"),
     ),
     "jaxlib.mlir.dialects.scf": ("IfOp", "WhileOp", "condition", "yield_"),
     "jaxlib.mlir.dialects.vector": ("bitcast", "extract", "from_elements", "insert"),
@@ -320,6 +323,11 @@ def vector_type(length: int, element: Any) -> Any:
 
 def struct_type(members: Sequence[Any]) -> Any:
     return ir.Type.parse(f"!llvm.struct<({', '.join(map(str, members))})>")
+
+
+def bytes_of(element: Any) -> int:
+    """Returns the bytes of an MLIR element type."""
+    return mgpu.utils.bitwidth(element) // 8
 
 
 def vector_length_of(value: Value) -> int:
@@ -588,7 +596,7 @@ def store_rows_of(
     def emit(out: Value, room: Value, *scalars: Array) -> None:
         top, left, begin, end = (scalar(number) for number in scalars)
         kind, byte = ir.MemRefType(out.type), integer_type(8)
-        size = mgpu.utils.bitwidth(kind.element_type) // 8
+        size = bytes_of(kind.element_type)
         row_of_eight = arith.shrui(lane(), i32(4))
         unit = arith.andi(lane(), i32(15))  # of 8 bytes
         swizzled = arith.xori(arith.shrui(unit, i32(1)), row_of_eight)

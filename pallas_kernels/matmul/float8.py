@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
+from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 from pallas_kernels.formats import FLOAT8_ROWS
 from pallas_kernels.matmul.kernel import (
@@ -193,6 +194,11 @@ class _Float8Kernel(Kernel):
     out_dtype: Any
 
     @property
+    def matrices(self) -> int:
+        """Returns how many arrays the two matrix tiles of a stage are of."""
+        raise NotImplementedError
+
+    @property
     def steps(self) -> int:
         """Returns how many operand tiles a sum has."""
         return sum(self.depths) // BLOCK
@@ -227,18 +233,19 @@ class _Float8Kernel(Kernel):
             return *(table[tile, i] for i in (GROUP, FIRST, BEGIN, END)), left_edge
 
         def load():
-            def one_tile(tile, used):
+            def one_tile(tile, _, used):
                 return self.load_tile(tile, used, operands, scratch)
 
-            return self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
+            used = self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
+            drain(scratch["empty"], used, self.tiles.num_stages)
 
         def compute(computer):
-            def one_tile(tile, used):
+            def one_tile(tile, _, used):
                 return self.compute_tile(computer, tile, used, outs, scratch)
 
-            self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
+            self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
 
-        self.take_roles(scratch, load, compute)
+        self.take_roles(load, compute)
 
     def compute_tile(
         self, computer: jax.Array, tile: Any, used: jax.Array, outs: Any, scratch: Any
@@ -545,7 +552,7 @@ class _Drhs(_Float8Kernel):
             return group, row * BLOCK, left_edge, groups[group, 0], groups[group, 1]
 
         def load():
-            def one_tile(tile, used):
+            def one_tile(tile, _, used):
                 group, top, left_edge, first, count = tile
                 rows = pl.ds(pl.multiple_of(top - group * self.height, BLOCK), BLOCK)
                 width = _HALVES * BLOCK // self.num_grads
@@ -569,10 +576,11 @@ class _Drhs(_Float8Kernel):
 
                 return lax.fori_loop(0, count, step, used)
 
-            return self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
+            used = self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
+            drain(scratch["empty"], used, self.tiles.num_stages)
 
         def compute(computer):
-            def one_tile(tile, used):
+            def one_tile(tile, _, used):
                 _, top, left_edge, _, count = tile
                 row = pl.multiple_of(computer * _ROWS, _ROWS)
                 totals = self.accumulate_halves(used, row, 0, _HALVES, count, scratch)
@@ -588,9 +596,9 @@ class _Drhs(_Float8Kernel):
 
                 return used + count
 
-            self.each_of(total_tiles, look_up, one_tile, jnp.int32(0))
+            self.walk(total_tiles, look_up, one_tile, jnp.int32(0))
 
-        self.take_roles(scratch, load, compute)
+        self.take_roles(load, compute)
 
     def scales_of(self, half: int, scales: Sequence[Any], left_edge: Any) -> tuple[Any, Any]:
         """Returns the array of a half's block scales, and its column of blocks."""

@@ -352,7 +352,7 @@ class _Tile:
         """Returns the numbers of all patches, float32; 0 in rows that do not exist."""
         i32, f32 = mosaic.i32, mosaic.float_type()
         element = mosaic.element_of(source)
-        size = mosaic.mgpu.utils.bitwidth(element) // 8
+        size = mosaic.bytes_of(element)
         zero = mosaic.f32(0.0)
         numbers = [[[zero] * _PATCH for _ in range(_PATCH)] for _ in range(_WALKS)]
         for i in range(_PATCH):
