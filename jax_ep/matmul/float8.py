@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, QuantizedArray, quantize
 from jax_ep.matmul.api import IMPLEMENTATIONS, Implementation, bind, make_primitive
 from jax_ep.matmul.backend import Backend, Gating, Problem, zero_tail
 from jax_ep.runtime import jax_compat
@@ -76,7 +76,7 @@ def _array(format: Float8, parts: Sequence[jax.Array], dtype: Any) -> QuantizedA
 
 def quantize_rows(rows: jax.Array) -> QuantizedArray:
     """Quantizes rows [R, K], K a multiple of 128."""
-    return _array(FLOAT8_ROWS, FLOAT8_ROWS.encode(rows), rows.dtype)
+    return quantize(rows, FLOAT8_ROWS)
 
 
 def transpose_rows(
@@ -203,6 +203,11 @@ def _kernels(backend: Backend) -> Any:
     return float8_pallas
 
 
+def _encode(format: Float8, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    quantized = quantize(x, format)
+    return quantized.values, quantized.scales
+
+
 def _rows(values: jax.Array, scales: jax.Array) -> jax.Array:
     return FLOAT8_ROWS.decode((values, scales), jnp.float32)
 
@@ -216,7 +221,7 @@ def _compute_matrices(matrices, *, implementation, platform):
     backend = _select(implementation, platform, matrices.shape[1:], None)
     if kernels := _kernels(backend):
         return kernels.quantize_matrices(matrices)
-    both = FLOAT8_MATRICES.encode(matrices)
+    both = _encode(FLOAT8_MATRICES, matrices)
     return (*both, *(jnp.swapaxes(part, 1, 2) for part in both))
 
 
@@ -230,15 +235,15 @@ def _compute_rows(*operands, by_column, keep_order, implementation, platform):
     if kernels := _kernels(backend):
         return kernels.quantize_rows(rows, blocks, keep_order=keep_order, by_column=by_column)
     wide = _rows(*rows) if len(rows) > 1 else rows[0].astype(jnp.float32)
-    kept = FLOAT8_ROWS.encode(wide) if keep_order else ()
+    kept = _encode(FLOAT8_ROWS, wide) if keep_order else ()
     number = jnp.arange(BLOCK, dtype=jnp.int32)
     exists = number < blocks[:, 1:]
     padded = wide.at[jnp.where(exists, blocks[:, :1] + number, 0)].get(mode="clip")
     padded = jnp.where(exists[..., None], padded, 0).reshape(-1, width)
     if by_column:
-        values, scales = FLOAT8_ROWS.encode(padded.T)
+        values, scales = _encode(FLOAT8_ROWS, padded.T)
         return (*kept, values, scales.T)
-    values, scales = _BLOCKS_OF_ROWS.encode(padded)
+    values, scales = _encode(_BLOCKS_OF_ROWS, padded)
     return (*kept, values.T, scales)
 
 
@@ -276,7 +281,7 @@ def _compute_gated(*operands, gating, keep, implementation, platform):
     return [
         part
         for each in ([hidden, *products] if keep else [hidden])
-        for part in FLOAT8_ROWS.encode(each)
+        for part in _encode(FLOAT8_ROWS, each)
     ]
 
 
