@@ -32,14 +32,15 @@ _NVLINK = FLAGS.number(
     450.0,
     "Bandwidth of a rank's NVLink, one way, in GB/s (10^9 bytes per second).",
 )
-_TOKENS = FLAGS.integer("tokens", 4096, "T, tokens per rank.")
-_HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: values of a token.")
+_TOKENS = FLAGS.integer("tokens", 4096, "T, the number of tokens per rank.")
+_HIDDEN = FLAGS.integer("hidden", 7168, "H, the hidden size: the number of values of a token.")
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, experts of all ranks together. Default: 256, or the next multiple of the ranks.",
+    "E, the number of experts of all ranks together. Default: 256, or the next multiple of the "
+    "ranks.",
 )
-_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts that each token chooses.")
+_TOP_K = FLAGS.integer("top_k", 8, "K, the number of distinct experts that each token chooses.")
 _HOSTS_PER_TOKEN = FLAGS.integer(
     "hosts_per_token",
     None,

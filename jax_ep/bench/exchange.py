@@ -53,15 +53,15 @@ _DTYPE = FLAGS.dtype("the rows")
 _HIDDEN = FLAGS.integer(
     "hidden",
     None,
-    "H, the hidden size: values of a token. Default: 7168 on GPUs and 256 on CPUs.",
+    "H, the hidden size: the number of values of a token. Default: 7168 on GPUs and 256 on CPUs.",
 )
-_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E, experts of all ranks together.")
-_TOP_K = FLAGS.integer("top_k", 8, "K, distinct experts that each token chooses.")
+_NUM_EXPERTS = FLAGS.integer("num_experts", 256, "E, the number of experts of all ranks together.")
+_TOP_K = FLAGS.integer("top_k", 8, "K, the number of distinct experts that each token chooses.")
 _CAPACITY_FACTOR = FLAGS.capacity_factor()
 _ALIGNMENT = FLAGS.integer(
     "expert_alignment",
     1,
-    "Rows that the start of each expert's block in the receive buffer is a multiple of.",
+    "Each expert's block in the receive buffer starts at a row that is a multiple of this number.",
 )
 _IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS.names, "the exchange", "all that run here")
 _BASELINES = FLAGS.baselines(BASELINES, "collectives of plain JAX", "all that run here")

@@ -100,7 +100,7 @@ class BenchFlags(Flags):
 
         `iterations` and `repeats` are defaults; `least_iterations` is the least that is allowed.
         """
-        text, default = "Dependent calls in one timed loop.", None
+        text, default = "The number of dependent calls in one timed loop.", None
         if isinstance(iterations, int):
             default, iterations = iterations, Iterations(iterations, iterations, iterations)
         else:

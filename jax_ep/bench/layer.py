@@ -91,7 +91,9 @@ _DIRECTIONS = FLAGS.choices(
 )
 _TOKENS = FLAGS.tokens("4096", "64")
 _HIDDEN = FLAGS.integer(
-    "hidden", None, "H, the hidden size: values of a token. Default: that of each shape."
+    "hidden",
+    None,
+    "H, the hidden size: the number of values of a token. Default: that of each shape.",
 )
 _MLP_DIM = FLAGS.integer(
     "mlp_dim", None, "F, the width of each expert's MLP. Default: that of each shape."
@@ -99,11 +101,13 @@ _MLP_DIM = FLAGS.integer(
 _NUM_EXPERTS = FLAGS.integer(
     "num_experts",
     None,
-    "E, experts of all ranks together; a single rank with E / 8 does the matmuls of one rank of 8. "
-    "Default: that of each shape.",
+    "E, the number of experts of all ranks together; a single rank with E / 8 does the matmuls of "
+    "one rank of 8. Default: that of each shape.",
 )
 _TOP_K = FLAGS.integer(
-    "top_k", None, "K, distinct experts that each token chooses. Default: that of each shape."
+    "top_k",
+    None,
+    "K, the number of distinct experts that each token chooses. Default: that of each shape.",
 )
 _IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS, "the layer", "all")
 _BASELINES = FLAGS.baselines(

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -39,12 +39,14 @@ from jax import lax
 
 from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
+from jax_ep.exchange.call_sizes import WORD, CallSizes
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
 from jax_ep.exchange.rail import Rail, Source
 from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
 from jax_ep.exchange.selection import Rows
-from pallas_kernels.exchange.plan import ROW_BYTES
-from pallas_kernels.formats import RowFormat
+from pallas_kernels.exchange.plan import FEW_TOKENS, ROW_BYTES
+from pallas_kernels.fabric.hardware import LANES, align_up
+from pallas_kernels.formats import PLAIN, RowFormat
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -331,3 +333,112 @@ def _experts_or_none(topk_idx: jax.Array, config: Config) -> jax.Array:
 def _narrow(numbers: jax.Array, most: int) -> jax.Array:
     """Converts integers from -1 to `most` to uint16 if they fit; -1 becomes 65535."""
     return numbers.astype(jnp.uint16) if most < 2**16 - 1 else numbers
+
+
+# ------------------------------------------------------------------------ what a call holds
+
+
+def workspace(
+    operation: str,
+    kernels: bool,
+    sizes: CallSizes,
+    num_hosts: int,
+    rows_to_host: int,
+    inside: Callable[[str, bool, CallSizes], dict[str, int]],
+) -> dict[str, int]:
+    """Returns the buffers of a call, those inside a host included: name -> bytes per rank.
+
+    Args:
+      operation: one of `jax_ep.exchange.memory.OPERATIONS` that crosses the wire.
+      kernels: whether the kernels run inside a host.
+      sizes: those of the exchange among all ranks.
+      num_hosts: M.
+      rows_to_host: the rows that a rank sends to each host.
+      inside: returns what an exchange inside a host holds, for an operation, whether kernels run
+        it, and its sizes.
+    """
+    num_tokens, ranks_per_host = sizes.num_tokens, sizes.num_ranks // num_hosts
+    sums = operation in ("combine", "dispatch_grad")
+    kernels = kernels and not (sums and ranks_per_host == 1)  # see `TwoLevel._of_call`
+    at_once = kernels and num_tokens <= FEW_TOKENS
+    tokens_of_call = num_tokens
+    if at_once:
+        tokens_of_call = num_hosts * rows_to_host + (num_tokens if rows_to_host < num_tokens else 0)
+    of_host = dataclasses.replace(
+        sizes,
+        num_tokens=tokens_of_call,
+        num_experts=sizes.num_experts // num_hosts,
+        num_ranks=ranks_per_host,
+        capacity=ranks_per_host * tokens_of_call if sizes.by_rank else sizes.capacity,
+        wire=PLAIN,
+        quantized=False,
+    )
+    # Rank-major kernels use rows in the order of the host's ranks, which XLA copies from or to the
+    # order of all ranks.
+    in_order = of_host.rows(ranks_per_host * tokens_of_call) if sizes.by_rank and kernels else 0
+    weights = 0 if sizes.by_rank else WORD * num_hosts * rows_to_host * sizes.top_k
+    held = {
+        "weights of the rail": weights if operation in ("combine", "combine_grad") else 0,
+        "rows inside a host": in_order,
+    }
+    if sums:
+        held |= _sums_workspace(sizes, num_hosts, rows_to_host, at_once)
+        if sizes.wire.quantized or (ranks_per_host > 1 and not sizes.by_rank):
+            of_host = dataclasses.replace(of_host, dtype=_FLOAT32)
+        if kernels and of_host.dtype != sizes.dtype:
+            held["float32 rows and sums"] = of_host.rows(sizes.capacity + tokens_of_call)
+        return held | inside(operation, kernels, of_host)
+    # With kernels, two remote hosts' rows are held: those arriving and those being placed.
+    arrivals = min(2, num_hosts - 1) if kernels and not at_once else num_hosts - (not at_once)
+    sent_bytes = _sent_bytes(sizes)
+    rail = arrivals * rows_to_host * sent_bytes
+    # With a host_capacity, the rows to send are picked into a buffer first.
+    held["rows of the rail"] = rail if rows_to_host == num_tokens else 2 * rail
+    held["quantized rows"] = sizes.quantized_rows(num_tokens)
+    received = {"received rows": sizes.quantized_rows(sizes.capacity)}
+    if operation == "combine_grad" and not sizes.by_rank:  # rows inside a host keep their dtype
+        held["gradient of y, of all hosts so far"] = 0 if kernels else sizes.rows(sizes.capacity)
+    elif sizes.wire.quantized:  # a host forwards quantized rows as 32-bit words
+        of_host = dataclasses.replace(of_host, hidden=sent_bytes // WORD, dtype=_FLOAT32)
+        held |= received
+    name = operation if operation == "combine_grad" else "dispatch_like"
+    parts = inside(name, kernels, of_host)
+    if "gathered tokens" in parts:  # XLA holds the tokens of this host and of another one
+        parts["gathered tokens"] += parts["gathered tokens"] * rows_to_host // num_tokens
+    if operation == "dispatch" and not sizes.by_rank:
+        held |= _routing_workspace(sizes, num_hosts)
+    if sizes.by_rank or operation == "dispatch":
+        parts["routes"] = sizes.routes()
+    return held | {name: size for name, size in parts.items() if size}
+
+
+def _sent_bytes(sizes: CallSizes) -> int:
+    """Returns the bytes of a row on the rail; quantized rows are padded to whole lines."""
+    sent = sizes.sent_rows(1)
+    return align_up(sent, ROW_BYTES) if sizes.wire.quantized else sent
+
+
+def _sums_workspace(
+    sizes: CallSizes, num_hosts: int, rows_to_host: int, at_once: bool
+) -> dict[str, int]:
+    """Returns the sums that cross between hosts: those returned by all, and the outgoing of one."""
+    num_tokens, sum_bytes = sizes.num_tokens, sizes.sent_rows(1)
+    held = 2 * num_hosts if at_once else num_hosts
+    others = (num_hosts - 1) * num_tokens if rows_to_host < num_tokens else 0
+    return {
+        "sums for and of other hosts": held * rows_to_host * sum_bytes,
+        "sums of this host": 0 if at_once else num_tokens * sum_bytes,
+        "returned sums, by token": others * sum_bytes,
+    }
+
+
+def _routing_workspace(sizes: CallSizes, num_hosts: int) -> dict[str, int]:
+    """Returns what a dispatch to expert-major rows holds to make the routes."""
+    choices = sizes.num_tokens * sizes.top_k
+    numbers = 2 * choices + sizes.num_experts
+    narrow = 2 if max(choices, sizes.num_experts) < 2**16 - 1 else WORD
+    return {
+        "choices of the rail": narrow * num_hosts * numbers,
+        "gathered choices": (narrow + WORD) * sizes.num_ranks * numbers,
+        "counting choices": WORD * align_up(choices, LANES) * sizes.num_experts,
+    }

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.exchange import quantization
+from jax_ep.exchange.call_sizes import WORD, CallSizes
 from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import (
     RankRoutes,
@@ -27,6 +28,7 @@ from jax_ep.exchange.routes import (
     receive_rows,
     row_groups,
 )
+from pallas_kernels.fabric.hardware import LANES, align_up
 
 
 def dispatch(
@@ -237,3 +239,85 @@ def _places(rows: jax.Array, capacity: int) -> jax.Array:
     """Returns the row of each flat (source, token, choice), `capacity` for none."""
     flat = rows.reshape(-1)
     return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)
+
+
+# ------------------------------------------------------------------------ what a call holds
+
+
+def workspace(operation: str, sizes: CallSizes) -> dict[str, int]:
+    """Returns the arrays that a call names: name -> bytes.
+
+    `operation` is one of `jax_ep.exchange.memory.OPERATIONS` that crosses the wire.
+    """
+    if operation in ("combine", "dispatch_grad"):
+        return _combine_workspace(sizes, weighted=operation == "combine")
+    of_operation = {
+        "dispatch": _dispatch_workspace,
+        "dispatch_like": _dispatch_like_workspace,
+        "combine_grad": _combine_grad_workspace,
+    }
+    return of_operation[operation](sizes)
+
+
+def _dispatch_workspace(sizes: CallSizes) -> dict[str, int]:
+    choices = sizes.num_tokens * sizes.top_k
+    if sizes.by_rank:
+        return {
+            "gathered tokens": sizes.gathered(sizes.sent_rows(sizes.pairs)),
+            "quantized rows": sizes.quantized_rows(sizes.num_tokens),
+            "gathered choices": sizes.gathered(WORD * sizes.pairs * sizes.top_k),
+            "routes": sizes.routes(),
+        }
+    counts = sizes.num_ranks * (2 * choices + sizes.num_experts)
+    return {
+        "gathered choices": WORD * counts,
+        "counting choices": WORD * align_up(choices, LANES) * sizes.num_experts,
+        "routes": sizes.routes(),
+        **_dispatch_like_workspace(sizes),
+    }
+
+
+def _dispatch_like_workspace(sizes: CallSizes) -> dict[str, int]:
+    if sizes.by_rank:
+        return _dispatch_workspace(sizes)
+    return {
+        "gathered tokens": sizes.gathered(sizes.sent_rows(sizes.pairs)),
+        "quantized rows": sizes.quantized_rows(sizes.num_tokens),
+        "received rows": sizes.quantized_rows(sizes.capacity),
+        "choice of each row": WORD * (sizes.capacity + 2 * sizes.pairs * sizes.top_k),
+    }
+
+
+def _combine_workspace(sizes: CallSizes, *, weighted: bool) -> dict[str, int]:
+    sums = sizes.pairs * sizes.hidden * WORD
+    rounded = sizes.sent_rows(sizes.pairs)
+    received = {
+        "received sums": sizes.gathered(rounded),
+        "widened sums": sums if sizes.wire.quantized else 0,
+    }
+    if sizes.by_rank:
+        return {"sent sums": rounded, **received}
+    return {
+        "partial sums": sums,
+        "rounded sums": 0 if rounded == sums else sizes.gathered(rounded),
+        **received,
+        "gathered weights": sizes.gathered(WORD * sizes.pairs * sizes.top_k) if weighted else 0,
+    }
+
+
+def _combine_grad_workspace(sizes: CallSizes) -> dict[str, int]:
+    if sizes.by_rank:
+        return _dispatch_like_workspace(sizes)
+    return _dispatch_like_workspace(sizes) | grad_of_rows_workspace(sizes)
+
+
+def grad_of_rows_workspace(sizes: CallSizes) -> dict[str, int]:
+    """Returns the buffers in which XLA computes the gradients of y and the weights."""
+    numbers = WORD * sizes.pairs * sizes.top_k
+    return {
+        "g in the rows": sizes.rows(sizes.capacity),
+        "products with y": WORD * sizes.capacity * sizes.hidden,
+        "gathered weights": sizes.gathered(numbers),
+        "weights and their gradient by row": 2 * WORD * sizes.capacity,
+        "weights' gradient by rank": numbers + sizes.gathered(numbers),
+    }

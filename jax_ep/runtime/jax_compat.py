@@ -56,6 +56,29 @@ def primitives_unavailable_reason() -> str | None:
     return f"JAX {jax.__version__} lacks {', '.join(missing)}" if missing else None
 
 
+# The other names that this module looks for, and what the library does where JAX lacks one of them.
+_OPTIONAL = {
+    "jax._src.mesh.get_concrete_mesh": "kernels are refused on abstract meshes",
+    "jax.interpreters.partial_eval.dce_rules": "unused results of primitives are computed",
+    "jax._src.dispatch.prim_requires_devices_during_lowering": "kernels are refused",
+    "jax.extend.core.jaxpr_as_fun": "a layer runs its functions, not their traces",
+    "jax.interpreters.pxla.thread_resources": "the mesh of a `with mesh:` is not known",
+    "jax._src.distributed.global_state": "processes cannot share memory: kernels are refused",
+    "jax.experimental.pallas.ops.gpu.reduce_scatter_mgpu.reduce_scatter": "no multimem",
+    "jax.experimental.pallas.ops.gpu.all_gather_mgpu.all_gather": "no multimem",
+}
+
+
+def optional_names_missing() -> list[str]:
+    """Returns each name that this JAX lacks, with what follows, of those the library can lack.
+
+    This loads Mosaic.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return [f"{path}: {then}" for path, then in _OPTIONAL.items() if _find(path) is None]
+
+
 def devices() -> list[jax.Device]:
     """Returns `jax.devices()`. Raises RuntimeError, with the reason, if JAX finds no backend."""
     try:

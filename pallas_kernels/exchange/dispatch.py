@@ -250,40 +250,22 @@ class _Kernel:
           tokens: the parts of received rows.
           scratch: of the kernel.
         """
-        fabric, num_copies = self.fabric, self.sender.plan.num_copy_stages
         first_token, num_tokens = self.sender.range()
 
         def receive_step(step: jax.Array, begun: jax.Array) -> jax.Array:
-            """Copies a step's rows to their further places; returns how many have been copied.
-
-            `begun` rows were copied in earlier steps; the next stage is `begun` modulo C.
-            """
-            fabric.wait(PUT, step + 1, "dispatch")
-            fabric.delay_point(2)
-            fabric.async_fence()
+            """Receives a step after `begun` rows were copied; returns how many then have been."""
+            self.fabric.wait(PUT, step + 1, "dispatch")
+            self.fabric.delay_point(2)
+            self.fabric.async_fence()
             count = self._list_copies(step, first_token, num_tokens, rows, scratch)
-
-            def begin_copy(i: jax.Array, _: None) -> None:
-                self._begin_copy(i, begun, tokens, scratch)
-
-            def copy_row(i: jax.Array, _: None) -> None:
-                self._finish_copy(i, begun, count, tokens, scratch)
-
-                @pl.when(i + num_copies < count)
-                def begin_next() -> None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    self._begin_copy(i + num_copies, begun, tokens, scratch)
-
-            lax.fori_loop(0, jnp.minimum(count, num_copies), begin_copy, None)
-            lax.fori_loop(0, count, copy_row, None)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self._copy_listed(begun, count, tokens, scratch)
             return begun + count
 
         lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
         def wait_for_peers() -> None:  # which may still read this rank's rows, if these are known
-            fabric.wait(PUT, 1, "dispatch")
+            self.fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -329,6 +311,30 @@ class _Kernel:
         count = lax.fori_loop(0, tokens_of_step, list_token, jnp.int32(0))
         fabric.barrier()
         return count
+
+    def _copy_listed(
+        self, begun: jax.Array, count: jax.Array, tokens: Sequence[Any], scratch: _Scratch
+    ) -> None:
+        """Copies the `count` listed tokens from their first rows to their others.
+
+        `begun` rows were copied in earlier steps; the first takes stage `begun` modulo C.
+        """
+        num_copies = self.sender.plan.num_copy_stages
+
+        def begin_copy(i: jax.Array, _: None) -> None:
+            self._begin_copy(i, begun, tokens, scratch)
+
+        def copy_row(i: jax.Array, _: None) -> None:
+            self._finish_copy(i, begun, count, tokens, scratch)
+
+            @pl.when(i + num_copies < count)
+            def begin_next() -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._begin_copy(i + num_copies, begun, tokens, scratch)
+
+        lax.fori_loop(0, jnp.minimum(count, num_copies), begin_copy, None)
+        lax.fori_loop(0, count, copy_row, None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _begin_copy(
         self, i: jax.Array, begun: jax.Array, tokens: Sequence[Any], scratch: _Scratch

@@ -183,6 +183,7 @@ class _Dispatch:
 
     @classmethod
     def of(cls, plan, capacity, alignment, fabric, channels, *, routes_known, **options):
+        """Makes the kernel; `options` are fields of `ExpertRows`."""
         of_experts = ExpertRows(
             fabric, plan.num_blocks, plan.num_experts, capacity, alignment,
             parts=[(plan.hidden, plan.dtype)],

@@ -38,20 +38,20 @@ _RING_STAGES = 16  # the most rows that a ring in shared memory holds
 FEW_TOKENS = 256
 _NUM_BLOCKS = 128  # measured on 2, 4 and 8 H200s
 
-# Of a combine, measured on 2 H200s.
-ROWS_OF_SUM = 4  # rows of a sum that are loaded at a time
-_STEP_BYTES = 16 * 1024  # of the sums of a step for one owner, unless one sum is longer
+# These choices of a combine were measured on 2 H200s.
+ROWS_OF_SUM = 4  # a worker loads this many rows of a sum at a time
+_STEP_BYTES = 16 * 1024  # the sums of a step for one owner take this much, or are one sum
 _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
-_TILE_VECTORS = 2  # vectors of 16 bytes of a row that a thread holds
+_TILE_VECTORS = 2  # a thread holds this many vectors of 16 bytes of a row
 
-# Of the gradient of a combine.
-ROWS_OF_COTANGENT = 2  # rows that are multiplied with a cotangent at a time
+# The gradient of a combine.
+ROWS_OF_COTANGENT = 2  # a worker multiplies this many rows with a cotangent at a time
 _GRAD_WORKERS = 5
-_GRAD_DEPTH = 3  # cotangents of a worker that are on their way, or in use
+_GRAD_DEPTH = 3  # a worker has this many cotangents on their way, or in use
 
-# Of a dispatch of more than FEW_TOKENS tokens.
-_DISPATCH_BYTES = 32 * 1024  # of the rows of a step
+# A dispatch of more than FEW_TOKENS tokens.
+_DISPATCH_BYTES = 32 * 1024  # the rows of a step take this much
 _COPY_STAGES = 16
 
 
@@ -275,7 +275,7 @@ class LowLatencyPlan(Sizes):
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
         # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
         sums = 24 * self.num_ranks * self.tokens_per_block * self.top_k
-        # The layout, and the next rows from each rank; the rest is spare.
+        # Where the experts' groups of rows are, and the next rows from each rank; some are spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
         row = Row(self.hidden, self.dtype)
         return min(self.max_stages, row.room(words + max(choices, sums)) // row.stage_bytes)
@@ -338,8 +338,8 @@ def count_width(num_experts: int) -> int:
     return align_up(num_experts, LANES)
 
 
-def _layout_words(num_ranks: int, num_experts: int) -> int:
-    """Returns the int32 words of all counts, the scan and the blocks' ends of `ExpertRows`."""
+def _group_words(num_ranks: int, num_experts: int) -> int:
+    """Returns the int32 words of `ExpertScratch`: all counts, the scan, and the groups' ends."""
     return (num_ranks + 2 + 2) * count_width(num_experts)
 
 
@@ -349,7 +349,7 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     choices = num_ranks * windows
     lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
     next_rows = count_width(num_experts) + LANES
-    return _layout_words(num_ranks, num_experts) + next_rows + choices + lists
+    return _group_words(num_ranks, num_experts) + next_rows + choices + lists
 
 
 def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
@@ -490,7 +490,7 @@ def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int)
     Each has a list of its rows next to it.
     """
     window_words = 2 * num_ranks * align_up(_WINDOW_TOKENS * top_k, LANES)
-    count_words = _layout_words(num_ranks, num_experts)
+    count_words = _group_words(num_ranks, num_experts)
     list_words = 2 + 3 * align_up(top_k, ROWS_OF_COTANGENT)
     sent = Row(row.hidden, row.dtype)  # this kernel quantizes nothing
     row_bytes = padded_columns(row.hidden, row.dtype) * jnp.dtype(row.dtype).itemsize

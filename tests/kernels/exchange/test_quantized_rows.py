@@ -17,6 +17,7 @@ from support.simulator import simulate, simulated, simulated_ranks
 from support.stacked import Problem, dispatch, dispatch_like, rank_dispatch
 
 from jax_ep import reference
+from jax_ep.exchange.quantization import WIRE_FORMATS
 from jax_ep.runtime import availability
 from pallas_kernels.exchange import quantized_rows
 from pallas_kernels.exchange.plan import Plan
@@ -81,6 +82,11 @@ def test_rank_dispatch(case):
     ]
     assert_same_parts(received, [np.stack([r.tokens for r in part]) for part in expected])
     assert_bitwise_equal(local, np.stack([r.local_topk_idx for r in expected[0]]))
+
+
+def test_kernels_have_every_format_of_the_wire():
+    assert set(WIRE_FORMATS) == set(quantized_rows._PTX_TYPES)
+    assert {wire.block for wire in WIRE_FORMATS} == {(1, BLOCK)}
 
 
 def quantize_rows(x: jax.Array) -> list[jax.Array]:
