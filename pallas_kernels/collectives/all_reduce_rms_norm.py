@@ -336,7 +336,7 @@ class _Body:
         lax.fori_loop(0, jnp.maximum(count, 0), sum_tile, None)
 
     def _row_of_sums(self, refs: _Refs, row: jax.Array) -> list[jax.Array]:
-        """Returns this warpgroup's tiles of a row of sums, reading peers if in one shot."""
+        """Returns this warpgroup's tiles of a row of sums; in one shot, reads the peers."""
         if not self.two_shot:
             return [
                 tiles.sum_of_ranks(self.fabric, refs.x, row, where).astype(self.dtype)
@@ -400,7 +400,7 @@ class _Body:
         return pl.ds(jnp.minimum(index * self.tile, self.padded - self.tile), self.tile)
 
     def _own(self, i: int, value: jax.Array) -> jax.Array:
-        """Sets those elements of this warpgroup's i-th tile to 0 that the tile before also has.
+        """Zeroes the elements of this warpgroup's i-th tile that overlap the previous tile.
 
         The sum of squares then counts each element once.
         """
@@ -428,5 +428,5 @@ class _Body:
             self.fabric.signal(_SUMMED, 1, release=release)
 
     def _wait(self) -> None:
-        """Waits for the signal of the block of this index of every rank."""
+        """Waits for the signal of the block with this index on every rank."""
         self.fabric.wait(_SUMMED, 1, "all_reduce_rms_norm")

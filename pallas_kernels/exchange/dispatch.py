@@ -264,7 +264,7 @@ class _Kernel:
         lax.fori_loop(0, self.sender.num_steps(), receive_step, jnp.int32(0))
 
         @pl.when(num_tokens == 0)
-        def wait_for_peers() -> None:  # which may still read this rank's rows, if these are known
+        def wait_for_peers() -> None:  # peers may still read this rank's known rows
             self.fabric.wait(PUT, 1, "dispatch")
 
         plgpu.wait_smem_to_gmem(0)

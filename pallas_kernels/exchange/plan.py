@@ -39,20 +39,20 @@ _RING_STAGES = 16  # the most rows that a ring in shared memory holds
 FEW_TOKENS = 256
 _NUM_BLOCKS = 128  # the fastest number on 2, 4 and 8 H200s
 
-# These choices of a combine were measured on 2 H200s.
+# The constants of a combine, measured on 2 H200s.
 ROWS_OF_SUM = 4  # a worker loads this many rows of a sum at a time
-_STEP_BYTES = 16 * 1024  # the sums of a step for one owner take this much, or are one sum
+_STEP_BYTES = 16 * 1024  # a step has at most these bytes of sums for one owner, or one sum
 _RECEIVE_STEPS = 4
 _COMBINE_WORKERS = 5
-_TILE_VECTORS = 2  # a thread holds this many vectors of 16 bytes of a row
+_TILE_VECTORS = 2  # a thread holds this many 16-byte vectors of a row
 
-# The gradient of a combine.
+# The constants of a combine's gradient.
 ROWS_OF_COTANGENT = 2  # a worker multiplies this many rows with a cotangent at a time
 _GRAD_WORKERS = 5
-_GRAD_DEPTH = 3  # a worker has this many cotangents on their way, or in use
+_GRAD_DEPTH = 3  # each worker has this many cotangents in the ring
 
-# A dispatch of more than FEW_TOKENS tokens.
-_DISPATCH_BYTES = 32 * 1024  # the rows of a step take this much
+# The constant of a dispatch of more than FEW_TOKENS tokens.
+_DISPATCH_BYTES = 32 * 1024  # the rows of a step have about these bytes
 _COPY_STAGES = 16
 
 

@@ -8,8 +8,8 @@
   c c c c      c c c            |   |   |    |   |   |
                                 +---+---+    +---+---+
 
-There may be several gradients, of the same rows of lhs. Their tiles at one place follow each other,
-so that lhs is read from the caches.
+There may be several gradients for the same rows of lhs. Their tiles at the same place follow each
+other, so that lhs is read from the caches.
 
 The kernel is built like the others (`pallas_kernels.matmul.kernel`). It cuts the sum over a group's
 rows into steps of 64. The first and last step of a group may hold rows of another group. The loader
@@ -178,7 +178,7 @@ class _Drhs(Kernel):
     def _tile_rows(self) -> int:
         """Returns how many tiles of a group are above each other.
 
-        The last may reach past K. What it reads there is zero, and is not stored.
+        The last one may reach past K. It reads zeros there, and stores none of them.
         """
         return -(-self.height // BLOCK_M)
 
@@ -188,7 +188,8 @@ class _Drhs(Kernel):
         return jnp.int32(tiles)
 
     def look_up(self, table: Any, index: jax.Array) -> _Tile:
-        # Tiles at one place, of all gradients, follow each other: they read the same of lhs.
+        # The gradients' tiles at the same place follow each other, as they read the same part of
+        # lhs.
         index, which = quotient_and_rest(index, jnp.int32(self.num_grads))
         group, rest = quotient_and_rest(index, jnp.int32(self._tile_rows * self.tile_columns))
         row, left_edge = self.place(rest, jnp.int32(self._tile_rows))
@@ -252,7 +253,8 @@ class _Loader:
     def run(self) -> None:
         all_rows = _Range(jnp.int32(0), jnp.int32(STEP))
         look_up = functools.partial(self.kernel.look_up, self.table)
-        # The steps used so far and, of each of the last ones, not yet cleared, the group's rows.
+        # The carry holds the number of steps used so far and, for each of the last steps, which are
+        # not cleared yet, the rows that belong to the group.
         carry = jnp.int32(0), (all_rows,) * self._lag
         used, uncleared = self.kernel.walk(self.kernel.num_tiles, look_up, self._load_tile, carry)
 
@@ -277,7 +279,7 @@ class _Loader:
     def _clear_oldest(
         self, step: jax.Array, uncleared: tuple[_Range, ...], newest: _Range
     ) -> tuple[_Range, ...]:
-        """Clears the oldest of the steps not yet cleared, `step`; returns the others' ranges."""
+        """Clears `step`, the oldest not cleared yet; returns the ranges of the others."""
         oldest, *others = (*uncleared, newest)
         pl.when(step >= 0)(functools.partial(self._clear, step, oldest))
         return tuple(others)
@@ -304,7 +306,7 @@ class _Loader:
 
 
 class _Held(NamedTuple):
-    """A computer's part of a tile that is yet to be stored, in registers."""
+    """A computer's part of a tile, which is held in registers until it is stored."""
 
     which: jax.Array
     group: jax.Array
@@ -315,7 +317,7 @@ class _Held(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Computer:
-    """A computer, which multiplies and stores half of the rows of each tile, of index `number`."""
+    """The computer of index `number`, which multiplies and stores half of each tile's rows."""
 
     kernel: _Drhs
     ring: Ring

@@ -19,8 +19,8 @@ multiplied, too, and not stored.
 
 `pallas_kernels.matmul.kernel` has the warpgroups' roles: the loader (`_Loader`) copies tiles of the
 rows and of their group's matrix into the ring, and the computers (`_Computer`) multiply and store
-them (`pallas_kernels.matmul.store`). A kernel that makes something else of the sums, or whose
-operands are several, overrides what `Product` says of them.
+them (`pallas_kernels.matmul.store`). A kernel that computes something else from the sums, or has
+several matrices per group, overrides members of `Product`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Tiles:
     ) -> Tiles:
         """Returns tiles with the deepest ring that fits, of at most 6 stages, and buffers.
 
-        A stage holds tiles of as many `matrices` of a group.
+        A stage holds a tile of each of a group's `matrices`.
         """
         operand, chunk = 2 * STEP, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
@@ -255,7 +255,7 @@ class _RowTiles:
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """The loader: `operands` are references to the rows and to the matrices of each pair."""
+    """The loader; `operands` are references to the rows and to the matrices of each pair."""
 
     kernel: Product
     ring: Ring
@@ -296,7 +296,7 @@ class _Loader:
 
 @dataclasses.dataclass(frozen=True)
 class _Computer:
-    """A computer, which multiplies and stores its part of each tile: `number` times its width."""
+    """The computer of index `number`: multiplies and stores its columns of each tile."""
 
     kernel: Product
     ring: Ring
@@ -363,7 +363,7 @@ class _Computer:
         return used + own_steps, (place, held)
 
     def _multiply(self, kind: jax.Array, accumulator: Any, stage: jax.Array, _: jax.Array) -> None:
-        """Starts the matmuls of a stage, by as many rows as the tile's height."""
+        """Starts to multiply a stage's operands, with as many rows as the tile is high."""
         multiply = functools.partial(self._multiply_rows, accumulator, stage)
         lax.switch(kind, [functools.partial(multiply, height) for height in self.rows.heights])
 

@@ -46,7 +46,7 @@ OTHER_BYTES = 2560  # the shared memory that is reserved for barriers and for Mo
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Tiles of an operand in memory, of which one is copied: that of the index `chosen`."""
+    """Tiles of an operand in memory; only the tile of index `chosen` is copied."""
 
     tiles: Sequence[Any]
     chosen: Any = 0
@@ -67,11 +67,12 @@ class Choice:
 )
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The ring of operand tiles: types of scratch first, and references in the kernel's body.
+    """The ring of operand tiles: holds scratch types outside the kernel's body, references inside.
 
     Attributes:
       left: [stages, ...] the tiles of the left operand.
-      right: [stages, ...] those of the right one, [stages, matrices, ...] if there are several.
+      right: [stages, ...] the tiles of the right operand; [stages, matrices, ...] if a stage has
+        several.
       full: a stage's barrier at which its copies arrive.
       empty: a stage's barrier at which the computers arrive.
       num_stages: depth of the ring.
@@ -264,8 +265,8 @@ class Kernel:
         The next tile is looked up before the body runs on the current one, to hide the latency of
         the look-up.
 
-        With `once_more` the body runs once after the last tile, and then `exists` is False. A body
-        that stores the tile before the one it computes so has the code that stores a tile once.
+        With `once_more` the body also runs after the last tile, and then `exists` is False. A body
+        that stores the previous tile while it computes the next then needs that code only once.
         """
         block, stride = lax.axis_index("block"), self.num_blocks
         mine = lax.div(total - block + (stride - 1), jnp.int32(stride))
@@ -316,7 +317,7 @@ EIGHT_ROWS = plgpu.Layout.TILED(
 
 
 def check_buffers(tiles: Any) -> None:
-    """Raises ValueError if a ring of such tiles could not turn, or nothing could be swept."""
+    """Raises ValueError if the ring has fewer than two stages, or `band` is not positive."""
     if tiles.num_stages < 2 or tiles.band < 1:
         raise ValueError(f"a ring needs two stages, and band must be positive, not {tiles}.")
 

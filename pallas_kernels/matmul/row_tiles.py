@@ -6,8 +6,8 @@ A letter stands for 8 rows of a group. If a tile may be 2 or 4 of these high, th
   tile of it    0 0 0 0 1 1 1 1 2 2 0 0 0 0 0 0 0 0 1 1
 
 The block of a group sums the rows and the tiles of all groups before it, and writes its own tiles
-to the table. XLA takes four launches for the same table: two running sums over the groups, the
-second of what the first gives, a search, and a gather.
+to the table. XLA takes four launches for the same table: a running sum of the groups' rows, one of
+their tiles, a search, and a gather.
 
 The heights are an operand, so that all matmuls of a program, whose tiles differ, share one kernel.
 """
@@ -36,7 +36,7 @@ _LOW = 64  # tables have room for tiles of this height: matmuls with higher ones
 def most_tiles(num_groups: int, heights: Sequence[int], num_rows: int) -> int:
     """Returns for how many tiles a table has room, which is at least as many as there can be.
 
-    Each group may begin up to 7 rows early and end within a tile.
+    Each group's first tile may begin up to 7 rows early, and its last may end late.
     """
     height = min(heights[-1], _LOW)
     return (num_rows + (ROW_ALIGNMENT - 1) * num_groups) // height + num_groups
