@@ -13,7 +13,7 @@ from jax import lax
 
 from jax_ep import checks
 from jax_ep.exchange.routes import expert_ids
-from jax_ep.moe.top_k import add_sums, choose, weigh
+from jax_ep.moe.top_k import choose, weigh
 from jax_ep.runtime.jax_compat import match_varying, register_for_export
 from pallas_kernels.routing.plan import Groups, Weighing
 
@@ -210,22 +210,19 @@ def top_k_routing(
         logits.shape[1], k, choose_by, num_groups, groups_kept, group_score
     )
     logits = logits.astype(jnp.float32)
-    groups = None
-    if groups_kept < num_groups:
-        best = {"top2": 2, "max": 1}[group_score]
-        groups = Groups(num_groups, groups_kept, best, score if choose_by == "score" else choose_by)
+    scores = score if choose_by == "score" else "logit"
+    best = {"top2": 2, "max": 1}[group_score]
+    groups = Groups(num_groups, groups_kept, best) if groups_kept < num_groups else None
     weighing = _weighing(score, normalize, normalize_epsilon, scale)
     # Logits alone have the order of scores, but not of sums of scores, with a bias or of two.
-    has_sums = bias is not None or (choose_by == "score" and groups is not None and best == 2)
-    softmax = score == "softmax" and not (has_sums and choose_by == "score")
-    probs = sums = None
+    has_sums = bias is not None or (groups is not None and best == 2)
+    softmax = score == "softmax" and not (has_sums and scores == "softmax")
+    probs = None
     if not softmax:
         probs = _SCORES[score](_raised(logits) if score != "softmax" else logits)
-    if has_sums:
-        sums = (logits, jnp.zeros_like(logits)) if choose_by == "logit" else _exact(score, logits)
-        if bias is not None:
-            of_bias = jnp.broadcast_to(bias.astype(jnp.float32)[None], logits.shape)
-            sums = add_sums(sums, (of_bias, jnp.zeros_like(of_bias)))
+    rounded = None
+    if has_sums and scores not in ("logit", "sigmoid"):
+        rounded = _SCORES[score](logits)
     gathered = None
     if not (softmax and not normalize):
         gathered = _weighed(score, logits, weighing)
@@ -233,8 +230,9 @@ def top_k_routing(
         logits,
         k,
         weighing,
-        sums=sums,
-        biased=bias is not None,
+        scores=scores,
+        rounded=rounded,
+        bias=None if bias is None else bias.astype(jnp.float32),
         groups=groups,
         gathered=None if gathered is logits else gathered,
         softmax=softmax,
@@ -283,17 +281,6 @@ def _weighed(score: str, logits: jax.Array, weighing: Weighing) -> jax.Array:
     if score == "softmax" and weighing.epsilon:
         return jax.nn.log_softmax(logits, axis=-1)
     return logits
-
-
-def _exact(score: str, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns scores [T, E], rounded, and what was rounded off of those that are close to 1."""
-    if score != "sigmoid":
-        scores = _SCORES[score](logits)
-        return scores, jnp.zeros_like(scores)
-    is_high = logits > 0
-    smaller = jax.nn.sigmoid(-jnp.abs(logits))  # of sigmoid(x) and sigmoid(-x), which add up to 1
-    high = jnp.where(is_high, 1.0 - smaller, smaller)
-    return high, jnp.where(is_high, (1.0 - high) - smaller, 0.0)
 
 
 def _raised(logits: jax.Array) -> jax.Array:

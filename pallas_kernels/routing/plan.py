@@ -22,13 +22,11 @@ class Groups:
       number: how many blocks there are, a divisor of the columns.
       kept: how many of them a row chooses from.
       best: how many of a block's largest scores are summed to what the block is worth, 1 or 2.
-      scores: what is summed, a key of `order.OF_TWO`.
     """
 
     number: int
     kept: int
     best: int
-    scores: str = "logit"
 
 
 @dataclasses.dataclass(frozen=True)
