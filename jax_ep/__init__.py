@@ -20,6 +20,7 @@ from jax_ep.exchange.api import Dispatched, Handle, combine, dispatch, dispatch_
 from jax_ep.exchange.memory import workspace_bytes
 from jax_ep.exchange.permute import group_by_expert, sum_by_token
 from jax_ep.exchange.rank_major import RankDispatched, RankHandle
+from jax_ep.formats import Format, QuantizedArray, quantize
 from jax_ep.matmul.api import grouped_matmul
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.expert_mlp import expert_mlp
@@ -41,16 +42,18 @@ from jax_ep.moe.routing import (
 from jax_ep.version import __version__ as __version__
 
 if _TYPE_CHECKING:
-    from jax_ep import checkpoints, linen, nnx, placement, reference
+    from jax_ep import checkpoints, formats, linen, nnx, placement, reference
 
 
 __all__ = [
     "BalanceSums",
     "Dispatched",
+    "Format",
     "Handle",
     "MoEConfig",
     "MoEMetrics",
     "MoEParams",
+    "QuantizedArray",
     "RankDispatched",
     "RankHandle",
     "Routing",
@@ -63,6 +66,7 @@ __all__ = [
     "dispatch",
     "dispatch_like",
     "expert_mlp",
+    "formats",
     "group_by_expert",
     "grouped_matmul",
     "linen",
@@ -71,6 +75,7 @@ __all__ = [
     "nnx",
     "placement",
     "pooled_load_balance_loss",
+    "quantize",
     "reduce_scatter",
     "reference",
     "routed_experts",

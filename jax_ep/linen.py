@@ -17,23 +17,41 @@ from jax_ep.moe import routing
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.layer import run_layer
 from jax_ep.moe.metrics import MoEMetrics
-from jax_ep.moe.params import MoEParams
+from jax_ep.moe.options import documented, options_of
+from jax_ep.moe.params import (
+    Initializer,
+    MoEParams,
+    ParameterOptions,
+    check_parameter_options,
+)
 from jax_ep.moe.router import RouterInputs
 from jax_ep.placement.table import Placement
 
 ROUTER_STATE = "router_state"
 
+
+def _fields() -> Any:
+    """Returns the fields of `MoE`: sizes and `ParameterOptions`, and by keyword `MoEConfig`.
+
+    They are fields of a base class since a Linen module is a dataclass that is not frozen, and
+    cannot inherit from a frozen one.
+    """
+    sizes: list[Any] = [
+        (name, "int") for name in ("num_experts", "num_experts_per_token", "mlp_dim")
+    ]
+    parameters = [(f.name, f.type, f.default) for f in dataclasses.fields(ParameterOptions)]
+    by_keyword = [
+        (f.name, f.type, dataclasses.field(default=f.default, kw_only=True))
+        for f in dataclasses.fields(MoEConfig)
+        if f.default is not dataclasses.MISSING
+    ]
+    return dataclasses.make_dataclass("_Fields", [*sizes, *parameters, *by_keyword])
+
+
 if TYPE_CHECKING:
-    _ConfigFields: Any = object
+    _Fields: Any = object
 else:
-    # A Linen module is a dataclass that is not frozen, and cannot inherit from a frozen one.
-    _ConfigFields = dataclasses.make_dataclass(
-        "_ConfigFields",
-        [
-            (f.name, f.type, dataclasses.field(default=f.default, kw_only=True))
-            for f in dataclasses.fields(MoEConfig)
-        ],
-    )
+    _Fields = _fields()
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
@@ -96,7 +114,8 @@ class Gate(nn.Module):
         )
 
 
-class MoE(nn.Module, _ConfigFields):
+@documented(ParameterOptions, parameters=moe_params.table())
+class MoE(nn.Module, _Fields):
     """Mixture of MLP experts, spread over the ranks of a mesh axis.
 
     Replaces the MLP of a transformer block: `y, metrics = MoE(...)(x)` with x [..., H], y of x's
@@ -106,67 +125,28 @@ class MoE(nn.Module, _ConfigFields):
     but for rounding.
 
     Parameters, with their logical axes (map "exp" to the mesh's expert axis):
-      gate.kernel  [H, E]               ("embed", None)
-      wi_0, wi_1   [E, H, F]            ("exp", "embed", "mlp"); with `gated=False` no wi_1
-      wo           [E, F, H]            ("exp", "mlp", "embed")
-      wi_0_bias, wi_1_bias [E, F]       ("exp", "mlp"), with `use_mlp_bias`
-      wo_bias      [E, H]               ("exp", "embed"), with `use_mlp_bias`
-      shared_wi_0, shared_wi_1 [H, S]   ("embed", "mlp"), with shared experts
-      shared_wo    [S, H]               ("mlp", "embed")
-      shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`
-      gate_bias    [E]                  (None,), with `use_gate_bias`
-      expert_scale [E]                  (None,), with `use_expert_scale`
-    With `constant_experts` there are constant_value [C, H] and constant_gate [C, H, 2]. Where
-    `num_slots` is P, wi_0, wi_1 and wo have P instead of E, placed as
-    `jax_ep.placement.Placement.in_order` until they are moved. With `selection_bias`, gate.bias [E]
-    is in the collection "router_state", and only `update_bias` changes it. In `nn.scan`, list both
-    collections in `variable_axes`.
+      {parameters}
+    R counts the E experts, and those that cost nothing. Where `num_slots` is P, the parameters with
+    "exp" have P instead of E, placed as `jax_ep.placement.Placement.in_order` until they are moved.
+    With `selection_bias`, gate.bias [R] is in the collection "router_state", and only `update_bias`
+    changes it. In `nn.scan`, list both collections in `variable_axes`.
 
     Attributes:
       num_experts: E.
       num_experts_per_token: K.
       mlp_dim: F, the hidden size of one expert.
-      num_shared_experts: the number of experts of width F that every token goes to.
-      shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
-      use_shared_gate: multiply their output by a sigmoid of x @ shared_gate (Qwen2-MoE).
-      gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
-      use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
-      selection_bias: keep a DeepSeek-V3 selection bias, which changes only the choice of experts.
-      use_gate_bias: add a trained bias to the logits, for choice and weights (GPT-OSS).
-      use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
-      gate_init: initializer of gate.kernel; None: there is no gate, and each call is given
-        `topk_idx` and `topk_weights`, or `router` needs no logits.
+      {ParameterOptions}
 
     The other attributes are the fields of `jax_ep.MoEConfig`, by keyword.
     """
 
-    num_experts: int
-    num_experts_per_token: int
-    mlp_dim: int
-    num_shared_experts: int = 0
-    shared_dim: int | None = None
-    use_shared_gate: bool = False
-    gated: bool = True
-    use_mlp_bias: bool = False
-    selection_bias: bool = False
-    use_gate_bias: bool = False
-    use_expert_scale: bool = False
-    param_dtype: Any = jnp.float32
-    kernel_init: nn.initializers.Initializer = moe_params.default_kernel_init
-    gate_init: nn.initializers.Initializer | None = moe_params.default_kernel_init
-
     def setup(self) -> None:
         config, init = MoEConfig.of(self), self.gate_init
         check_config(config)
-        checks.as_dtype_of_arrays("param_dtype", self.param_dtype)
-        checks.check_bool("selection_bias", self.selection_bias)
+        check_parameter_options(options_of(ParameterOptions, self))
         if init is not None:
             num_choosable = config.num_choosable
             self.gate = Gate(num_choosable, self.selection_bias, init, self.param_dtype)
-        else:
-            moe_params.check_without_gate(selection_bias=self.selection_bias)
 
     @nn.compact
     def __call__(
@@ -197,18 +177,12 @@ class MoE(nn.Module, _ConfigFields):
         hidden, kernel, bias = _columns("x", x), None, None
         if self.gate_init is not None:
             kernel, bias = self.gate(hidden if router_x is None else _columns("router_x", router_x))
-        parts = {name: getattr(self, name) for name in moe_params.PARTS}
-        config = MoEConfig.of(self)
-        shapes = moe_params.weight_shapes(
-            self.num_experts,
-            hidden,
-            self.mlp_dim,
-            num_slots=self.num_slots,
-            num_free=config.num_free,
-            num_constant=config.constant_experts,
-            **parts,
-        )
-        weights = {name: self._weight(name, shape) for name, shape in shapes.items()}
+        config, options = MoEConfig.of(self), options_of(ParameterOptions, self)
+        shapes = moe_params.weight_shapes(config, options, hidden, self.mlp_dim)
+        weights = {
+            name: self._weight(name, shape, moe_params.initializer(name, config, options))
+            for name, shape in shapes.items()
+        }
         inputs = RouterInputs(router_x, topk_idx, topk_weights)
         rules = dict(spmd.get_logical_axis_rules())
         return run_layer(
@@ -221,7 +195,7 @@ class MoE(nn.Module, _ConfigFields):
             axis_rules=rules,
         )
 
-    def _weight(self, name: str, shape: tuple[int, ...]) -> jax.Array:
+    def _weight(self, name: str, shape: tuple[int, ...], init: Initializer) -> jax.Array:
         dims = moe_params.PARAMETERS[name].logical_axes
         if self.has_variable("params", name):
             # Inside a shard_map it may hold this rank's experts, and its columns, only.
@@ -229,7 +203,6 @@ class MoE(nn.Module, _ConfigFields):
             split = {"exp"} if self.tensor_axis is None else {"exp", "mlp"}
             sizes = zip(dims, stored.shape, shape, strict=True)
             shape = tuple(held if axis in split else size for axis, held, size in sizes)
-        init = moe_params.initializer(name, self.kernel_init, self.num_experts, self.num_slots)
         boxed: Any = _partitioned(init, name)
         return self.param(name, boxed, shape, self.param_dtype)
 

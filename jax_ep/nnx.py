@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from flax import nnx
 from flax.core import spmd
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jax_ep import checks
 from jax_ep.checks import as_axes
 from jax_ep.moe import params as moe_params
 from jax_ep.moe import routing
@@ -21,7 +20,13 @@ from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.layer import run_layer
 from jax_ep.moe.mesh import shard
 from jax_ep.moe.metrics import MoEMetrics
-from jax_ep.moe.params import Initializer, MoEParams
+from jax_ep.moe.options import documented, pop_options, takes
+from jax_ep.moe.params import (
+    Initializer,
+    MoEParams,
+    ParameterOptions,
+    check_parameter_options,
+)
 from jax_ep.moe.router import RouterInputs
 from jax_ep.placement.table import Placement
 
@@ -49,6 +54,7 @@ class Gate(nnx.Module):
         self.bias = RouterState(jnp.zeros(num_experts, jnp.float32)) if selection_bias else None
 
 
+@documented(ParameterOptions, parameters=moe_params.table())
 class MoE(nnx.Module):
     """Mixture of MLP experts, spread over the ranks of a mesh axis.
 
@@ -59,20 +65,11 @@ class MoE(nnx.Module):
     but for rounding.
 
     Parameters (`nnx.Param`), with their logical axes (map "exp" to the mesh's expert axis):
-      gate.kernel  [H, E]               ("embed", None)
-      wi_0, wi_1   [E, H, F]            ("exp", "embed", "mlp"); with `gated=False` no wi_1
-      wo           [E, F, H]            ("exp", "mlp", "embed")
-      wi_0_bias, wi_1_bias [E, F]       ("exp", "mlp"), with `use_mlp_bias`, else None
-      wo_bias      [E, H]               ("exp", "embed"), with `use_mlp_bias`, else None
-      shared_wi_0, shared_wi_1 [H, S]   ("embed", "mlp"), with shared experts, else None
-      shared_wo    [S, H]               ("mlp", "embed")
-      shared_gate  [H, 1]               ("embed", None), with `use_shared_gate`, else None
-      gate_bias    [E]                  (None,), with `use_gate_bias`, else None
-      expert_scale [E]                  (None,), with `use_expert_scale`, else None
-    With `constant_experts` there are constant_value [C, H] and constant_gate [C, H, 2], else None.
-    Where `num_slots` is P, wi_0, wi_1 and wo have P instead of E, placed as
+      {parameters}
+    A parameter that the layer is made without is None. R counts the E experts, and those that cost
+    nothing. Where `num_slots` is P, the parameters with "exp" have P instead of E, placed as
     `jax_ep.placement.Placement.in_order` until they are moved. With `selection_bias` there is
-    gate.bias [E] (`RouterState`), which only `update_bias` changes.
+    gate.bias [R] (`RouterState`), which only `update_bias` changes.
 
     With a mesh set, or given as `mesh`, they are created sharded over it, each logical axis over
     the mesh axes that `nnx.logical_axis_rules` gives for it. Without a rule, "exp" is sharded over
@@ -84,18 +81,7 @@ class MoE(nnx.Module):
       mlp_dim: F, the hidden size of one expert.
       num_experts: E.
       num_experts_per_token: K.
-      num_shared_experts: the number of experts of width F that every token goes to.
-      shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
-      use_shared_gate: multiply their output by a sigmoid of x @ shared_gate (Qwen2-MoE).
-      gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
-      use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
-      selection_bias: keep a DeepSeek-V3 selection bias, which changes only the choice of experts.
-      use_gate_bias: add a trained bias to the logits, for choice and weights (GPT-OSS).
-      use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
-      param_dtype: dtype of the parameters.
-      kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or [F, H].
-      gate_init: initializer of gate.kernel; None: `gate` is None, and each call is given
-        `topk_idx` and `topk_weights`, or `router` needs no logits.
+      {ParameterOptions}
       router_dim: the size of `router_x`, where calls are given one; None: H.
       rngs: gives the key "params".
       fields: the other fields of `jax_ep.MoEConfig`.
@@ -106,22 +92,16 @@ class MoE(nnx.Module):
         no axis of the mesh, or an argument is of a gate that gate_init=None leaves out.
     """
 
+    config: MoEConfig
     gate: Gate | None
-    gate_bias: nnx.Param | None
-    expert_scale: nnx.Param | None
     wi_0: nnx.Param
-    wi_1: nnx.Param | None
     wo: nnx.Param
-    wi_0_bias: nnx.Param | None
-    wi_1_bias: nnx.Param | None
-    wo_bias: nnx.Param | None
-    shared_gate: nnx.Param | None
-    constant_value: nnx.Param | None
-    constant_gate: nnx.Param | None
-    shared_wi_0: nnx.Param | None
-    shared_wi_1: nnx.Param | None
-    shared_wo: nnx.Param | None
 
+    if TYPE_CHECKING:
+        # The other parameters.
+        def __getattr__(self, name: str) -> nnx.Param | None: ...
+
+    @takes(ParameterOptions, before="router_dim", others=True)
     def __init__(
         self,
         hidden: int,
@@ -129,61 +109,35 @@ class MoE(nnx.Module):
         *,
         num_experts: int,
         num_experts_per_token: int,
-        num_shared_experts: int = 0,
-        shared_dim: int | None = None,
-        use_shared_gate: bool = False,
-        gated: bool = True,
-        use_mlp_bias: bool = False,
-        selection_bias: bool = False,
-        use_gate_bias: bool = False,
-        use_expert_scale: bool = False,
-        param_dtype: Any = jnp.float32,
-        kernel_init: Initializer = moe_params.default_kernel_init,
-        gate_init: Initializer | None = moe_params.default_kernel_init,
         router_dim: int | None = None,
         rngs: nnx.Rngs,
         **fields: Any,
     ):
-        self.config = MoEConfig(
+        options = pop_options(ParameterOptions, fields)
+        self.config = config = MoEConfig(
             num_experts=num_experts, num_experts_per_token=num_experts_per_token, **fields
         )
-        check_config(self.config)
-        checks.as_dtype_of_arrays("param_dtype", param_dtype)
-        checks.check_bool("selection_bias", selection_bias)
+        check_config(config)
+        check_parameter_options(options, router_dim)
         make_gate = functools.partial(
             Gate,
             hidden if router_dim is None else router_dim,
-            self.config.num_choosable,
-            selection_bias=selection_bias,
-            param_dtype=param_dtype,
-            config=self.config,
+            config.num_choosable,
+            selection_bias=options.selection_bias,
+            param_dtype=options.param_dtype,
+            config=config,
             rngs=rngs,
         )
         # NNX lets an attribute be set to None or to a module, but not to the one after the other.
-        self.gate = None if gate_init is None else make_gate(kernel_init=gate_init)
-        if gate_init is None:
-            moe_params.check_without_gate(selection_bias=selection_bias, router_dim=router_dim)
-        shapes = moe_params.weight_shapes(
-            num_experts,
-            hidden,
-            mlp_dim,
-            num_shared_experts,
-            shared_dim=shared_dim,
-            gated=gated,
-            use_gate_bias=use_gate_bias,
-            use_expert_scale=use_expert_scale,
-            use_mlp_bias=use_mlp_bias,
-            use_shared_gate=use_shared_gate,
-            num_slots=self.config.num_slots,
-            num_free=self.config.num_free,
-            num_constant=self.config.constant_experts,
-        )
+        init = options.gate_init
+        self.gate = None if init is None else make_gate(kernel_init=init)
+        shapes = moe_params.weight_shapes(config, options, hidden, mlp_dim)
         for name in moe_params.WEIGHTS:
             param = None
             if (shape := shapes.get(name)) is not None:
-                init = moe_params.initializer(name, kernel_init, num_experts, self.config.num_slots)
-                weight = init(rngs.params(), shape, param_dtype)
-                param = _param(weight, name, self.config)
+                init = moe_params.initializer(name, config, options)
+                weight = init(rngs.params(), shape, options.param_dtype)
+                param = _param(weight, name, config)
             setattr(self, name, param)
 
     def __call__(

@@ -15,7 +15,7 @@ from support.processes import environment_of_program
 
 import jax_ep
 import jax_ep.cli
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -53,14 +53,14 @@ def test_the_api_reference_has_every_public_name():
 
 def test_the_memory_of_the_low_latency_protocol_is_told():
     def mib(fewer, more):
-        return (layout.heap_bytes(more) - layout.heap_bytes(fewer)) / (more - fewer) / 2**20
+        return (memory_map.heap_bytes(more) - memory_map.heap_bytes(fewer)) / (more - fewer) / 2**20
 
     told = (
         f"{mib(3, 4):g} MiB for each other GPU of the host, {mib(5, 8):g} where there are over 4,"
     )
-    told += f" of up to {layout.num_senders(16)}."
+    told += f" of up to {memory_map.num_senders(16)}."
     assert told in " ".join(PAGES["collectives.md"].split())
-    assert layout.heap_bytes(8) == layout.heap_bytes(16) <= 32 * 2**20
+    assert memory_map.heap_bytes(8) == memory_map.heap_bytes(16) <= 32 * 2**20
 
 
 def test_every_command_is_told():

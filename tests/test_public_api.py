@@ -255,6 +255,24 @@ def memory() -> None:
     assert held.get("gathered tokens", 0) == (N * T * H * 4 if N > 1 else 0)
 
 
+@exercises("Format", "QuantizedArray", "formats", "quantize")
+def quantized_numbers() -> None:
+    """Float8 rows and matrices, and MXFP4, made and read on all ranks."""
+    kinds = jax_ep.formats.FLOAT8_ROWS, jax_ep.formats.FLOAT8_MATRICES, jax_ep.formats.MXFP4
+    x = RNG.standard_normal((N, 128, 128)).astype(np.float32)
+
+    def there_and_back(x: Any) -> Any:
+        arrays = [jax_ep.quantize(x, kind) for kind in kinds]
+        assert all(isinstance(array, jax_ep.QuantizedArray) for array in arrays)
+        assert all(isinstance(array.format, jax_ep.Format) for array in arrays)
+        return arrays, [array.dequantize() for array in arrays]
+
+    for array, numbers, kind in zip(*on_ranks(there_and_back, x), kinds, strict=True):
+        expected = kind.decode(kind.encode(x), np.float32)
+        assert_bitwise_equal(numbers, expected)
+        assert_bitwise_equal(array.dequantize(), expected)
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_eight_ranks(name, monkeypatch):
     names, check = CHECKS[name]

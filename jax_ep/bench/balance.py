@@ -16,7 +16,8 @@ import dataclasses
 import math
 import statistics
 import time
-from typing import Any, get_args
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +25,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep.bench import layer as bench_layer
-from jax_ep.bench import measuring, report
+from jax_ep.bench import report, runner
 from jax_ep.bench.baselines import AXIS
 from jax_ep.bench.flags import BenchFlags
 from jax_ep.bench.operations import rows_needed
+from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
 from jax_ep.exchange.routes import Overflow
-from jax_ep.flags import Error, check_experts
+from jax_ep.flags import Error
 from jax_ep.moe import layer as moe
 from jax_ep.moe.config import MoEConfig
 from jax_ep.placement import Placement, balance, redistribute, to_slots
@@ -42,7 +44,6 @@ _SHAPES = FLAGS.choices(
     bench_layer.SHAPES,
     "The models whose MoE layers are measured, as in `bench layer`.",
 )
-_RANKS = FLAGS.ranks()
 _TOKENS = FLAGS.tokens("4096", "64")
 _EXPONENTS = FLAGS.numbers(
     "exponents",
@@ -73,63 +74,181 @@ _EVERY = FLAGS.integer(
     "redistribute_every", 100, "Training steps from one redistribution of experts to the next."
 )
 _TIMING = FLAGS.timing(10, 5, least_iterations=2)
-_CHECK = FLAGS.check("the outputs of all layers of one routing with each other")
 _SEED = FLAGS.seed("parameters, tokens and choices")
-_JSON = FLAGS.json()
-_PLOT = FLAGS.plot("the times by placement")
+_SHARED = FLAGS.share(
+    plot="the times by placement",
+    timing=_TIMING,
+    check=FLAGS.check("the outputs of all layers of one routing with each other"),
+)
 
 
 def run() -> int:
-    FLAGS.check_outputs()
-    devices = measuring.find_devices(max(_RANKS.value or [8]))
-    platform = devices[0].platform
-    ranks = _RANKS.value or [len(devices)]
-    measuring.check_ranks(ranks, len(devices))
-    table = bench_layer.SMALL_SHAPES if platform == "cpu" else bench_layer.SHAPES
-    shapes = {name: table[name] for name in _SHAPES.value}
-    for num_ranks in ranks:
-        for name, shape in shapes.items():
-            check_experts(shape.num_experts, num_ranks, shape.top_k, name)
-    if FLAGS.given(_COPIES) and not any(_EXPONENTS.value):
-        raise Error("--copies: uniform routing is measured without; name an --exponents above 0")
-    rows: list[report.Row] = []
-    for num_ranks in ranks:
-        for name, shape in shapes.items():
-            for num_tokens in _TOKENS.value or [4096 if platform == "gpu" else 64]:
-                work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens}
-                work |= dataclasses.asdict(shape)
-                rows += measure_shape(work, shape)
-                if _JSON.value:
-                    measuring.write_json(_JSON.value, rows)
-    measuring.progress("")
-    compare(rows, _EVERY.value)
-    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16, forward")
-    text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _TEXT)
-    text += report.notes(rows, _name)
-    print("\n".join(["", *text, *(report.kernels(rows, _name) if _TIMING.by_kernel.value else [])]))
-    if _PLOT.value:
-        plot(rows, _PLOT.value, measuring.devices_in_words(devices))
-    return 1 if any("error" in row for row in rows) else 0
+    return runner.run(BalanceBench())
 
 
-def plot(rows: list[report.Row], path: str, machine: str) -> None:
-    """Draws to a file the wall time of a layer, by routing and by where its experts live."""
+class Placed(NamedTuple):
+    """A layer whose experts have been placed.
 
-    def bar(row: report.Row) -> str:
-        factor = row.get("capacity_factor")
-        buffer = "" if factor is None else f", capacity factor {factor:g}"
-        return f"{_placement(row)}, {row.get('overflow', 'not placed')}{buffer}"
+    Attributes:
+      state: parameters, x, choices of experts and placement, or None for experts in order; the
+        ranks stacked.
+      mesh: the mesh of its ranks.
+      config: the layer's configuration, but for its capacity.
+      needed: the number of rows that the rank with most rows receives.
+      facts: times of moving the weights, as fields of a row.
+    """
 
-    report.bars(
-        rows,
-        path,
-        title=f"Time of the MoE layer under skewed routing, forward, bfloat16\n{machine}",
-        panel=bench_layer.sizes,
-        group=lambda row: f"exponent {row['exponent']:g}",
-        bar=bar,
-        height=lambda row: row["wall"]["median_us"] if "wall" in row else None,
-        label="in-loop wall time, us",
+    state: Any
+    mesh: Mesh
+    config: MoEConfig
+    needed: int
+    facts: Row
+
+
+class BalanceCase(runner.Case):
+    """A layer with one routing and one placement, for every overflow and capacity.
+
+    `expected` holds the output that each routing gave first, for the cases of all placements.
+    """
+
+    spaced = False
+
+    def __init__(self, work: Row, shape: bench_layer.Shape, expected: dict[str, Any]):
+        super().__init__(
+            "{shape}, exponent {exponent:g}, {0}".format(_placement(work), **work),
+            [
+                work | {"implementation": overflow, "overflow": overflow, "capacity_factor": factor}
+                for overflow in _OVERFLOWS.value
+                for factor in _CAPACITY_FACTORS.value or [None]
+            ],
+        )
+        self.work, self.shape, self.expected = work, shape, expected
+
+    def prepare(self) -> Placed:
+        work, shape = self.work, self.shape
+        mesh = Mesh(np.asarray(jax.devices()[: work["ranks"]]), (AXIS,))
+        sizes = work["ranks"] * work["tokens"], shape.num_experts, shape.top_k
+        popularity = np.random.default_rng(_SEED.value).permutation(shape.num_experts)
+        topk_idx, earlier = (
+            draw_choices(*sizes, work["exponent"], popularity, _SEED.value + stream)
+            for stream in (1, 2)
+        )
+        load = np.bincount(earlier.reshape(-1), minlength=shape.num_experts)[None]
+        state = bench_layer.make_state(shape, work["tokens"], mesh, _SEED.value)
+        (params, x, placement), facts = place(state, load, work["copies"], mesh)
+        config = MoEConfig(
+            num_experts=shape.num_experts,
+            num_experts_per_token=shape.top_k,
+            score=shape.score,
+            expert_axis=AXIS,
+            num_slots=None if placement is None else placement.expert_of_slot.shape[0],
+        )
+        split = NamedSharding(mesh, PartitionSpec(AXIS))
+        chosen = jax.device_put(topk_idx.reshape(mesh.size, work["tokens"], -1), split)
+        stacked = None if placement is None else _stacked(placement, mesh)
+        state = params, x, chosen, stacked
+        return Placed(state, mesh, config, _rows_needed(state, mesh, config), facts)
+
+    def build(self, row: Row, shared: Placed) -> Loop:
+        average = row["tokens"] * row["top_k"]
+        most = shared.mesh.size * average
+        factor = row["capacity_factor"]
+        rows = shared.needed if factor is None else factor * average if factor else most
+        rows = min(math.ceil(rows / 128) * 128, most)
+        row |= shared.facts | {"needed": shared.needed, "busiest": shared.needed / average}
+        row["capacity"] = rows
+        config = dataclasses.replace(
+            shared.config, overflow=row["overflow"], capacity_factor=rows / average
+        )
+
+        def step(state: Any) -> Any:
+            params, x, chosen, placement = state
+            out, metrics = moe.moe_layer(params, x, config, placement=placement, topk_idx=chosen)
+            return out, metrics.num_dropped
+
+        def output(state: Any) -> Any:
+            return step(state)[0]
+
+        row["dropped"] = 0
+        if rows < shared.needed:
+            dropped = Loop(None, step, shared.state, shared.mesh, 1).outputs()[1]
+            row["dropped"] = int(dropped[0])
+        return Loop(None, output, shared.state, shared.mesh, _TIMING.iterations.value)
+
+    def check(self, row: Row, loop: Loop, shared: Placed) -> bool:
+        if row["dropped"]:
+            return False
+        out, routing = loop.outputs(), "{shape}, {ranks}, {tokens}, {exponent}".format(**row)
+        expected = self.expected.setdefault(routing, out)
+        bench_layer.agree(self.name, [out], "experts in order", [expected])
+        return True
+
+
+class BalanceBench(runner.Bench):
+    flags, shared = FLAGS, _SHARED
+    columns = (
+        report.text("shape"),
+        Column("tokens", "tokens"),
+        Column("ranks", "ranks"),
+        Column("exponent", "exponent", "{:g}"),
+        Column("placement", lambda row: _placement(row), left=True),
+        report.text("overflow"),
+        Column("busiest", "busiest", "{:.3f}"),
+        Column("capacity", "capacity"),
+        Column("dropped", "dropped"),
+        *report.WALL,
+        report.SLOWEST,
+        Column("redistribute us", "redistribute_us", "{:.0f}"),
+        Column("a step", lambda row: row.get("share_us") or None, "{:.1f}"),
+        Column("over uniform", "over_uniform", "{:.3f}"),
     )
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[BalanceCase]:
+        platform = devices[0].platform
+        shapes = bench_layer.shapes(_SHAPES.value, platform)
+        tokens = _TOKENS.value or bench_layer.default_tokens(platform)
+        works = bench_layer.works_of(shapes, ranks, tokens)
+        if FLAGS.given(_COPIES) and not any(_EXPONENTS.value):
+            raise Error(
+                "--copies: uniform routing is measured without; name an --exponents above 0"
+            )
+        expected: dict[str, Any] = {}
+        return [
+            BalanceCase(
+                work | {"exponent": exponent, "copies": copies}, shapes[work["shape"]], expected
+            )
+            for work in works
+            for exponent in _EXPONENTS.value
+            for copies in ([None, *_COPIES.value] if exponent else [None])
+        ]
+
+    def header(self) -> list[str]:
+        return ["bfloat16, forward"]
+
+    def name(self, row: Row) -> str:
+        return "{shape}, exponent {exponent:g}, {0}".format(_placement(row), **row)
+
+    def compare(self, rows: list[Row]) -> None:
+        compare(rows, _EVERY.value)
+
+    def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
+        """Draws wall times by routing and by where the experts live."""
+
+        def bar(row: Row) -> str:
+            factor = row.get("capacity_factor")
+            buffer = "" if factor is None else f", capacity factor {factor:g}"
+            return f"{_placement(row)}, {row['overflow']}{buffer}"
+
+        report.bars(
+            rows,
+            path,
+            title=f"Time of the MoE layer under skewed routing, forward, bfloat16\n{machine}",
+            panel=bench_layer.sizes,
+            group=lambda row: f"exponent {row['exponent']:g}",
+            bar=bar,
+            height=lambda row: row["wall"]["median_us"] if "wall" in row else None,
+            label="in-loop wall time, us",
+        )
 
 
 def draw_choices(
@@ -144,42 +263,7 @@ def draw_choices(
     return np.argsort(exponent * np.log1p(ranks) - draws, axis=1)[:, :top_k].astype(np.int32)
 
 
-def measure_shape(work: dict[str, Any], shape: bench_layer.Shape) -> list[report.Row]:
-    """Measures a layer for every routing, placement, overflow and capacity: a row for each."""
-    mesh = Mesh(np.asarray(jax.devices()[: work["ranks"]]), (AXIS,))
-    sizes = work["ranks"] * work["tokens"], shape.num_experts, shape.top_k
-    popularity = np.random.default_rng(_SEED.value).permutation(shape.num_experts)
-    state = bench_layer.make_state(shape, work["tokens"], mesh, _SEED.value)
-    rows = []
-    for exponent in _EXPONENTS.value:
-        topk_idx = draw_choices(*sizes, exponent, popularity, _SEED.value + 1)
-        earlier = draw_choices(*sizes, exponent, popularity, _SEED.value + 2)
-        load = np.bincount(earlier.reshape(-1), minlength=shape.num_experts)[None]
-        expected = None
-        for copies in [None, *_COPIES.value] if exponent else [None]:
-            case = work | {"exponent": exponent, "copies": copies}
-            measuring.progress("{shape}, exponent {exponent:g}, copies {copies}".format(**case))
-            try:
-                placed, facts = place(state, load, copies, mesh)
-            except Exception as error:
-                rows.append(case | {"error": measuring.first_line(error)})
-                continue
-            for overflow in _OVERFLOWS.value:
-                for factor in _CAPACITY_FACTORS.value or [None]:
-                    own = case | facts | {"overflow": overflow, "capacity_factor": factor}
-                    try:
-                        row, out = _measure(own, shape, placed, topk_idx, mesh)
-                    except Exception as error:
-                        rows.append(own | {"error": measuring.first_line(error)})
-                        continue
-                    rows.append(row)
-                    if _CHECK.value and not row["dropped"]:
-                        expected = out if expected is None else expected
-                        bench_layer.agree(_name(row), [out], "experts in order", [expected])
-    return rows
-
-
-def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, dict[str, Any]]:
+def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, Row]:
     """Places the experts; returns (params, x, placement), and the times of moving the weights.
 
     The placement is None, and experts stay in the order of their ids, if `copies` is None.
@@ -214,45 +298,6 @@ def place(state: Any, load: Any, copies: int | None, mesh: Mesh) -> tuple[Any, d
     }
 
 
-def _measure(
-    case: dict[str, Any], shape: bench_layer.Shape, placed: Any, topk_idx: Any, mesh: Mesh
-) -> tuple[report.Row, Any]:
-    params, x, placement = placed
-    num_slots = None if placement is None else placement.expert_of_slot.shape[0]
-    config = MoEConfig(
-        num_experts=shape.num_experts,
-        num_experts_per_token=shape.top_k,
-        score=shape.score,
-        expert_axis=AXIS,
-        overflow=case["overflow"],
-        num_slots=num_slots,
-    )
-    average = case["tokens"] * shape.top_k
-    split = NamedSharding(mesh, PartitionSpec(AXIS))
-    chosen = jax.device_put(topk_idx.reshape(mesh.size, case["tokens"], -1), split)
-    stacked = None if placement is None else _stacked(placement, mesh)
-    state = params, x, chosen, stacked
-    needed = _rows_needed(state, mesh, config)
-    most = mesh.size * average
-    factor = case["capacity_factor"]
-    rows = needed if factor is None else factor * average if factor else most
-    rows = min(math.ceil(rows / 128) * 128, most)
-    config = dataclasses.replace(config, capacity_factor=rows / average)
-
-    def step(state: Any) -> Any:
-        params, x, chosen, placement = state
-        out, metrics = moe.moe_layer(params, x, config, placement=placement, topk_idx=chosen)
-        return out, metrics.num_dropped
-
-    loop = Loop(None, lambda state: step(state)[0], state, mesh, _TIMING.iterations.value)
-    out, dropped = None, [0]
-    if _CHECK.value or rows < needed:
-        out, dropped = Loop(None, step, state, mesh, 1).outputs()
-    times = measuring.times(loop, _TIMING.repeats.value, _TIMING.timer.value, spaced=False)
-    facts = {"needed": needed, "busiest": needed / average, "dropped": int(dropped[0])}
-    return case | facts | times | {"capacity": rows}, out
-
-
 def _rows_needed(state: Any, mesh: Mesh, config: MoEConfig) -> int:
     """Returns the number of rows that the rank with most rows receives."""
 
@@ -278,7 +323,7 @@ def _stacked(placement: Placement, mesh: Mesh) -> Placement:
     return jax.tree.map(stack, placement)
 
 
-def compare(rows: list[report.Row], steps: int) -> None:
+def compare(rows: list[Row], steps: int) -> None:
     """Adds to each row its wall time divided by that of uniform routing.
 
     The wall time includes a share of one redistribution of the experts in every `steps` steps.
@@ -298,44 +343,8 @@ def compare(rows: list[report.Row], steps: int) -> None:
             row["over_uniform"] = wall / uniform[0]["wall"]["median_us"]
 
 
-_COLUMNS = (
-    "shape", "tokens", "ranks", "exponent", "placement", "overflow", "busiest", "capacity",
-    "dropped", "wall us", "low..high", "device us", "redistribute us", "a step", "over uniform",
-)  # fmt: skip
-_TEXT = ("shape", "placement", "overflow")
-
-
-def _name(row: report.Row) -> str:
-    return "{shape}, exponent {exponent:g}, {0}".format(_placement(row), **row)
-
-
-def _placement(row: report.Row) -> str:
+def _placement(row: Row) -> str:
     copies = row["copies"]
     return (
         "in order" if copies is None else f"balance, {copies} more a rank" if copies else "balance"
     )
-
-
-def _cells(row: report.Row) -> list[str]:
-    wall, device = row.get("wall") or {}, row.get("device") or {}
-
-    def cell(value: float | None, form: str) -> str:
-        return "" if value is None else form.format(value)
-
-    return [
-        row["shape"],
-        str(row["tokens"]),
-        str(row["ranks"]),
-        f"{row['exponent']:g}",
-        _placement(row),
-        row.get("overflow", ""),
-        cell(row.get("busiest"), "{:.3f}"),
-        cell(row.get("capacity"), "{}"),
-        cell(row.get("dropped"), "{}"),
-        cell(wall.get("median_us"), "{:.1f}"),
-        "{low_us:.1f}..{high_us:.1f}".format(**wall) if wall else "failed",
-        cell(device.get("slowest_us"), "{:.1f}"),
-        cell(row.get("redistribute_us"), "{:.0f}"),
-        cell(row.get("share_us") or None, "{:.1f}"),
-        cell(row.get("over_uniform"), "{:.3f}"),
-    ]

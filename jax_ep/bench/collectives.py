@@ -12,34 +12,30 @@ multicast and the kernels do not need it.
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
+import contextlib
 import datetime
 import json
 import os
 import re
-import sys
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ep.bench import measuring, report
+from jax_ep.bench import measuring, report, runner
 from jax_ep.bench.baselines import AXIS
 from jax_ep.bench.flags import BenchFlags
+from jax_ep.bench.report import Row
 from jax_ep.bench.timing import Loop
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection, xla
 from jax_ep.collectives import table as collectives_table
-from jax_ep.collectives.algorithms import ALGORITHMS
+from jax_ep.collectives.algorithms import ALGORITHMS, Problem
 from jax_ep.flags import Error
-
-if TYPE_CHECKING:
-    from pallas_kernels.collectives.tiles import TilePlan
+from jax_ep.runtime import availability
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "all_reduce": collectives.all_reduce,
@@ -52,8 +48,8 @@ OPERATIONS = tuple(FUNCTIONS)
 # Not measured by default: "fused", which is one of two others, and "multimem", which needs
 # multicast.
 MEASURED = {
-    op: tuple(name for name in names if name not in ("fused", "multimem"))
-    for op, names in ALGORITHMS.items()
+    op: tuple(name for name in algorithms.names if name not in ("fused", "multimem"))
+    for op, algorithms in ALGORITHMS.items()
 }
 LAX_NAMES = {
     "all_reduce": "lax.psum",
@@ -64,11 +60,10 @@ LAX_NAMES = {
 }
 _GPU_ROWS = [8, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 _CPU_ROWS = [32, 128]
-_ALGORITHM_NAMES = sorted({name for names in ALGORITHMS.values() for name in names})
+_ALGORITHM_NAMES = sorted({name for algorithms in ALGORITHMS.values() for name in algorithms.names})
 
 FLAGS = BenchFlags()
 _OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
-_RANKS = FLAGS.ranks("those of 2, 4 and 8 that there are devices for")
 _ROWS = FLAGS.integers(
     "rows",
     None,
@@ -94,108 +89,226 @@ _PLANS = FLAGS.strings(
     "Plans to measure each kernel with besides its own: thread blocks, warpgroups of a block and "
     "vectors of a thread, such as 64x4x1,32x4x2. Default: none.",
 )
-_CHECK = FLAGS.check("results with sums in float64")
 _TIMING = FLAGS.timing(50, 7, least_iterations=10)
-_SECONDS = FLAGS.seconds(1200.0)
 _WRITE_TABLE = FLAGS.write_table()
-_JSON = FLAGS.json()
-_PLOT = FLAGS.plot("the wall times over the size")
+_SHARED = FLAGS.share(
+    plot="the wall times over the size",
+    ranks="those of 2, 4 and 8 that there are devices for",
+    timing=_TIMING,
+    check=FLAGS.check("results with sums in float64"),
+    seconds=1200.0,
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A measurement: one operation on a whole array of `rows` by `hidden` elements."""
+def run() -> int:
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    return runner.run(CollectivesBench(), by_case=True)
 
-    op: str
-    ranks: int
-    rows: int
-    hidden: int
-    dtype: Any
 
-    @property
-    def num_bytes(self) -> int:
-        return self.rows * self.hidden * jnp.dtype(self.dtype).itemsize
+class CollectivesCase(runner.Case):
+    """One operation on arrays of all sizes, by every algorithm and plan."""
 
-    @property
-    def x(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of a rank's operand."""
-        rows = self.rows // self.ranks if self.op == "all_gather" else self.rows
+    def __init__(self, op: str, ranks: int, rows: Sequence[int], on_gpu: bool):
+        self.op, self.num_ranks = op, ranks
+        self.dtype = jnp.dtype(_DTYPE.value)
+        self.hidden = _HIDDEN.value or (8192 if on_gpu else 256)
+        super().__init__(
+            f"{op}, {ranks} ranks",
+            [
+                {
+                    "op": op,
+                    "ranks": ranks,
+                    "rows": count,
+                    "hidden": self.hidden,
+                    "bytes": count * self.hidden * self.dtype.itemsize,
+                    "algorithm": algorithm,
+                    "plan": plan,
+                    "implementation": f"{algorithm} {plan}" if plan else algorithm,
+                    "auto": selection.select(None, self.problem(count)),
+                }
+                for count in rows
+                for algorithm, plan in self.columns(count)
+            ],
+        )
+
+    def columns(self, rows: int) -> list[tuple[str, str]]:
+        """Returns each algorithm and plan to measure; the plan "" is the algorithm's own."""
+        names = _IMPLEMENTATIONS.value
+        if names is None:
+            available = ALGORITHMS[self.op].available(self.problem(rows))
+            names = [name for name in available if name in MEASURED[self.op]]
+        names = [name for name in names if name in ALGORITHMS[self.op].names]
+        names = [name for name in names if self.num_ranks > 1 or name == "xla"]
+        kernels = [name for name in names if name not in ("xla", "multimem")]
+        return [(name, "") for name in names] + [
+            (name, plan) for plan in _PLANS.value for name in kernels
+        ]
+
+    def x(self, rows: int) -> jax.ShapeDtypeStruct:
+        """Returns the shape and dtype of a rank's operand."""
+        rows = rows // self.num_ranks if self.op == "all_gather" else rows
         return jax.ShapeDtypeStruct((rows, self.hidden), self.dtype)
 
-    def operands(self, mesh: Mesh) -> Callable[[], tuple[jax.Array, ...]]:
-        """Compiles a function that makes the operands, [N * B, ...] each, with B rows for a rank.
+    def problem(self, rows: int) -> Problem:
+        """Returns the collective on an array of so many rows, as its algorithm is selected."""
+        x = self.x(rows)
+        others = [x, jax.ShapeDtypeStruct((self.hidden,), self.dtype)]
+        operands = [x, *(others if self.op == "all_reduce_rms_norm" else [])]
+        place = availability.Machine(jax.devices()[: self.num_ranks])
+        return Problem(self.op, operands, self.num_ranks, (AXIS,), place)
+
+    def prepare(self) -> tuple[Mesh, dict[int, tuple[jax.Array, ...]]]:
+        """Makes the operands by the number of rows, [N * B, ...] each, with B rows for a rank.
 
         Values are normally distributed; every rank has the same residual and scale.
         """
-        shapes: list[tuple[int, ...]] = [(self.ranks * self.x.shape[0], self.hidden)]
-        if self.op == "all_reduce_rms_norm":
-            shapes += [(self.rows, self.hidden), (self.hidden,)]
+        mesh = Mesh(np.asarray(jax.devices()[: self.num_ranks]), (AXIS,))
         sharding = NamedSharding(mesh, PartitionSpec(AXIS))
 
-        def make() -> tuple[jax.Array, ...]:
-            keys = jax.random.split(jax.random.key(self.rows), len(shapes))
-            arrays = [
+        def make(rows: int) -> tuple[jax.Array, ...]:
+            shapes: list[tuple[int, ...]] = [(self.num_ranks * self.x(rows).shape[0], self.hidden)]
+            if self.op == "all_reduce_rms_norm":
+                shapes += [(rows, self.hidden), (self.hidden,)]
+            keys = jax.random.split(jax.random.key(rows), len(shapes))
+            first, *others = [
                 jax.random.normal(key, shape, self.dtype)
                 for key, shape in zip(keys, shapes, strict=True)
             ]
-            same = [jnp.concatenate([array] * self.ranks) for array in arrays[1:]]
-            return (arrays[0], *same)
+            return first, *(jnp.concatenate([array] * self.num_ranks) for array in others)
 
-        return jax.jit(make, out_shardings=sharding).lower().compile()
+        compiled = jax.jit(make, static_argnums=0, out_shardings=sharding)
+        return mesh, {rows: compiled(rows) for rows in {row["rows"] for row in self.rows}}
 
-    def step(self, algorithm: str) -> Callable[[Any], Any]:
-        """Returns the per-rank function that is timed: the operation by an algorithm."""
-        function = FUNCTIONS[self.op]
-        return lambda state: function(*state, AXIS, algorithm=algorithm)
-
-    def loop(self, algorithm: str, operands: tuple[jax.Array, ...], mesh: Mesh) -> Loop:
-        """Compiles the loop that times an algorithm on the operands."""
+    def build(self, row: Row, shared: Any) -> Loop:
+        mesh, operands = shared
         kind: type[Loop] = Loop
-        if algorithm == "xla" and self.op in ("all_reduce", "all_reduce_rms_norm"):
+        if row["algorithm"] == "xla" and self.op in ("all_reduce", "all_reduce_rms_norm"):
             kind = _InPlaceLoop
-        return kind(
-            lambda *args: args, self.step(algorithm), operands, mesh, _TIMING.iterations.value
-        )
 
-    def expected(self, state: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Computes the results from the operands, in float64; both have the ranks stacked."""
-        x = np.asarray(state[0])
-        if self.op == "all_gather":
-            return [
-                np.broadcast_to(x.reshape(-1, self.hidden), (self.ranks, self.rows, self.hidden))
-            ]
-        if self.op == "all_to_all":
-            parts = x.reshape(self.ranks, self.ranks, -1, self.hidden)
-            return [parts.swapaxes(0, 1).reshape(x.shape)]
-        total = np.zeros(x.shape[1:])
-        for part in x:
-            total += part.astype(np.float64)
-        if self.op == "reduce_scatter":
-            return [total.reshape(self.ranks, -1, self.hidden)]
-        if self.op == "all_reduce":
-            return [np.broadcast_to(total, x.shape)]
-        total += state[1][0].astype(np.float64)
-        mean_square = np.mean(total**2, axis=-1, keepdims=True)
-        normalized = total / np.sqrt(mean_square + 1e-6) * state[2][0].astype(np.float64)
-        return [np.broadcast_to(a, x.shape) for a in (normalized, total)]
+        def step(state: Any) -> Any:
+            return FUNCTIONS[self.op](*state, AXIS, algorithm=row["algorithm"])
 
-    def check(self, loop: Loop, algorithm: str) -> None:
+        with _plan(row["plan"]):
+            return kind(
+                lambda *args: args, step, operands[row["rows"]], mesh, _TIMING.iterations.value
+            )
+
+    def check(self, row: Row, loop: Loop, shared: Any) -> bool:
         state, outputs = jax.device_get((loop.state, loop.outputs()))
         eps = float(jnp.finfo(self.dtype).eps)
         exact = self.op in ("all_gather", "all_to_all")
         # XLA may round after every addition; the sum of N normal numbers is about sqrt(N).
-        tolerance = 0.0 if exact else 8 * eps * self.ranks
-        if algorithm != "xla" and self.op in ("all_reduce", "reduce_scatter"):
+        tolerance = 0.0 if exact else 8 * eps * self.num_ranks
+        if row["algorithm"] != "xla" and self.op in ("all_reduce", "reduce_scatter"):
             tolerance = eps
         results = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        for result, expected in zip(results, self.expected(state), strict=True):
-            error = np.abs(result.astype(np.float64) - expected)
-            bound = tolerance * np.maximum(np.abs(expected), 1)
+        for result, wanted in zip(results, expected(self.op, state), strict=True):
+            error = np.abs(result.astype(np.float64) - wanted)
+            bound = tolerance * np.maximum(np.abs(wanted), 1)
             worst = float(np.max(error - bound))
             assert worst <= 0, f"off by up to {error.max():.3g}, {worst:.3g} more than allowed"
         if self.op in ("all_reduce", "all_reduce_rms_norm"):
             same = all(np.array_equal(result[0], other) for result in results for other in result)
             assert same, "ranks disagree"
+        return True
+
+
+class CollectivesBench(runner.Bench):
+    flags, shared = FLAGS, _SHARED
+
+    def default_ranks(self, devices: Sequence[jax.Device]) -> list[int]:
+        return [count for count in (2, 4, 8) if count <= len(devices)] or [1]
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[CollectivesCase]:
+        if _WRITE_TABLE.value:
+            read_table(_WRITE_TABLE.value)
+        on_gpu = devices[0].platform == "gpu"
+        rows = _ROWS.value or (_GPU_ROWS if on_gpu else _CPU_ROWS)
+        _check_flags(ranks, rows)
+        _check_implementations(ranks)
+        self.facts = {"nccl_nvls_enable": os.environ["NCCL_NVLS_ENABLE"]}
+        return [
+            CollectivesCase(op, num_ranks, rows, on_gpu) for num_ranks in ranks for op in _OPS.value
+        ]
+
+    def header(self) -> list[str]:
+        return [_DTYPE.value, f"NCCL_NVLS_ENABLE={self.facts['nccl_nvls_enable']}"]
+
+    def name(self, row: Row) -> str:
+        return "{op}, {ranks} ranks, {rows} rows, {implementation}".format(**row)
+
+    def table(self, rows: Sequence[Row]) -> list[str]:
+        """Renders a case's results by each clock: a line for each size."""
+        lines = []
+        for clock in ("wall", "device"):
+            if timed := [row for row in rows if row.get(clock)]:
+                title = "{op}, {ranks} ranks: {0} time of one call, us".format(clock, **timed[0])
+                lines += ["", title, *table(timed, clock)]
+        return lines[1:]
+
+    def compare(self, rows: list[Row]) -> None:
+        """Writes the table of choices, if it is asked for."""
+        if _WRITE_TABLE.value:
+            write_table(_WRITE_TABLE.value, rows, jax.devices())
+
+    def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
+        """Draws wall times over the array's size, with a panel for each operation and N."""
+        panels: report.Panels = {}
+        for row in (row for row in rows if "wall" in row):
+            panel = panels.setdefault("{op}, {ranks} ranks".format(**row), {})
+            points = panel.setdefault(row["implementation"], [])
+            points.append((row["bytes"] / 1e6, row["wall"]["median_us"]))
+        sizes = f"arrays of {rows[0]['hidden']} columns, {_DTYPE.value}"
+        report.lines(
+            panels,
+            path,
+            title=f"Times of the collectives: {sizes}\n{machine}",
+            x_label="MB (10^6 bytes) of the whole array",
+            y_label="in-loop wall time, us",
+        )
+
+
+def expected(op: str, state: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Computes an operation's results from its operands in float64; both have the ranks stacked."""
+    x = np.asarray(state[0])
+    num_ranks, hidden = len(x), x.shape[-1]
+    if op == "all_gather":
+        whole = x.reshape(-1, hidden)
+        return [np.broadcast_to(whole, (num_ranks, *whole.shape))]
+    if op == "all_to_all":
+        parts = x.reshape(num_ranks, num_ranks, -1, hidden)
+        return [parts.swapaxes(0, 1).reshape(x.shape)]
+    total = np.zeros(x.shape[1:])
+    for part in x:
+        total += part.astype(np.float64)
+    if op == "reduce_scatter":
+        return [total.reshape(num_ranks, -1, hidden)]
+    if op == "all_reduce":
+        return [np.broadcast_to(total, x.shape)]
+    total += state[1][0].astype(np.float64)
+    mean_square = np.mean(total**2, axis=-1, keepdims=True)
+    normalized = total / np.sqrt(mean_square + 1e-6) * state[2][0].astype(np.float64)
+    return [np.broadcast_to(a, x.shape) for a in (normalized, total)]
+
+
+def table(timed: Sequence[Row], clock: str) -> list[str]:
+    """Renders times by one clock, "wall" or "device": a column for each algorithm."""
+    columns = list(dict.fromkeys(row["implementation"] for row in timed))
+    header = ["shape", "MB", *columns, "best", f"vs {LAX_NAMES[timed[0]['op']]}", "auto", "checked"]
+    lines = []
+    for rows in dict.fromkeys(row["rows"] for row in timed):
+        times = {
+            row["implementation"]: row[clock]["median_us"] for row in timed if row["rows"] == rows
+        }
+        row = next(row for row in timed if row["rows"] == rows)
+        best = min(times, key=lambda name: times[name])
+        speedup = f"{times['xla'] / times[best]:.2f}x" if "xla" in times else ""
+        cells = [f"{times[name]:.1f}" if name in times else "" for name in columns]
+        shape = f"({rows}, {row['hidden']})"
+        size = f"{row['bytes'] / 1e6:.2f}"
+        checked = "yes" if row["checked"] else ""
+        lines.append([shape, size, *cells, best, speedup, row["auto"], checked])
+    return report.fixed_width(header, lines)
 
 
 class _InPlaceLoop(Loop):
@@ -226,113 +339,6 @@ class _InPlaceLoop(Loop):
         return total.reshape(-1)[0], link
 
 
-@dataclasses.dataclass
-class Column:
-    """A column of the table: an algorithm, with the plan to run it with; None: its default plan."""
-
-    algorithm: str
-    plan: TilePlan | None = None
-
-    @property
-    def name(self) -> str:
-        if self.plan is None:
-            return self.algorithm
-        sizes = (self.plan.num_blocks, self.plan.num_warpgroups, self.plan.num_vectors)
-        return f"{self.algorithm} {'x'.join(map(str, sizes))}"
-
-
-def run() -> int:
-    started = time.monotonic()
-    multicast = os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    FLAGS.check_outputs()
-    if _WRITE_TABLE.value:
-        read_table(_WRITE_TABLE.value)
-    devices = measuring.find_devices(max(_RANKS.value or [8]))
-    ranks = _RANKS.value or [count for count in (2, 4, 8) if count <= len(devices)] or [1]
-    measuring.check_ranks(ranks, len(devices))
-    on_gpu = devices[0].platform == "gpu"
-    rows = _ROWS.value or (_GPU_ROWS if on_gpu else _CPU_ROWS)
-    _check_flags(ranks, rows)
-    _check_implementations(ranks, on_gpu)
-    hidden = _HIDDEN.value or (8192 if on_gpu else 256)
-    kind = measuring.devices_in_words(devices)
-    print(f"{kind}, jax {jax.__version__}, {_DTYPE.value}")
-    if on_gpu:
-        print(f"NCCL_NVLS_ENABLE={multicast}")
-
-    records: list[dict[str, Any]] = []
-    for num_ranks in ranks:
-        mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
-        for op in _OPS.value:
-            cases = [Case(op, num_ranks, n, hidden, jnp.dtype(_DTYPE.value)) for n in rows]
-            found = _measure(cases, on_gpu, mesh, started)
-            records += found
-            if _JSON.value:  # as it goes: a run that is ended early leaves what it has
-                measuring.write_json(_JSON.value, records, nccl_nvls_enable=multicast)
-            for clock in ("wall", "device"):
-                if text := table(found, clock):
-                    print(f"\n{op}, {num_ranks} ranks: {clock} time of one call, us\n{text}")
-            extra = report.notes(found, _name)
-            extra += report.kernels(found, _name) if _TIMING.by_kernel.value else []
-            if extra:
-                print("\n".join(extra))
-            sys.stdout.flush()
-    print(f"\n{time.monotonic() - started:.0f} s")
-
-    if _JSON.value:
-        measuring.write_json(_JSON.value, records, nccl_nvls_enable=multicast)
-    if _WRITE_TABLE.value:
-        write_table(_WRITE_TABLE.value, records, devices)
-    if _PLOT.value:
-        plot(records, _PLOT.value, f"arrays of {hidden} columns, {_DTYPE.value}\n{kind}")
-    return 1 if any(not record.get("out_of_time") for record in records if "error" in record) else 0
-
-
-def table(records: Sequence[dict[str, Any]], clock: str) -> str:
-    """Renders results by one clock, "wall" or "device", as fixed-width text; "" without results."""
-    timed = [record for record in records if record.get(clock)]
-    if not timed:
-        return ""
-    columns = list(dict.fromkeys(record["implementation"] for record in timed))
-    header = ["shape", "MB", *columns, "best", f"vs {LAX_NAMES[timed[0]['op']]}", "auto", "checked"]
-    lines = []
-    for rows in dict.fromkeys(record["rows"] for record in timed):
-        times = {
-            record["implementation"]: record[clock]["median_us"]
-            for record in timed
-            if record["rows"] == rows
-        }
-        record = next(record for record in timed if record["rows"] == rows)
-        best = min(times, key=lambda name: times[name])
-        speedup = f"{times['xla'] / times[best]:.2f}x" if "xla" in times else ""
-        cells = [f"{times[name]:.1f}" if name in times else "" for name in columns]
-        shape = f"({rows}, {record['hidden']})"
-        size = f"{record['bytes'] / 1e6:.2f}"
-        checked = "yes" if record["checked"] else ""
-        lines.append([shape, size, *cells, best, speedup, record["auto"], checked])
-    return "\n".join(report.fixed_width(header, lines))
-
-
-def plot(records: Sequence[dict[str, Any]], path: str, sizes: str) -> None:
-    """Draws wall times over the array's size to a file: a panel for each operation and N."""
-    panels: report.Panels = {}
-    for record in (record for record in records if record.get("wall")):
-        panel = panels.setdefault("{op}, {ranks} ranks".format(**record), {})
-        points = panel.setdefault(record["implementation"], [])
-        points.append((record["bytes"] / 1e6, record["wall"]["median_us"]))
-    report.lines(
-        panels,
-        path,
-        title=f"Times of the collectives: {sizes}",
-        x_label="MB (10^6 bytes) of the whole array",
-        y_label="in-loop wall time, us",
-    )
-
-
-def _name(record: dict[str, Any]) -> str:
-    return "{op}, {ranks} ranks, {rows} rows, {implementation}".format(**record)
-
-
 def read_table(path: str) -> dict[str, Any]:
     """Reads the table of the file that will be written; returns {} if there is no file yet."""
     if not os.path.exists(path):
@@ -347,9 +353,7 @@ def read_table(path: str) -> dict[str, Any]:
     return found
 
 
-def write_table(
-    path: str, records: Sequence[dict[str, Any]], devices: Sequence[jax.Device]
-) -> None:
+def write_table(path: str, records: Sequence[Row], devices: Sequence[jax.Device]) -> None:
     """Merges the choices that follow from measured times into a file's table, or makes the file.
 
     Device times are used if every algorithm has them at every size, and else wall times. The times
@@ -398,102 +402,23 @@ def write_table(
         file.write(text + "\n")
 
 
-def _measure(
-    cases: Sequence[Case], on_gpu: bool, mesh: Mesh, started: float
-) -> list[dict[str, Any]]:
-    """Compiles the loops of all cases in parallel, and then times them one after the other."""
+def _plan(text: str) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which kernels have a plan such as "64x4x1"; "": their own."""
+    if not text:
+        return contextlib.nullcontext()
+    from jax_ep.collectives.pallas import forced_plan  # not on a machine without GPUs
+    from pallas_kernels.collectives.tiles import TilePlan
 
-    def build(case: Case, column: Column, operands: tuple[jax.Array, ...]) -> Loop | Exception:
-        if time.monotonic() - started > _SECONDS.value:
-            return TimeoutError(f"not started within {_SECONDS.value:g} s")
-        try:
-            if column.plan is None:
-                return case.loop(column.algorithm, operands, mesh)
-            from jax_ep.collectives.pallas import forced_plan  # not on a machine without GPUs
-
-            with forced_plan(column.plan):
-                return case.loop(column.algorithm, operands, mesh)
-        except Exception as error:  # a failed compilation is a result too
-            return error
-
-    measuring.progress(f"{cases[0].op}, {cases[0].ranks} ranks: compiling")
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        work = []
-        for case, make in zip(
-            cases, pool.map(lambda case: case.operands(mesh), cases), strict=True
-        ):
-            operands = make()
-            work += [
-                (case, column, pool.submit(build, case, column, operands))
-                for column in _columns(case, on_gpu)
-            ]
-        programs = [(case, column, future.result()) for case, column, future in work]
-    del work
-    records = []
-    for case, column, loop in programs:
-        record: dict[str, Any] = {
-            "op": case.op,
-            "ranks": case.ranks,
-            "rows": case.rows,
-            "hidden": case.hidden,
-            "bytes": case.num_bytes,
-            "implementation": column.name,
-            "checked": _CHECK.value,
-        }
-        records.append(record)
-        if time.monotonic() - started > _SECONDS.value:
-            loop = TimeoutError(f"not started within {_SECONDS.value:g} s")
-        try:
-            if isinstance(loop, Exception):
-                raise loop
-            measuring.progress(f"{case.op}, {case.ranks} ranks, {case.rows} rows, {column.name}")
-            if _CHECK.value:
-                case.check(loop, column.algorithm)
-            here = _no_kernels(on_gpu)
-            record["auto"] = selection.choose(case.op, None, case.x, case.ranks, here)
-            record |= measuring.times(loop, _TIMING.repeats.value, _TIMING.timer.value)
-        except Exception as error:  # one that fails must not cost the others their results
-            record["error"] = measuring.first_line(error)
-            record["out_of_time"] = isinstance(error, TimeoutError)
-    measuring.progress("")
-    return records
+    return forced_plan(TilePlan(*map(int, text.split("x"))))
 
 
-def _columns(case: Case, on_gpu: bool) -> list[Column]:
-    op, names = case.op, _IMPLEMENTATIONS.value
-    if names is None:
-        available = [
-            name
-            for name in MEASURED[op]
-            if not selection.unavailable_reason(op, name, case.x, case.ranks, _no_kernels(on_gpu))
-        ]
-    else:
-        available = [name for name in names if name in ALGORITHMS[op]]
-    columns = [Column(name) for name in available if case.ranks > 1 or name == "xla"]
-    plans = [_plan(text) for text in _PLANS.value]
-    kernels = [column for column in columns if column.algorithm not in ("xla", "multimem")]
-    for plan in plans:
-        columns += [Column(kernel.algorithm, plan) for kernel in kernels]
-    return columns
-
-
-def _no_kernels(on_gpu: bool) -> str | None:
-    return None if on_gpu else "the devices here are no GPUs"
-
-
-def _plan(text: str) -> TilePlan:
-    from pallas_kernels.collectives.tiles import TilePlan  # not on a machine without GPUs
-
-    num_blocks, num_warpgroups, num_vectors = map(int, text.split("x"))
-    return TilePlan(num_blocks, num_warpgroups, num_vectors)
-
-
-def _check_implementations(ranks: Sequence[int], on_gpu: bool) -> None:
+def _check_implementations(ranks: Sequence[int]) -> None:
     """Raises `Error` for what is named and would not be measured."""
-    names, refused = _IMPLEMENTATIONS.value, _no_kernels(on_gpu)
+    names = _IMPLEMENTATIONS.value
+    refused = availability.Machine(jax.devices()[: max(ranks)]).unavailable_reason((AXIS,))
     for name in names or []:
-        if not any(name in ALGORITHMS[op] for op in _OPS.value):
-            ops = ", ".join(op for op, known in ALGORITHMS.items() if name in known)
+        if not any(name in ALGORITHMS[op].names for op in _OPS.value):
+            ops = ", ".join(op for op, known in ALGORITHMS.items() if name in known.names)
             raise Error(f"--implementations: {name} is of {ops}, and --ops has none of them")
         if refused and name not in ("xla", "unfused"):
             raise Error(f"--implementations: {name} cannot run here: {refused}")

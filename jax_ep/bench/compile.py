@@ -11,6 +11,7 @@ the layer has what stands between them, and a kernel that several of them share 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -22,12 +23,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import combine, dispatch, expert_mlp, grouped_matmul
-from jax_ep.bench import measuring, report
+from jax_ep.bench import layer as bench_layer
+from jax_ep.bench import measuring, report, runner
 from jax_ep.bench.baselines import AXIS
 from jax_ep.bench.flags import BenchFlags
-from jax_ep.bench.layer import SHAPES, SMALL_SHAPES, Shape
+from jax_ep.bench.layer import SHAPES, Shape
 from jax_ep.bench.layer_baselines import route
-from jax_ep.flags import Error
+from jax_ep.bench.report import Column, Row
 from jax_ep.moe.config import MoEConfig
 from jax_ep.moe.layer import moe_layer
 from jax_ep.moe.params import MoEParams
@@ -40,22 +42,18 @@ _SHAPES = FLAGS.choices(
     "The models whose MoE layers are compiled; on CPUs, small layers of the same kind.",
 )
 _TOKENS = FLAGS.tokens("4096", "64")
-_RANKS = FLAGS.ranks()
 _LAYERS = FLAGS.integer(
     "layers",
     None,
     "Compiles also one program of the forward passes of this many layers, each with parameters of "
     "its own. Default: no such program.",
 )
-_JSON = FLAGS.json()
-_PLOT = FLAGS.plot("the seconds of each program")
+_SHARED = FLAGS.share(plot="the seconds of each program")
 CAPACITY_FACTOR = 1.125
 
 # In a lowered program: the hash of each kernel, and the name of its function on the host.
 _HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 _NAME = re.compile(r"\\00((?!stable)[a-z]\w*)_mosaic_gpu\\")
-
-
 _SECONDS = ("trace_s", "lower_s", "compile_s")
 
 
@@ -72,46 +70,72 @@ class Program:
 
 
 def run() -> int:
-    FLAGS.check_outputs()
-    devices = measuring.find_devices(max(_RANKS.value or [8]))
-    on_cpus = devices[0].platform == "cpu"
-    ranks = _RANKS.value or [len(devices)]
-    measuring.check_ranks(ranks, len(devices))
-    shapes = {name: (SMALL_SHAPES if on_cpus else SHAPES)[name] for name in _SHAPES.value}
-    rows: list[report.Row] = []
-    for num_ranks in ranks:
-        mesh = Mesh(np.asarray(devices[:num_ranks]), (AXIS,))
-        for name, shape in shapes.items():
-            if shape.num_experts % num_ranks:
-                raise Error(
-                    f"--ranks: {num_ranks} does not divide {name}'s {shape.num_experts} experts"
-                )
-            for tokens in _TOKENS.value or [64 if on_cpus else 4096]:
-                work = {"shape": name, "ranks": num_ranks, "tokens": tokens}
-                for part, program in programs(shape, tokens, num_ranks, _LAYERS.value).items():
-                    measuring.progress(f"{name}, {tokens} tokens, {num_ranks} ranks: {part}")
-                    try:
-                        rows.append(work | {"program": part} | measure(program, mesh))
-                    except Exception as error:
-                        message = measuring.first_line(error)
-                        rows.append(work | {"program": part, "error": message})
-                if _JSON.value:
-                    measuring.write_json(_JSON.value, rows)
-    measuring.progress("")
-    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16\n")
-    print(table(rows))
-    if _PLOT.value:
+    return runner.run(CompileBench())
+
+
+class CompileCase(runner.Case):
+    """All programs of one shape and number of tokens. They are compiled one after the other."""
+
+    def __init__(self, work: Row, shape: Shape):
+        super().__init__("{shape}, {tokens} tokens, {ranks} ranks".format(**work), [work])
+        self.work, self.shape = work, shape
+
+    def measure(self, run: runner.Run) -> list[Row]:
+        mesh = Mesh(np.asarray(jax.devices()[: self.work["ranks"]]), (AXIS,))
+        rows = []
+        of_shape = programs(self.shape, self.work["tokens"], mesh.size, _LAYERS.value)
+        for part, program in of_shape.items():
+            measuring.progress(f"{self.name}: {part}")
+            rows.append(self.work | {"program": part})
+            with runner.errors_go_into(rows[-1]):
+                rows[-1] |= measure(program, mesh)
+        return rows
+
+
+class CompileBench(runner.Bench):
+    flags, shared = FLAGS, _SHARED
+    columns = (
+        report.text("shape"),
+        Column("tokens", "tokens"),
+        Column("ranks", "ranks"),
+        report.text("program"),
+        Column("trace s", "trace_s", "{:.2f}"),
+        Column("lower s", "lower_s", "{:.2f}"),
+        Column("compile s", "compile_s", "{:.2f}"),
+        Column("sum s", lambda row: "failed" if "error" in row else f"{seconds(row):.2f}"),
+        Column("kernels", "kernels"),
+        Column("named", lambda row: ", ".join(row.get("kernel_names", ())), left=True),
+    )
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[CompileCase]:
+        platform = devices[0].platform
+        shapes = bench_layer.shapes(_SHAPES.value, platform)
+        tokens = _TOKENS.value or bench_layer.default_tokens(platform)
+        works = bench_layer.works_of(shapes, ranks, tokens)
+        return [CompileCase(work, shapes[work["shape"]]) for work in works]
+
+    def header(self) -> list[str]:
+        return ["bfloat16"]
+
+    def name(self, row: Row) -> str:
+        return "{shape}, {program}".format(**row)
+
+    def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
         report.bars(
             rows,
-            _PLOT.value,
-            title=f"Compiling the MoE layer, bfloat16\n{measuring.devices_in_words(devices)}",
+            path,
+            title=f"Compiling the MoE layer, bfloat16\n{machine}",
             panel=lambda row: "{shape}, {tokens} tokens, {ranks} ranks".format(**row),
             group=lambda row: row["program"],
             bar=lambda row: "trace, lower and compile",
-            height=lambda row: sum(row[key] for key in _SECONDS) if "trace_s" in row else None,
+            height=lambda row: None if "error" in row else seconds(row),
             label="seconds",
         )
-    return 1 if any("error" in row for row in rows) else 0
+
+
+def seconds(row: Row) -> float:
+    """Returns the seconds to trace, lower and compile a row's program."""
+    return sum(row[key] for key in _SECONDS)
 
 
 def programs(
@@ -193,11 +217,12 @@ def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
         program.function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
     jax.clear_caches()
-    times = [time.perf_counter()]
-    traced = jax.jit(mapped).trace(*operands)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
+    with _compiled_anew(mesh):
+        times = [time.perf_counter()]
+        traced = jax.jit(mapped).trace(*operands)
+        times.append(time.perf_counter())
+        lowered = traced.lower()
+        times.append(time.perf_counter())
     text = lowered.as_text()
     started = time.perf_counter()
     lowered.compile()
@@ -209,34 +234,15 @@ def measure(program: Program, mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def _compiled_anew(mesh: Mesh) -> contextlib.AbstractContextManager[None]:
+    """Makes programs lowered within compile kernels that an earlier program has, too."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return contextlib.nullcontext()
+    from pallas_kernels.fabric import mosaic  # not on a machine without GPUs
+
+    return mosaic.compiled_anew()
+
+
 def kernels_of(text: str) -> tuple[int, list[str]]:
     """Returns how many different kernels a lowered program has, and their names."""
     return len(set(_HASH.findall(text))), sorted(set(_NAME.findall(text)))
-
-
-_COLUMNS = (
-    "shape", "tokens", "ranks", "program", "trace s", "lower s", "compile s", "sum s", "kernels",
-    "named",
-)  # fmt: skip
-_TEXT = ("shape", "program", "named")
-
-
-def table(rows: Sequence[report.Row]) -> str:
-    """Renders the programs' rows as fixed-width text."""
-
-    def cells(row: report.Row) -> list[str]:
-        seconds = [row.get(key) for key in _SECONDS]
-        known = [second for second in seconds if second is not None]
-        return [
-            row["shape"],
-            str(row["tokens"]),
-            str(row["ranks"]),
-            row["program"],
-            *("failed" if second is None else f"{second:.2f}" for second in seconds),
-            f"{sum(known):.2f}" if known else "",
-            str(row.get("kernels", "")),
-            ", ".join(row.get("kernel_names", ())),
-        ]
-
-    text = report.fixed_width(_COLUMNS, [cells(row) for row in rows], _TEXT)
-    return "\n".join(text + report.notes(rows, lambda row: "{shape}, {program}".format(**row))[1:])

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jax_ep.bench import exchange_model, measuring, report
 from jax_ep.bench.exchange_model import Cluster, Work
+from jax_ep.bench.report import Column, Row
 from jax_ep.exchange import quantization
 from jax_ep.flags import Error, Flags, check_experts
 
@@ -63,22 +64,29 @@ def run() -> int:
         if not flag.value:
             raise Error(f"--{flag.name}: 0 GB/s move nothing")
     rows = [row for hosts in _HOSTS.value for row in estimate(hosts)]
-    comparisons = [exchange_model.compare(figure) for figure in exchange_model.PUBLISHED]
+    published = [_comparison(exchange_model.compare(each)) for each in exchange_model.PUBLISHED]
     if _JSON.value:  # files come first: the reader of what is printed may end early
-        facts = {"rows": rows, "published": [_comparison_record(found) for found in comparisons]}
+        facts = {"rows": rows, "published": published}
         measuring.save_json(_JSON.value, measuring.run_record() | facts)
     if _PLOT.value:
         plot(rows, _PLOT.value)
-    print(f"{_sizes()}\n")
-    print(table(rows))
-    print("\nheld against others, in GB/s: a row counts for each host of its token, its own too")
-    print(comparison_table(comparisons))
-    print("", *(exchange_model.why(found) for found in comparisons), sep="\n")
-    print("", *dict.fromkeys(found.published.source for found in comparisons), sep="\n")
+    lines = [
+        _sizes(),
+        "",
+        *report.table(_COLUMNS, rows),
+        "",
+        "compared with others, in GB/s: a row counts for each host of its token, its own too",
+        *report.table(_COLUMNS_OF_PUBLISHED, published),
+        "",
+        *(each["why"] for each in published),
+        "",
+        *dict.fromkeys(each["source"] for each in published),
+    ]
+    print("\n".join(lines))
     return 0
 
 
-def estimate(hosts: int) -> list[report.Row]:
+def estimate(hosts: int) -> list[Row]:
     """Computes a row of the table for each design; raises `Error` if flags do not fit the hosts."""
     cluster = Cluster(hosts, _RANKS_PER_HOST.value, _NIC.value, _NVLINK.value)
     num_experts = _NUM_EXPERTS.value or -(-256 // cluster.ranks) * cluster.ranks
@@ -121,46 +129,32 @@ def _wire_dtype() -> Any:
     return jnp.dtype(_WIRE_DTYPE.value)
 
 
-_COLUMNS = {
-    "hosts": ("hosts", "{}"),
-    "ranks": ("ranks", "{}"),
-    "E": ("num_experts", "{}"),
-    "design": ("design", "{}"),
-    "rows between": ("between_rows", "{:.2f}"),
-    "rows inside": ("inside_rows", "{:.2f}"),
-    "MB between": ("between_mb", "{:.1f}"),
-    "MB inside": ("inside_mb", "{:.1f}"),
-    "us between": ("between_us", "{:.0f}"),
-    "us inside": ("inside_us", "{:.0f}"),
-    "bound us": ("us", "{:.0f}"),
-    "set by": ("set_by", "{}"),
-}
+_COLUMNS = (
+    Column("hosts", "hosts"),
+    Column("ranks", "ranks"),
+    Column("E", "num_experts"),
+    report.text("design"),
+    Column("rows between", "between_rows", "{:.2f}"),
+    Column("rows inside", "inside_rows", "{:.2f}"),
+    Column("MB between", "between_mb", "{:.1f}"),
+    Column("MB inside", "inside_mb", "{:.1f}"),
+    Column("us between", "between_us", "{:.0f}"),
+    Column("us inside", "inside_us", "{:.0f}"),
+    Column("bound us", "us", "{:.0f}"),
+    report.text("set by", "set_by"),
+)
+_COLUMNS_OF_PUBLISHED = (
+    report.text("system"),
+    Column("ranks", "ranks"),
+    Column("published", "published_gb_per_s", "{:g}"),
+    Column("of it on NIC", "nic_gb_per_s", "{:.1f}"),
+    Column("model", "model_gb_per_s", "{:.1f}"),
+    report.text("set by", "set_by"),
+    Column("reached", "reached", "{:.0%}"),
+)
 
 
-def table(rows: Sequence[report.Row]) -> str:
-    """Renders rows of `estimate` as fixed-width text: rows per token, MB per rank, microseconds."""
-    cells = [[form.format(row[key]) for key, form in _COLUMNS.values()] for row in rows]
-    return "\n".join(report.fixed_width(list(_COLUMNS), cells, ("design", "set by")))
-
-
-def comparison_table(found: Sequence[exchange_model.Comparison]) -> str:
-    header = ["system", "ranks", "published", "of it on NIC", "model", "set by", "reached"]
-    cells = [
-        [
-            each.published.system,
-            str(each.published.cluster.ranks),
-            f"{each.published.gb_per_s:g}",
-            f"{each.nic_gb_per_s:.1f}",
-            f"{each.model_gb_per_s:.1f}",
-            each.set_by,
-            f"{each.share:.0%}",
-        ]
-        for each in found
-    ]
-    return "\n".join(report.fixed_width(header, cells, ("system", "set by")))
-
-
-def _comparison_record(found: exchange_model.Comparison) -> dict[str, Any]:
+def _comparison(found: exchange_model.Comparison) -> dict[str, Any]:
     return {
         "system": found.published.system,
         "ranks": found.published.cluster.ranks,
@@ -169,11 +163,12 @@ def _comparison_record(found: exchange_model.Comparison) -> dict[str, Any]:
         "nic_gb_per_s": found.nic_gb_per_s,
         "model_gb_per_s": found.model_gb_per_s,
         "set_by": found.set_by,
+        "reached": found.share,
         "why": exchange_model.why(found),
     }
 
 
-def plot(rows: Sequence[report.Row], path: str) -> None:
+def plot(rows: Sequence[Row], path: str) -> None:
     """Draws the least time of each design over the number of hosts, to a file."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:

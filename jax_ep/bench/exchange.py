@@ -24,23 +24,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep.bench import floor, measuring, report
-from jax_ep.bench.baselines import AXIS, BASELINES, Case, unavailable_reason
+from jax_ep.bench import floor, report, runner
+from jax_ep.bench.baselines import AXIS, BASELINES, Baseline, unavailable_reason
 from jax_ep.bench.flags import BenchFlags, Iterations
 from jax_ep.bench.operations import (
     DIRECTIONS,
     OF_RANK_MAJOR,
     OPERATIONS,
     QUANTIZED,
+    Operation,
     Work,
     make_operation,
     rows_needed,
     uniform_routing,
 )
+from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
 from jax_ep.exchange import quantization
 from jax_ep.exchange.memory import LAYOUTS
-from jax_ep.exchange.primitives import IMPLEMENTATIONS
+from jax_ep.exchange.selection import IMPLEMENTATIONS, Problem
 from jax_ep.flags import Error, check_experts
 from jax_ep.runtime import availability, hosts
 
@@ -49,7 +51,6 @@ WIRE_DTYPES = tuple(jnp.dtype(dtype).name for dtype in quantization.DTYPES)
 FLAGS = BenchFlags()
 _OPS = FLAGS.choices("ops", OPERATIONS, OPERATIONS, "The operations to measure.")
 _TOKENS = FLAGS.tokens("128,4096", "32,128")
-_RANKS = FLAGS.ranks()
 _DTYPE = FLAGS.dtype("the rows")
 _HIDDEN = FLAGS.integer(
     "hidden",
@@ -64,7 +65,7 @@ _ALIGNMENT = FLAGS.integer(
     1,
     "Rows that the start of each expert's block in the receive buffer is a multiple of.",
 )
-_IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS, "the exchange", "all that run here")
+_IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS.names, "the exchange", "all that run here")
 _BASELINES = FLAGS.baselines(BASELINES, "collectives of plain JAX", "all that run here")
 _HOST_CAPACITY = FLAGS.integer(
     "host_capacity",
@@ -92,7 +93,6 @@ _OUTPUT = FLAGS.choice(
     ["dequantized", "quantized"],
     "What a dispatch with a wire dtype returns: rows of --dtype, or float8 rows and scales.",
 )
-_CHECK = FLAGS.check("every element with jax_ep.reference")
 _TIMING = FLAGS.timing(Iterations(20, 60, 400), 5, least_iterations=10)
 _ITERATIONS_OF_RAGGED = 20  # `lax.ragged_all_to_all` takes milliseconds
 _UNROLL = FLAGS.integer(
@@ -102,146 +102,189 @@ _UNROLL = FLAGS.integer(
     "the host launches the loop's own kernels once for all of them.",
 )
 _SEED = FLAGS.seed("routing and rows")
-_JSON = FLAGS.json()
-_PLOT = FLAGS.plot("wall times over the number of tokens")
+_SHARED = FLAGS.share(
+    plot="wall times over the number of tokens",
+    timing=_TIMING,
+    check=FLAGS.check("every element with jax_ep.reference"),
+)
 
 
 def run() -> int:
-    FLAGS.check_outputs()
-    devices = measuring.find_devices(max(_RANKS.value or [8]))
-    ranks = _RANKS.value or [len(devices)]
-    measuring.check_ranks(ranks, len(devices))
-    platform = devices[0].platform
-    _check_flags(ranks, platform)
-    cases = list(_cases(ranks, platform))
-    if not cases:
-        raise Error(
-            "nothing to measure: no operation of --ops is in the --layouts, takes the "
-            "--wire_dtype and has one of the --implementations or --baselines"
+    return runner.run(ExchangeBench())
+
+
+class ExchangeCase(runner.Case):
+    """One operation by one implementation or baseline.
+
+    A baseline has one program for all operations of a direction. It is measured once: `measured`
+    holds the rows of all programs.
+    """
+
+    device_repeats = 3
+
+    def __init__(self, row: Row, bandwidths: floor.Bandwidths, measured: dict[str, Row]):
+        super().__init__(name(row), [row])
+        self.row, self.bandwidths, self.measured = row, bandwidths, measured
+        self.direction = DIRECTIONS.get(row["op"], "")
+        self.is_baseline = row["implementation"] in BASELINES
+
+    def prepare(self) -> Operation | Baseline:
+        work = make_work(self.row)
+        if self.is_baseline:
+            return BASELINES[self.row["implementation"]](work.case(), self.direction)
+        return make_operation(self.row["op"], work, self.row["implementation"], self.row["seed"])
+
+    def build(self, row: Row, shared: Operation | Baseline) -> Loop:
+        mesh = Mesh(np.asarray(jax.devices()[: row["ranks"]]), (AXIS,))
+        return Loop(
+            shared.prepare, shared.step, shared.arrays, mesh, row["iterations"], row["unroll"]
         )
 
-    bandwidths = floor.measure(devices[: max(ranks)])
-    gb_per_s = {
-        "peer_copy_gb_per_s": bandwidths.link and bandwidths.link / 1e9,
-        "memory_copy_gb_per_s": bandwidths.memory and bandwidths.memory / 1e9,
-    }
-    rows = []
-    for row in _measure_all(cases, bandwidths):
-        rows.append(row)
-        if _JSON.value:  # as it goes: a run that is ended early leaves what it has
-            measuring.write_json(_JSON.value, rows, **gb_per_s)
-    measuring.progress("")
-    _compare_with_ragged(rows)
+    def check(self, row: Row, loop: Loop, shared: Operation | Baseline) -> bool:
+        shared.check(*jax.device_get((loop.state, loop.outputs())))
+        return True
 
-    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}")
-    if bandwidths.memory:
-        print(f"copies in a GPU's memory: {bandwidths.memory / 1e9:.0f} GB/s read and written")
-    if bandwidths.link:
-        print(f"copies between two GPUs: {bandwidths.link / 1e9:.0f} GB/s one way")
-    print(
-        f"H={rows[0]['hidden']} E={_NUM_EXPERTS.value} K={_TOP_K.value}, "
-        f"{_calls(rows)} calls a loop, {_TIMING.repeats.value} loops\n"
-    )
-    print(report.table(rows, by_kernel=_TIMING.by_kernel.value))
-    if _JSON.value:
-        measuring.write_json(_JSON.value, rows, **gb_per_s)
-    if _PLOT.value:
-        sizes = f"H={rows[0]['hidden']}, E={_NUM_EXPERTS.value}, K={_TOP_K.value}"
-        machine = measuring.devices_in_words(devices)
-        report.plot(rows, _PLOT.value, f"Times of an exchange: {sizes}\n{machine}")
-    return 1 if any("error" in row for row in rows) else 0
-
-
-def _measure_all(
-    cases: Sequence[dict[str, Any]], bandwidths: floor.Bandwidths
-) -> Iterator[report.Row]:
-    """Measures each distinct program once; yields a row for each case, with its floor."""
-    measured: dict[str, dict[str, Any]] = {}
-    for number, case in enumerate(cases, 1):
-        measuring.progress(f"[{number}/{len(cases)}] {report.name(case)}")
-        program = _program(case)
-        if program not in measured:
-            measured[program] = measure(case)
-        row = case | measured[program]
-        if "error" not in row:
-            row |= floor.record(floor.traffic(case["op"], make_work(case)), bandwidths)
+    def measure(self, run: runner.Run) -> list[Row]:
+        program = self.row | ({"op": self.direction} if self.is_baseline else {})
+        text = str(sorted(program.items()))
+        if text not in self.measured:
+            (self.measured[text],) = super().measure(run)
+        row = self.measured[text] | self.row
+        if "wall" in row:
+            row |= floor.record(floor.traffic(row["op"], make_work(row)), self.bandwidths)
             if "floor_us" in row:
                 row["floor_fraction"] = row["floor_us"] / _microseconds(row)
-        yield row
+        return [row]
+
+    def results(self, row: Row) -> Row:
+        work = make_work(row)
+        plain = work.case()
+        row_bytes = work.wire_row_bytes(quantized=False)
+        wire_row_bytes = work.wire_row_bytes(quantized=work.wire_dtype is not None)
+        if row["op"] == "round_trip":
+            row_bytes, wire_row_bytes = 2 * row_bytes, wire_row_bytes + row_bytes
+        sends = row["op"] not in OF_RANK_MAJOR
+        wire_rows = plain.wire_rows() if sends else 0.0
+        if self.is_baseline:
+            wire_rows = BASELINES[row["implementation"]](plain, self.direction).wire_rows
+        filled = plain.tokens() if row["layout"] == "rank" and sends else plain.pairs()
+        rows, seconds = float(filled.sum()) / row["ranks"], _microseconds(row) * 1e-6
+        return {
+            "capacity": work.capacity,
+            "rows": rows,
+            "wire_rows": wire_rows,
+            "wire_bytes": wire_rows * wire_row_bytes,
+            "logical_gb_per_s": rows * row_bytes / seconds / 1e9,
+            "wire_gb_per_s": wire_rows * wire_row_bytes / seconds / 1e9,
+        }
 
 
-def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Measures a case; returns the fields of its row, or {"error": text} if that fails."""
-    try:
-        return _measure(case)
-    except Exception as error:  # one case that fails must not cost the others their results
-        return {"error": measuring.first_line(error)}
-
-
-def _program(case: dict[str, Any]) -> str:
-    """Returns a text that identifies the program of a case; cases with equal texts share it.
-
-    A baseline has one program for all operations of a direction.
-    """
-    if case["implementation"] in BASELINES:
-        case = case | {"op": DIRECTIONS[case["op"]]}
-    return str(sorted(case.items()))
-
-
-def _measure(case: dict[str, Any]) -> dict[str, Any]:
-    devices = jax.devices()[: case["ranks"]]
-    work = make_work(case)
-    plain = work.case()
-    row_bytes = work.wire_row_bytes(quantized=False)
-    wire_row_bytes = work.wire_row_bytes(quantized=work.wire_dtype is not None)
-    if case["op"] == "round_trip":
-        row_bytes, wire_row_bytes = 2 * row_bytes, wire_row_bytes + row_bytes
-    if case["implementation"] in BASELINES:
-        direction = DIRECTIONS[case["op"]]
-        baseline = BASELINES[case["implementation"]](plain, direction)
-        arrays, prepare, step = baseline.arrays, baseline.prepare, baseline.step
-        wire_rows = baseline.wire_rows
-    else:
-        operation = make_operation(case["op"], work, case["implementation"], case["seed"])
-        arrays, prepare, step = operation.arrays, operation.prepare, operation.step
-        wire_rows = 0.0 if case["op"] in OF_RANK_MAJOR else plain.wire_rows()
-    mesh = Mesh(np.asarray(devices), (AXIS,))
-    loop = Loop(prepare, step, arrays, mesh, case["iterations"], case["unroll"])
-
-    if case["check"]:
-        state, outputs = jax.device_get((loop.state, loop.outputs()))
-        if case["implementation"] in BASELINES:
-            _check_baseline(baseline, state, outputs, plain)
-        else:
-            operation.check(state, outputs)
-
-    by_rank = case["layout"] == "rank" and case["op"] not in OF_RANK_MAJOR
-    filled = plain.tokens() if by_rank else plain.pairs()
-    result: dict[str, Any] = {
-        "capacity": work.capacity,
-        "checked": case["check"],
-        "rows": float(filled.sum()) / case["ranks"],
-        "wire_rows": wire_rows,
-        "wire_bytes": wire_rows * wire_row_bytes,
-        **measuring.times(
-            loop,
-            case["repeats"],
-            case["device_timer"],
-            device_repeats=min(case["repeats"], 3),
+class ExchangeBench(runner.Bench):
+    flags, shared = FLAGS, _SHARED
+    columns = (
+        report.text("op"),
+        Column("tokens", "tokens"),
+        Column("ranks", "ranks"),
+        report.text("dtype"),
+        report.text("layout", usual="expert"),
+        report.text("wire", "wire_dtype", usual="none"),
+        report.text("implementation"),
+        report.CHECKED,
+        Column("rows", "rows", "{:.0f}"),
+        Column("device us", "device.median_us", "{:.1f}"),
+        Column("slowest", "device.slowest_us", "{:.1f}"),
+        *report.WALL,
+        Column(
+            "wire MB",
+            lambda row: row["wire_bytes"] / 1e6 if "wire_bytes" in row else None,
+            "{:.3g}",
         ),
-    }
-    seconds = _microseconds(result) * 1e-6
-    result["logical_gb_per_s"] = result["rows"] * row_bytes / seconds / 1e9
-    result["wire_gb_per_s"] = result["wire_bytes"] / seconds / 1e9
-    return result
+        Column("logical GB/s", "logical_gb_per_s", "{:.3g}"),
+        Column("wire GB/s", "wire_gb_per_s", "{:.3g}"),
+        Column("floor us", "floor_us", "{:.1f}"),
+        report.text("set by", "floor_set_by"),
+        Column("of floor", "floor_fraction", "{:.0%}"),
+        Column("vs ragged", "speedup_over_ragged", "{:.1f}x"),
+    )
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[ExchangeCase]:
+        platform = devices[0].platform
+        _check_flags(ranks, platform)
+        rows = list(_rows(ranks, platform))
+        if not rows:
+            raise Error(
+                "nothing to measure: no operation of --ops is in the --layouts, takes the "
+                "--wire_dtype and has one of the --implementations or --baselines"
+            )
+        self.rows, self.bandwidths = rows, floor.measure(devices[: max(ranks)])
+        self.facts = {
+            "peer_copy_gb_per_s": self.bandwidths.link and self.bandwidths.link / 1e9,
+            "memory_copy_gb_per_s": self.bandwidths.memory and self.bandwidths.memory / 1e9,
+        }
+        measured: dict[str, Row] = {}
+        return [ExchangeCase(row, self.bandwidths, measured) for row in rows]
+
+    def header(self) -> list[str]:
+        lines = []
+        if self.bandwidths.memory:
+            copied = self.bandwidths.memory / 1e9
+            lines.append(f"copies in a GPU's memory: {copied:.0f} GB/s read and written")
+        if self.bandwidths.link:
+            lines.append(f"copies between two GPUs: {self.bandwidths.link / 1e9:.0f} GB/s one way")
+        calls = ", ".join(map(str, sorted({row["iterations"] for row in self.rows})))
+        return [*lines, f"{self._sizes()}, {calls} calls a loop, {_TIMING.repeats.value} loops"]
+
+    def _sizes(self) -> str:
+        return f"H={self.rows[0]['hidden']}, E={_NUM_EXPERTS.value}, K={_TOP_K.value}"
+
+    def name(self, row: Row) -> str:
+        return name(row)
+
+    def compare(self, rows: list[Row]) -> None:
+        """Adds to each row its speed-up in wall time over the baseline "ragged_all_to_all"."""
+
+        def work(row: Row) -> tuple[Any, ...]:
+            return row["op"], row["tokens"], row["ranks"]
+
+        ragged = {
+            work(row): row["wall"]["median_us"]
+            for row in rows
+            if row["implementation"] == "ragged_all_to_all" and "wall" in row
+        }
+        for row in rows:
+            if work(row) in ragged and "wall" in row:
+                row["speedup_over_ragged"] = ragged[work(row)] / row["wall"]["median_us"]
+
+    def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
+        """Draws wall times over tokens, with a panel for each operation."""
+        panels: report.Panels = {}
+        for row in (row for row in rows if "wall" in row):
+            label = ", ".join([f"{row['ranks']} ranks", row["dtype"], *_way(row)])
+            points = panels.setdefault(row["op"], {}).setdefault(label, [])
+            points.append((row["tokens"], row["wall"]["median_us"]))
+        report.lines(
+            panels,
+            path,
+            title=f"Times of an exchange: {self._sizes()}\n{machine}",
+            x_label="tokens per rank",
+            y_label="in-loop wall time, us",
+        )
 
 
-def _calls(rows: list[report.Row]) -> str:
-    """Returns the numbers of calls in the loops of all rows, such as "60, 400"."""
-    return ", ".join(map(str, sorted({row["iterations"] for row in rows})))
+def name(row: Row) -> str:
+    """Names a row in words: operation, tokens, ranks, dtype and implementation."""
+    case = f"{row['op']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['dtype']}"
+    return ", ".join([case, *_way(row)])
 
 
-def _microseconds(row: report.Row) -> float:
+def _way(row: Row) -> list[str]:
+    """Names a row's layout and wire dtype, unless they are defaults, and its implementation."""
+    usual = {"layout": "expert", "wire_dtype": "none"}
+    unusual = [row[key] for key in usual if row[key] != usual[key]]
+    return [*unusual, row["implementation"]]
+
+
+def _microseconds(row: Row) -> float:
     """Returns a row's device time on the slowest rank, or else its wall time, in microseconds."""
     device = row["device"]
     return row["wall"]["median_us"] if device is None else device["slowest_us"]
@@ -250,7 +293,7 @@ def _microseconds(row: report.Row) -> float:
 _routing = functools.lru_cache(maxsize=4)(uniform_routing)  # cached: takes a second for large T
 
 
-def make_work(case: dict[str, Any]) -> Work:
+def make_work(case: Row) -> Work:
     """Makes the `Work` of a case; its routing depends on neither operation nor implementation."""
     topk_idx = _routing(
         case["ranks"] * case["tokens"], case["num_experts"], case["top_k"], case["seed"]
@@ -276,19 +319,17 @@ def make_work(case: dict[str, Any]) -> Work:
     )
 
 
-def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
+def _rows(ranks: Sequence[int], platform: str) -> Iterator[Row]:
+    """Yields, for each program, the fields of its row that say what it is."""
     on_gpu = platform == "gpu"
     tokens = _TOKENS.value or ([128, 4096] if on_gpu else [32, 128])
-    kernels_run = availability.unavailable_reason(jax.devices()[: max(ranks)]) is None
     baselines = _BASELINES.value
     if baselines is None:
         baselines = [name for name in BASELINES if unavailable_reason(name, platform) is None]
     for num_ranks in ranks:
         implementations = _IMPLEMENTATIONS.value
         if implementations is None:
-            two_level = len(set(hosts.hosts_of(jax.devices()[:num_ranks]))) > 1
-            found = {"two_level": two_level, "pallas": kernels_run, "xla": True}
-            implementations = [name for name, runs in found.items() if runs]
+            implementations = IMPLEMENTATIONS.available(_problem(num_ranks))
         for num_tokens in tokens:
             for op in _OPS.value:
                 for way in _ways(op, implementations, baselines):
@@ -307,9 +348,6 @@ def _cases(ranks: list[int], platform: str) -> Iterator[dict[str, Any]]:
                         "expert_alignment": _ALIGNMENT.value,
                         "iterations": _iterations(way["implementation"], num_tokens),
                         "unroll": _UNROLL.value,
-                        "repeats": _TIMING.repeats.value,
-                        "device_timer": _TIMING.timer.value,
-                        "check": _CHECK.value,
                         "seed": _SEED.value,
                     }
 
@@ -353,7 +391,12 @@ def _ways(op: str, implementations: list[str], baselines: list[str]) -> Iterator
             yield {"layout": "expert", "wire_dtype": "none", "implementation": baseline}
 
 
-def _check_flags(ranks: list[int], platform: str) -> None:
+def _problem(num_ranks: int) -> Problem:
+    """Returns an exchange between the first devices, of whatever rows."""
+    return Problem(availability.Machine(jax.devices()[:num_ranks]))
+
+
+def _check_flags(ranks: Sequence[int], platform: str) -> None:
     if _OUTPUT.value == "quantized" and set(_WIRE_DTYPES.value) <= {"none"}:
         raise Error(f"--output: quantized rows need a wire dtype, --wire_dtype={WIRE_DTYPES[0]}")
     if set(_WIRE_DTYPES.value) - {"none"} and _hidden(platform) % quantization.BLOCK:
@@ -364,37 +407,10 @@ def _check_flags(ranks: list[int], platform: str) -> None:
     for name in _BASELINES.value or []:
         if reason := unavailable_reason(name, platform):
             raise Error(f"--baselines: {name} cannot run here: {reason}")
-    kernels = availability.unavailable_reason(jax.devices()[: max(ranks)])
-    if "pallas" in (_IMPLEMENTATIONS.value or ()) and kernels:
-        raise Error(f"--implementations: pallas cannot run here: {kernels}")
     for num_ranks in ranks:
-        found = hosts.num_hosts_of(hosts.hosts_of(jax.devices()[:num_ranks]))
-        if "two_level" in (_IMPLEMENTATIONS.value or ()) and (found == 1 or isinstance(found, str)):
-            reason = found if isinstance(found, str) else f"{num_ranks} ranks are on one host"
-            raise Error(f"--implementations: two_level cannot run here: {reason}")
+        for name in _IMPLEMENTATIONS.value or ():
+            if reason := IMPLEMENTATIONS[name].unavailable_reason(_problem(num_ranks)):
+                raise Error(f"--implementations: {name} cannot run here: {reason}")
         check_experts(_NUM_EXPERTS.value, num_ranks, _TOP_K.value)
     if _HOST_CAPACITY.value and "two_level" not in (_IMPLEMENTATIONS.value or ()):
         raise Error("--host_capacity: is of two_level, which --implementations must name")
-
-
-def _check_baseline(baseline, state, outputs, plain: Case) -> None:
-    expected = baseline.expected(state)
-    tolerance = 0.0 if baseline.exact else plain.num_ranks**2 * float(jnp.finfo(plain.dtype).eps)
-    error = np.abs(outputs.astype(np.float32) - expected.astype(np.float32))
-    assert np.all(error <= tolerance), f"off by up to {error.max()}, tolerance {tolerance}"
-
-
-def _compare_with_ragged(rows: list[report.Row]) -> None:
-    """Adds to each row its speed-up, in wall time, over the baseline `lax.ragged_all_to_all`."""
-
-    def work(row):
-        return row["op"], row["tokens"], row["ranks"], row["dtype"]
-
-    ragged = {
-        work(row): row["wall"]["median_us"]
-        for row in rows
-        if row["implementation"] == "ragged_all_to_all" and "wall" in row
-    }
-    for row in rows:
-        if work(row) in ragged and "wall" in row:
-            row["speedup_over_ragged"] = ragged[work(row)] / row["wall"]["median_us"]

@@ -44,7 +44,45 @@ class Timing(NamedTuple):
         return self.default_iterations.few_tokens if few else self.default_iterations.many_tokens
 
 
+class Shared(NamedTuple):
+    """The flags that several bench commands have; None: the command does not have it."""
+
+    json: Holder
+    plot: Holder
+    ranks: Holder | None
+    timing: Timing | None
+    check: Holder | None
+    seconds: Holder | None
+
+
 class BenchFlags(Flags):
+    def share(
+        self,
+        *,
+        plot: str,
+        ranks: str | None = "all devices",
+        timing: Timing | None = None,
+        check: Holder | None = None,
+        seconds: float | None = None,
+    ) -> Shared:
+        """Defines --json and --plot, and of the other shared flags those that are not None.
+
+        Args:
+          plot: what is drawn.
+          ranks: the default of --ranks, in words.
+          timing: what `timing` returned.
+          check: what `check` returned.
+          seconds: the default of --seconds.
+        """
+        return Shared(
+            self.json(),
+            self.plot(plot),
+            None if ranks is None else self.ranks(ranks),
+            timing,
+            check,
+            None if seconds is None else self.seconds(seconds),
+        )
+
     def timing(
         self, iterations: int | Iterations, repeats: int, *, least_iterations: int
     ) -> Timing:

@@ -19,10 +19,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_ep.bench import measuring, report
+from jax_ep.bench import report, runner
 from jax_ep.bench.baselines import AXIS, random_rows, rank_seeds
 from jax_ep.bench.flags import BenchFlags, Iterations
 from jax_ep.bench.layer_baselines import (
@@ -38,12 +36,12 @@ from jax_ep.bench.layer_baselines import (
     IMPLEMENTATIONS,
     LAYERS,
     RAGGED_DOT,
-    SLOW,
     make_layer,
     route,
     unavailable_reason,
 )
 from jax_ep.bench.operations import rows_needed
+from jax_ep.bench.report import Column, Row
 from jax_ep.bench.timing import Loop
 from jax_ep.exchange import quantization
 from jax_ep.flags import Error, check_experts
@@ -63,8 +61,7 @@ TOLERANCE = 4 * float(jnp.finfo(jnp.bfloat16).eps)
 QUANTIZED_TOLERANCE = 2.0**-3
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The sizes H, F, E and K of a model's MoE layers, and its router's score function."""
 
     hidden: int
@@ -96,7 +93,6 @@ _DIRECTIONS = FLAGS.choices(
     "directions", DIRECTIONS, DIRECTIONS, "What to time: the forward pass, or forward and backward."
 )
 _TOKENS = FLAGS.tokens("4096", "64")
-_RANKS = FLAGS.ranks()
 _HIDDEN = FLAGS.integer(
     "hidden", None, "H, the hidden size: values of a token. Default: that of each shape."
 )
@@ -116,7 +112,7 @@ _IMPLEMENTATIONS = FLAGS.implementations(IMPLEMENTATIONS, "the layer", "all")
 _BASELINES = FLAGS.baselines(
     BASELINES,
     "layers of plain JAX",
-    f"all that run here but {SLOW}, which is slow",
+    "all that run here",
 )
 _CAPACITY_FACTOR = FLAGS.capacity_factor()
 _WIRE_DTYPE = FLAGS.choice(
@@ -126,122 +122,190 @@ _WIRE_DTYPE = FLAGS.choice(
     "The dtype that jax_ep sends tokens to the experts in. none: as they are, which is how the "
     "baselines send them in any case.",
 )
-_CHECK = FLAGS.check("the outputs and gradients of all layers with each other")
-# ragged_dot: 2 iterations, 3 repeats.
 _TIMING = FLAGS.timing(Iterations(5, 20, 100), 5, least_iterations=2)
-_SECONDS = FLAGS.seconds(600.0)
+_ITERATIONS_OF_RAGGED_DOT = 2  # it takes tens of milliseconds
 _SEED = FLAGS.seed("parameters and tokens")
-_JSON = FLAGS.json()
-_PLOT = FLAGS.plot("the throughputs")
+_SHARED = FLAGS.share(
+    plot="the throughputs",
+    timing=_TIMING,
+    check=FLAGS.check("the outputs and gradients of all layers with each other"),
+    seconds=600.0,
+)
 
 
 def run() -> int:
-    FLAGS.check_outputs()
-    deadline = time.monotonic() + _SECONDS.value
-    devices = measuring.find_devices(max(_RANKS.value or [8]))
-    platform = devices[0].platform
-    shapes = _shapes(platform)
-    names = _names(platform)
-    tokens = _TOKENS.value or [4096 if platform == "gpu" else 64]
-    ranks = _RANKS.value or [len(devices)]
-    measuring.check_ranks(ranks, len(devices))
-    _check_flags(ranks, shapes)
+    return runner.run(LayerBench())
 
-    rows: list[report.Row] = []
-    for num_ranks in ranks:
-        for name, shape in shapes.items():
-            for num_tokens in tokens:
-                work = {"shape": name, "ranks": num_ranks, "tokens": num_tokens}
-                rows += measure_shape(work, shape, names, deadline)
-                if _JSON.value:  # as it goes: a run that is ended early leaves what it has
-                    measuring.write_json(_JSON.value, rows)
-    measuring.progress("")
-    compare(rows)
 
-    print(f"{measuring.devices_in_words(devices)}, jax {jax.__version__}, bfloat16")
-    for name, shape in shapes.items():
-        print(f"{name}: H={shape.hidden} F={shape.mlp_dim} E={shape.num_experts} K={shape.top_k}")
-    print(f"\n{table(rows, by_kernel=_TIMING.by_kernel.value)}")
-    if _JSON.value:
-        measuring.write_json(_JSON.value, rows)
-    if _PLOT.value:
+class LayerCase(runner.Case):
+    """All layers of one shape and number of tokens, forward and with gradients."""
+
+    spaced = False
+
+    def __init__(self, work: Row, shape: Shape, names: Sequence[str]):
+        self.shape, self.ranks, self.tokens = shape, work["ranks"], work["tokens"]
+        super().__init__(
+            "{shape}, {tokens} tokens, {ranks} ranks".format(**work),
+            [
+                work
+                | {"direction": direction, "implementation": name, "wire_dtype": _wire_dtype(name)}
+                for direction in _DIRECTIONS.value
+                for name in names
+            ],
+        )
+        self.expected: dict[str, tuple[str, Any]] = {}  # by direction: a layer and its outputs
+
+    def prepare(self) -> tuple[Any, MoEConfig, Mesh]:
+        mesh = Mesh(np.asarray(jax.devices()[: self.ranks]), (AXIS,))
+        state = make_state(self.shape, self.tokens, mesh, _SEED.value)
+        config, self.load = make_config(self.shape, state, mesh, _CAPACITY_FACTOR.value)
+        return state, config, mesh
+
+    def build(self, row: Row, shared: tuple[Any, MoEConfig, Mesh]) -> Loop:
+        state, config, mesh = shared
+        iterations = _TIMING.iterations_of(self.tokens)
+        if self.is_slow(row):
+            iterations = _ITERATIONS_OF_RAGGED_DOT
+        wire_dtype = None if row["wire_dtype"] == "none" else jnp.dtype(row["wire_dtype"])
+        own = dataclasses.replace(config, wire_dtype=wire_dtype)
+        step = make_step(row["implementation"], row["direction"], own, self.load["capacity"])
+        return Loop(None, step, state, mesh, iterations)
+
+    def is_slow(self, row: Row) -> bool:
+        return row["implementation"] == RAGGED_DOT
+
+    def compiled(self, row: Row, loop: Loop) -> Row:
+        """Returns the bytes that a layer holds on a device, according to XLA, and its load."""
+        held: Row = {"peak_bytes": None, "temp_bytes": None}
+        if (memory := loop.compiled.memory_analysis()) is not None:
+            peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+            peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+            held = {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
+        return self.load | held | {"iterations": loop.iterations}
+
+    def check(self, row: Row, loop: Loop, shared: Any) -> bool:
+        outputs, name = loop.outputs(), row["implementation"]
+        other, expected = self.expected.setdefault(row["direction"], (name, outputs))
+        quantized = _WIRE_DTYPE.value != "none"
+        agree(name, outputs, other, expected, QUANTIZED_TOLERANCE if quantized else TOLERANCE)
+        return True
+
+    def results(self, row: Row) -> Row:
+        """Returns throughputs and, where kernels were seen, the parts of the device time."""
+        seconds = row["wall"]["median_us"] * 1e-6
+        passes = 1 if row["direction"] == "forward" else 3
+        flops = passes * row["tokens"] * row["top_k"] * 6 * row["hidden"] * row["mlp_dim"]
+        return {
+            "tokens_per_s": row["ranks"] * row["tokens"] / seconds,
+            "tflops_per_rank": flops / seconds / 1e12,
+            **({} if row["device"] is None else parts_of(row["device"])),
+        }
+
+
+class LayerBench(runner.Bench):
+    flags, shared = FLAGS, _SHARED
+    columns = (
+        report.text("shape"),
+        Column("tokens", "tokens"),
+        Column("ranks", "ranks"),
+        report.text("direction"),
+        report.text("layer", "implementation"),
+        report.text("wire", "wire_dtype", usual="none"),
+        report.CHECKED,
+        *report.WALL,
+        report.SLOWEST,
+        Column("matmul us", "matmul_us", "{:.1f}"),
+        Column("exchange us", "exchange_us", "{:.1f}"),
+        Column("if hidden us", "if_hidden_us", "{:.1f}"),
+        Column("tokens/s", "tokens_per_s", "{:.0f}"),
+        Column("TFLOP/s/rank", "tflops_per_rank", "{:.3g}"),
+        Column(
+            "peak MiB",
+            lambda row: row["peak_bytes"] / 2**20 if row.get("peak_bytes") else None,
+            "{:.0f}",
+        ),
+        Column("vs (a)", "speedup_over_ragged", "{:.2f}x"),
+        Column("vs (b)", "speedup_over_xla", "{:.2f}x"),
+    )
+
+    def cases(self, devices: Sequence[jax.Device], ranks: Sequence[int]) -> list[LayerCase]:
+        platform = devices[0].platform
+        own = {
+            "hidden": _HIDDEN.value,
+            "mlp_dim": _MLP_DIM.value,
+            "num_experts": _NUM_EXPERTS.value,
+            "top_k": _TOP_K.value,
+        }
+        self.shapes = {
+            name: shape._replace(**{key: size for key, size in own.items() if size is not None})
+            for name, shape in shapes(_SHAPES.value, platform).items()
+        }
+        names = _names(platform)
+        for name, shape in self.shapes.items():
+            if _WIRE_DTYPE.value != "none" and shape.hidden % quantization.BLOCK:
+                raise Error(
+                    f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
+                    f"of {quantization.BLOCK}"
+                )
+        works = works_of(self.shapes, ranks, _TOKENS.value or default_tokens(platform))
+        return [LayerCase(work, self.shapes[work["shape"]], names) for work in works]
+
+    def header(self) -> list[str]:
+        return ["bfloat16"] + [
+            f"{name}: H={shape.hidden} F={shape.mlp_dim} E={shape.num_experts} K={shape.top_k}"
+            for name, shape in self.shapes.items()
+        ]
+
+    def name(self, row: Row) -> str:
+        return "{shape}, {direction}, {implementation}".format(**row)
+
+    def compare(self, rows: list[Row]) -> None:
+        compare(rows)
+
+    def table(self, rows: Sequence[Row]) -> list[str]:
+        legend = f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"
+        return [*report.table(self.columns, rows), "", legend]
+
+    def draw(self, rows: Sequence[Row], path: str, machine: str) -> None:
         report.bars(
             rows,
-            _PLOT.value,
-            title="Throughput of the MoE layer, bfloat16\n" + measuring.devices_in_words(devices),
+            path,
+            title="Throughput of the MoE layer, bfloat16\n" + machine,
             panel=lambda row: row["direction"],
             group=sizes,
             bar=lambda row: row["implementation"],
             height=lambda row: row.get("tokens_per_s"),
             label="tokens/s of all ranks",
         )
-    return 1 if any("error" in row for row in rows) else 0
 
 
-def measure_shape(
-    work: dict[str, Any], shape: Shape, names: Sequence[str], deadline: float
-) -> list[report.Row]:
-    """Measures one shape: returns a row for each direction and layer, with times or an error.
+def shapes(names: Sequence[str], platform: str) -> dict[str, Shape]:
+    """Returns the shapes of some models' layers, which on CPUs are small ones of the same kind."""
+    table = SMALL_SHAPES if platform == "cpu" else SHAPES
+    return {name: table[name] for name in names}
 
-    `work` names the shape and has its ranks and tokens. After `deadline`, in seconds of
-    `time.monotonic`, nothing more is started.
+
+def default_tokens(platform: str) -> list[int]:
+    return [64 if platform == "cpu" else 4096]
+
+
+def works_of(shapes: Mapping[str, Shape], ranks: Sequence[int], tokens: Sequence[int]) -> list[Row]:
+    """Returns the fields of a row that say which layer it is of, for each layer to measure.
+
+    Raises `Error` if a shape's experts do not fit a number of ranks.
     """
-    cases = [
-        work
-        | dataclasses.asdict(shape)
-        | {"direction": direction, "implementation": name, "wire_dtype": _wire_dtype(name)}
-        for direction in _DIRECTIONS.value
-        for name in names
+    for num_ranks in ranks:
+        for name, shape in shapes.items():
+            check_experts(shape.num_experts, num_ranks, shape.top_k, name)
+    return [
+        {"shape": name, "ranks": num_ranks, "tokens": num_tokens} | shape._asdict()
+        for num_ranks in ranks
+        for name, shape in shapes.items()
+        for num_tokens in tokens
     ]
-    text = "{shape}, {tokens} tokens, {ranks} ranks".format(**work)
-    measuring.progress(f"{text}: compiling")
-    try:
-        mesh = Mesh(np.asarray(jax.devices()[: work["ranks"]]), (AXIS,))
-        state = make_state(shape, work["tokens"], mesh, _SEED.value)
-        config, load = make_config(shape, state, mesh, _CAPACITY_FACTOR.value)
-    except Exception as error:  # a shape that fails must not cost others their results
-        return [case | {"error": measuring.first_line(error)} for case in cases]
-
-    def build(case: dict[str, Any]) -> Loop:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not started within {_SECONDS.value:g} s")
-        iterations = (
-            2 if case["implementation"] == RAGGED_DOT else _TIMING.iterations_of(case["tokens"])
-        )
-        wire_dtype = None if case["wire_dtype"] == "none" else jnp.dtype(case["wire_dtype"])
-        own = dataclasses.replace(config, wire_dtype=wire_dtype)
-        step = make_step(case["implementation"], case["direction"], own, load["capacity"])
-        return Loop(None, step, state, mesh, iterations)
-
-    rows: list[report.Row] = []
-    expected: dict[str, tuple[str, Any]] = {}  # by direction: a layer and its outputs
-    with ThreadPoolExecutor(max_workers=len(cases)) as pool:
-        futures = [pool.submit(build, case) for case in cases]
-        for future in futures:  # waits for all: compiled in parallel, timed one by one
-            future.exception()
-    for case, future in zip(cases, futures, strict=True):
-        measuring.progress("{}: {direction}, {implementation}".format(text, **case))
-        memory: dict[str, Any] = {}
-        try:
-            loop = future.result()
-            memory = memory_of(loop)  # known even for a layer that does not fit into memory
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not started within {_SECONDS.value:g} s")
-            if _CHECK.value:
-                outputs = loop.outputs()
-                theirs = expected.setdefault(case["direction"], (case["implementation"], outputs))
-                quantized = _WIRE_DTYPE.value != "none"
-                tolerance = QUANTIZED_TOLERANCE if quantized else TOLERANCE
-                agree(case["implementation"], outputs, *theirs, tolerance)
-                del outputs
-            checked = {"checked": _CHECK.value}
-            rows.append(case | load | checked | memory | measure(loop, case))
-        except Exception as error:
-            rows.append(case | memory | {"error": measuring.first_line(error)})
-    return rows
 
 
-def sizes(row: report.Row) -> str:
+def sizes(row: Row) -> str:
     """Names a row's shape and its sizes, in lines for a plot."""
     text = "H={hidden} F={mlp_dim}\nE={num_experts} K={top_k}\n{tokens} tokens, {ranks} ranks"
     return f"{row['shape']}\n{text.format(**row)}"
@@ -249,39 +313,6 @@ def sizes(row: report.Row) -> str:
 
 def _wire_dtype(name: str) -> str:
     return "none" if name in BASELINES else _WIRE_DTYPE.value
-
-
-def measure(loop: Loop, case: dict[str, Any]) -> dict[str, Any]:
-    """Measures the times and the throughput of one compiled layer, as fields of its row."""
-    slow = case["implementation"] == RAGGED_DOT
-    result: dict[str, Any] = {
-        "iterations": loop.iterations,
-        **measuring.times(
-            loop,
-            min(_TIMING.repeats.value, 3) if slow else _TIMING.repeats.value,
-            _TIMING.timer.value,
-            device_repeats=1 if slow else 2,
-            spaced=False,
-        ),
-    }
-    seconds = result["wall"]["median_us"] * 1e-6
-    passes = 1 if case["direction"] == "forward" else 3
-    flops = passes * case["tokens"] * case["top_k"] * 6 * case["hidden"] * case["mlp_dim"]
-    result["tokens_per_s"] = case["ranks"] * case["tokens"] / seconds
-    result["tflops_per_rank"] = flops / seconds / 1e12
-    if result["device"] is not None:
-        result |= parts_of(result["device"])
-    return result
-
-
-def memory_of(loop: Loop) -> dict[str, Any]:
-    """Returns the bytes that a compiled layer holds on a device, according to XLA."""
-    memory = loop.compiled.memory_analysis()
-    if memory is None:
-        return {"peak_bytes": None, "temp_bytes": None}
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    peak = held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    return {"peak_bytes": peak, "temp_bytes": memory.temp_size_in_bytes}
 
 
 def parts_of(device: dict[str, Any]) -> dict[str, float | None]:
@@ -413,7 +444,7 @@ def _differing_rows(
     return jnp.sum(~(relative <= tolerance)), jnp.max(relative)  # so that NaN differs
 
 
-def compare(rows: list[report.Row]) -> None:
+def compare(rows: list[Row]) -> None:
     """Adds to each row its speed-up, in wall time, over the two layers it is compared with.
 
     They are ragged_all_to_all with ragged_dot, and the fastest plain exchange.
@@ -434,71 +465,12 @@ def compare(rows: list[report.Row]) -> None:
                 row[key] = fastest / row["wall"]["median_us"]
 
 
-_COLUMNS = (
-    "shape", "tokens", "ranks", "direction", "layer", "wire", "checked", "wall us", "low..high",
-    "device us", "matmul us", "exchange us", "if hidden us", "tokens/s", "TFLOP/s/rank", "peak MiB",
-    "vs (a)", "vs (b)",
-)  # fmt: skip
-_TEXT = ("shape", "direction", "layer", "wire", "checked")
-
-
-def table(rows: Sequence[report.Row], by_kernel: bool = False) -> str:
-    """Renders the layers' rows as fixed-width text, without columns that are empty in all rows."""
-    text = report.fixed_width(_COLUMNS, [_cells(row) for row in rows], _TEXT)
-    text += ["", f"(a): {RAGGED_DOT}; (b): the fastest plain exchange with our grouped matmul"]
-    text += report.notes(rows, _name)[1:]
-    return "\n".join(text + (report.kernels(rows, _name) if by_kernel else []))
-
-
-def _name(row: report.Row) -> str:
-    return "{shape}, {direction}, {implementation}".format(**row)
-
-
-def _cells(row: report.Row) -> list[str]:
-    wall, device = row.get("wall") or {}, row.get("device") or {}
-
-    def cell(value: float | None, form: str) -> str:
-        return "" if value is None else form.format(value)
-
-    return [
-        row["shape"],
-        str(row["tokens"]),
-        str(row["ranks"]),
-        row["direction"],
-        row["implementation"],
-        "" if row.get("wire_dtype", "none") == "none" else row["wire_dtype"],
-        "yes" if row.get("checked") else "",
-        cell(wall.get("median_us"), "{:.1f}"),
-        "{low_us:.1f}..{high_us:.1f}".format(**wall) if wall else "failed",
-        cell(device.get("slowest_us"), "{:.1f}"),
-        *(cell(row.get(key), "{:.1f}") for key in ("matmul_us", "exchange_us", "if_hidden_us")),
-        cell(row.get("tokens_per_s"), "{:.0f}"),
-        cell(row.get("tflops_per_rank"), "{:.3g}"),
-        cell(None if row.get("peak_bytes") is None else row["peak_bytes"] / 2**20, "{:.0f}"),
-        cell(row.get("speedup_over_ragged"), "{:.2f}x"),
-        cell(row.get("speedup_over_xla"), "{:.2f}x"),
-    ]
-
-
-def _shapes(platform: str) -> dict[str, Shape]:
-    own = {
-        "hidden": _HIDDEN.value,
-        "mlp_dim": _MLP_DIM.value,
-        "num_experts": _NUM_EXPERTS.value,
-        "top_k": _TOP_K.value,
-    }
-    own = {field: value for field, value in own.items() if value is not None}
-    table = SMALL_SHAPES if platform == "cpu" else SHAPES
-    return {name: dataclasses.replace(table[name], **own) for name in _SHAPES.value}
-
-
 def _names(platform: str) -> list[str]:
     """Returns the layers to measure: the implementations, and then the baselines."""
     own = _IMPLEMENTATIONS.value
     others = _BASELINES.value
     if others is None:
-        usual = [name for name in BASELINES if name != SLOW]
-        others = [name for name in usual if unavailable_reason(name, platform) is None]
+        others = [name for name in BASELINES if unavailable_reason(name, platform) is None]
     for name in others:
         if reason := unavailable_reason(name, platform):
             raise Error(f"--baselines: {name} cannot run here: {reason}")
@@ -508,14 +480,3 @@ def _names(platform: str) -> list[str]:
     if _WIRE_DTYPE.value != "none" and all(name in BASELINES for name in names):
         raise Error("--wire_dtype: needs an implementation; baselines send tokens as they are")
     return names
-
-
-def _check_flags(ranks: list[int], shapes: dict[str, Shape]) -> None:
-    for num_ranks in ranks:
-        for name, shape in shapes.items():
-            check_experts(shape.num_experts, num_ranks, shape.top_k, name)
-            if _WIRE_DTYPE.value != "none" and shape.hidden % quantization.BLOCK:
-                raise Error(
-                    f"--wire_dtype: {name}'s rows of {shape.hidden} values are not whole blocks "
-                    f"of {quantization.BLOCK}"
-                )

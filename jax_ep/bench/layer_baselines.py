@@ -272,9 +272,7 @@ IMPLEMENTATIONS = {"jax_ep": MeasuredLayer()}
 BASELINES = {
     "all_gather+psum_scatter": MeasuredLayer(gather_and_scatter, plain_exchange=True),
     "all_gather+all_to_all": MeasuredLayer(implementation="xla", plain_exchange=True),
-    "ragged_all_to_all+grouped_matmul": MeasuredLayer(ragged, plain_exchange=True),
     "ragged_all_to_all+ragged_dot": MeasuredLayer(ragged, ragged_dot=True),
 }
 LAYERS = IMPLEMENTATIONS | BASELINES
-SLOW = "ragged_all_to_all+grouped_matmul"
 RAGGED_DOT = "ragged_all_to_all+ragged_dot"

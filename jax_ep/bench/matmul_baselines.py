@@ -20,44 +20,21 @@ from jax import lax
 
 from jax_ep.bench.matmul_operations import Case
 from jax_ep.matmul import api, loop, pallas, xla
-from jax_ep.matmul.backend import Backend, pad_rows, zero_tail
+from jax_ep.matmul.backend import Backend, Problem, pad_rows, zero_tail
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """The block sizes of a kernel of JAX's "mosaic" pair.
+def mosaic_blocks(short: bool, num_cols: int) -> dict[str, int]:
+    """Chooses block sizes for JAX's "mosaic" kernels: 64 rows if `short`, and else 128.
 
-    Attributes:
-      block_m: rows of a block of the output.
-      block_n: columns of a block of the output.
-      block_k: length of a step along the summed dimension.
-      max_concurrent_steps: loads in flight.
-      grid_block_n: width, in blocks, of the column bands in which thread blocks walk the output, so
-        that operands are still in the L2 cache.
+    A group's last block is padded, so groups of few rows get short blocks.
     """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    max_concurrent_steps: int
-    grid_block_n: int
-
-
-def product_blocks(num_rows: int, num_groups: int, num_cols: int) -> Blocks:
-    """Chooses blocks for a product of [num_rows, K] and [num_groups, K, num_cols].
-
-    A group's last block is padded to block_m rows, so groups of few rows get short blocks.
-    """
-    block_m = 128 if num_rows >= 96 * num_groups else 64
-    block_n = 128 if num_cols % 128 == 0 else 64
-    return Blocks(block_m, block_n, 64, 4, 1)
-
-
-def drhs_blocks(num_rows: int, num_cols: int) -> Blocks:
-    """Chooses blocks for the gradients of groups' matrices, [num_rows, num_cols] each."""
-    block_m = 128 if num_rows % 128 == 0 else 64
-    block_n = 128 if num_cols % 128 == 0 else 64
-    return Blocks(block_m, block_n, 64, 4, 1)
+    return {
+        "block_m": 64 if short else 128,
+        "block_n": 128 if num_cols % 128 == 0 else 64,
+        "block_k": 64,
+        "max_concurrent_steps": 4,
+        "grid_block_n": 1,
+    }
 
 
 def mosaic_product(
@@ -66,7 +43,6 @@ def mosaic_product(
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool,
-    blocks: Blocks | None = None,
 ) -> jax.Array:
     """Multiplies each row by its group's matrix with JAX's kernel `ragged_dot_mgpu`.
 
@@ -76,23 +52,20 @@ def mosaic_product(
     """
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
-    num_cols = rhs.shape[1 if transpose_rhs else 2]
-    blocks = blocks or product_blocks(lhs.shape[0], rhs.shape[0], num_cols)
-    num_rows = lhs.shape[0]
+    num_rows, num_cols = len(lhs), rhs.shape[1 if transpose_rhs else 2]
+    short = num_rows < 96 * len(rhs)
     with jax.enable_x64(False):
         out = ragged_dot_mgpu.ragged_dot(
             pad_rows(lhs),
             rhs,
             group_sizes=group_sizes,
             transpose_rhs=transpose_rhs,
-            **dataclasses.asdict(blocks),
+            **mosaic_blocks(short, num_cols),
         )
     return zero_tail(out[:num_rows], group_sizes)
 
 
-def mosaic_drhs(
-    lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array, *, blocks: Blocks | None = None
-) -> jax.Array:
+def mosaic_drhs(lhs: jax.Array, grad: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Computes the gradient of rhs with JAX's kernel `transposed_ragged_dot_mgpu`.
 
     The kernel reads whole blocks of `block_k` rows and multiplies rows of other groups by zero,
@@ -101,14 +74,14 @@ def mosaic_drhs(
     """
     from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
 
-    blocks = blocks or drhs_blocks(lhs.shape[1], grad.shape[1])
+    blocks = mosaic_blocks(lhs.shape[1] % 128 != 0, grad.shape[1])
     lhs, grad = pad_rows(lhs), pad_rows(grad)
     with _core_count_known(transposed_ragged_dot_mgpu), jax.enable_x64(False):
         return transposed_ragged_dot_mgpu.transposed_ragged_dot(
-            _zero_rows_after_end(lhs, group_sizes, blocks.block_k),
-            _zero_rows_after_end(grad, group_sizes, blocks.block_k),
+            _zero_rows_after_end(lhs, group_sizes, blocks["block_k"]),
+            _zero_rows_after_end(grad, group_sizes, blocks["block_k"]),
             group_sizes=group_sizes,
-            **dataclasses.asdict(blocks),
+            **blocks,
         )
 
 
@@ -166,45 +139,41 @@ def tokamax_product(
     return zero_tail(out[: lhs.shape[0]], group_sizes)
 
 
-def _tokamax_operands_reason(matrix_shape: Sequence[int], dtype: Any) -> str | None:
+def _tokamax_reason(problem: Problem) -> str | None:
     if importlib.util.find_spec("tokamax") is None:
         return "the package tokamax is not installed (pip install 'jax_ep[bench]'; Python >= 3.12)"
-    if any(size * jnp.dtype(dtype).itemsize % 16 for size in matrix_shape):
-        return f"its rows must be of whole 16 bytes, but the matrices are {tuple(matrix_shape)}"
-    return None
-
-
-def _tokamax_platform_reason(platform: str) -> str | None:
-    if platform in ("cuda", "tpu"):
+    if any(size * jnp.dtype(problem.dtype).itemsize % 16 for size in problem.matrix_shape):
+        shape = tuple(problem.matrix_shape)
+        return f"its rows must be of whole 16 bytes, but the matrices are {shape}"
+    if problem.platform in (None, "cuda", "tpu"):
         return None
-    return f"its kernels are for GPUs and TPUs, and this program is for {platform}"
+    return f"its kernels are for GPUs and TPUs, and this program is for {problem.platform}"
 
 
 MOSAIC = Backend(
-    "mosaic",
-    mosaic_product,
-    mosaic_drhs,
-    operands_reason=pallas.operands_reason,
-    platform_reason=pallas.platform_reason,
+    name="mosaic",
+    unavailable_reason=pallas.unavailable_reason,
+    product=mosaic_product,
+    drhs=mosaic_drhs,
 )
 # The gradient of rhs is that of "xla": tokamax's own, as of 0.0.17, is wrong on an H200, where sums
 # of groups with more rows than one of its blocks were off by a fifth.
 TOKAMAX = Backend(
-    "tokamax",
-    tokamax_product,
-    xla.drhs,
-    operands_reason=_tokamax_operands_reason,
-    platform_reason=_tokamax_platform_reason,
+    name="tokamax",
+    unavailable_reason=_tokamax_reason,
+    product=tokamax_product,
+    drhs=xla.drhs,
 )
 
 
-BASELINES = ("mosaic", "tokamax")
-IMPLEMENTATIONS = ("pallas", "xla", "loop")
+BASELINES = (MOSAIC.name, TOKAMAX.name)
+IMPLEMENTATIONS = api.IMPLEMENTATIONS.names
 
 
 def unavailable_reason(name: str, matrix: tuple[int, int], dtype: Any) -> str | None:
     """Returns why a backend cannot multiply by matrices [H, F] of a dtype here, or None."""
-    return api.unavailable_reason(_backends()[name], api.default_platform(), matrix, dtype)
+    problem = Problem(matrix, dtype, api.default_platform())
+    return _backends()[name].unavailable_reason(problem)
 
 
 def available(matrix: tuple[int, int], dtype: Any) -> list[Backend]:
@@ -221,14 +190,15 @@ def usual_implementations(case: Case) -> list[str]:
 
     "xla" and "loop" are slow: they are among them only where the case says so, "loop" on CPUs.
     """
-    slow = [xla.BACKEND.name] + ([loop.BACKEND.name] if jax.default_backend() == "cpu" else [])
-    return [pallas.BACKEND.name, *(slow if case.slow else [])]
+    if not case.slow:
+        return [pallas.BACKEND.name]
+    on_cpu = jax.default_backend() == "cpu"
+    return [name for name in IMPLEMENTATIONS if name != loop.BACKEND.name or on_cpu]
 
 
 def _backends() -> dict[str, Backend]:
     """Returns every backend that can be measured, by name; read late, since tests replace some."""
-    every = (pallas.BACKEND, MOSAIC, TOKAMAX, xla.BACKEND, loop.BACKEND)
-    return {backend.name: backend for backend in every}
+    return {backend.name: backend for backend in (*api.IMPLEMENTATIONS, MOSAIC, TOKAMAX)}
 
 
 PALLAS_TILES = (  # heights, block_n, the most that band may be
@@ -240,51 +210,20 @@ PALLAS_TILES = (  # heights, block_n, the most that band may be
     ((64, 128, 136, 144, 176, 208, 256), 128, 4),
 )
 PALLAS_DRHS_TILES = ((256, 1), (256, 4), (128, 8))  # block_n, the most that band may be
-MOSAIC_PRODUCT_BLOCKS = (  # block_m, block_n, block_k, max_concurrent_steps, grid_block_n
-    (128, 128, 64, 4, 4),
-    (128, 128, 64, 4, 8),
-    (128, 128, 64, 6, 4),
-    (128, 128, 128, 2, 4),
-    (64, 256, 64, 4, 4),
-    (128, 64, 128, 4, 8),
-)
-MOSAIC_DRHS_BLOCKS = (
-    (128, 128, 64, 4, 4),
-    (128, 128, 64, 6, 4),
-    (128, 128, 128, 2, 4),
-    (64, 256, 64, 4, 4),
-)
 
 
-def other_blocks(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
-    """Returns "pallas" and "mosaic", if in `names`, with block sizes they do not choose themselves.
+def other_tiles(case: Case, op: str, names: Sequence[str]) -> list[Backend]:
+    """Returns "pallas", if it is in `names`, with tiles that it does not choose itself.
 
-    Only sizes that fit the case and operation are used.
+    Only tiles that fit the case and operation are used; "gated" has none but the backend's own.
     """
-    columns = case.hidden if op in ("dlhs", "sum_of_dlhs") else case.mlp
-    if op == "gated":  # by no other tiles than those of the backend's choice
+    if op == "gated" or pallas.BACKEND.name not in names:
         return []
-    found = _other_tiles(columns, op) if pallas.BACKEND.name in names else []
-    if MOSAIC.name in names and op in ("product", "dlhs"):
-        for blocks in (Blocks(*sizes) for sizes in MOSAIC_PRODUCT_BLOCKS):
-            if columns % blocks.block_n == 0:
-                product = functools.partial(mosaic_product, blocks=blocks)
-                found.append(
-                    dataclasses.replace(MOSAIC, name=_named(MOSAIC, blocks), product=product)
-                )
-    if MOSAIC.name in names and op == "drhs":
-        for blocks in (Blocks(*sizes) for sizes in MOSAIC_DRHS_BLOCKS):
-            if case.hidden % blocks.block_m == 0 and columns % blocks.block_n == 0:
-                drhs = functools.partial(mosaic_drhs, blocks=blocks)
-                found.append(dataclasses.replace(MOSAIC, name=_named(MOSAIC, blocks), drhs=drhs))
-    return found
-
-
-def _other_tiles(columns: int, op: str) -> list[Backend]:
     # Not on a machine without GPUs.
     from pallas_kernels.matmul.drhs import DrhsTiles
     from pallas_kernels.matmul.grouped_matmul import Tiles
 
+    columns = case.hidden if op in ("dlhs", "sum_of_dlhs") else case.mlp
     kind: Any = Tiles
     shapes: Sequence[tuple[Any, ...]] = PALLAS_TILES
     functions: dict[str, Callable[..., Any]] = dict(
@@ -296,11 +235,7 @@ def _other_tiles(columns: int, op: str) -> list[Backend]:
     for *shape, block_n, most in shapes:
         if columns % block_n == 0:
             tiles = kind.fitting(*shape, block_n, pallas.band(columns, block_n, most))
-            name = _named(pallas.BACKEND, tiles)
+            name = " ".join([pallas.BACKEND.name, *map(str, dataclasses.astuple(tiles))])
             bound = {key: functools.partial(each, tiles=tiles) for key, each in functions.items()}
             found[name] = dataclasses.replace(pallas.BACKEND, name=name, **bound)
     return list(found.values())
-
-
-def _named(backend: Backend, sizes: Any) -> str:
-    return " ".join([backend.name, *map(str, dataclasses.astuple(sizes))])

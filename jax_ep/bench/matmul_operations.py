@@ -1,19 +1,25 @@
-"""The operations that `bench matmul` times, with their sizes and operands."""
+"""The operations that `bench matmul` times: sizes, operands, and checks of their results."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_ep.matmul.backend import Backend
 
 OPERATIONS = ("product", "gated", "dlhs", "drhs", "sum_of_dlhs")
 OF_TWO_PAIRS = ("gated", "sum_of_dlhs")  # the dense matmul they are compared with is of one
+
+# The largest relative error that a result may have, in norm, by the operands' dtype.
+LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +64,17 @@ SMALL_CASES = (  # for CPUs
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands of all operations; rhs_1 and grad_1 are those of a second product."""
+    """The operands of all operations; rhs_1 and grad_1 are those of a second product.
 
-    lhs: jax.Array  # [R, H]
-    rhs: jax.Array  # [L, H, F]
-    grad: jax.Array  # [R, F]
-    rhs_1: jax.Array
-    grad_1: jax.Array
-    group_sizes: jax.Array  # [L]
+    They are arrays on a device or on the host.
+    """
+
+    lhs: Any  # [R, H]
+    rhs: Any  # [L, H, F]
+    grad: Any  # [R, F]
+    rhs_1: Any
+    grad_1: Any
+    group_sizes: Any  # [L]
 
 
 jax.tree_util.register_dataclass(
@@ -134,3 +143,68 @@ def random_operands(case: Case, dtype: Any, seed: int) -> Operands:
         grad_1=array(4, case.num_rows, case.mlp),
         group_sizes=jnp.asarray(sizes[None], jnp.int32),
     )
+
+
+def small_operands(dtype: Any) -> Iterator[Operands]:
+    """Yields operands on the host with empty, large and odd groups, and NaN past the last group.
+
+    They are different in each run.
+    """
+    rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
+    for num_rows, sizes, hidden, mlp in (
+        (1024, rng.multinomial(1000, rng.dirichlet(np.full(9, 0.3))), 256, 384),
+        (768, np.array([0, 1, 640, 0, 7, 0]), 128, 64),
+        (512, np.array([128, 256, 64, 64]), 64, 128),
+        (300, np.array([5, 0, 90]), 192, 128),
+        (64, np.zeros(3, int), 64, 64),
+    ):
+
+        def array(*shape: int, first_nan: int | None = None) -> Any:
+            values = rng.standard_normal(shape)
+            if first_nan is not None:
+                values[first_nan:] = np.nan
+            return values.astype(dtype)
+
+        live, matrices = int(sizes.sum()), (len(sizes), hidden, mlp)
+        yield Operands(
+            lhs=array(num_rows, hidden, first_nan=live),
+            rhs=array(*matrices),
+            grad=array(num_rows, mlp, first_nan=live),
+            rhs_1=array(*matrices),
+            grad_1=array(num_rows, mlp, first_nan=live),
+            group_sizes=sizes.astype(np.int32),
+        )
+
+
+def check_groups(op: str, operands: Operands, out: Any, groups: Iterable[int]) -> None:
+    """Raises AssertionError unless an operation's result `out` is right in some of the groups.
+
+    They are compared with float32, on the host if the operands are there. Rows past the last group
+    must be zero.
+    """
+    o, limit = operands, LIMITS[operands.lhs.dtype.name]
+    on_host = isinstance(o.lhs, np.ndarray)
+    dot = np.matmul if on_host else functools.partial(jnp.dot, precision=lax.Precision.HIGHEST)
+    ends = np.cumsum(np.asarray(o.group_sizes))
+    if op != "drhs":
+        assert not bool((out[ends[-1] :] != 0).any()), "rows past the last group are not zero"
+    for group in groups:
+        rows = slice(int(ends[group] - o.group_sizes[group]), int(ends[group]))
+        x, g, g_1 = (array[rows].astype(np.float32) for array in (o.lhs, o.grad, o.grad_1))
+        w, w_1 = (array[group].astype(np.float32) for array in (o.rhs, o.rhs_1))
+        want = np.asarray(_of_group(op, dot, x, w, g, w_1, g_1))
+        got = np.asarray(out[group] if op == "drhs" else out[rows]).astype(np.float32)
+        error = float(np.linalg.norm(got - want) / np.maximum(np.linalg.norm(want), 1e-30))
+        assert error < limit, f"group {group} is off by {error:.1e} of its norm, not {limit:g}"
+
+
+def _of_group(op: str, dot: Any, x: Any, w: Any, g: Any, w_1: Any, g_1: Any) -> Any:
+    """Computes an operation, by `dot`, on one group's rows x, g, g_1 and matrices w, w_1."""
+    if op == "product":
+        return dot(x, w)
+    if op == "gated":
+        return swiglu(dot(x, w), dot(x, w_1))
+    if op == "drhs":
+        return dot(x.T, g)
+    dlhs = dot(g, w.T)
+    return dlhs if op == "dlhs" else dlhs + dot(g_1, w_1.T)

@@ -1,4 +1,4 @@
-"""Functions that the bench commands share: devices, progress, a loop's times, files of results."""
+"""Functions that the commands share: devices, progress, files of results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from jax_ep.bench.timing import DEVICE_TIMERS, Loop, WallTime
 from jax_ep.flags import Error
 from jax_ep.runtime import hosts, jax_compat
 from jax_ep.runtime.versions import versions
@@ -55,55 +54,6 @@ def first_line(error: Exception) -> str:
     """Returns an error's type and the first line of its text, at most 300 characters."""
     text = (str(error).strip().splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {text}"
-
-
-def times(
-    loop: Loop,
-    repeats: int,
-    timer: str,
-    *,
-    device_repeats: int = 2,
-    spaced: bool = True,
-) -> dict[str, Any]:
-    """Measures a loop: "wall" and "device" times of an iteration in microseconds, as records.
-
-    "device" is None where there is no GPU or no timer works. `timer` is one of `flags.TIMERS`;
-    `device_repeats` and `spaced` are arguments of `Loop.device_time`.
-    """
-    wall = loop.wall_time(repeats)
-    device = device_times(loop, timer, device_repeats, spaced)
-    return {"wall": wall_record(wall)} | device
-
-
-def wall_record(wall: WallTime) -> dict[str, float]:
-    return {"median_us": wall.median, "low_us": wall.low, "high_us": wall.high}
-
-
-def device_times(loop: Loop, timer: str, repeats: int, spaced: bool = True) -> dict[str, Any]:
-    """Measures the device time of a loop's iteration, as {"device": record or None}.
-
-    Where every timer failed, "device_error" says why. The arguments are those of `times`.
-    """
-    if timer == "none":
-        return {"device": None}
-    if loop.mesh.devices.flat[0].platform != "gpu":
-        reason = f"device_timer={timer} is of GPUs, and this is none"
-        return {"device": None} | ({} if timer == "auto" else {"device_error": reason})
-    try:
-        device = loop.device_time(repeats, DEVICE_TIMERS if timer == "auto" else (timer,), spaced)
-    except RuntimeError as error:  # the wall time is valid without the device time
-        return {"device": None, "device_error": str(error)}
-    return {
-        "device": {
-            "median_us": device.median,
-            "slowest_us": device.slowest,
-            "low_us": device.low,
-            "high_us": device.high,
-            "timer": device.timer,
-            "of_loop_us": device.of_loop,
-            "by_kernel_us": device.by_kernel,
-        }
-    }
 
 
 def write_json(path: str, rows: Sequence[dict[str, Any]], **facts: Any) -> None:

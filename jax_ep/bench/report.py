@@ -5,48 +5,63 @@ from __future__ import annotations
 import contextlib
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 Panels = dict[str, dict[str, list[tuple[float, float]]]]  # points (x, y) by panel and by line
 
-_COLUMNS = (
-    ("op", "op"),
-    ("tokens", "tokens"),
-    ("ranks", "ranks"),
-    ("dtype", "dtype"),
-    ("layout", "layout"),
-    ("wire", "wire_dtype"),
-    ("implementation", "implementation"),
-    ("checked", "checked"),
-    ("rows", "rows"),
-    ("device us", "device_us"),
-    ("slowest", "slowest_us"),
-    ("wall us", "wall_us"),
-    ("low..high", "wall_range"),
-    ("wire MB", "wire_mb"),
-    ("logical GB/s", "logical_gb_per_s"),
-    ("wire GB/s", "wire_gb_per_s"),
-    ("floor us", "floor_us"),
-    ("set by", "floor_set_by"),
-    ("of floor", "floor_fraction"),
-    ("vs ragged", "speedup_over_ragged"),
-)
-_DEFAULTS = {"layout": "expert", "wire_dtype": "none"}
-_TEXT = ("op", "dtype", "layout", "wire_dtype", "implementation", "checked", "floor_set_by")
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+      header: the column's name.
+      value: the field of a row that it shows, "wall.median_us" for a field within another, or a
+        function of a row; a value of None is an empty cell.
+      form: the format string of a value.
+      left: whether cells are aligned to the left.
+      usual: the cell of the usual case; a column that has no other cell is left out.
+    """
+
+    header: str
+    value: str | Callable[[Row], Any]
+    form: str = "{}"
+    left: bool = False
+    usual: str = ""
+
+    def cell(self, row: Row) -> str:
+        if callable(self.value):
+            value = self.value(row)
+        else:
+            value = row
+            for key in self.value.split("."):
+                value = None if value is None else value.get(key)
+        return self.usual if value is None else self.form.format(value)
 
 
-def table(rows: Sequence[Row], by_kernel: bool = False) -> str:
-    """Renders the results of `bench` as a table, followed by errors and, if asked for, kernels."""
-    cells = [[_cell(row, key) for _, key in _COLUMNS] for row in rows]
-    nothing = [_DEFAULTS.get(key, "") for _, key in _COLUMNS]
-    out = fixed_width(
-        [header for header, _ in _COLUMNS],
-        cells,
-        text=[header for header, key in _COLUMNS if key in _TEXT],
-        nothing=nothing,
+def _range(row: Row) -> str:
+    wall = row.get("wall")
+    return "{low_us:.1f}..{high_us:.1f}".format(**wall) if wall else "failed"
+
+
+def text(header: str, field: str | None = None, usual: str = "") -> Column:
+    """Makes a column of words: the field of the header's name, unless another is named."""
+    return Column(header, field or header, left=True, usual=usual)
+
+
+CHECKED = Column("checked", lambda row: "yes" if row.get("checked") else None, left=True)
+WALL = (Column("wall us", "wall.median_us", "{:.1f}"), Column("low..high", _range))
+SLOWEST = Column("device us", "device.slowest_us", "{:.1f}")
+
+
+def table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    """Renders rows as lines of text, without columns that are as usual in every row."""
+    return fixed_width(
+        [column.header for column in columns],
+        [[column.cell(row) for column in columns] for row in rows],
+        text=[column.header for column in columns if column.left],
+        nothing=[column.usual for column in columns],
     )
-    return "\n".join([*out, *notes(rows, name), *(kernels(rows, name) if by_kernel else [])])
 
 
 def notes(rows: Sequence[Row], name: Callable[[Row], str]) -> list[str]:
@@ -97,19 +112,6 @@ def fixed_width(
         ]
         out.append("  ".join(padded).rstrip())
     return out
-
-
-def plot(rows: Sequence[Row], path: str, title: str) -> None:
-    """Draws the results of `bench` to a file: wall time over tokens, a panel for each operation.
-
-    A panel has a line for each combination of implementation, number of ranks, dtype and layout.
-    """
-    panels: Panels = {}
-    for row in (row for row in rows if not row.get("error")):
-        label = ", ".join([f"{row['ranks']} ranks", row["dtype"], *_way(row)])
-        points = panels.setdefault(row["op"], {}).setdefault(label, [])
-        points.append((row["tokens"], row["wall"]["median_us"]))
-    lines(panels, path, title=title, x_label="tokens per rank", y_label="in-loop wall time, us")
 
 
 def lines(
@@ -275,45 +277,3 @@ def _figure(path: str, title: str, panels: int, width: float = 5.5) -> Iterator[
     figure.suptitle("\n".join(wrapped), fontsize="medium")
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _cell(row: Row, key: str) -> str:
-    wall, device = row.get("wall") or {}, row.get("device") or {}
-    value: Any
-    if key == "wall_us":
-        value = wall.get("median_us")
-    elif key == "wall_range":
-        return f"{wall['low_us']:.1f}..{wall['high_us']:.1f}" if wall else "failed"
-    elif key == "device_us":
-        value = device.get("median_us")
-    elif key == "slowest_us":
-        value = device.get("slowest_us")
-    elif key == "wire_mb":
-        value = row["wire_bytes"] / 1e6 if "wire_bytes" in row else None
-    else:
-        value = row.get(key)
-    if key == "checked":
-        return "yes" if value else ""
-    if value is None:
-        return ""
-    if key == "rows":
-        return f"{value:.0f}"
-    if key == "floor_fraction":
-        return f"{value:.0%}"
-    if key == "speedup_over_ragged":
-        return f"{value:.1f}x"
-    if key.endswith("_us"):
-        return f"{value:.1f}"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def name(row: Row) -> str:
-    """Names a result of `bench` in words: operation, tokens, ranks, dtype and implementation."""
-    case = f"{row['op']}, {row['tokens']} tokens, {row['ranks']} ranks, {row['dtype']}"
-    return ", ".join([case, *_way(row)])
-
-
-def _way(row: Row) -> list[str]:
-    """Names a result's layout and wire dtype, unless they are defaults, and its implementation."""
-    unusual = [row[key] for key, usual in _DEFAULTS.items() if row.get(key, usual) != usual]
-    return [*unusual, row["implementation"]]

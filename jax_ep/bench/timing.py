@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Kernel = tuple[str, float]  # name, microseconds
 # "trace" is JAX's profiler. "cupti" is JAX's Mosaic GPU profiler, which is cheaper but not made for
@@ -140,8 +140,17 @@ class Loop:
         return lax.fori_loop(0, self.iterations, body, (jnp.float32(0), nothing), unroll=unroll)
 
     def outputs(self) -> Any:
-        """Calls `step` once; returns its result with the ranks stacked, each leaf [N, ...]."""
-        return jax.jit(self._step)(self.state)
+        """Calls `step` once; returns its result with the ranks stacked, each leaf [N, ...].
+
+        Arrays of the results' sizes are filled with NaN and freed just before, so that an element
+        that `step` does not write is most likely NaN, and not what an earlier call left there.
+        """
+        call = jax.jit(self._step).lower(self.state).compile()
+        shapes = jax.eval_shape(self._step, self.state)
+        split = NamedSharding(self.mesh, PartitionSpec(*self.mesh.axis_names))
+        fill = jax.jit(lambda: jax.tree.map(_poison, shapes), out_shardings=split)
+        jax.block_until_ready(fill())
+        return call(self.state)
 
     def wall_time(self, repeats: int) -> WallTime:
         self.run()
@@ -237,6 +246,13 @@ def _of_a_loop(mesh: Mesh, timer: str) -> float:
     """
     loop = Loop(None, lambda state: state, jnp.zeros((mesh.size, 1)), mesh, iterations=20)
     return loop.timed_by(timer, repeats=2, spaced=True).median
+
+
+def _poison(array: jax.ShapeDtypeStruct) -> jax.Array:
+    """Makes an array of NaN, or of the largest integer."""
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return jnp.full(array.shape, jnp.iinfo(array.dtype).max, array.dtype)
+    return jnp.full(array.shape, jnp.nan, array.dtype)
 
 
 def _add_up(link: jax.Array, results: list[jax.Array]) -> jax.Array:

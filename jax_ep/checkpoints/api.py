@@ -23,7 +23,7 @@ from jax_ep.checkpoints.safetensors import adding, rewriting
 from jax_ep.checks import as_axes, as_dtype_of_arrays
 from jax_ep.moe.config import MoEConfig, check_config
 from jax_ep.moe.layer import moe_layer
-from jax_ep.moe.params import LOGICAL_AXES, MoEParams
+from jax_ep.moe.params import LOGICAL_AXES, MoEParams, ParameterOptions
 from jax_ep.moe.slots import check_placement
 from jax_ep.nnx import MoE
 from jax_ep.placement.table import Placement
@@ -254,9 +254,7 @@ def _sharding(name: str, block: Block, config: MoEConfig, mesh: Mesh | None) -> 
         return SingleDeviceSharding(jax.devices()[0])
     fields = {"exp": "expert_axis", "mlp": "tensor_axis"}
     shape, spec = block.shape(name), []
-    for size, letter, logical in zip(
-        shape, PARAMETER_AXES[name], LOGICAL_AXES.get(name, (None,)), strict=True
-    ):
+    for size, letter, logical in zip(shape, PARAMETER_AXES[name], LOGICAL_AXES[name], strict=True):
         field = fields.get(logical or "", "")
         axes = tuple(
             a for a in as_axes(getattr(config, field, None) or (), field) if a in mesh.shape
@@ -305,19 +303,11 @@ def _module(config: MoEConfig, params: MoEParams) -> MoE:
     """Makes a layer with these parameters, without initializing others first."""
     _, hidden, mlp_dim = params.wi_0.shape
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts: dict[str, Any] = dict(
-        selection_bias=params.bias is not None,
-        shared_dim=None if params.shared_wo is None else params.shared_wo.shape[0],
-        gated=params.wi_1 is not None,
-        use_gate_bias=params.gate_bias is not None,
-        use_expert_scale=params.expert_scale is not None,
-        use_mlp_bias=params.wo_bias is not None,
-        use_shared_gate=params.shared_gate is not None,
-    )
+    options = dataclasses.asdict(ParameterOptions.of_params(params))
     structure = []
 
     def make() -> Any:
-        graph, state = nnx.split(MoE(hidden, mlp_dim, **parts, **fields, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(MoE(hidden, mlp_dim, **options, **fields, rngs=nnx.Rngs(0)))
         structure.append(graph)
         return state
 

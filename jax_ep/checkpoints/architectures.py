@@ -15,12 +15,8 @@ from typing import Any, NamedTuple
 
 from jax_ep.moe.params import PARAMETERS
 
-# The axes of each parameter of a layer, the selection bias among them. The router's parameters have
-# entries of experts that cost nothing too.
-PARAMETER_AXES = {
-    name: parameter.dims if "exp" in parameter.logical_axes else parameter.dims.replace("E", "R")
-    for name, parameter in PARAMETERS.items()
-} | {"bias": "R"}
+# The axes of each parameter of a layer.
+PARAMETER_AXES = {name: parameter.dims for name, parameter in PARAMETERS.items()}
 
 
 class Tensor(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jax_ep.bench import measuring
+from jax_ep.exchange.selection import IMPLEMENTATIONS, Problem
 from jax_ep.flags import Error, Flags
 from jax_ep.runtime import availability, cuda_driver, hosts, jax_compat, symmetric_memory
 from jax_ep.runtime.versions import versions
@@ -35,6 +36,7 @@ def collect() -> dict[str, Any]:
         devices = jax_compat.devices()
     except RuntimeError as error:
         return {"versions": versions(), "backend_error": str(error)}
+    problem = Problem(availability.Machine(devices))
     try:
         host_of_device = hosts.hosts_of(devices)
     except ValueError as error:
@@ -57,7 +59,7 @@ def collect() -> dict[str, Any]:
         "peer_access": _peer_access(devices),
         "symmetric_memory": symmetric_memory.describe(),
         "names_missing": _names_missing(),
-        "pallas_unavailable": _pallas_unavailable_reason(devices),
+        "unavailable": {each.name: each.unavailable_reason(problem) for each in IMPLEMENTATIONS},
     }
 
 
@@ -81,26 +83,15 @@ def render(facts: dict[str, Any]) -> str:
     missing = facts["names_missing"]
     lines.append(f"{'kernels need':<15}{missing or 'no name that this JAX lacks'}")
 
-    reason = facts["pallas_unavailable"]
-    lines += ["", f"{'xla':<15}runs here"]
-    lines.append(f"{'pallas':<15}{'runs here' if reason is None else 'does not run: ' + reason}")
-    num_hosts = hosts.num_hosts_of(facts["hosts"])
-    several = isinstance(num_hosts, int) and num_hosts > 1
-    two_level = "runs here" if several else "needs ranks on several hosts"
-    if isinstance(num_hosts, str):
-        two_level = f"does not run: {num_hosts}"
-    lines.append(f"{'two_level':<15}{two_level}")
-    inside = "pallas" if reason is None else "xla"
-    default = f"two_level between hosts, {inside} inside each" if several else inside
+    reasons = facts["unavailable"]
+    lines.append("")
+    for name, reason in reasons.items():
+        lines.append(f"{name:<15}{'runs here' if reason is None else 'does not run: ' + reason}")
+    default, *others = [name for name, reason in reasons.items() if reason is None]
+    if default == "two_level":
+        default = f"two_level between hosts, {others[0]} inside each"
     lines.append(f"{'default':<15}{default} (implementation=None)")
     return "\n".join(lines)
-
-
-def _pallas_unavailable_reason(devices: list[jax.Device]) -> str | None:
-    """Returns why the kernels cannot run between this process's GPUs, or None if they can."""
-    if reason := availability.unavailable_reason(devices):
-        return reason
-    return symmetric_memory.unavailable_reason(jax.local_devices())
 
 
 def _names_missing() -> str | None:

@@ -15,7 +15,7 @@ from jax_ep.bench import measuring
 from jax_ep.cli.other_libraries import OTHER_LIBRARIES, message_bytes, other_libraries
 from jax_ep.exchange import memory, quantization
 from jax_ep.flags import DTYPES, Error, Flags, check_experts
-from pallas_kernels.fabric import layout as heap
+from pallas_kernels.fabric import memory_map
 
 FLAGS = Flags()
 _TOKENS = FLAGS.integer("tokens", 128, "T, tokens per rank.")
@@ -101,7 +101,7 @@ def collect() -> dict[str, Any]:
         "unavailable": unavailable,
         "message_bytes": message_bytes(_HIDDEN.value),
         "others": others,
-        "heap_bytes": heap.heap_bytes(_RANKS.value // _HOSTS.value),
+        "heap_bytes": memory_map.heap_bytes(_RANKS.value // _HOSTS.value),
     }
 
 

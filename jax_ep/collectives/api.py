@@ -44,8 +44,8 @@ import jax.numpy as jnp
 
 from jax_ep import checks
 from jax_ep.checks import AxisName, as_axes
-from jax_ep.collectives import primitives, selection, table
-from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm
+from jax_ep.collectives import primitives, table
+from jax_ep.collectives.algorithms import ALGORITHMS, Algorithm, Problem
 from jax_ep.collectives.xla import XlaCollectives, add_residual, rms_norm, unfused
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import match_varying, varying_axes
@@ -182,10 +182,8 @@ def all_reduce_rms_norm(
             f"{x.shape}, residual {residual.shape} and scale {scale.shape}."
         )
     checks.check_number("eps", eps, may_be_zero=True)
-    others = (("residual", residual), ("scale", scale))
-    reasons = (availability.dtype_unavailable_reason(name, each.dtype) for name, each in others)
-    refused = next(filter(None, reasons), None)
-    if _runs_on_xla("all_reduce_rms_norm", algorithm, x, num_ranks, refused):
+    operands = (x, residual, scale)
+    if _runs_on_xla("all_reduce_rms_norm", algorithm, operands, num_ranks, axes):
         return unfused(lambda x: all_reduce(x, axes, algorithm="xla"), x, residual, scale, eps=eps)
 
     # The results vary over the axes that any operand varies over, except those x is summed over.
@@ -240,7 +238,7 @@ def _linear(op: str, x: jax.Array, axis_name: AxisName, algorithm: Algorithm) ->
             f"{op}: the first axis of x must be a multiple of the {num_ranks} ranks along {axes}, "
             f"but x has shape {x.shape}; pad it."
         )
-    runs_on_xla = _runs_on_xla(op, algorithm, x, num_ranks)
+    runs_on_xla = _runs_on_xla(op, algorithm, (x,), num_ranks, axes)
     (x,) = match_varying((x,), axes)
     if runs_on_xla:
         return getattr(XlaCollectives(axes), op)(x) if axes else x
@@ -258,24 +256,19 @@ def _check_floating(name: str, array: Any) -> None:
 
 
 def _runs_on_xla(
-    op: str, algorithm: Algorithm, x: jax.Array, num_ranks: int, refused: str | None = None
+    op: str,
+    algorithm: Algorithm,
+    operands: tuple[jax.Array, ...],
+    num_ranks: int,
+    axes: tuple[str, ...],
 ) -> bool:
     """Returns whether it is already certain, while x is traced, that XLA runs the collective.
 
-    `refused` is why no kernel takes the other operands, or None if kernels do. Raises ValueError if
-    it is already certain that the named algorithm cannot run.
+    Raises ValueError if it is already certain that the named algorithm cannot run.
     """
+    problem = Problem(op, operands, num_ranks, axes, availability.TRACED)
+    ALGORITHMS[op].check(algorithm, problem)
     if algorithm is None:
         table.current()  # reports an unusable JAX_EP_COLLECTIVES_TABLE on any machine
-        refused = refused or availability.tracing_unavailable_reason()
-        return num_ranks == 1 or refused is not None
-    if algorithm not in ALGORITHMS[op]:
-        raise ValueError(
-            f"algorithm of {op} must be one of {ALGORITHMS[op]} or None, but is {algorithm!r}."
-        )
-    if algorithm == "xla":
-        return True
-    refused = refused or availability.traced_devices_unavailable_reason()
-    if reason := selection.unavailable_reason(op, algorithm, x, num_ranks, refused):
-        raise selection.refusal(op, algorithm, reason)
-    return num_ranks == 1
+        return num_ranks == 1 or availability.tracing_unavailable_reason() is not None
+    return num_ranks == 1 or algorithm == "xla"

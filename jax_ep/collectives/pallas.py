@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.collectives import xla
-from jax_ep.collectives.algorithms import FUSED, is_low_latency
-from jax_ep.runtime import availability, jax_compat
-from jax_ep.runtime.fabric import channels_of, of_axis
+from jax_ep.collectives.algorithms import FUSED, Problem, is_low_latency
+from jax_ep.runtime import availability, jax_compat, multicast
+from jax_ep.runtime.fabric import channels_of, domain_of, of_axis
 from jax_ep.runtime.jax_compat import match_varying, place
 from pallas_kernels.collectives import all_gather as all_gather_kernel
 from pallas_kernels.collectives import all_reduce as all_reduce_kernel
@@ -31,7 +31,7 @@ from pallas_kernels.collectives import reduce_scatter as reduce_scatter_kernel
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import low_latency
 from pallas_kernels.fabric.hardware import align_up, vector_length
-from pallas_kernels.fabric.layout import slots_of_channel
+from pallas_kernels.fabric.memory_map import MAX_LOW_LATENCY_GPUS, tiles_of_channel
 
 Kernel = Callable[..., jax.Array]
 
@@ -58,28 +58,41 @@ def forced_plan(plan: TilePlan | None) -> Iterator[None]:
         _forced_plan.reset(token)
 
 
-def payload_unavailable_reason(
-    op: str, algorithm: str, shape: tuple[int, ...], dtype: Any
-) -> str | None:
-    """Returns why the kernel of an algorithm does not support x, or None if it does.
+def unavailable_reason(algorithm: str, problem: Problem) -> str | None:
+    """Returns why the kernel of an algorithm cannot compute a collective, or None if it can.
 
-    Args:
-      op: a key of `jax_ep.collectives.algorithms.ALGORITHMS`.
-      algorithm: one of the operation's algorithms there that is a kernel.
-      shape: the shape of a rank's x.
-      dtype: the dtype of x.
+    It is asked where kernels can run at all.
     """
-    sums = op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm")
-    if sums or is_low_latency(algorithm):
-        if reason := availability.dtype_unavailable_reason("x", dtype):
+    op, x = problem.op, problem.operands[0]
+    if op in ("all_reduce", "reduce_scatter", "all_reduce_rms_norm") or is_low_latency(algorithm):
+        for name, operand in zip(("x", "residual", "scale"), problem.operands, strict=False):
+            if reason := availability.dtype_unavailable_reason(name, operand.dtype):
+                return reason
+    if 0 in x.shape:
+        return f"x is empty, its shape is {x.shape}"
+    if math.prod(x.shape) >= 2**31:
+        return f"x has {math.prod(x.shape)} elements, and the kernels count in 32 bits"
+    if op == "all_reduce_rms_norm" and x.shape[-1] > _MAX_HIDDEN:
+        return f"a row of {x.shape[-1]} elements is longer than {_MAX_HIDDEN}"
+    if algorithm == "multimem":
+        if reason := jax_compat.multimem_unavailable_reason():
             return reason
-    if 0 in shape:
-        return f"x is empty, its shape is {shape}"
-    if math.prod(shape) >= 2**31:
-        return f"x has {math.prod(shape)} elements, and the kernels count in 32 bits"
-    if op == "all_reduce_rms_norm" and shape[-1] > _MAX_HIDDEN:
-        return f"a row of {shape[-1]} elements is longer than {_MAX_HIDDEN}"
-    return None
+        # Without GPUs, the program is for another machine, which is not known.
+        return multicast.unavailable_reason() if jax.default_backend() == "gpu" else None
+    return _low_latency_reason(algorithm, problem) if is_low_latency(algorithm) else None
+
+
+def _low_latency_reason(algorithm: str, problem: Problem) -> str | None:
+    num_gpus = max(problem.num_ranks, jax.sharding.get_abstract_mesh().size)
+    domain = domain_of(num_gpus)
+    if isinstance(domain, str):
+        return domain
+    if domain is not None:
+        num_gpus, most = domain.num_gpus, MAX_LOW_LATENCY_GPUS
+        if num_gpus > most:
+            return f"it is for up to {most} GPUs of a host, and has {num_gpus}"
+    x = problem.operands[0]
+    return no_room_reason(problem.op, algorithm, x.shape, x.dtype, problem.num_ranks, num_gpus)
 
 
 def no_room_reason(
@@ -95,23 +108,23 @@ def no_room_reason(
       num_ranks: N.
       num_gpus: how many GPUs of the host share symmetric memory; more have less room each.
     """
-    workers, slots = _workers_and_slots(op, algorithm, shape, dtype, num_ranks)
-    most = slots_of_channel(num_gpus)
-    if workers > low_latency.MAX_WORKERS or slots > most:
+    workers, tiles = _workers_and_tiles(op, algorithm, shape, dtype, num_ranks)
+    most = tiles_of_channel(num_gpus)
+    if workers > low_latency.MAX_WORKERS or tiles > most:
         return (
             f"x, {shape} {jnp.dtype(dtype).name}, is more than the low-latency protocol has room "
-            f"for: {workers} workers with {slots} slots, where it has {low_latency.MAX_WORKERS} "
+            f"for: {workers} workers with {tiles} tiles, where it has {low_latency.MAX_WORKERS} "
             f"with {most} on a host of {num_gpus} GPUs"
         )
     return None
 
 
-def _workers_and_slots(
+def _workers_and_tiles(
     op: str, algorithm: str, shape: tuple[int, ...], dtype: Any, num_ranks: int
 ) -> tuple[int, int]:
-    """Returns how many workers a low-latency call has, and how many slots each needs.
+    """Returns how many workers a low-latency call has, and how many tiles each sends to a peer.
 
-    A worker is a warpgroup. It needs a slot for every tile that it receives from a peer.
+    A worker is a warpgroup. It receives as many tiles from each peer.
     """
     trips = 2 if "two_shot" in algorithm else 1
     if op == "all_reduce_rms_norm":

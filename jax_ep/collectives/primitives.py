@@ -9,11 +9,12 @@ Five primitives, all without effects, all called inside `shard_map` over `axis_n
   ep_all_reduce_rms_norm  x [..., H], residual [..., H], scale  -> normalized, new_residual
 
 The first four are linear and have transposes. Each primitive lowers to the algorithm that
-`jax_ep.collectives.selection.choose` names.
+`jax_ep.collectives.selection` selects.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep.collectives import selection
-from jax_ep.collectives.algorithms import Algorithm
+from jax_ep.collectives.algorithms import Algorithm, Problem
 from jax_ep.collectives.xla import XlaCollectives
 from jax_ep.runtime import availability, jax_compat
 from jax_ep.runtime.jax_compat import Primitive, Program, result_type, to_varying, varying_axes
@@ -61,11 +62,13 @@ def _primitive(op: str, **rules: Any) -> Primitive:
         num_ranks: int,
         **params: Any,
     ) -> Any:
-        x = program.operand_types[0]
-        refused = availability.program_unavailable_reason(program, axis_name)
-        chosen = selection.choose(op, algorithm, x, num_ranks, refused)
+        place = availability.Lowered(program)
+        problem = Problem(op, program.operand_types, num_ranks, axis_name, place)
+        chosen = selection.select(algorithm, problem)
         if chosen == "unfused":
-            chosen = selection.choose("all_reduce", None, x, num_ranks, refused)
+            x = program.operand_types[:1]
+            problem = dataclasses.replace(problem, op="all_reduce", operands=x)
+            chosen = selection.select(None, problem)
         return program.lower(_function(op, chosen, axis_name), *operands, **params)
 
     def inline(
@@ -76,8 +79,6 @@ def _primitive(op: str, **rules: Any) -> Primitive:
         num_ranks: int,
         **params: Any,
     ) -> list[jax.Array]:
-        refused = availability.jax_unavailable_reason()
-        selection.choose(op, algorithm, x, num_ranks, refused)  # raises if a kernel was named
         return _function(op, "xla", axis_name)(x, *operands, **params)
 
     return jax_compat.define_primitive(f"ep_{op}", lower=lower, inline=inline, **rules)

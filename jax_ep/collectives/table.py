@@ -124,10 +124,9 @@ def _check_choices(choices: Any, op: str, where: str) -> None:
 
 
 def _check_algorithm(name: Any, op: str, where: str) -> None:
-    if name not in ALGORITHMS[op]:
-        raise ValueError(
-            f"{where}: unknown algorithm {name!r}; {op} has {', '.join(ALGORITHMS[op])}"
-        )
+    names = ALGORITHMS[op].names
+    if name not in names:
+        raise ValueError(f"{where}: unknown algorithm {name!r}; {op} has {', '.join(names)}")
 
 
 def lookup(

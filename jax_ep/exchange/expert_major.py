@@ -152,19 +152,19 @@ def dispatch(
     )
     (x,) = gradients.match((x,), axis_name)
     topk_idx = routes.expert_ids(topk_idx, num_experts)
-    layout: routes.Layout
-    tokens, scales, route, layout = gradients.dispatch(config, x, topk_idx, None)
+    groups: routes.RowGroups
+    tokens, scales, route, groups = gradients.dispatch(config, x, topk_idx, None)
     handle = Handle(
         route,
         axis_name,
-        config.num_rows,
+        config.capacity,
         num_experts,
         expert_alignment,
         overflow,
         host_capacity,
         zero_unused,
     )
-    return Dispatched(tokens, *layout, handle, scales)
+    return Dispatched(tokens, *groups, handle, scales)
 
 
 def combine(

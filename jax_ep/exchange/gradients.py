@@ -16,7 +16,7 @@ import jax
 
 from jax_ep.exchange import primitives, quantization, xla
 from jax_ep.exchange.interface import Config, Implementation
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
+from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
 from jax_ep.runtime.jax_compat import match_varying, replicated
 
 AnyRoutes = Routes | RankRoutes
@@ -26,6 +26,7 @@ def configure(
     name: Literal["x", "y"],
     rows: jax.Array,
     *,
+    list_words: int,
     wire_dtype: jax.typing.DTypeLike | None,
     grad_wire_dtype: jax.typing.DTypeLike | None,
     implementation: Implementation,
@@ -33,8 +34,9 @@ def configure(
 ) -> Config:
     """Makes and checks the `Config` of an exchange of rows, the caller's argument `name`.
 
-    `arguments` are further fields of `Config`. Raises ValueError or TypeError if a wire dtype or
-    the named implementation does not support the rows.
+    `list_words` are the words that describe a token's choices, which kernels hold in shared memory:
+    K, or 2 K if weights are sent with them. `arguments` are further fields of `Config`. Raises
+    ValueError or TypeError if a wire dtype or the named implementation does not support the rows.
     """
     config = Config(
         wire_dtype=quantization.checked(name, rows, wire_dtype),
@@ -42,7 +44,7 @@ def configure(
         implementation=implementation,
         **arguments,
     )
-    primitives.check_implementation(config, rows)
+    primitives.check_implementation(config, rows, list_words)
     return config
 
 
@@ -69,12 +71,12 @@ def dispatch(
 
     Returns:
       Four results: the received rows, [R, H] or [N, T, H]; their scales if they are quantized, else
-      None; the routes, `Routes` or `RankRoutes`; and the `Layout` of expert-major rows, or the
+      None; the routes, `Routes` or `RankRoutes`; and the `RowGroups` of expert-major rows, or the
       weights [N, T, K] of rank-major rows, None if none were given.
     """
     routes: AnyRoutes
-    rest: Layout | jax.Array | None
-    if config.capacity is None:
+    rest: RowGroups | jax.Array | None
+    if config.layout == "rank":
         received, routes, rest = primitives.rank_dispatch(x, topk_idx, topk_weights, config=config)
     else:
         received, routes, rest = primitives.dispatch(x, topk_idx, config=config)

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange.routes import Layout, Overflow, RankRoutes, Routes
+from jax_ep.exchange.routes import Overflow, RankRoutes, Routes, RowGroups
 
 Implementation = Literal["pallas", "xla", "two_level"] | None
-IMPLEMENTATIONS = ("pallas", "xla", "two_level")
 Received = tuple[jax.Array, ...]
 """Rows; or with a wire_dtype, rows in it and their float32 scales, one for every 128 columns."""
 
@@ -29,20 +28,16 @@ class Config:
 
     Attributes:
       axis_name: the mesh axes that ranks are numbered along.
-      group_size: None: all of them exchange. G: each run of G neighbours, such as the ranks of a
-        host, is an exchange of its own.
+      ranks_per_host: G, if each host is an exchange of its own, of G neighbouring ranks; None if
+        all ranks exchange.
       num_experts: E.
-      capacity: R, the rows of a receive buffer; None in the rank-major layout, which has N·T.
+      layout: whether received rows are expert-major, [R, H], or rank-major, [N, T, H].
+      capacity: R, the rows of an expert-major receive buffer.
       expert_alignment: each expert's block starts at a multiple of this many rows.
       overflow: which rows a receive buffer of R rows keeps; see `jax_ep.exchange.routes.Overflow`.
       host_capacity: the most rows that a rank sends to another host; None: all that it has.
       zero_unused: whether rows past the last expert's block are zero, or may hold anything.
-      list_words: words that describe a token's choices: K, or 2 K if weights are sent with them.
-        Only the checks of shared memory read it; primitives are bound with 0.
       implementation: the exchange to run; None for the best that runs here.
-      kernels: False where tracing has found that the program cannot contain kernels.
-      kernels_fit: False where tracing has found that kernels cannot move these rows among all
-        ranks.
       wire_dtype: the dtype that rows, or sums of rows, are sent in; None for their own dtype.
       sum_dtype: the dtype that a combine returns, and sends its sums in where there is no
         wire_dtype; None for the rows' own dtype.
@@ -51,40 +46,32 @@ class Config:
     """
 
     axis_name: tuple[str, ...]
-    group_size: int | None = None
+    ranks_per_host: int | None = None
     num_experts: int
-    capacity: int | None = None
+    layout: Literal["expert", "rank"] = "expert"
+    capacity: int = 0
     expert_alignment: int = 1
     overflow: Overflow = "tail"
     host_capacity: int | None = None
     zero_unused: bool = True
-    list_words: int = 1
     implementation: Implementation = None
-    kernels: bool = True
-    kernels_fit: bool = True
     wire_dtype: jnp.dtype | None = None
     sum_dtype: jnp.dtype | None = None
     grad_wire_dtype: jnp.dtype | None = None
     quantized: bool = False
 
     @property
-    def groups(self) -> list[list[int]] | None:
+    def ranks_of_hosts(self) -> list[list[int]] | None:
         """The ranks of each exchange, as `axis_index_groups` of JAX's collectives takes them."""
-        if self.group_size is None:
+        if self.ranks_per_host is None:
             return None
-        starts = range(0, lax.axis_size(self.axis_name), self.group_size)
-        return [list(range(start, start + self.group_size)) for start in starts]
+        starts = range(0, lax.axis_size(self.axis_name), self.ranks_per_host)
+        return [list(range(start, start + self.ranks_per_host)) for start in starts]
 
     def rank(self) -> jax.Array:
         """Returns this rank's number in its exchange, [] int32."""
         index = lax.axis_index(self.axis_name)
-        return index if self.group_size is None else index % self.group_size
-
-    @property
-    def num_rows(self) -> int:
-        """R, the rows of a receive buffer in the expert-major layout."""
-        assert self.capacity is not None
-        return self.capacity
+        return index if self.ranks_per_host is None else index % self.ranks_per_host
 
     @property
     def of_cotangents(self) -> Self:
@@ -105,8 +92,8 @@ class Exchange(Protocol):
 
     def dispatch(
         self, x: jax.Array, topk_idx: jax.Array, config: Config
-    ) -> tuple[Received, Routes, Layout]:
-        """Routes topk_idx [T, K] int32 and sends x [T, H]: received [R, H], routes, layout."""
+    ) -> tuple[Received, Routes, RowGroups]:
+        """Routes topk_idx [T, K] int32 and sends x [T, H]: received [R, H], routes, groups."""
         ...
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
-from jax_ep.exchange import quantization, routes
-from jax_ep.runtime import availability, settings
+from jax_ep.exchange import quantization, routes, selection
+from jax_ep.runtime import settings
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric.hardware import LANES, align_up
 
@@ -113,8 +113,8 @@ def workspace_bytes(
     )
     if num_hosts > 1 and operation not in LOCAL:
         most = num_tokens if host_capacity is None or layout == "rank" else host_capacity
-        slots = min(num_tokens, most)
-        held = _between_hosts(operation, implementation, shape, num_hosts, slots)
+        sent_rows = min(num_tokens, most)
+        held = _between_hosts(operation, implementation, shape, num_hosts, sent_rows)
     else:
         held = _of_one_level(operation, implementation, shape)
     return {name: size for name, size in held.items() if size}
@@ -285,7 +285,7 @@ class _Shape:
     @property
     def low_latency(self) -> plans.LowLatencyPlan | None:
         """The plan of the kernels over the low-latency protocol, if they take such rows."""
-        return plans.low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
+        return plans.for_low_latency(self.row, self.sizes, self.num_ranks, settings.num_blocks())
 
     def padded_rows(self, count: int) -> int:
         """Returns the bytes of padded copies of `count` rows; 0 where rows need no padding."""
@@ -298,10 +298,10 @@ def _pallas_dispatch(shape: _Shape) -> dict[str, int]:
     if shape.low_latency and not shape.by_rank:
         held = shape.low_latency.dispatch_workspace()
     elif shape.by_rank:
-        plan = plans.rank_dispatch(shape.row, shape.sizes, settings.num_blocks())
+        plan = plans.for_rank_dispatch(shape.row, shape.sizes, settings.num_blocks())
         held = plans.rank_dispatch_workspace(plan, shape.sizes)
     else:
-        plan = plans.dispatch(shape.row, shape.sizes, settings.num_blocks())
+        plan = plans.for_dispatch(shape.row, shape.sizes, settings.num_blocks())
         held = plans.dispatch_workspace(plan, shape.sizes)
     received = shape.capacity * shape.row.sent_bytes
     if shape.padded_hidden == shape.hidden and (shape.wire_dtype is None or shape.quantized):
@@ -323,7 +323,7 @@ def _pallas_combine(shape: _Shape) -> dict[str, int]:
     padded = {"padded rows": shape.padded_rows(shape.num_tokens + shape.capacity)}
     if shape.low_latency:  # sums are received in symmetric memory
         return padded
-    plan = plans.combine(shape.row, shape.sizes, settings.num_blocks())
+    plan = plans.for_combine(shape.row, shape.sizes, settings.num_blocks())
     return plans.combine_workspace(plan, shape.row, shape.sizes) | padded
 
 
@@ -430,20 +430,20 @@ def _between_hosts(
     implementation: Literal["pallas", "xla"],
     shape: _Shape,
     num_hosts: int,
-    slots: int,
+    sent_rows: int,
 ) -> dict[str, int]:
     """Returns what `jax_ep.exchange.two_level` holds, the exchange inside a host included.
 
-    `slots` is the number of rows that a rank sends to each host.
+    `sent_rows` is the number of rows that a rank sends to each host.
     """
-    num_tokens, group_size = shape.num_tokens, shape.num_ranks // num_hosts
+    num_tokens, ranks_per_host = shape.num_tokens, shape.num_ranks // num_hosts
     sums = operation in ("combine", "dispatch_grad")
-    if sums and group_size == 1:
+    if sums and ranks_per_host == 1:
         implementation = "xla"  # which sums for a rank alone on its host
     at_once = implementation == "pallas" and num_tokens <= plans.FEW_TOKENS
     tokens_of_call = num_tokens
     if at_once:
-        tokens_of_call = num_hosts * slots + (num_tokens if slots < num_tokens else 0)
+        tokens_of_call = num_hosts * sent_rows + (num_tokens if sent_rows < num_tokens else 0)
     # In turns rows of other hosts alone: with kernels those that come and those that are placed,
     # and of sums all that return and those that are sent.
     in_turns = min(2, num_hosts - 1) if implementation == "pallas" else num_hosts - 1
@@ -452,8 +452,8 @@ def _between_hosts(
         shape,
         num_tokens=tokens_of_call,
         num_experts=shape.num_experts // num_hosts,
-        num_ranks=group_size,
-        capacity=group_size * tokens_of_call if shape.by_rank else shape.capacity,
+        num_ranks=ranks_per_host,
+        capacity=ranks_per_host * tokens_of_call if shape.by_rank else shape.capacity,
         wire_dtype=None,
         quantized=False,
     )
@@ -461,20 +461,20 @@ def _between_hosts(
     sent_bytes = shape.sent_rows(1)
     if shape.wire_dtype is not None and not sums:
         sent_bytes = align_up(sent_bytes, plans.ROW_BYTES)
-    rail = arrivals * slots * sent_bytes
-    weights = 0 if shape.by_rank else _WORD * num_hosts * slots * shape.top_k
+    rail = arrivals * sent_rows * sent_bytes
+    weights = 0 if shape.by_rank else _WORD * num_hosts * sent_rows * shape.top_k
     # Of the kernels', in the order of ranks inside the host, copied to or from that of all ranks.
     by_kernels = shape.by_rank and implementation == "pallas"
-    in_order = inside.rows(group_size * tokens_of_call) if by_kernels else 0
+    in_order = inside.rows(ranks_per_host * tokens_of_call) if by_kernels else 0
     if sums:
-        if shape.wire_dtype is not None or (group_size > 1 and not shape.by_rank):
+        if shape.wire_dtype is not None or (ranks_per_host > 1 and not shape.by_rank):
             inside = dataclasses.replace(inside, dtype=jnp.dtype(jnp.float32))
         widened = implementation == "pallas" and inside.dtype != shape.dtype
         return {
-            "sums for and of other hosts": sums_held * slots * sent_bytes,
+            "sums for and of other hosts": sums_held * sent_rows * sent_bytes,
             "sums of this host": 0 if at_once else num_tokens * sent_bytes,
-            "sums taken out of slots": (
-                (num_hosts - 1) * num_tokens * sent_bytes if slots < num_tokens else 0
+            "returned sums, by token": (
+                (num_hosts - 1) * num_tokens * sent_bytes if sent_rows < num_tokens else 0
             ),
             "weights of the rail": weights if operation == "combine" else 0,
             "float32 rows and sums": inside.rows(shape.capacity + tokens_of_call) if widened else 0,
@@ -482,7 +482,7 @@ def _between_hosts(
             **_of_one_level(operation, implementation, inside),
         }
     held = {
-        "rows of the rail": rail if slots == num_tokens else 2 * rail,  # picked, and received
+        "rows of the rail": rail if sent_rows == num_tokens else 2 * rail,  # picked, and received
         "rows inside a host": in_order,
         "quantized rows": shape.quantized_rows(num_tokens),
         "weights of the rail": weights if operation == "combine_grad" else 0,
@@ -499,7 +499,7 @@ def _between_hosts(
         operation if operation == "combine_grad" else "dispatch_like", implementation, inside
     )
     if "gathered tokens" in parts:  # of this host, and of another one
-        parts["gathered tokens"] += parts["gathered tokens"] * slots // num_tokens
+        parts["gathered tokens"] += parts["gathered tokens"] * sent_rows // num_tokens
     if operation == "dispatch" and not shape.by_rank:
         choices = num_tokens * shape.top_k
         numbers = 2 * choices + shape.num_experts
@@ -515,13 +515,13 @@ def _between_hosts(
 
 
 def _check_kernels_run(shape: _Shape) -> None:
-    reason = availability.exchange_unavailable_reason(
-        shape.hidden,
-        shape.dtype,
+    rows = selection.Rows(
+        hidden=shape.hidden,
+        dtype=shape.dtype,
         num_ranks=shape.num_ranks,
-        top_k=shape.top_k,
+        list_words=shape.top_k,
         num_experts=shape.num_experts,
         wire_dtype=shape.wire_dtype,
     )
-    if reason is not None:
+    if reason := rows.unavailable_reason():
         raise ValueError(f'implementation="pallas" cannot run: {reason}.')

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, Received
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes, counts_here
+from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, counts_here
 from jax_ep.runtime import settings
 from jax_ep.runtime.fabric import channels_of, num_gpus, of_axis
 from pallas_kernels.exchange import combine as combine_kernel
@@ -31,18 +31,20 @@ from pallas_kernels.exchange.quantize import BLOCK
 from pallas_kernels.fabric.symmetric import Gpus
 
 
-def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
+def dispatch(
+    x: jax.Array, topk_idx: jax.Array, config: Config
+) -> tuple[Received, Routes, RowGroups]:
     """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
     padded = _pad_hidden(x, config)
-    fabric = of_axis(config.axis_name, padded, config.group_size)
+    fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
     sizes = (fabric.num_ranks, *topk_idx.shape)
-    options = dict(_layout_options(fabric, config), capacity=config.num_rows)
+    options = dict(_group_options(fabric, config), capacity=config.capacity)
     if low_latency := _low_latency_plan(fabric, padded, sizes, config):
-        received, rows, counts, *layout = low_latency_dispatch.dispatch(
+        received, rows, counts, *sizes_of_groups = low_latency_dispatch.dispatch(
             padded, topk_idx, channels=channels_of(fabric), plan=low_latency, **options
         )
     else:
-        received, rows, counts, *layout = dispatch_kernel.dispatch(
+        received, rows, counts, *sizes_of_groups = dispatch_kernel.dispatch(
             padded,
             topk_idx,
             num_experts=config.num_experts,
@@ -50,12 +52,12 @@ def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Receive
             wire_dtype=config.wire_dtype,
             **options,
         )
-    group_sizes, expert_counts, num_dropped, rows_needed = layout
+    group_sizes, expert_counts, num_dropped, rows_needed = sizes_of_groups
     recv_counts = counts_here(counts, config.rank())
     dropped_counts = jnp.sum(recv_counts, axis=0, dtype=jnp.int32) - expert_counts
     totals = num_dropped.reshape(()), rows_needed.reshape(())
-    described = Layout(group_sizes, expert_counts, *totals, dropped_counts)
-    return _unpadded(received, x.shape[1]), Routes(topk_idx, rows, counts), described
+    groups = RowGroups(group_sizes, expert_counts, *totals, dropped_counts)
+    return _unpadded(received, x.shape[1]), Routes(topk_idx, rows, counts), groups
 
 
 def dispatch_like(
@@ -63,8 +65,8 @@ def dispatch_like(
 ) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `ExchangeInParts.dispatch_like` says."""
     padded = _pad_hidden(x, config)
-    fabric = of_axis(config.axis_name, padded, config.group_size)
-    options = dict(_layout_options(fabric, config), capacity=config.num_rows)
+    fabric = of_axis(config.axis_name, padded, config.ranks_per_host)
+    options = dict(_group_options(fabric, config), capacity=config.capacity)
     sizes = routes.rows.shape
     if into is None and (low_latency := _low_latency_plan(fabric, padded, sizes, config)):
         received = low_latency_dispatch.dispatch_like(
@@ -105,7 +107,7 @@ def _combine(
 
     `rows` is [N, T, K]: the row or, with `by_rank`, the local expert of each choice.
     """
-    fabric = of_axis(config.axis_name, y, config.group_size)
+    fabric = of_axis(config.axis_name, y, config.ranks_per_host)
     operands = y, topk_weights, topk_idx, rows
     options: Any = dict(fabric=fabric, by_rank=by_rank)
     if low_latency := _low_latency_plan(fabric, y, rows.shape, config):
@@ -114,7 +116,7 @@ def _combine(
         )
     return combine_kernel.combine(
         *operands,
-        plan=plans.combine(_row(y, config), _sizes(rows.shape, config), settings.num_blocks()),
+        plan=plans.for_combine(_row(y, config), _sizes(rows.shape, config), settings.num_blocks()),
         num_experts=config.num_experts,
         wire_dtype=config.wire_dtype,
         **options,
@@ -139,16 +141,16 @@ def combine_grad(
         )
     hidden = y.shape[1]
     g, y = _pad_hidden(g, config), _pad_hidden(y, config)
-    fabric = of_axis(config.axis_name, g, config.group_size)
+    fabric = of_axis(config.axis_name, g, config.ranks_per_host)
     operands = g, topk_weights, y, *routes
-    options = _layout_options(fabric, config)
+    options = _group_options(fabric, config)
     sizes = routes.rows.shape
     if into is None and (low_latency := _low_latency_plan(fabric, y, sizes, config)):
         dy, dweights = low_latency_combine_grad.combine_grad(
             *operands, channels=channels_of(fabric), plan=low_latency, **options
         )
         return dy[:, :hidden], dweights
-    plan = plans.combine_grad(_row(y, config), _sizes(sizes, config), settings.num_blocks())
+    plan = plans.for_combine_grad(_row(y, config), _sizes(sizes, config), settings.num_blocks())
     into = None if into is None else _pad_hidden(into, config)
     dy, dweights = combine_grad_kernel.combine_grad(*operands, plan=plan, into=into, **options)
     return dy[:, :hidden], dweights
@@ -160,8 +162,8 @@ def rank_dispatch(
     """Sends x [T, H] to the rank-major layout, as `Exchange.rank_dispatch` says."""
     num_tokens, hidden = x.shape
     x = _pad_hidden(x, config)
-    fabric = of_axis(config.axis_name, x, config.group_size)
-    plan = plans.rank_dispatch(
+    fabric = of_axis(config.axis_name, x, config.ranks_per_host)
+    plan = plans.for_rank_dispatch(
         _row(x, config),
         _sizes((fabric.num_ranks, *topk_idx.shape), config),
         settings.num_blocks(),
@@ -188,8 +190,8 @@ def rank_combine(y: jax.Array, routes: RankRoutes, config: Config) -> jax.Array:
     return out[:, :hidden]
 
 
-def _layout_options(fabric: Gpus, config: Config) -> dict[str, Any]:
-    """Returns the fabric, and how each expert's rows lie, as arguments of a kernel."""
+def _group_options(fabric: Gpus, config: Config) -> dict[str, Any]:
+    """Returns the fabric, and where each expert's rows start and end, as arguments of a kernel."""
     return dict(
         fabric=fabric,
         expert_alignment=config.expert_alignment,
@@ -205,14 +207,14 @@ def _low_latency_plan(
 
     Returns None if these kernels do not support the rows. `sizes` are N, T and K.
     """
-    return plans.low_latency(
+    return plans.for_low_latency(
         _row(x, config), _sizes(sizes, config), num_gpus(fabric), settings.num_blocks()
     )
 
 
 def _dispatch_plan(x: jax.Array, sizes: tuple[int, ...], config: Config) -> Plan:
     """Returns the plan of a dispatch of padded rows x [T, H]; `sizes` are N, T and K."""
-    return plans.dispatch(_row(x, config), _sizes(sizes, config), settings.num_blocks())
+    return plans.for_dispatch(_row(x, config), _sizes(sizes, config), settings.num_blocks())
 
 
 def _sizes(sizes: tuple[int, ...], config: Config) -> plans.Sizes:

@@ -1,32 +1,25 @@
 """The JAX primitives of the exchange: shapes, varying-axes types, and which exchange runs where.
 
 Six primitives without effects, one for each function of `jax_ep.exchange.interface.Exchange`, with
-the same operands and results. A primitive lowers to the exchange of two levels where its ranks are
-on several hosts, else to the Pallas kernels where they run, and to XLA's collectives everywhere
-else; `jax_ep.exchange.pallas` is imported only where kernels run.
+the same operands and results. Each lowers to the exchange that `jax_ep.exchange.selection` selects.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.exchange import quantization, two_level
+from jax_ep.exchange import quantization, selection
 from jax_ep.exchange import xla as xla_exchange
-from jax_ep.exchange.interface import (
-    IMPLEMENTATIONS,
-    Config,
-    Exchange,
-    Received,
-)
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes
-from jax_ep.runtime import availability, hosts
+from jax_ep.exchange.interface import Config, Exchange, Received
+from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups
+from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import (
     Program,
     define_primitive,
@@ -40,86 +33,40 @@ from jax_ep.runtime.jax_compat import (
 _Shape: Any = jax.ShapeDtypeStruct
 
 
-def check_implementation(config: Config, rows: jax.Array) -> None:
+def check_implementation(config: Config, rows: jax.Array, list_words: int) -> None:
     """Raises ValueError, with the reason, if the exchange that config names cannot move rows.
 
-    Both are checked, the exchange of `rows` and that of their cotangents. What is known only when
-    the program is lowered is checked then.
+    Both are checked, the exchange of `rows` and that of their cotangents; `list_words` are those of
+    `selection.Rows`. What is known only when the program is lowered is checked then.
     """
-    name = config.implementation
-    if name not in (None, *IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS} or None, but is {name!r}."
-        )
-    if name == "pallas":
-        reason = (
-            _tracing_unavailable_reason(config, rows)
-            or _tracing_unavailable_reason(config.of_cotangents, rows)
-            or availability.traced_devices_unavailable_reason()
-        )
-        if reason is not None:
-            raise _refusal(name, reason)
+    for each in (config, config.of_cotangents):
+        problem = _problem(each, rows, list_words, availability.TRACED)
+        selection.IMPLEMENTATIONS.check(config.implementation, problem)
 
 
-def _tracing_unavailable_reason(config: Config, rows: Any) -> str | None:
-    """Returns why the kernels cannot move such rows in the program being traced, or None."""
-    return availability.tracing_unavailable_reason() or availability.exchange_unavailable_reason(
-        rows.shape[-1],
-        rows.dtype,
+def _problem(
+    config: Config, rows: Any, list_words: int, place: availability.Place
+) -> selection.Problem:
+    moved = selection.Rows(
+        hidden=rows.shape[-1],
+        dtype=rows.dtype,
         num_ranks=lax.axis_size(config.axis_name),
-        top_k=config.list_words,
+        list_words=list_words,
         num_experts=config.num_experts,
         wire_dtype=config.wire_dtype,
     )
+    return selection.Problem(place, config.axis_name, moved)
 
 
-def _with_what_tracing_knows(config: Config, rows: Any) -> Config:
-    """Sets `kernels` and `kernels_fit` of a config that may choose kernels, as tracing knows them.
-
-    A config that names "pallas" or "xla" is returned as it is.
-    """
-    if config.implementation not in (None, "two_level"):
-        return config
-    return dataclasses.replace(
-        config,
-        kernels=availability.tracing_unavailable_reason() is None,
-        kernels_fit=_tracing_unavailable_reason(config, rows) is None,
-    )
-
-
-def _select(config: Config, program: Program) -> Exchange:
-    """Selects the exchange to lower to."""
-    name, axis_name = config.implementation, config.axis_name
-    if name in (None, "two_level"):
-        num_hosts = hosts.num_hosts(program, axis_name)
-        if isinstance(num_hosts, int) and num_hosts > 1:
-            group_size = lax.axis_size(axis_name) // num_hosts
-            kernels = config.kernels and not availability.program_unavailable_reason(
-                program, axis_name, group_size
-            )
-            return two_level.TwoLevel(num_hosts, kernels)
-        if name == "two_level":
-            one = f"all ranks along {axis_name} are on one host (see JAX_EP_DEVICES_PER_HOST)"
-            if not axis_name:
-                one = "there is no mesh, and so one rank alone"
-            raise _refusal(name, one if num_hosts == 1 else str(num_hosts))
-    if name == "xla" or not (config.kernels and config.kernels_fit):
-        return xla_exchange  # which needs no memory that GPUs share
-    reason = availability.program_unavailable_reason(program, axis_name)
-    if reason is None:
-        from jax_ep.exchange import pallas as pallas_exchange
-
-        return pallas_exchange
-    if name == "pallas":
-        raise _refusal(name, reason)
-    return xla_exchange
-
-
-def _refusal(name: str, reason: str) -> ValueError:
-    return ValueError(
-        f'implementation="{name}" cannot run here: {reason}. '
-        "implementation=None picks one that can."
-    )
+def _select(config: Config, program: Program, operands: Sequence[Any]) -> Exchange:
+    """Selects the exchange to lower a primitive of these operands to."""
+    rows, *_, last = operands
+    if isinstance(last, (Routes, RankRoutes)):
+        list_words = last.topk_idx.shape[1]
+    else:  # the choices, and perhaps weights that are sent with them
+        list_words = sum(each.shape[1] for each in operands[1:] if each is not None)
+    problem = _problem(config, rows, list_words, availability.Lowered(program))
+    return selection.IMPLEMENTATIONS.select(config.implementation, problem).load(problem)
 
 
 def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +87,7 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.leaves(getattr(exchange, name)(*jax.tree.unflatten(tree, leaves), config))
 
     def lower(program: Program, *leaves, tree, config):
-        exchange = _select(config, program)
+        exchange = _select(config, program, jax.tree.unflatten(tree, program.operand_types))
 
         def run(*leaves):
             return compute(exchange, *leaves, tree=tree, config=config)
@@ -148,8 +95,6 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
         return program.lower(run, *leaves)
 
     def inline(*leaves, tree, config):
-        if config.implementation in ("pallas", "two_level"):
-            raise _refusal(config.implementation, f"{availability.jax_unavailable_reason()}")
         return compute(xla_exchange, *leaves, tree=tree, config=config)
 
     def no_batching(*_, **__):
@@ -164,11 +109,10 @@ def _primitive(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     )
 
     def bind(*operands: Any, config: Config) -> Any:
-        config = _with_what_tracing_knows(config, operands[0])
         # JAX lowers equal calls once, so calls that compute the same must have an equal config.
         zero_unused = config.zero_unused or looks_for_nans()
         config = dataclasses.replace(
-            config, list_words=0, grad_wire_dtype=None, quantized=False, zero_unused=zero_unused
+            config, grad_wire_dtype=None, quantized=False, zero_unused=zero_unused
         )
         leaves, tree = jax.tree.flatten(operands)
         leaves = match_varying(leaves, config.axis_name)
@@ -197,8 +141,8 @@ def _dispatch_results(x, topk_idx, config):
     routes = Routes(
         topk_idx, _int32(num_ranks, *topk_idx.shape), _int32(num_ranks, config.num_experts)
     )
-    layout = Layout(blocks, blocks, total, total, blocks)
-    return _received((config.num_rows,), x, config), routes, layout
+    groups = RowGroups(blocks, blocks, total, total, blocks)
+    return _received((config.capacity,), x, config), routes, groups
 
 
 def _rank_dispatch_results(x, topk_idx, topk_weights, config):
@@ -220,10 +164,12 @@ def _int32(*shape: int) -> Any:
     return _Shape(shape, jnp.int32)
 
 
-dispatch: Callable[..., tuple[Received, Routes, Layout]] = _primitive("dispatch", _dispatch_results)
+dispatch: Callable[..., tuple[Received, Routes, RowGroups]] = _primitive(
+    "dispatch", _dispatch_results
+)
 dispatch_like: Callable[..., Received] = _primitive(
     "dispatch_like",
-    lambda x, routes, config: _received((config.num_rows,), x, config),
+    lambda x, routes, config: _received((config.capacity,), x, config),
 )
 combine: Callable[..., jax.Array] = _primitive(
     "combine",

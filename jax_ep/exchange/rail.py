@@ -3,8 +3,8 @@
 A rank exchanges with the ranks of its own number on the other hosts, its *rail*. Hosts take turns:
 in turn i a rank receives the rows of the host that is i after its own, or sends it the sums of its
 tokens; kernels inside the host move other rows meanwhile. With a `host_capacity` of C a rank sends
-C rows to each other host instead of all T: the tokens that chose experts there, in order, each in a
-*slot*.
+C rows to each other host instead of all T: the tokens that chose experts there, in
+order.
 """
 
 from __future__ import annotations
@@ -43,63 +43,65 @@ class Rail:
     Attributes:
       config: the configuration of the exchange among all ranks.
       num_hosts: M.
-      group_size: G, the ranks of a host.
+      ranks_per_host: G, the ranks of a host.
       host: [] int32: the number of this host.
       kernels: whether the kernels move rows inside this host.
       at_once: whether an exchange inside this host takes the tokens of all hosts in one call.
-      slots: [M, C] int32, by destination host: the token that this rank sends in each slot, T for
-        an empty slot; None where each host gets all T tokens.
-      slots_here: [G, M, C] int32, by source host: the tokens that each rank of this host receives
-        in its slots, T for an empty slot; None where `slots` is None.
+      sent_tokens: [M, C] int32, by destination host: the tokens that this rank sends, and T where
+        it sends fewer than C; None where each host gets all T tokens.
+      received_tokens: [G, M, C] int32, by source host: the tokens that each rank of this host
+        receives, and T where it receives fewer than C; None where `sent_tokens` is None.
     """
 
     config: Config
     num_hosts: int
-    group_size: int
+    ranks_per_host: int
     host: jax.Array
     kernels: bool = False
     at_once: bool = False
-    slots: jax.Array | None = None
-    slots_here: jax.Array | None = None
+    sent_tokens: jax.Array | None = None
+    received_tokens: jax.Array | None = None
 
     @classmethod
     def of(cls, num_hosts: int, config: Config) -> Rail:
         """Makes a rail on which each host gets all T rows."""
-        group_size = lax.axis_size(config.axis_name) // num_hosts
-        return cls(config, num_hosts, group_size, lax.axis_index(config.axis_name) // group_size)
+        ranks_per_host = lax.axis_size(config.axis_name) // num_hosts
+        return cls(
+            config, num_hosts, ranks_per_host, lax.axis_index(config.axis_name) // ranks_per_host
+        )
 
     def of_tokens(self, topk_idx: jax.Array, kernels: bool) -> Rail:
-        """Returns this rail with slots for the choices [T, K], none past the host_capacity.
+        """Returns this rail with the tokens that choices [T, K] send, up to the host_capacity.
 
         `kernels` says that kernels run inside a host. With few tokens they take those of all hosts
         in one call, since each call costs a fixed time.
         """
         at_once = kernels and topk_idx.shape[0] <= FEW_TOKENS
         rail = dataclasses.replace(self, kernels=kernels, at_once=at_once)
-        return rail._with_slots(topk_idx)
+        return rail._with_tokens(topk_idx)
 
-    def _with_slots(self, topk_idx: jax.Array) -> Rail:
+    def _with_tokens(self, topk_idx: jax.Array) -> Rail:
         num_tokens = topk_idx.shape[0]
         if not self.drops(num_tokens):
             return self
         chosen, place = self._places(topk_idx)
-        place = jnp.where(chosen, place, num_tokens)  # past every slot
+        place = jnp.where(chosen, place, num_tokens)  # past the host_capacity
         tokens = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32)[:, None], place.shape)
-        slots = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
-        slots = slots.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
-        slots_here = xla_exchange.stack_ranks(self._exchange(slots), self.inside)
-        return dataclasses.replace(self, slots=slots, slots_here=slots_here)
+        sent_tokens = jnp.full_like(place, num_tokens, shape=(self.num_hosts, self._capacity))
+        sent_tokens = sent_tokens.at[jnp.arange(self.num_hosts), place].set(tokens, mode="drop")
+        received_tokens = xla_exchange.stack_ranks(self._exchange(sent_tokens), self.inside)
+        return dataclasses.replace(self, sent_tokens=sent_tokens, received_tokens=received_tokens)
 
     @property
     def num_ranks(self) -> int:
-        return self.num_hosts * self.group_size
+        return self.num_hosts * self.ranks_per_host
 
     @property
     def inside(self) -> Config:
         """The configuration of the exchange inside a host, which has no wire_dtype."""
         return dataclasses.replace(
             self.config,
-            group_size=self.group_size,
+            ranks_per_host=self.ranks_per_host,
             num_experts=self.config.num_experts // self.num_hosts,
             wire_dtype=None,
         )
@@ -142,8 +144,8 @@ class Rail:
     def _groups(self) -> list[list[int]]:
         """The ranks of every rail."""
         return [
-            list(range(number, self.num_ranks, self.group_size))
-            for number in range(self.group_size)
+            list(range(number, self.num_ranks, self.ranks_per_host))
+            for number in range(self.ranks_per_host)
         ]
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -157,11 +159,11 @@ class Rail:
     def send(self, x: jax.Array, fill: int = 0) -> jax.Array:
         """Sends x [T, ...] along the rail at once; returns it by source host: [M, T, ...].
 
-        With slots that is [M, C, ...], and slots of no token hold `fill`.
+        With a host_capacity that is [M, C, ...], and rows of no token hold `fill`.
         """
-        if self.slots is None:
+        if self.sent_tokens is None:
             return self.gather(x)
-        return self._exchange(_picked(x, self.slots, fill))
+        return self._exchange(_picked(x, self.sent_tokens, fill))
 
     def _exchange(self, x: jax.Array) -> jax.Array:
         """Sends x [M, ...] by destination host; returns [M, ...] by source host."""
@@ -175,7 +177,7 @@ class Rail:
         # permutations, and not gathers, beside kernels.
         axes, in_mesh = _in_mesh_order(self.config.axis_name)
         ranks = np.arange(self.num_ranks)
-        there = (ranks + distance * self.group_size) % self.num_ranks
+        there = (ranks + distance * self.ranks_per_host) % self.num_ranks
         pairs = [(int(in_mesh[a]), int(in_mesh[b])) for a, b in zip(ranks, there, strict=True)]
         bits = lax.ppermute(quantization.bits(x, None), axes, pairs)
         return lax.bitcast_convert_type(bits, x.dtype)
@@ -184,19 +186,19 @@ class Rail:
         """Sends results for rows of `send` back to their owners: [T, ...] of each host, in order.
 
         Args:
-          others: [M, T, ...] by the rows' host, or [M, C, ...] in slots.
+          others: [M, T, ...] by the rows' host, or [M, C, ...] of `sent_tokens`.
           own: [T, ...], of this host itself.
         """
         returned = self._exchange(others)
         for host in range(self.num_hosts):
-            part = self._of_slots(returned[host], host, own)
+            part = self._by_token(returned[host], host, own)
             yield jnp.where(self.host == host, own, part)
 
-    def _of_slots(self, part: jax.Array, host: jax.Array | int, like: jax.Array) -> jax.Array:
-        """Puts what a host returned in the slots it was sent, [C, ...], in place: [T, ...]."""
-        if self.slots is None:
+    def _by_token(self, part: jax.Array, host: jax.Array | int, like: jax.Array) -> jax.Array:
+        """Moves what a host returned, [C, ...] of `sent_tokens`, to the tokens' rows: [T, ...]."""
+        if self.sent_tokens is None:
             return part
-        return jnp.zeros_like(like).at[self.slots[host]].set(part, mode="drop")
+        return jnp.zeros_like(like).at[self.sent_tokens[host]].set(part, mode="drop")
 
     # --------------------------------------------------------------------------- host by host
 
@@ -220,10 +222,10 @@ class Rail:
         return add(self._source(self.num_hosts - 1, self.host), rows, state)
 
     def _for_host(self, x: jax.Array, host: jax.Array) -> jax.Array:
-        """Picks what is sent to a host, modulo M, of x [T, ...]: all, or [C, ...] in slots."""
-        if self.slots is None:
+        """Picks the rows of x [T, ...] that are sent to a host, modulo M: all, or [C, ...]."""
+        if self.sent_tokens is None:
             return x
-        return _picked(x, self.slots[host % self.num_hosts], fill=0)
+        return _picked(x, self.sent_tokens[host % self.num_hosts], fill=0)
 
     def sums_of_hosts(self, sums: Callable[[Source | None], jax.Array]) -> Iterator[jax.Array]:
         """Sends the sums of each source back to it: [T, ...] of every host, in their order.
@@ -247,7 +249,7 @@ class Rail:
         own = lax.optimization_barrier(sums(self._source(0, here)))
         parts = [own]
         for turn, part in enumerate(returned, 1):  # which came from that many hosts before
-            parts.append(self._of_slots(part, (self.host - turn) % self.num_hosts, own))
+            parts.append(self._by_token(part, (self.host - turn) % self.num_hosts, own))
         for host in range(self.num_hosts):
             yield lax.select_n((self.host - host) % self.num_hosts, *parts)
 
@@ -257,11 +259,12 @@ class Rail:
     def rows(self, own: jax.Array, sent: jax.Array, source: Source | None) -> jax.Array:
         """Returns the rows of a source, [T, ...]: `own`, or of what `send` returned.
 
-        For all hosts that is [M·T, ...]; with slots [T + M·C, ...], this host's own rows first.
+        For all hosts that is [M·T, ...]; with `sent_tokens`, [T + M·C, ...], and this host's own
+        rows are first.
         """
         if source is None:
             others = sent.reshape(-1, *sent.shape[2:])
-            return others if self.slots is None else jnp.concatenate([own, others])
+            return others if self.sent_tokens is None else jnp.concatenate([own, others])
         if source.turn == 0:
             return own
         return lax.dynamic_index_in_dim(sent, source.host, axis=0, keepdims=False)
@@ -269,24 +272,24 @@ class Rail:
     def by_rank(self, by_rank: jax.Array, source: Source | None) -> jax.Array:
         """Selects the part of a source's tokens from [N, T, K] by source rank: [G, T, K].
 
-        The tokens are those of `rows`, in its order; slots of no token hold -1.
+        The tokens are those of `rows`, in its order; rows of no token hold -1.
         """
-        by_host = by_rank.reshape(self.num_hosts, self.group_size, *by_rank.shape[1:])
-        if source is None and self.slots is None:
-            return by_host.swapaxes(0, 1).reshape(self.group_size, -1, *by_rank.shape[2:])
+        by_host = by_rank.reshape(self.num_hosts, self.ranks_per_host, *by_rank.shape[1:])
+        if source is None and self.sent_tokens is None:
+            return by_host.swapaxes(0, 1).reshape(self.ranks_per_host, -1, *by_rank.shape[2:])
         if source is None:
             own = lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False)
-            others = [self._in_slots(by_host[host], host) for host in range(self.num_hosts)]
+            others = [self._received_of(by_host[host], host) for host in range(self.num_hosts)]
             return jnp.concatenate([own, *others], axis=1)
         picked = lax.dynamic_index_in_dim(by_host, source.host, axis=0, keepdims=False)
-        return picked if source.turn == 0 else self._in_slots(picked, source.host)
+        return picked if source.turn == 0 else self._received_of(picked, source.host)
 
-    def _in_slots(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
+    def _received_of(self, picked: jax.Array, host: jax.Array | int) -> jax.Array:
         """Selects, from [G, T, K] of a host's tokens, those that it sends here: [G, C, K]."""
-        if self.slots_here is None:
+        if self.received_tokens is None:
             return picked
-        slots = self.slots_here[:, host, :, None]
-        return jnp.take_along_axis(picked, slots, axis=1, mode="fill", fill_value=-1)
+        tokens = self.received_tokens[:, host, :, None]
+        return jnp.take_along_axis(picked, tokens, axis=1, mode="fill", fill_value=-1)
 
     def split(self, parts: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Splits results for the rows of every turn, or of all hosts at once.
@@ -297,12 +300,12 @@ class Rail:
             by_turn = jnp.stack([jnp.zeros_like(parts[1]), *parts[1:]])
             return parts[0], jnp.roll(by_turn, self.host, axis=0)
         (part,) = parts
-        if self.slots is None:
+        if self.sent_tokens is None:
             by_host = part.reshape(self.num_hosts, -1, *part.shape[1:])
             return lax.dynamic_index_in_dim(by_host, self.host, axis=0, keepdims=False), by_host
-        num_others = self.slots.size
+        num_others = self.sent_tokens.size
         own, others = part[:-num_others], part[-num_others:]
-        return own, others.reshape(*self.slots.shape, *part.shape[1:])
+        return own, others.reshape(*self.sent_tokens.shape, *part.shape[1:])
 
 
 def _picked(x: jax.Array, tokens: jax.Array, fill: int) -> jax.Array:

@@ -100,6 +100,7 @@ def dispatch(
         x,
         axis_name=axis_name,
         num_experts=num_experts,
+        layout="rank",
         list_words=topk_idx.shape[1] * (1 if topk_weights is None else 2),
         **options,
     )
@@ -165,5 +166,8 @@ def check_handle(handle: RankHandle) -> None:
 def _static(handle: RankHandle) -> dict[str, Any]:
     """Returns the fields of a `Config` that follow from the handle of a dispatch."""
     return dict(
-        axis_name=handle.axis_name, num_experts=handle.num_experts, list_words=handle.shape[2]
+        axis_name=handle.axis_name,
+        num_experts=handle.num_experts,
+        layout="rank",
+        list_words=handle.shape[2],
     )

@@ -49,14 +49,14 @@ register_for_export(Routes)
 register_for_export(RankRoutes)
 
 
-class Layout(NamedTuple):
-    """How the blocks of the local experts lie in a receive buffer of `capacity` rows."""
+class RowGroups(NamedTuple):
+    """The groups of rows in a receive buffer of `capacity` rows, one for each local expert."""
 
-    group_sizes: jax.Array  # [L] rows of each block inside the buffer, alignment padding included
-    expert_counts: jax.Array  # [L] real rows of each block inside the buffer
-    num_dropped: jax.Array  # [] real rows that are not in the buffer
+    group_sizes: jax.Array  # [L] rows of each group in the buffer, alignment padding included
+    expert_counts: jax.Array  # [L] tokens' rows of each group in the buffer
+    num_dropped: jax.Array  # [] tokens' rows that are not in the buffer
     rows_needed: jax.Array  # [] the capacity that would have dropped nothing
-    dropped_counts: jax.Array  # [L] real rows of each expert that are not in the buffer
+    dropped_counts: jax.Array  # [L] tokens' rows of each expert that are not in the buffer
 
 
 def dropless_capacity(num_choices: int, num_local_experts: int, expert_alignment: int) -> int:
@@ -208,10 +208,10 @@ def receive_rows(
     return jnp.where(mine, rows, -1)
 
 
-def lay_out(
+def row_groups(
     recv_counts: jax.Array, capacity: int, expert_alignment: int, overflow: Overflow = "tail"
-) -> Layout:
-    """Returns the layout of the experts' blocks in a receive buffer of `capacity` rows.
+) -> RowGroups:
+    """Returns the groups of rows of the local experts in a receive buffer of `capacity` rows.
 
     recv_counts is [N, L]: rows per (source, local expert).
     """
@@ -222,7 +222,7 @@ def lay_out(
         starts, group_sizes = block_starts(expert_counts[None], expert_alignment)
     else:
         group_sizes = jnp.minimum(sizes, jnp.maximum(capacity - starts, 0))
-    return Layout(
+    return RowGroups(
         group_sizes=group_sizes,
         expert_counts=expert_counts,
         num_dropped=jnp.sum(counts - expert_counts, dtype=jnp.int32),

@@ -8,7 +8,7 @@ each (token, host), and one row for each returns along the rail. DeepEP
 (github.com/deepseek-ai/DeepEP) forwards rows in this way.
 
 Each rank receives (M - 1)·T rows from other hosts in either direction, and the routes of its rail.
-With a host_capacity of C it receives (M - 1)·C, in slots of the tokens that chose experts of its
+With a host_capacity of C it receives (M - 1)·C, those of the tokens that chose experts of its
 host. Rows, drops and counts are those of one level, bit for bit, since the exchange inside a host
 follows the routes that it is given.
 
@@ -41,8 +41,8 @@ from jax_ep.exchange import quantization
 from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config, ExchangeInParts, Received
 from jax_ep.exchange.rail import Rail, Source
-from jax_ep.exchange.routes import Layout, RankRoutes, Routes, count_experts, counts_here
-from jax_ep.runtime import availability
+from jax_ep.exchange.routes import RankRoutes, Routes, RowGroups, count_experts, counts_here
+from jax_ep.exchange.selection import Rows
 from pallas_kernels.exchange.plan import ROW_BYTES
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -62,7 +62,7 @@ class TwoLevel:
 
     def dispatch(
         self, x: jax.Array, topk_idx: jax.Array, config: Config
-    ) -> tuple[Received, Routes, Layout]:
+    ) -> tuple[Received, Routes, RowGroups]:
         """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
         rail = Rail.of(self.num_hosts, config)
         kept, inside = rail.kept(topk_idx), rail.inside
@@ -74,14 +74,14 @@ class TwoLevel:
         most = max(config.num_experts, topk_idx.size)
         of_host = xla_exchange.stack_ranks(rail.gather(_narrow(message, most)), inside)
         messages = of_host.swapaxes(0, 1).reshape(rail.num_ranks, -1).astype(jnp.int32)
-        routes, layout = xla_exchange.read_messages(messages[:, :num_words], kept, config)
+        routes, groups = xla_exchange.read_messages(messages[:, :num_words], kept, config)
         if rail.drops(topk_idx.shape[0]):
             dropped = counts_here(messages[:, num_words:], config.rank())
-            dropped_counts = layout.dropped_counts + jnp.sum(dropped, axis=0, dtype=jnp.int32)
-            layout = layout._replace(
+            dropped_counts = groups.dropped_counts + jnp.sum(dropped, axis=0, dtype=jnp.int32)
+            groups = groups._replace(
                 num_dropped=jnp.sum(dropped_counts, dtype=jnp.int32), dropped_counts=dropped_counts
             )
-        return self.dispatch_like(x, routes, config), routes, layout
+        return self.dispatch_like(x, routes, config), routes, groups
 
     def dispatch_like(self, x: jax.Array, routes: Routes, config: Config) -> Received:
         """Sends x [T, H] along known routes, as `Exchange.dispatch_like` says."""
@@ -176,7 +176,7 @@ class TwoLevel:
             rows = quantization.bits(rows, None)
             parts = [rows, lists.local_topk_idx, *([] if theirs is None else [theirs])]
             if source is None:  # [G, M·T, ...] -> [M, G, T, ...]
-                shape = rail.group_size, rail.num_hosts, -1
+                shape = rail.ranks_per_host, rail.num_hosts, -1
                 return [part.reshape(*shape, *part.shape[2:]).swapaxes(0, 1) for part in parts]
             return [
                 _place(whole, part, source.host, rail.num_hosts)
@@ -226,15 +226,16 @@ class TwoLevel:
             its host.
         """
         rail = Rail.of(self.num_hosts, config)
-        reason = availability.exchange_unavailable_reason(
-            rows.shape[-1],
-            dtype or rows.dtype,
-            num_ranks=rail.group_size,
-            top_k=list_words or topk_idx.shape[1],
+        inside = Rows(
+            hidden=rows.shape[-1],
+            dtype=dtype or rows.dtype,
+            num_ranks=rail.ranks_per_host,
+            list_words=list_words or topk_idx.shape[1],
             num_experts=rail.inside.num_experts,
         )
-        alone = sums and rail.group_size == 1
-        rail = rail.of_tokens(topk_idx, self.kernels and reason is None and not alone)
+        alone = sums and rail.ranks_per_host == 1
+        kernels = self.kernels and not alone and inside.unavailable_reason() is None
+        rail = rail.of_tokens(topk_idx, kernels)
         if not rail.kernels:
             return rail, xla_exchange
         from jax_ep.exchange import pallas as pallas_exchange
@@ -266,7 +267,9 @@ class TwoLevel:
         mine = lax.dynamic_slice_in_dim(
             routes.counts, rail.host * rail.inside.num_experts, rail.inside.num_experts, axis=1
         )
-        counts = jnp.sum(mine.reshape(rail.num_hosts, rail.group_size, -1), axis=0, dtype=jnp.int32)
+        counts = jnp.sum(
+            mine.reshape(rail.num_hosts, rail.ranks_per_host, -1), axis=0, dtype=jnp.int32
+        )
         return Routes(rail.rows(*choices, source), rows, counts)
 
 

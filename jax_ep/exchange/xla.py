@@ -19,22 +19,24 @@ from jax import lax
 from jax_ep.exchange import quantization
 from jax_ep.exchange.interface import Config, Received
 from jax_ep.exchange.routes import (
-    Layout,
     RankRoutes,
     Routes,
+    RowGroups,
     count_choices,
     counts_here,
-    lay_out,
     receive_rows,
+    row_groups,
 )
 
 
-def dispatch(x: jax.Array, topk_idx: jax.Array, config: Config) -> tuple[Received, Routes, Layout]:
+def dispatch(
+    x: jax.Array, topk_idx: jax.Array, config: Config
+) -> tuple[Received, Routes, RowGroups]:
     """Computes routes and sends x [T, H] along them, as `Exchange.dispatch` says."""
     # The payload and these messages are all that ranks exchange.
     messages = stack_ranks(message_of_choices(topk_idx, config), config)
-    routes, layout = read_messages(messages, topk_idx, config)
-    return dispatch_like(x, routes, config), routes, layout
+    routes, groups = read_messages(messages, topk_idx, config)
+    return dispatch_like(x, routes, config), routes, groups
 
 
 def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
@@ -45,8 +47,8 @@ def message_of_choices(topk_idx: jax.Array, config: Config) -> jax.Array:
 
 def read_messages(
     messages: jax.Array, topk_idx: jax.Array, config: Config
-) -> tuple[Routes, Layout]:
-    """Computes this rank's routes and layout from the messages [N, 2 T·K + E] of all ranks."""
+) -> tuple[Routes, RowGroups]:
+    """Computes this rank's routes and groups of rows from all ranks' messages [N, 2 T·K + E]."""
     rank = config.rank()
     all_topk_idx, all_places, all_counts = jnp.split(
         messages, [topk_idx.size, 2 * topk_idx.size], axis=1
@@ -58,11 +60,11 @@ def read_messages(
         recv_counts,
         rank,
         config.expert_alignment,
-        fair_capacity=config.num_rows if config.overflow == "fair" else None,
+        fair_capacity=config.capacity if config.overflow == "fair" else None,
     )
     routes = Routes(topk_idx, rows, all_counts)
-    layout = lay_out(recv_counts, config.num_rows, config.expert_alignment, config.overflow)
-    return routes, layout
+    groups = row_groups(recv_counts, config.capacity, config.expert_alignment, config.overflow)
+    return routes, groups
 
 
 def dispatch_like(
@@ -70,7 +72,7 @@ def dispatch_like(
 ) -> Received:
     """Sends x [T, H] along the routes of a dispatch, as `ExchangeInParts.dispatch_like` says."""
     all_bits = _gather_ranks(quantization.bits(x, config.wire_dtype), config)
-    choices = _choice_of_row(routes.rows, config.num_rows)
+    choices = _choice_of_row(routes.rows, config.capacity)
     sent = _fill(all_bits, choices // routes.rows.shape[2])
     received = quantization.parts(sent, x, config.wire_dtype)
     return received if into is None else tuple(map(_union, into, received))
@@ -132,8 +134,8 @@ def choices_to_rows(
     `stack` gathers an array of all ranks: [...] to [N, ...].
     """
     zeros, all_values = jnp.zeros_like(values, shape=(capacity,)), stack(values).reshape(-1)
-    slots = _slots(routes.rows, capacity)
-    return zeros.at[slots].set(all_values, mode="drop", unique_indices=True)
+    places = _places(routes.rows, capacity)
+    return zeros.at[places].set(all_values, mode="drop", unique_indices=True)
 
 
 def rows_to_choices(
@@ -193,9 +195,11 @@ def _add_ranks(sums: jax.Array, config: Config) -> jax.Array:
 
 def _gather_ranks(x: jax.Array, config: Config) -> jax.Array:
     """Gathers x [T, ...] of all ranks: [N * T, ...]. No mesh axes at all are one rank."""
-    if config.group_size == 1:  # XLA would run a collective of each rank with itself
+    if config.ranks_per_host == 1:  # XLA would run a collective of each rank with itself
         return x
-    return lax.all_gather(x, config.axis_name, axis=0, tiled=True, axis_index_groups=config.groups)
+    return lax.all_gather(
+        x, config.axis_name, axis=0, tiled=True, axis_index_groups=config.ranks_of_hosts
+    )
 
 
 def stack_ranks(x: jax.Array, config: Config) -> jax.Array:
@@ -205,9 +209,11 @@ def stack_ranks(x: jax.Array, config: Config) -> jax.Array:
 
 def _swap_ranks(x: jax.Array, config: Config) -> jax.Array:
     """Sends x [N, ...] by destination rank; returns [N, ...] by source rank."""
-    if not config.axis_name or config.group_size == 1:
+    if not config.axis_name or config.ranks_per_host == 1:
         return x
-    return lax.all_to_all(x, config.axis_name, 0, 0, tiled=True, axis_index_groups=config.groups)
+    return lax.all_to_all(
+        x, config.axis_name, 0, 0, tiled=True, axis_index_groups=config.ranks_of_hosts
+    )
 
 
 def _fill(array: jax.Array, index: jax.Array) -> jax.Array:
@@ -224,12 +230,12 @@ def _union(some: jax.Array, others: jax.Array) -> jax.Array:
 
 def _choice_of_row(rows: jax.Array, capacity: int) -> jax.Array:
     """Returns the flat (source, token, choice) that fills each row: [R], -1 for none."""
-    slots = _slots(rows, capacity)
-    nothing = jnp.full_like(slots, -1, shape=(capacity,))
-    return nothing.at[slots].set(jnp.arange(slots.size, dtype=jnp.int32), mode="drop")
+    places = _places(rows, capacity)
+    nothing = jnp.full_like(places, -1, shape=(capacity,))
+    return nothing.at[places].set(jnp.arange(places.size, dtype=jnp.int32), mode="drop")
 
 
-def _slots(rows: jax.Array, capacity: int) -> jax.Array:
+def _places(rows: jax.Array, capacity: int) -> jax.Array:
     """Returns the row of each flat (source, token, choice), `capacity` for none."""
     flat = rows.reshape(-1)
     return jnp.where((flat >= 0) & (flat < capacity), flat, capacity)

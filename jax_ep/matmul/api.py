@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
+from jax_ep.implementations import Implementations
 from jax_ep.matmul import loop, pallas, xla
-from jax_ep.matmul.backend import Backend, Gating, gated
+from jax_ep.matmul.backend import Backend, Gating, Problem, gated
 from jax_ep.runtime import jax_compat
 from jax_ep.runtime.jax_compat import (
     Primitive,
@@ -30,13 +31,11 @@ from jax_ep.runtime.jax_compat import (
 )
 
 Implementation = Literal["pallas", "xla", "loop"] | None
-BACKENDS = {backend.name: backend for backend in (pallas.BACKEND, xla.BACKEND, loop.BACKEND)}
-IMPLEMENTATIONS = tuple(BACKENDS)
-
-# The backends that implementation=None tries, in order, by the platform that the program is lowered
-# for. pallas_kernels/TUNING.md, section "Grouped matmul", has the times that this order follows.
-_PREFERENCE = {"cpu": (loop.BACKEND,), "cuda": (pallas.BACKEND, xla.BACKEND)}
-_PREFERENCE_ELSEWHERE = (xla.BACKEND,)
+# In the order in which implementation=None tries them. pallas_kernels/TUNING.md, section "Grouped
+# matmul", has the times that this order follows.
+IMPLEMENTATIONS = Implementations((pallas.BACKEND, loop.BACKEND, xla.BACKEND))
+# The platforms that some backend is made for; programs for others are lowered alike.
+_PLATFORMS = ("cpu", "cuda")
 
 
 def grouped_matmul(
@@ -110,25 +109,7 @@ def check_implementation(
 
     rhs is [L, H, F]. An `implementation` of None passes. The message calls the argument `name`.
     """
-    if implementation is None:
-        return
-    if implementation not in BACKENDS:
-        raise ValueError(
-            f"{name} must be one of {IMPLEMENTATIONS} or None, but is {implementation!r}."
-        )
-    reason = BACKENDS[implementation].operands_reason(rhs.shape[1:], rhs.dtype)
-    if reason is not None:
-        raise ValueError(f'{name}="{implementation}" cannot run here: {reason}.')
-
-
-def unavailable_reason(
-    backend: Backend, platform: str, matrix_shape: Sequence[int], dtype: Any
-) -> str | None:
-    """Returns why a backend cannot multiply by matrices [H, F] of a dtype, or None if it can.
-
-    `platform` is the one to run on, such as "cuda".
-    """
-    return backend.operands_reason(matrix_shape, dtype) or backend.platform_reason(platform)
+    IMPLEMENTATIONS.check(implementation, Problem(rhs.shape[1:], rhs.dtype), name)
 
 
 def default_platform() -> str:
@@ -296,28 +277,12 @@ gated_product.defvjp(_gated_product_fwd, _gated_product_bwd)
 drhs_of_each.defvjp(_drhs_fwd, _drhs_bwd)
 
 
-def _choose(
+def _select(
     implementation: Implementation, platform: str, lhs: jax.Array, matrix_shape: Sequence[int]
 ) -> Backend:
-    """Chooses the backend to lower to; raises ValueError if a named one cannot run there."""
-    if checks.is_symbolic(lhs.shape[0]):
-        if implementation not in (None, "xla"):
-            raise ValueError(
-                f'implementation="{implementation}" cannot run here: the number of rows is '
-                'symbolic, as it may be for jax.export. "xla" can.'
-            )
-        return BACKENDS["xla"]
-    if implementation is not None:
-        backend = BACKENDS[implementation]
-        reason = backend.platform_reason(platform)
-        if reason is not None:
-            raise ValueError(f'implementation="{implementation}" cannot run here: {reason}.')
-        return backend
-    return next(
-        backend
-        for backend in _PREFERENCE.get(platform, _PREFERENCE_ELSEWHERE)
-        if unavailable_reason(backend, platform, matrix_shape, lhs.dtype) is None
-    )
+    """Selects the backend to lower to; raises ValueError if a named one cannot run there."""
+    problem = Problem(matrix_shape, lhs.dtype, platform, lhs.shape[0])
+    return IMPLEMENTATIONS.select(implementation, problem)
 
 
 # Jitted, so that a program with many grouped matmuls of one shape traces each kernel once.
@@ -328,7 +293,7 @@ def _compute_product(*operands, implementation, platform, transpose_rhs, zero_un
     *factors, group_sizes = operands
     pairs = list(zip(factors[::2], factors[1::2], strict=True))
     lhs, rhs = pairs[0]
-    backend = _choose(implementation, platform, lhs, rhs.shape[1:])
+    backend = _select(implementation, platform, lhs, rhs.shape[1:])
     return backend.sum_of_products(
         pairs, group_sizes, transpose_rhs=transpose_rhs, zero_unused=zero_unused
     )
@@ -340,7 +305,7 @@ def _compute_product(*operands, implementation, platform, transpose_rhs, zero_un
 def _compute_gated(
     lhs, rhs_0, rhs_1, group_sizes, *, gating, keep, implementation, platform, zero_unused
 ):
-    backend = _choose(implementation, platform, lhs, rhs_0.shape[1:])
+    backend = _select(implementation, platform, lhs, rhs_0.shape[1:])
     return backend.gated_product(
         lhs, (rhs_0, rhs_1), group_sizes, gating, keep, zero_unused=zero_unused
     )
@@ -349,7 +314,7 @@ def _compute_gated(
 @functools.partial(jax.jit, static_argnames=("implementation", "platform"))
 def _compute_drhs(lhs, *operands, implementation, platform):
     *grads, group_sizes = operands
-    backend = _choose(implementation, platform, lhs, (lhs.shape[1], grads[0].shape[1]))
+    backend = _select(implementation, platform, lhs, (lhs.shape[1], grads[0].shape[1]))
     return backend.drhs_of_each(lhs, grads, group_sizes)
 
 
@@ -379,7 +344,7 @@ def _primitive(
 
     def lower(program: Program, *operands, **params):
         (platform, *others) = program.platforms
-        if others or platform not in _PREFERENCE:
+        if others or platform not in _PLATFORMS:
             platform = "another platform"
 
         def compute_here(*operands, **params):
@@ -412,7 +377,7 @@ def _primitive(
         ),
         batch=one_by_one,
         multiple_results=several,
-        platforms=(None, *_PREFERENCE),
+        platforms=(None, *_PLATFORMS),
         **options,
     )
     return primitive

@@ -28,7 +28,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
+from jax_ep.implementations import Implementation
 
 # Rows of a tile of the kernels for GPUs: with another number of rows an operand is copied first.
 TILE_ROWS = 8
@@ -67,31 +69,48 @@ class FusedGate(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Backend:
-    """A way to compute grouped matmuls.
+class Problem:
+    """A grouped matmul, as far as its backend depends on it.
 
     Attributes:
-      name: the backend's name as an `implementation` argument.
+      matrix_shape: (H, F), the shape of each group's matrix.
+      dtype: the dtype of the operands.
+      platform: the platform to run on ("cpu", "cuda", ...); None while the program is traced, when
+        it is not known.
+      num_rows: R, which is symbolic in some exported programs; None where it is not known.
+    """
+
+    matrix_shape: Sequence[int]
+    dtype: Any
+    platform: str | None = None
+    num_rows: Any = None
+
+
+def symbolic_rows_reason(problem: Problem) -> str | None:
+    """Returns why a backend that needs the number of rows cannot run, or None if it is known."""
+    if problem.num_rows is None or not checks.is_symbolic(problem.num_rows):
+        return None
+    return "the number of rows is symbolic, as it may be for jax.export"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend(Implementation):
+    """A way to compute grouped matmuls. Its `Implementation` methods are asked a `Problem`.
+
+    Attributes:
       product: multiplies each row by the matrix of its group.
       drhs: computes the gradient of the matrices.
       fused_sum: sums products in one accumulator; None: products are computed apart and added.
       fused_gate: computes a gated product in one kernel, or returns None for a gating that it
         cannot compute; None: products are computed apart, and XLA gates them.
       fused_drhs: computes several gradients of matrices in one kernel; None: each on its own.
-      operands_reason: returns why the backend cannot multiply by matrices of a shape and dtype, or
-        None if it can.
-      platform_reason: returns why the backend cannot run on a platform ("cpu", "cuda", ...), or
-        None if it can.
     """
 
-    name: str
     product: Product
     drhs: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     fused_sum: SumOfProducts | None = None
     fused_gate: FusedGate | None = None
     fused_drhs: FusedDrhs | None = None
-    operands_reason: Callable[[Sequence[int], Any], str | None] = lambda matrix_shape, dtype: None
-    platform_reason: Callable[[str], str | None] = lambda platform: None
 
     def sum_of_products(
         self, pairs: Pairs, group_sizes: jax.Array, *, transpose_rhs: bool, zero_unused: bool = True

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep.dtypes import wide_dtype
-from jax_ep.matmul.backend import Backend
+from jax_ep.matmul.backend import Backend, symbolic_rows_reason
 from jax_ep.runtime.jax_compat import match_varying
 
 _PRODUCT_TILE = 32
@@ -84,4 +84,10 @@ def _tile_rows(lhs, ends, group_sizes, group, i, tile):
     return first, (rows >= start) & (rows < ends[group])
 
 
-BACKEND = Backend("loop", product, drhs)
+BACKEND = Backend(
+    name="loop",
+    unavailable_reason=symbolic_rows_reason,
+    is_default=lambda problem: problem.platform == "cpu",
+    product=product,
+    drhs=drhs,
+)

@@ -7,12 +7,19 @@ is lowered, so a machine without GPUs does not load them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep.matmul.backend import Backend, Gating, Pairs, pad_rows
+from jax_ep.matmul.backend import (
+    Backend,
+    Gating,
+    Pairs,
+    Problem,
+    pad_rows,
+    symbolic_rows_reason,
+)
 from jax_ep.runtime import availability
 
 if TYPE_CHECKING:
@@ -23,17 +30,21 @@ _FEW_ROWS = 64  # of a group: with fewer, reading the matrices takes the time
 HOPPER_CORES = 132  # multiprocessors of an H100 or H200 SXM
 
 
-def operands_reason(matrix_shape: Sequence[int], dtype: Any) -> str | None:
-    """Returns why the kernels cannot multiply by matrices [H, F] of a dtype; None if they can."""
-    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
-        return f"it multiplies bfloat16 and float16, not {jnp.dtype(dtype)}"
-    if any(dim % 64 for dim in matrix_shape):
-        sides = list(matrix_shape)
+def unavailable_reason(problem: Problem) -> str | None:
+    """Returns why the kernels cannot compute a grouped matmul, or None if they can."""
+    if reason := symbolic_rows_reason(problem):
+        return reason
+    if jnp.dtype(problem.dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        return f"it multiplies bfloat16 and float16, not {jnp.dtype(problem.dtype)}"
+    if any(dim % 64 for dim in problem.matrix_shape):
+        sides = list(problem.matrix_shape)
         return f"it needs both sides of each group's matrix in multiples of 64, not {sides}"
-    return availability.jax_unavailable_reason()
+    if reason := availability.jax_unavailable_reason():
+        return reason
+    return None if problem.platform is None else _platform_reason(problem.platform)
 
 
-def platform_reason(platform: str) -> str | None:
+def _platform_reason(platform: str) -> str | None:
     """Returns why the kernels cannot run on a platform, such as "cpu", or None if they can."""
     if platform != "cuda":
         return f"its kernels are for NVIDIA Hopper GPUs, and this program is for {platform}"
@@ -215,12 +226,11 @@ def _core_count() -> int:
 
 
 BACKEND = Backend(
-    "pallas",
-    product,
-    drhs,
-    sum_of_products,
-    gated_product,
-    drhs_of_each,
-    operands_reason,
-    platform_reason,
+    name="pallas",
+    unavailable_reason=unavailable_reason,
+    product=product,
+    drhs=drhs,
+    fused_sum=sum_of_products,
+    fused_gate=gated_product,
+    fused_drhs=drhs_of_each,
 )

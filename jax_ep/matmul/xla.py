@@ -53,4 +53,4 @@ def _drhs_dims() -> lax.RaggedDotDimensionNumbers:
     )
 
 
-BACKEND = Backend("xla", product, drhs)
+BACKEND = Backend(name="xla", product=product, drhs=drhs)

@@ -1,11 +1,15 @@
-"""The configuration of an MoE layer, whose fields both Flax layers take."""
+"""The configuration of an MoE layer, whose fields both Flax layers take.
+
+A new option is a field of `MoEConfig` here, or of `ExpertOptions` and with the same name here, and
+what computes with it. An option that brings a parameter is declared in `jax_ep.moe.params`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +20,68 @@ from jax_ep.exchange.api import Implementation
 from jax_ep.exchange.routes import Overflow
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe import losses, routing
-from jax_ep.moe.expert_mlp import FUNCTIONS, Activation, Gating, HiddenUnit, check_unit
-from jax_ep.moe.routed_experts import WeightsOn
+from jax_ep.moe.expert_mlp import Activation, Gating
+from jax_ep.moe.options import (
+    axes,
+    check_options,
+    documented,
+    function_names,
+    function_option,
+    integer_or_zero,
+    number_or_none,
+    one_of,
+    option,
+    optional,
+    options_of,
+    same_option,
+)
+from jax_ep.moe.routed_experts import ExpertOptions, WeightsOn
 
 Router = Callable[[jax.Array, jax.Array | None], routing.Routing]
 
 
+def _check_mesh(name: str, mesh: Any) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"{name} must be a jax.sharding.Mesh, or None for the ambient one, but is "
+            f"{checks.described(mesh)}."
+        )
+
+
+def _check_dtype(name: str, dtype: Any) -> None:
+    check_compute_dtype(dtype, "; for float8 rows on the wire, set wire_dtype", name=name)
+    _check_no_wider(name, dtype, "sums over a token's experts")
+
+
+def _check_router_dtype(name: str, dtype: Any) -> None:
+    check_compute_dtype(dtype, name=name)
+    _check_no_wider(name, dtype, "logits")
+
+
+def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
+    if jnp.dtype(dtype).itemsize > 4:
+        raise TypeError(
+            f"{name} must be jnp.float32 or narrower, since {computed} are computed in float32, "
+            f"but is {dtype!r}."
+        )
+
+
+def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
+    """Raises TypeError unless matmuls can compute in `dtype`; `hint` goes into the message."""
+    known = checks.floating(dtype)
+    if known is None or known.itemsize < 2:
+        raise TypeError(
+            f"{name} must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
+            f"{dtype!r}{hint}."
+        )
+
+
+@documented(ExpertOptions)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Everything about a layer but its parameters. Hashable, and can be pickled.
+
+    Shared experts compute with `activation`, `gating` and `clamp` too.
 
     Attributes:
         num_experts: E, a multiple of the ranks along `expert_axis`.
@@ -66,15 +123,7 @@ class MoEConfig:
         wire_dtype: None, or `jnp.float8_e4m3fn`: the dtype in which tokens cross the wire to the
             experts, H a multiple of 128; see `jax_ep.dispatch`. What comes back, and every
             gradient, stays in `dtype`.
-        activation: a function of one array, used in every MLP, shared experts' too:
-            (activation(x wi_0) * (x wi_1)) wo, or activation(x wi_0) wo where there is no wi_1.
-        gating: None, or a function of two arrays in place of activation(gate) * up: of
-            gate = x wi_0 and up = x wi_1, biases included. Like activation it is a static argument:
-            what it reads besides is a constant, which is not trained.
-        clamp: None, or a number above 0: before activation or gating, gate is at most this, and up
-            between minus this and this, in shared experts too (GPT-OSS, DeepSeek-V4).
-        weights_on: what the weight of a choice multiplies: the "output" of its expert, or the
-            "input" (Llama 4).
+        {ExpertOptions}
         dtype: the dtype of tokens, expert matmuls and output: floating, of 16 or 32 bits. None: the
             dtype that x and wi_0 promote to; of float64, logits and the sums over a token's experts
             are float32 still.
@@ -93,8 +142,8 @@ class MoEConfig:
         matmul_implementation: the backend of the expert matmuls; see `jax_ep.expert_mlp`.
     """
 
-    num_experts: int
-    num_experts_per_token: int
+    num_experts: int = dataclasses.field(metadata={"check": checks.check_integer})
+    num_experts_per_token: int = dataclasses.field(metadata={"check": checks.check_integer})
     score: routing.Score = "softmax"
     choose_by: routing.ChooseBy = "score"
     num_groups: int = 1
@@ -103,28 +152,33 @@ class MoEConfig:
     normalize: bool = True
     normalize_epsilon: float = 0.0
     scale: float = 1.0
-    router: Router | None = None
-    router_dtype: Any = jnp.float32
-    balance_convention: losses.Convention = "switch"
-    capacity_factor: float | None = None
-    overflow: Overflow = "fair"
-    host_capacity_factor: float | None = None
-    num_slots: int | None = None
-    zero_experts: int = 0
-    identity_experts: int = 0
-    constant_experts: int = 0
-    free_expert_factor: float = 1.0
-    expert_alignment: int = 1
+    router: Router | None = function_option(
+        None,
+        "a function of tokens [T, H] and logits [T, E] that returns a jax_ep.Routing, or None",
+    )
+    router_dtype: Any = option(jnp.float32, optional(_check_router_dtype))
+    balance_convention: losses.Convention = option("switch", one_of(losses.Convention))
+    capacity_factor: float | None = option(None, number_or_none(", or None to drop nothing"))
+    overflow: Overflow = option("fair", one_of(Overflow))
+    host_capacity_factor: float | None = option(
+        None, number_or_none(", or None to send a host all that is meant for it")
+    )
+    num_slots: int | None = option(None, optional(checks.check_integer))
+    zero_experts: int = option(0, integer_or_zero)
+    identity_experts: int = option(0, integer_or_zero)
+    constant_experts: int = option(0, integer_or_zero)
+    free_expert_factor: float = option(1.0, checks.check_number)
+    expert_alignment: int = option(1, checks.check_integer)
     wire_dtype: Any = None
-    activation: Activation = jax.nn.silu
-    gating: Gating | None = None
-    clamp: float | None = None
-    weights_on: WeightsOn = "output"
-    dtype: Any = None
-    expert_axis: str | tuple[str, ...] = "expert"
+    activation: Activation = same_option(ExpertOptions, "activation")
+    gating: Gating | None = same_option(ExpertOptions, "gating")
+    clamp: float | None = same_option(ExpertOptions, "clamp")
+    weights_on: WeightsOn = same_option(ExpertOptions, "weights_on")
+    dtype: Any = option(None, optional(_check_dtype))
+    expert_axis: str | tuple[str, ...] = option("expert", axes)
     batch_axes: str | tuple[str, ...] | None = None
-    tensor_axis: str | tuple[str, ...] | None = None
-    mesh: Mesh | None = None
+    tensor_axis: str | tuple[str, ...] | None = option(None, optional(axes))
+    mesh: Mesh | None = option(None, optional(_check_mesh))
     implementation: Implementation = None
     matmul_implementation: MatmulImplementation = None
 
@@ -136,7 +190,7 @@ class MoEConfig:
     @classmethod
     def of(cls, layer: Any) -> MoEConfig:
         """Makes the configuration from the attributes of these names of a layer."""
-        return cls(**{field.name: getattr(layer, field.name) for field in dataclasses.fields(cls)})
+        return options_of(cls, layer)
 
     @property
     def num_free(self) -> int:
@@ -148,9 +202,9 @@ class MoEConfig:
         """The number of experts that the router chooses among: E, and those that cost nothing."""
         return self.num_experts + self.num_free
 
-    def unit(self) -> HiddenUnit:
-        """Returns the function between the matmuls of an MLP."""
-        return HiddenUnit(self.activation, self.gating, self.clamp)
+    def expert_options(self) -> ExpertOptions:
+        """Returns the options of the experts; called, they are the function between the matmuls."""
+        return options_of(ExpertOptions, self)
 
     @property
     def num_held(self) -> int:
@@ -174,7 +228,7 @@ class MoEConfig:
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Returns the fields that hold a function."""
-        fields = {name: getattr(self, name) for name in (*FUNCTIONS, "router")}
+        fields = {name: getattr(self, name) for name in function_names(type(self))}
         return {name: function for name, function in fields.items() if function is not None}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,32 +245,9 @@ class MoEConfig:
 
 def check_config(config: MoEConfig) -> None:
     """Raises TypeError or ValueError, naming the field, for a value that no layer can have."""
-    checks.check_integer("num_experts", config.num_experts)
-    checks.check_integer("num_experts_per_token", config.num_experts_per_token)
+    check_options(config)
     config.split_axes()
-    if config.capacity_factor is not None:
-        none = ", or None to drop nothing"
-        checks.check_number("capacity_factor", config.capacity_factor, otherwise=none)
-    checks.check_name("overflow", config.overflow, get_args(Overflow))
     routing.check_weighing(config.score, config.normalize, config.normalize_epsilon, config.scale)
-    if config.host_capacity_factor is not None:
-        none = ", or None to send a host all that is meant for it"
-        checks.check_number("host_capacity_factor", config.host_capacity_factor, otherwise=none)
-        if config.implementation in ("pallas", "xla"):
-            raise ValueError(
-                'host_capacity_factor is of the exchange between hosts, "two_level" or None, but '
-                f"is {config.host_capacity_factor} and the implementation "
-                f"{config.implementation!r}."
-            )
-    if config.num_slots is not None:
-        checks.check_integer("num_slots", config.num_slots)
-        if config.num_slots < config.num_experts:
-            raise ValueError(
-                f"num_slots must be at least num_experts={config.num_experts}, or None for one "
-                f"slot for each expert, but is {config.num_slots}."
-            )
-    for name in ("zero_experts", "identity_experts", "constant_experts"):
-        checks.check_integer(name, getattr(config, name), least=0)
     if config.router is None:
         routing.check_choosing(
             config.num_choosable,
@@ -227,44 +258,15 @@ def check_config(config: MoEConfig) -> None:
             config.group_score,
             k_name="num_experts_per_token",
         )
-    checks.check_number("free_expert_factor", config.free_expert_factor)
-    checks.check_integer("expert_alignment", config.expert_alignment)
-    check_unit(config.unit())
-    checks.check_name("balance_convention", config.balance_convention, get_args(losses.Convention))
-    checks.check_name("weights_on", config.weights_on, get_args(WeightsOn))
-    if not (config.router is None or callable(config.router)):
-        raise TypeError(
-            "router must be a function of tokens [T, H] and logits [T, E] that returns a "
-            f"jax_ep.Routing, or None, but is {checks.described(config.router)}."
+    if config.host_capacity_factor is not None and config.implementation in ("pallas", "xla"):
+        raise ValueError(
+            'host_capacity_factor is of the exchange between hosts, "two_level" or None, but '
+            f"is {config.host_capacity_factor} and the implementation {config.implementation!r}."
         )
-    if config.mesh is not None and not isinstance(config.mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh, or None for the ambient one, but is "
-            f"{checks.described(config.mesh)}."
-        )
-    if config.dtype is not None:
-        check_compute_dtype(config.dtype, "; for float8 rows on the wire, set wire_dtype")
-        _check_no_wider("dtype", config.dtype, "sums over a token's experts")
-    if config.router_dtype is not None:
-        check_compute_dtype(config.router_dtype, name="router_dtype")
-        _check_no_wider("router_dtype", config.router_dtype, "logits")
-
-
-def _check_no_wider(name: str, dtype: Any, computed: str) -> None:
-    if jnp.dtype(dtype).itemsize > 4:
-        raise TypeError(
-            f"{name} must be jnp.float32 or narrower, since {computed} are computed in float32, "
-            f"but is {dtype!r}."
-        )
-
-
-def check_compute_dtype(dtype: Any, hint: str = "", *, name: str = "dtype") -> None:
-    """Raises TypeError unless matmuls can compute in `dtype`; `hint` goes into the message."""
-    known = checks.floating(dtype)
-    if known is None or known.itemsize < 2:
-        raise TypeError(
-            f"{name} must be a floating dtype of 16 bits or more, such as jnp.bfloat16, but is "
-            f"{dtype!r}{hint}."
+    if config.num_slots is not None and config.num_slots < config.num_experts:
+        raise ValueError(
+            f"num_slots must be at least num_experts={config.num_experts}, or None for one "
+            f"slot for each expert, but is {config.num_slots}."
         )
 
 

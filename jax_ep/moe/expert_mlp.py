@@ -17,31 +17,40 @@ from jax_ep import checks
 from jax_ep.dtypes import wide_dtype
 from jax_ep.matmul import api as gmm
 from jax_ep.matmul.backend import Gating
+from jax_ep.moe.options import (
+    check_options,
+    documented,
+    function_option,
+    make_options,
+    number_or_none,
+    option,
+    takes,
+)
 from jax_ep.moe.traced import Traced, trace
 from jax_ep.runtime.jax_compat import is_traced, match_varying, replicated_over_explicit_axes
 
 Activation = Callable[[jax.Array], jax.Array]
 
-# The functions of a `HiddenUnit`, and what each is a function of.
-FUNCTIONS = {
-    "activation": "one array, such as jax.nn.silu",
-    "gating": "two arrays, gate and up",
-}
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HiddenUnit:
-    """The function between the matmuls of an expert: of gate and up, or of h without a gate.
+    """The function between the matmuls of an expert: of gate = x wi_0, and of up = x wi_1 if any.
 
     Attributes:
-        activation: a function of one array: activation(gate) * up, or activation(h).
-        gating: a function of (gate, up) in place of activation(gate) * up, or None.
-        clamp: the most that the function gets as gate, and as the magnitude of up; or None.
+        activation: an elementwise function of one array, finite at zero: an MLP computes
+            (activation(x wi_0) * (x wi_1)) wo, or activation(x wi_0) wo where there is no wi_1.
+        gating: None, or an elementwise function of two arrays in place of activation(gate) * up: of
+            gate = x wi_0 and up = x wi_1, biases included. Like activation it is a static argument:
+            what it reads besides is a constant, which is not trained.
+        clamp: None, or a number above 0: before activation or gating, gate is at most this, and up
+            between minus this and this (GPT-OSS, DeepSeek-V4).
     """
 
-    activation: Activation = jax.nn.silu
-    gating: Gating | None = None
-    clamp: float | None = None
+    activation: Activation = function_option(
+        jax.nn.silu, "a function of one array, such as jax.nn.silu"
+    )
+    gating: Gating | None = function_option(None, "a function of two arrays, gate and up")
+    clamp: float | None = option(None, number_or_none())
 
     def __call__(self, gate: jax.Array, *up: jax.Array) -> jax.Array:
         if self.clamp is not None:
@@ -64,6 +73,8 @@ class Experts(NamedTuple):
     wo_bias: jax.Array | None = None
 
 
+@documented(HiddenUnit)
+@takes(HiddenUnit, before="implementation")
 def expert_mlp(
     tokens: jax.Array,
     wi_0: jax.Array,
@@ -74,10 +85,8 @@ def expert_mlp(
     wi_0_bias: jax.Array | None = None,
     wi_1_bias: jax.Array | None = None,
     wo_bias: jax.Array | None = None,
-    activation: Activation = jax.nn.silu,
-    gating: Gating | None = None,
-    clamp: float | None = None,
     implementation: gmm.Implementation = None,
+    **options: Any,
 ) -> jax.Array:
     """Runs each row through its group's expert: (activation(x @ wi_0) * (x @ wi_1)) @ wo.
 
@@ -107,11 +116,7 @@ def expert_mlp(
       group_sizes: [L] integer: rows of each expert's block; their sum is at most R.
       wi_0_bias, wi_1_bias: [L, F] floating, or None: biases of the pre-activations.
       wo_bias: [L, H] floating, or None: a bias of the output.
-      activation: an elementwise function of one array, finite at zero.
-      gating: an elementwise function of (x @ wi_0, x @ wi_1), biases included, in place of
-        activation(gate) * up; or None.
-      clamp: before activation or gating, x @ wi_0 is at most this, and x @ wi_1 between minus this
-        and this (GPT-OSS, DeepSeek-V4); or None.
+      {HiddenUnit}
       implementation: as in `grouped_matmul`.
 
     Returns:
@@ -122,7 +127,7 @@ def expert_mlp(
         here; the message says why.
     """
     experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
-    unit = HiddenUnit(activation, gating, clamp)
+    unit = make_options(HiddenUnit, options, "expert_mlp")
     check_operands(tokens, experts, group_sizes, unit, implementation)
     group_sizes = jnp.asarray(group_sizes, jnp.int32)
     leaves, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, (tokens, experts, group_sizes)))
@@ -348,7 +353,7 @@ def check_operands(
             )
     for name, array in arrays.items():
         checks.check_not_sharded(name, array)
-    check_unit(unit)
+    check_options(unit)
     rows = jax.ShapeDtypeStruct((tokens.shape[0], mlp), wide_dtype(tokens.dtype))
     _check_elementwise(unit, rows)
     if experts.wi_1 is None:
@@ -359,18 +364,6 @@ def check_operands(
                     "pre-activation."
                 )
     gmm.check_implementation(implementation, experts.wi_0, name_of_implementation)
-
-
-def check_unit(unit: HiddenUnit) -> None:
-    """Raises TypeError or ValueError, naming the argument, for an unusable function or number."""
-    for name, arguments in FUNCTIONS.items():
-        value = getattr(unit, name)
-        if not (callable(value) or (value is None and name == "gating")):
-            raise TypeError(
-                f"{name} must be a function of {arguments}, but is {checks.described(value)}."
-            )
-    if unit.clamp is not None:
-        checks.check_number("clamp", unit.clamp, otherwise=", or None")
 
 
 def _check_elementwise(unit: HiddenUnit, rows: jax.ShapeDtypeStruct) -> None:

@@ -24,12 +24,13 @@ from jax_ep.exchange.routes import dropless_capacity
 from jax_ep.matmul.backend import TILE_ROWS
 from jax_ep.moe import losses, routing
 from jax_ep.moe.config import MoEConfig, check_compute_dtype, check_config
+from jax_ep.moe.expert_mlp import Experts
 from jax_ep.moe.free_experts import output as free_output
 from jax_ep.moe.free_experts import without_free
 from jax_ep.moe.mesh import LayerMesh, check_mesh_of_experts, explicit_axes, find_mesh, reshard
 from jax_ep.moe.metrics import MoEMetrics, Sequences, metrics_of
 from jax_ep.moe.params import LOGICAL_AXES, MoEParams, check_num_held, check_params
-from jax_ep.moe.routed_experts import routed_experts
+from jax_ep.moe.routed_experts import run_experts
 from jax_ep.moe.router import RouterInputs, check_router, makes_distinct_choices, route
 from jax_ep.moe.slots import by_expert, check_placement, chosen, equal_copies
 from jax_ep.moe.traced import Traced
@@ -276,8 +277,7 @@ def _on_mesh(
 
 def _spec_of_parameter(name: str, where: LayerMesh) -> PartitionSpec:
     axes = {"exp": where.expert_axes, "mlp": where.tensor_axes}
-    logical_axes = LOGICAL_AXES.get(name, ())
-    return PartitionSpec(*((axes.get(axis or "") or None) for axis in logical_axes))
+    return PartitionSpec(*((axes.get(axis or "") or None) for axis in LOGICAL_AXES[name]))
 
 
 def _on_rank(
@@ -373,27 +373,18 @@ def _run_routed_experts(
         zero_unused=False,
         implementation=config.implementation,
     )
-    experts = {
-        name: _own_experts(weights, placement, config, where)
-        for name in ROUTED_WEIGHTS
-        if (weights := getattr(params, name)) is not None
-    }
-    if where.tensor_axes and "wo_bias" in experts:  # once, among partial sums
+    experts = Experts(**{name: getattr(params, name) for name in ROUTED_WEIGHTS})
+    experts = jax.tree.map(lambda w: _own_experts(w, placement, config, where), experts)
+    if where.tensor_axes and experts.wo_bias is not None:  # once, among partial sums
         is_first = lax.axis_index(where.tensor_axes) == 0
-        experts["wo_bias"] = jnp.where(is_first, experts["wo_bias"], 0)
-    out = routed_experts(
+        experts = experts._replace(wo_bias=jnp.where(is_first, experts.wo_bias, 0))
+    out = run_experts(
         received,
-        experts.pop("wi_0"),
-        experts.pop("wi_1", None),
-        experts.pop("wo"),
+        experts,
         topk_weights,
-        **experts,
-        activation=config.activation,
-        gating=config.gating,
-        clamp=config.clamp,
-        weights_on=config.weights_on,
-        implementation=config.implementation,
-        matmul_implementation=config.matmul_implementation,
+        config.expert_options(),
+        config.implementation,
+        config.matmul_implementation,
     )
     dropped = (
         _of_all_experts(received.dropped_counts, where)
@@ -469,7 +460,8 @@ def _shared_experts(params: MoEParams, x: jax.Array, config: MoEConfig) -> jax.A
     wi = [w.astype(config.dtype) for w in (params.shared_wi_0, params.shared_wi_1) if w is not None]
     assert params.shared_wo is not None
     tokens = x.astype(config.dtype)
-    out = config.unit()(*(tokens @ w for w in wi)) @ params.shared_wo.astype(config.dtype)
+    unit = config.expert_options()
+    out = unit(*(tokens @ w for w in wi)) @ params.shared_wo.astype(config.dtype)
     if params.shared_gate is not None:
         factor = jax.nn.sigmoid(routing.router_logits(x, params.shared_gate))
         out = (out.astype(jnp.float32) * factor).astype(out.dtype)

@@ -1,13 +1,21 @@
-"""The parameters of an MoE layer: names, shapes, logical axes, initializers and checks."""
+"""The parameters of an MoE layer: names, shapes, logical axes, initializers and checks.
+
+A new parameter is a field of `MoEParams`, a row of `PARAMETERS`, and the option in
+`ParameterOptions` that brings it. The Flax layers make it from there, and load and save it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import checks
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.options import check_options, integer_or_zero, option, optional
 from jax_ep.placement.weights import ROUTED_WEIGHTS
 from jax_ep.runtime.jax_compat import register_for_export
 
@@ -16,70 +24,158 @@ Initializer = jax.nn.initializers.Initializer
 default_kernel_init = jax.nn.initializers.lecun_normal()
 
 
-class Parameter(NamedTuple):
-    """A parameter of the layer: its shape, one letter per dimension, and its initializer.
+def _check_initializer(name: str, init: Any) -> None:
+    if not callable(init):
+        raise TypeError(
+            f"{name} must be an initializer, a function of key, shape and dtype, but is "
+            f"{checks.described(init)}."
+        )
 
-    E experts, H hidden, F hidden of one expert, S hidden of the shared experts together.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterOptions:
+    """Which parameters a Flax layer has, and how it makes them.
+
+    Attributes:
+        num_shared_experts: the number of experts of width F that every token goes to.
+        shared_dim: S, the width of all shared experts together, in place of num_shared_experts * F.
+        use_shared_gate: multiply the shared experts' output by sigmoid(x @ shared_gate)
+            (Qwen2-MoE).
+        gated: experts, shared ones too, have a gate; without it (Nemotron-H) there is no wi_1.
+        use_mlp_bias: routed experts' matmuls have biases (GPT-OSS).
+        selection_bias: keep a DeepSeek-V3 selection bias, which changes only the choice of experts.
+        use_gate_bias: add a trained bias to the logits, for choice and weights (GPT-OSS).
+        use_expert_scale: multiply each choice's weight by a trained factor of its expert (Gemma 4).
+        param_dtype: dtype of the parameters.
+        kernel_init: initializer of one expert's matrix, called for each expert with [H, F] or
+            [F, H].
+        gate_init: initializer of gate.kernel; None: there is no gate, and each call is given
+            `topk_idx` and `topk_weights`, or `router` needs no logits.
+    """
+
+    num_shared_experts: int = option(0, integer_or_zero)
+    shared_dim: int | None = option(None, optional(integer_or_zero))
+    use_shared_gate: bool = option(False, checks.check_bool)
+    gated: bool = option(True, checks.check_bool)
+    use_mlp_bias: bool = option(False, checks.check_bool)
+    selection_bias: bool = option(False, checks.check_bool)
+    use_gate_bias: bool = option(False, checks.check_bool)
+    use_expert_scale: bool = option(False, checks.check_bool)
+    param_dtype: Any = option(jnp.float32, checks.as_dtype_of_arrays)
+    kernel_init: Initializer = option(default_kernel_init, _check_initializer)
+    gate_init: Initializer | None = option(default_kernel_init, optional(_check_initializer))
+
+    @classmethod
+    def of_params(cls, params: MoEParams) -> ParameterOptions:
+        """Returns the options of a layer that has these parameters."""
+        names: dict[str, list[str]] = {}  # of the parameters that an option brings
+        for name, parameter in PARAMETERS.items():
+            for needed in parameter.needs:
+                names.setdefault(needed, []).append(name)
+        switches: dict[str, Any] = {
+            needed: any(getattr(params, name) is not None for name in brought)
+            for needed, brought in names.items()
+        }
+        shared_dim = None if params.shared_wo is None else params.shared_wo.shape[0]
+        return cls(shared_dim=shared_dim, **switches)
+
+
+def check_parameter_options(options: ParameterOptions, router_dim: int | None = None) -> None:
+    """Raises TypeError or ValueError, naming the option, for a value that no layer can have.
+
+    `router_dim` is the size of the router's tokens where a layer is told it, or None.
+    """
+    check_options(options)
+    shared_dim, number = options.shared_dim, options.num_shared_experts
+    if shared_dim is not None and number:
+        raise ValueError(
+            "shared_dim, the width of all shared experts, must be None where num_shared_experts is "
+            f"{number}, but is {shared_dim}."
+        )
+    if options.use_shared_gate and not (shared_dim or number):
+        raise ValueError(
+            "use_shared_gate must be False without shared experts: set num_shared_experts or "
+            "shared_dim."
+        )
+    if options.gate_init is not None:
+        return
+    for name, value, nothing in (
+        ("selection_bias", options.selection_bias, False),
+        ("router_dim", router_dim, None),
+    ):
+        if value != nothing:
+            raise ValueError(
+                f"{name} must be {nothing} where gate_init is None, since it is of the gate that "
+                f"the layer then lacks, but is {value}."
+            )
+
+
+class Parameter(NamedTuple):
+    """A parameter of the layer.
+
+    Attributes:
+        dims: its shape, a letter for each dimension: E experts that ranks hold, R experts that the
+            router chooses among, H hidden, F hidden of one expert, S hidden of the shared experts
+            together, C constant experts; a digit is that size.
+        logical_axes: the logical axis of each dimension. Map "exp" to the mesh's expert axis.
+        init: its initializer; "kernel" and "gate" are those of the layer.
+        needs: the options that must be True for a Flax layer to have it. A parameter with a
+            dimension of size 0 is absent too.
     """
 
     dims: str
-    logical_axes: tuple[str | None, ...]  # "exp" is the one to map to the mesh's expert axis
+    logical_axes: tuple[str | None, ...]
     init: Literal["gate", "kernel", "zeros", "ones"] = "kernel"
+    needs: tuple[str, ...] = ()
 
 
-# The parameters, by their names in `MoEParams`; all but the gate have them in the Flax layers too.
+# The parameters, by their names in `MoEParams`. The Flax layers have the first two in a module.
 PARAMETERS = {
-    "gate": Parameter("HE", ("embed", None), "gate"),
-    "gate_bias": Parameter("E", (None,), "zeros"),
-    "expert_scale": Parameter("E", (None,), "ones"),
+    "gate": Parameter("HR", ("embed", None), "gate"),
+    "bias": Parameter("R", (None,), "zeros", ("selection_bias",)),
+    "gate_bias": Parameter("R", (None,), "zeros", ("use_gate_bias",)),
+    "expert_scale": Parameter("R", (None,), "ones", ("use_expert_scale",)),
     "wi_0": Parameter("EHF", ("exp", "embed", "mlp")),
-    "wi_1": Parameter("EHF", ("exp", "embed", "mlp")),
+    "wi_1": Parameter("EHF", ("exp", "embed", "mlp"), needs=("gated",)),
     "wo": Parameter("EFH", ("exp", "mlp", "embed")),
-    "wi_0_bias": Parameter("EF", ("exp", "mlp"), "zeros"),
-    "wi_1_bias": Parameter("EF", ("exp", "mlp"), "zeros"),
-    "wo_bias": Parameter("EH", ("exp", "embed"), "zeros"),
+    "wi_0_bias": Parameter("EF", ("exp", "mlp"), "zeros", ("use_mlp_bias",)),
+    "wi_1_bias": Parameter("EF", ("exp", "mlp"), "zeros", ("use_mlp_bias", "gated")),
+    "wo_bias": Parameter("EH", ("exp", "embed"), "zeros", ("use_mlp_bias",)),
     "shared_wi_0": Parameter("HS", ("embed", "mlp")),
-    "shared_wi_1": Parameter("HS", ("embed", "mlp")),
+    "shared_wi_1": Parameter("HS", ("embed", "mlp"), needs=("gated",)),
     "shared_wo": Parameter("SH", ("mlp", "embed")),
-    "shared_gate": Parameter("H1", ("embed", None)),
+    "shared_gate": Parameter("H1", ("embed", None), needs=("use_shared_gate",)),
     "constant_value": Parameter("CH", (None, "embed"), "zeros"),
     "constant_gate": Parameter("CH2", (None, "embed", None), "zeros"),
 }
 LOGICAL_AXES = {name: parameter.logical_axes for name, parameter in PARAMETERS.items()}
-WEIGHTS = tuple(name for name in PARAMETERS if name != "gate")
+WEIGHTS = tuple(name for name in PARAMETERS if name not in ("gate", "bias"))
 SHARED_WEIGHTS = ("shared_wi_0", "shared_wi_1", "shared_wo")
 
-# The attributes of the Flax layers that say which parameters there are; see `weight_shapes`.
-PARTS = (
-    "num_shared_experts",
-    "shared_dim",
-    "gated",
-    "use_gate_bias",
-    "use_expert_scale",
-    "use_mlp_bias",
-    "use_shared_gate",
-)
 # Parameters that must be None where another one is None.
 _NEEDS = {"wi_1_bias": "wi_1", "shared_gate": "shared_wo"}
 
 
 class MoEParams(NamedTuple):
-    """The parameters of a layer: E experts, H hidden, F expert hidden, S shared hidden. A pytree.
+    """The parameters of a layer. A pytree.
+
+    E experts, R experts that the router chooses among (E, and those that cost nothing), H hidden, F
+    expert hidden, S shared hidden, C constant experts.
 
     Attributes:
-        gate: [H, E] router kernel; None where the caller gives the routing of every call.
+        gate: [H, R] router kernel; None where the caller gives the routing of every call.
         wi_0: [E, H, F], the projection that the activation is applied to.
         wi_1: [E, H, F], the projection that is multiplied with it; None: experts without a gate.
         wo: [E, F, H], the projection back.
-        bias: [E] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which steers the
+        bias: [R] selection bias, or None: DeepSeek-V3's `e_score_correction_bias`, which steers the
             choice of experts and nothing else. The bias of a router that is a linear layer with
             one, as GPT-OSS's, is `gate_bias`.
         shared_wi_0: [H, S], or None without shared experts. S is the width of all of these
             together, and need not be a multiple of F.
         shared_wi_1: [H, S]; None without shared experts, and where wi_1 is.
         shared_wo: [S, H], or None without shared experts.
-        gate_bias: [E] bias of the logits, or None.
-        expert_scale: [E] factor on the weight of each choice of an expert (Gemma 4), or None.
+        gate_bias: [R] bias of the logits, or None.
+        expert_scale: [R] factor on the weight of each choice of an expert (Gemma 4), or None.
         wi_0_bias: [E, F] bias of x wi_0, or None.
         wi_1_bias: [E, F] bias of x wi_1, or None.
         wo_bias: [E, H] bias of the output of an expert, or None.
@@ -119,112 +215,65 @@ register_for_export(MoEParams)
 
 
 def weight_shapes(
-    num_experts: int,
-    hidden: int,
-    mlp_dim: int,
-    num_shared_experts: int = 0,
-    *,
-    shared_dim: int | None = None,
-    gated: bool = True,
-    use_gate_bias: bool = False,
-    use_expert_scale: bool = False,
-    use_mlp_bias: bool = False,
-    use_shared_gate: bool = False,
-    num_slots: int | None = None,
-    num_free: int = 0,
-    num_constant: int = 0,
+    config: MoEConfig, options: ParameterOptions, hidden: int, mlp_dim: int
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the global shape of each parameter but the gate, by its name in `MoEParams`.
-
-    Args:
-        num_experts, hidden, mlp_dim: E, H and F.
-        num_shared_experts: shared experts of F each.
-        shared_dim: the width of all shared experts together, in place of num_shared_experts * F.
-        gated: experts have a wi_1.
-        use_gate_bias, use_expert_scale, use_mlp_bias, use_shared_gate: there is a `gate_bias`, an
-            `expert_scale`, biases of the routed experts, a `shared_gate`.
-        num_slots: the experts that routed weights hold, copies counted, where they are not E.
-        num_free: experts that cost nothing, of which the router's parameters have entries too.
-        num_constant: C, those of them that give a constant.
+    """Returns the global shapes of a layer's parameters but those of its gate, by name.
 
     Raises:
-        ValueError: a size is out of range, the shared experts' width is given twice, or their gate
-            without them.
-        TypeError: a size is no integer, or a flag no bool.
+        ValueError, TypeError: `hidden` or `mlp_dim` is no integer of at least 1.
     """
-    checks.check_sizes(num_experts=num_experts, hidden=hidden, mlp_dim=mlp_dim)
-    checks.check_integer("num_shared_experts", num_shared_experts, least=0)
-    flags = dict(
-        gated=gated,
-        use_gate_bias=use_gate_bias,
-        use_expert_scale=use_expert_scale,
-        use_mlp_bias=use_mlp_bias,
-        use_shared_gate=use_shared_gate,
-    )
-    for name, flag in flags.items():
-        checks.check_bool(name, flag)
-    if shared_dim is None:
-        shared_dim = num_shared_experts * mlp_dim
-    elif num_shared_experts:
-        raise ValueError(
-            "shared_dim, the width of all shared experts, must be None where num_shared_experts is "
-            f"{num_shared_experts}, but is {shared_dim}."
-        )
-    checks.check_integer("shared_dim", shared_dim, least=0)
-    if use_shared_gate and not shared_dim:
-        raise ValueError(
-            "use_shared_gate must be False without shared experts: set num_shared_experts or "
-            "shared_dim."
-        )
-    sizes = {"E": num_experts + num_free, "H": hidden, "F": mlp_dim, "S": shared_dim}
-    sizes |= {"C": num_constant, "1": 1, "2": 2}
-    held = sizes | {"E": num_slots or num_experts}
-    present = {
-        "gate_bias": use_gate_bias,
-        "expert_scale": use_expert_scale,
-        "wi_1": gated,
-        "wi_0_bias": use_mlp_bias,
-        "wi_1_bias": use_mlp_bias and gated,
-        "wo_bias": use_mlp_bias,
-        "shared_wi_0": shared_dim > 0,
-        "shared_wi_1": shared_dim > 0 and gated,
-        "shared_wo": shared_dim > 0,
-        "shared_gate": use_shared_gate,
-        "constant_value": num_constant > 0,
-        "constant_gate": num_constant > 0,
+    checks.check_sizes(hidden=hidden, mlp_dim=mlp_dim)
+    sizes = {
+        "E": config.num_held,
+        "R": config.num_choosable,
+        "H": hidden,
+        "F": mlp_dim,
+        "S": options.num_shared_experts * mlp_dim,
+        "C": config.constant_experts,
     }
+    if options.shared_dim is not None:
+        sizes["S"] = options.shared_dim
+    shapes = {name: _shape(PARAMETERS[name], sizes) for name in WEIGHTS}
     return {
-        name: tuple((held if name in ROUTED_WEIGHTS else sizes)[d] for d in PARAMETERS[name].dims)
-        for name in WEIGHTS
-        if present.get(name, True)
+        name: shape
+        for name, shape in shapes.items()
+        if 0 not in shape and all(getattr(options, needed) for needed in PARAMETERS[name].needs)
     }
 
 
-def check_without_gate(*, selection_bias: bool, router_dim: int | None = None) -> None:
-    """Raises ValueError for an argument of a layer's gate; a layer calls it where it has none."""
-    for name, value, nothing in (
-        ("selection_bias", selection_bias, False),
-        ("router_dim", router_dim, None),
-    ):
-        if value != nothing:
-            raise ValueError(
-                f"{name} must be {nothing} where gate_init is None, since it is of the gate that "
-                f"the layer then lacks, but is {value}."
-            )
+def _shape(parameter: Parameter, sizes: dict[str, int]) -> tuple[int, ...]:
+    return tuple(int(dim) if dim.isdigit() else sizes[dim] for dim in parameter.dims)
 
 
-def initializer(
-    name: str, kernel_init: Initializer, num_experts: int, num_slots: int | None
-) -> Initializer:
-    """Returns the initializer of a parameter but the gate; matrices are drawn by `kernel_init`."""
-    if not callable(kernel_init):
-        raise TypeError(
-            "kernel_init must be an initializer, a function of key, shape and dtype, but is "
-            f"{checks.described(kernel_init)}."
-        )
+def table() -> str:
+    """Returns the table of parameters in the docstrings of the Flax layers."""
+    return "\n".join(_rows())
+
+
+def _rows() -> Iterator[str]:
+    for name, parameter in PARAMETERS.items():
+        if name == "bias":  # Flax's parameters are trained, and this is not
+            continue
+        shown = "gate.kernel" if name == "gate" else name
+        dims = f"[{', '.join(parameter.dims)}]"
+        axes = ", ".join("None" if axis is None else f'"{axis}"' for axis in parameter.logical_axes)
+        axes = f"({axes})" if len(parameter.dims) > 1 else f"({axes},)"
+        needs = [f"`{needed}`" for needed in parameter.needs]
+        needs += ["shared experts"] if "S" in parameter.dims else []
+        needs += ["`constant_experts`"] if "C" in parameter.dims else []
+        yield f"{shown:15}{dims:11}{axes}{', with ' if needs else ''}{' and '.join(needs)}"
+
+
+def initializer(name: str, config: MoEConfig, options: ParameterOptions) -> Initializer:
+    """Returns the initializer of a parameter but the gate; `kernel_init` draws matrices."""
     kind = PARAMETERS[name].init
-    init = per_expert(kernel_init) if kind == "kernel" else getattr(jax.nn.initializers, kind)
-    return init if num_slots is None or name not in ROUTED_WEIGHTS else in_order(init, num_experts)
+    if kind == "kernel":
+        init = per_expert(options.kernel_init)
+    else:
+        init = getattr(jax.nn.initializers, kind)
+    if config.num_slots is None or name not in ROUTED_WEIGHTS:
+        return init
+    return in_order(init, config.num_experts)
 
 
 def in_order(init: Initializer, num_experts: int) -> Initializer:
@@ -266,7 +315,7 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
             raise ValueError(
                 f"gate must be [H, num_experts={num_experts}], but has shape {params.gate.shape}."
             )
-    for name in ("bias", "gate_bias", "expert_scale"):
+    for name in (name for name, parameter in PARAMETERS.items() if parameter.dims == "R"):
         if (array := getattr(params, name)) is not None:
             checks.check_array(name, array, None, jnp.floating, "[E]")
             if array.shape != (num_experts,):
@@ -291,7 +340,8 @@ def check_params(params: MoEParams, num_experts: int, num_constant: int = 0) -> 
     for name, other in _NEEDS.items():
         if getattr(params, name) is not None and getattr(params, other) is None:
             raise ValueError(f"{name} must be None where {other} is None.")
-    _check_shared(params, hidden=hidden)
+    _check_shared(params)
+    _check_shapes(params, num_experts, num_constant)
 
 
 def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> None:
@@ -307,8 +357,8 @@ def check_num_held(params: MoEParams, num_experts: int, allowed: set[int]) -> No
             )
 
 
-def _check_shared(params: MoEParams, hidden: int) -> None:
-    """Raises unless the shared weights fit each other, or are all None."""
+def _check_shared(params: MoEParams) -> None:
+    """Raises ValueError unless all matrices of the shared experts are given, or none."""
     given = {name: w for name in SHARED_WEIGHTS if (w := getattr(params, name)) is not None}
     if not given:
         return
@@ -319,16 +369,33 @@ def _check_shared(params: MoEParams, hidden: int) -> None:
             f"{', '.join(names)} must be given together or be None{without}, but only "
             f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given."
         )
-    if params.shared_gate is not None:
-        given["shared_gate"] = params.shared_gate
-    for name, array in given.items():
+
+
+def _check_shapes(params: MoEParams, num_experts: int, num_constant: int) -> None:
+    """Raises for a parameter whose shape does not follow from its row of `PARAMETERS`.
+
+    The gate is left out, since it has a row for each column of `router_x`. Routed weights are left
+    out, since the mesh decides how many experts they hold.
+    """
+    arrays = {
+        name: array
+        for name in PARAMETERS
+        if name != "gate" and name not in ROUTED_WEIGHTS
+        if (array := getattr(params, name)) is not None
+    }
+    for name, array in arrays.items():
         dims = PARAMETERS[name].dims
-        checks.check_array(name, array, 2, jnp.floating, f"[{', '.join(dims)}]")
-    sizes = {"H": hidden, "S": given["shared_wi_0"].shape[1], "1": 1}
-    for name, array in given.items():
-        wanted = tuple(sizes[dim] for dim in PARAMETERS[name].dims)
+        checks.check_array(name, array, len(dims), jnp.floating, f"[{', '.join(dims)}]")
+    _, hidden, mlp_dim = params.wi_0.shape
+    sizes = {"R": num_experts, "H": hidden, "F": mlp_dim, "C": num_constant}
+    if params.shared_wi_0 is not None:
+        sizes["S"] = params.shared_wi_0.shape[1]
+    for name, array in arrays.items():
+        parameter = PARAMETERS[name]
+        wanted = _shape(parameter, sizes)
         if array.shape != wanted:
+            shared = f" and S={sizes['S']}" if "S" in parameter.dims else ""
             raise ValueError(
-                f"{name} must have shape {wanted} for H={hidden} and shared_wi_0 of shape "
-                f"{given['shared_wi_0'].shape}, but has shape {array.shape}."
+                f"{name} must have shape {wanted} for H={hidden}{shared}, but has shape "
+                f"{array.shape}."
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,32 @@ from jax_ep.exchange.choice_values import choices_to_rows, rows_to_choices
 from jax_ep.exchange.expert_major import check_weights
 from jax_ep.matmul.api import Implementation as MatmulImplementation
 from jax_ep.moe.expert_mlp import (
-    Activation,
     Experts,
-    Gating,
     HiddenUnit,
     backward,
     check_operands,
     forward,
     traced_unit,
 )
+from jax_ep.moe.options import documented, make_options, one_of, option, takes
 from jax_ep.moe.traced import Traced
 from jax_ep.runtime.jax_compat import match_varying
 
 WeightsOn = Literal["output", "input"]
+
+
+@documented(HiddenUnit)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertOptions(HiddenUnit):
+    """What routed experts compute, besides their weights.
+
+    Attributes:
+        {HiddenUnit}
+        weights_on: what the weight of a choice multiplies: the "output" of its expert, or the
+            "input" (Llama 4).
+    """
+
+    weights_on: WeightsOn = option("output", one_of(WeightsOn))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +62,8 @@ class _Config:
     matmul_implementation: MatmulImplementation
 
 
+@documented(ExpertOptions)
+@takes(ExpertOptions, before="implementation")
 def routed_experts(
     received: Dispatched,
     wi_0: jax.Array,
@@ -59,12 +74,9 @@ def routed_experts(
     wi_0_bias: jax.Array | None = None,
     wi_1_bias: jax.Array | None = None,
     wo_bias: jax.Array | None = None,
-    activation: Activation = jax.nn.silu,
-    gating: Gating | None = None,
-    clamp: float | None = None,
-    weights_on: WeightsOn = "output",
     implementation: Implementation = None,
     matmul_implementation: MatmulImplementation = None,
+    **options: Any,
 ) -> jax.Array:
     """Runs the experts on received tokens and combines their outputs.
 
@@ -84,8 +96,7 @@ def routed_experts(
       received: what this rank's `dispatch` returned, its scales None.
       wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias: as in `expert_mlp`.
       topk_weights: [T, K] floating, as in `combine`.
-      activation, gating, clamp: as in `expert_mlp`.
-      weights_on: what the weights multiply, "output" or "input" of the experts.
+      {ExpertOptions}
       implementation: of combine and its gradient, as in `dispatch`.
       matmul_implementation: as in `grouped_matmul`.
 
@@ -95,6 +106,22 @@ def routed_experts(
     Raises:
       TypeError, ValueError: as `expert_mlp` and `combine` do.
     """
+    experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
+    given = make_options(ExpertOptions, options, "routed_experts")
+    return run_experts(
+        received, experts, topk_weights, given, implementation, matmul_implementation
+    )
+
+
+def run_experts(
+    received: Dispatched,
+    experts: Experts,
+    topk_weights: jax.Array,
+    options: ExpertOptions,
+    implementation: Implementation,
+    matmul_implementation: MatmulImplementation,
+) -> jax.Array:
+    """Does what `routed_experts` does."""
     if not isinstance(received, Dispatched):
         raise TypeError(
             "received must be what a dispatch returned, a Dispatched, but is "
@@ -106,21 +133,18 @@ def routed_experts(
             f'an array of shape {received.scales.shape}; dispatch with output="dequantized".'
         )
     tokens, group_sizes, handle = received.tokens, received.group_sizes, received.handle
-    experts = Experts(wi_0, wi_1, wo, wi_0_bias, wi_1_bias, wo_bias)
-    unit = HiddenUnit(activation, gating, clamp)
     check_operands(
-        tokens, experts, group_sizes, unit, matmul_implementation, "matmul_implementation"
+        tokens, experts, group_sizes, options, matmul_implementation, "matmul_implementation"
     )
     check_weights(topk_weights, handle)
-    checks.check_name("weights_on", weights_on, get_args(WeightsOn))
     row_weights = topk_weights.astype(jnp.float32)
     weights: jax.Array | None = row_weights
-    if weights_on == "input":
+    if options.weights_on == "input":
         tokens, weights = _weighted(tokens, row_weights, handle, implementation), None
     arrays = jax.tree.map(jnp.asarray, (tokens, experts, weights, group_sizes))
     leaves, tree = jax.tree.flatten(arrays)
     operands = jax.tree.unflatten(tree, match_varying(leaves, handle.axis_name))
-    traced = traced_unit(unit, *operands[:2])
+    traced = traced_unit(options, *operands[:2])
     config = _Config(traced, implementation, matmul_implementation)
     return _routed_experts(config, *operands, handle)
 

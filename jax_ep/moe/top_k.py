@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import checks
+from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 from jax_ep.runtime.jax_compat import Program, define_primitive, match_varying, result_type
 from pallas_kernels.routing import order, plan
@@ -382,24 +383,55 @@ def _by_kernel(logits, *others, given, k, weighing, scores, groups, softmax):
 
 
 def _lower(program: Program, *operands: Any, **params: Any) -> Any:
-    compute = _by_xla if _kernel_unavailable(program, params["k"]) else _by_kernel
-    return program.lower(compute, *operands, **params)
+    problem = _Problem(program, params["k"])
+    return program.lower(IMPLEMENTATIONS.select(None, problem).compute, *operands, **params)
 
 
-def _kernel_unavailable(program: Program, k: int) -> bool:
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """A choice of k experts for each token, in a program that is being lowered."""
+
+    program: Program
+    k: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TopK(Implementation):
+    """A way to choose experts; `compute` takes the operands and parameters of the primitive."""
+
+    compute: Callable[..., Any]
+
+
+def _kernel_reason(problem: _Problem) -> str | None:
+    """Returns why the kernel cannot choose the experts, or None if it can."""
+    program = problem.program
     num_tokens, num_experts = program.operand_types[0].shape
+    if program.platforms != ("cuda",):
+        platforms = ", ".join(program.platforms) or "an unknown platform"
+        return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
+    if program.for_export:
+        return "JAX promises no stability for a kernel in a file, and the program is to be exported"
+    if not program.is_of_one_device:
+        return "it runs on one device, and XLA partitions this program over several"
+    if not isinstance(num_tokens, int):
+        return f"the number of tokens is symbolic, {num_tokens}"
+    if not 0 < num_tokens * num_experts <= checks.MAX_INT32:
+        return f"its offsets are int32, and there are {num_tokens} x {num_experts} logits"
     return (
-        program.platforms != ("cuda",)
-        or program.for_export  # JAX promises no stability for a kernel in a file
-        or not program.is_of_one_device
-        or not isinstance(num_tokens, int)
-        or num_tokens == 0
-        or num_tokens * num_experts > checks.MAX_INT32  # the kernel's offsets are int32
-        or plan.unavailable_reason(num_experts, k) is not None
-        or availability.jax_unavailable_reason() is not None
-        or availability.mosaic_unavailable_reason() is not None
-        or (jax.default_backend() == "gpu" and availability.unavailable_reason() is not None)
+        plan.unavailable_reason(num_experts, problem.k)
+        or availability.jax_unavailable_reason()
+        or availability.mosaic_unavailable_reason()
+        or (availability.unavailable_reason() if jax.default_backend() == "gpu" else None)
     )
+
+
+# In the order in which they are tried. No argument names one: both choose the same experts.
+IMPLEMENTATIONS = Implementations(
+    (
+        _TopK(name="pallas", unavailable_reason=_kernel_reason, compute=_by_kernel),
+        _TopK(name="xla", compute=_by_xla),
+    )
+)
 
 
 def _types(logits: Any, *_: Any, k: int, softmax: bool, **__: Any) -> Any:

@@ -1,23 +1,22 @@
-"""Decides whether the Pallas kernels can run, in one place, and says why not.
+"""Decides whether the Pallas kernels can run, whatever their operands are, and says why not.
 
-`tracing_unavailable_reason` is for a program that is being traced, `program_unavailable_reason` for
-one that is being lowered, and `unavailable_reason` for the machine, at any time. Each returns None,
-or a reason that completes "the kernels cannot run: ...". `exchange_unavailable_reason` does so for
-the operands of a dispatch or combine; `collectives`, `matmul` and `moe.top_k` decide about their
-own operands, and ask `jax_unavailable_reason` and `mosaic_unavailable_reason` about JAX.
+A `Place` is where kernels are to run: in a program that is being traced (`TRACED`), in one that is
+being lowered (`Lowered`), or on a machine at any time (`Machine`). Each function returns None, or a
+reason that completes "the kernels cannot run: ...". What the kernels of an operation need of its
+operands is said next to them, in the operation's table of `jax_ep.implementations`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep.runtime import hosts, jax_compat, symmetric_memory
-from pallas_kernels.exchange import plan as plans
-from pallas_kernels.fabric import layout
 from pallas_kernels.fabric.hardware import SHARED_MEMORY_BYTES
 
 _OLDEST_JAX = (0, 11)
@@ -107,15 +106,15 @@ def traced_devices_unavailable_reason() -> str | None:
 
 
 def program_unavailable_reason(
-    program: jax_compat.Program, axis_name: tuple[str, ...], group_size: int | None = None
+    program: jax_compat.Program, axis_name: tuple[str, ...], ranks_per_host: int | None = None
 ) -> str | None:
     """Returns why the kernels cannot run in a program that is being lowered, or None if they can.
 
     Args:
       program: the program that is being lowered.
       axis_name: the mesh axes of the kernels' ranks.
-      group_size: None if all of these reach each other; else the length of the runs that do, each
-        on a host. Then the answer is the same on all hosts.
+      ranks_per_host: None if all ranks reach each other; else how many neighbours do, each run of
+        them on a host. Then the answer is the same on all hosts.
     """
     if reason := jax_unavailable_reason():
         return reason
@@ -127,15 +126,19 @@ def program_unavailable_reason(
         return f"it needs a program for NVIDIA GPUs alone, and this one is for {platforms}"
     if program.for_export:
         return "its program holds addresses of this machine, and is to be exported"
+    if not program.is_of_one_device:
+        return (
+            "it needs shard_map over all axes of the mesh, and this program is partitioned by XLA"
+        )
     if reason := mosaic_unavailable_reason():
         return reason
     mesh = program.mesh
     if mesh is not None:
         sizes = [mesh.shape[name] for name in axis_name]
-        if hosts.parts_of_axes(sizes, group_size) is None:
+        if hosts.parts_of_axes(sizes, ranks_per_host) is None:
             return (
-                f"it needs ranks of a host that are a block of the mesh, and runs of {group_size} "
-                f"along axes of sizes {sizes} are none"
+                f"it needs ranks of a host that are a block of the mesh, and runs of "
+                f"{ranks_per_host} along axes of sizes {sizes} are none"
             )
     is_here = jax.default_backend() == "gpu" and (mesh is None or mesh.size <= jax.device_count())
     if not is_here and jax.default_backend() != "gpu" and jax_compat.gpus():
@@ -154,13 +157,13 @@ def program_unavailable_reason(
             "jax.set_mesh or a mesh of devices"
         )
     names = () if mesh is None else mesh.axis_names
-    for ranks in hosts.groups(devices, names, axis_name):
-        for start in range(0, len(ranks), group_size or len(ranks)):
-            group = ranks[start : start + (group_size or len(ranks))]
-            if any(device.process_index == jax.process_index() for device in group):
-                if reason := symmetric_memory.unavailable_reason(group):
+    for ranks in hosts.ranks_along(devices, names, axis_name):
+        for start in range(0, len(ranks), ranks_per_host or len(ranks)):
+            of_host = ranks[start : start + (ranks_per_host or len(ranks))]
+            if any(device.process_index == jax.process_index() for device in of_host):
+                if reason := symmetric_memory.unavailable_reason(of_host):
                     return f"it needs GPUs that share memory, and {reason}"
-    if group_size is not None:  # ranks of several hosts, whose programs must communicate alike
+    if ranks_per_host is not None:  # ranks of several hosts, whose programs must communicate alike
         for process in sorted({device.process_index for device in devices.flat}):
             if process == jax.process_index():
                 continue
@@ -169,34 +172,78 @@ def program_unavailable_reason(
     return None
 
 
-def exchange_unavailable_reason(
-    hidden: int,
-    dtype: jax.typing.DTypeLike,
-    *,
-    num_ranks: int,
-    top_k: int,
-    num_experts: int,
-    wire_dtype: jax.typing.DTypeLike | None = None,
-) -> str | None:
-    """Returns why the kernels cannot dispatch and combine rows of these sizes, or None if they can.
+class Place(Protocol):
+    """Where kernels are to run, as far as it is known."""
 
-    Args:
-      hidden: H, the columns of a row.
-      dtype: the dtype of the rows.
-      num_ranks: N.
-      top_k: K; or 2 K in the rank-major layout if weights are sent with the choices.
-      num_experts: E.
-      wire_dtype: the dtype in which rows or their sums are sent; None for `dtype`.
-    """
-    if reason := dtype_unavailable_reason("its dtype", dtype):
-        return reason
-    if plans.count_width(num_experts) > layout.MAX_VALUES:
-        return f"it takes up to {layout.MAX_VALUES} experts, not {num_experts}"
-    hidden = plans.padded_hidden(hidden, dtype, wire_dtype)
-    row = plans.Row(hidden, dtype, wire_dtype)
-    if not plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts):
-        return (
-            f"a row of {hidden} {jnp.dtype(dtype).name} is too long for shared memory, which also "
-            f"holds the routes of {num_experts} experts and {top_k} choices"
-        )
-    return None
+    def unavailable_reason(
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
+    ) -> str | None:
+        """Returns why kernels cannot run there, or None if they can or it is not known.
+
+        The arguments are those of `program_unavailable_reason`.
+        """
+        ...
+
+    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
+        """Returns the number of hosts of the ranks along some mesh axes, if it is above 1.
+
+        Else returns why there are not several hosts, or None if the number is not known.
+        """
+        ...
+
+
+class _Traced:
+    """The program that is being traced, of which an operation names what it wants to run."""
+
+    def unavailable_reason(
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
+    ) -> str | None:
+        return tracing_unavailable_reason() or traced_devices_unavailable_reason()
+
+    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
+        reason = jax_compat.primitives_unavailable_reason()
+        return None if reason is None else f"it needs a primitive, and {reason}"
+
+
+TRACED: Place = _Traced()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A program that is being lowered."""
+
+    program: jax_compat.Program
+
+    def unavailable_reason(
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
+    ) -> str | None:
+        return program_unavailable_reason(self.program, axis_name, ranks_per_host)
+
+    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
+        if not axis_name:
+            return "there is no mesh, and so one rank alone"
+        found = hosts.num_hosts(self.program, axis_name)
+        if found == 1:
+            return f"all ranks along {axis_name} are on one host (see JAX_EP_DEVICES_PER_HOST)"
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices that have all ranks, one to a device, in this order."""
+
+    devices: Sequence[jax.Device]
+
+    def unavailable_reason(
+        self, axis_name: tuple[str, ...], ranks_per_host: int | None = None
+    ) -> str | None:
+        if reason := unavailable_reason(self.devices):
+            return reason
+        here = [each for each in self.devices if each.process_index == jax.process_index()]
+        return symmetric_memory.unavailable_reason(here)
+
+    def num_hosts(self, axis_name: tuple[str, ...]) -> int | str | None:
+        found = hosts.num_hosts_of(hosts.hosts_of(self.devices))
+        if found == 1:
+            return f"{len(self.devices)} ranks are on one host"
+        return found

@@ -6,28 +6,28 @@ import jax
 from jax import lax
 
 from jax_ep.runtime import hosts, jax_compat, settings, symmetric_memory
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.low_latency import Channels
-from pallas_kernels.fabric.sentinel_words import SlotMemory
+from pallas_kernels.fabric.sentinel_words import TileMemory
 from pallas_kernels.fabric.symmetric import Gpus
 
 
-def of_axis(axis_name: tuple[str, ...], like: jax.Array, group_size: int | None = None) -> Gpus:
+def of_axis(axis_name: tuple[str, ...], like: jax.Array, ranks_per_host: int | None = None) -> Gpus:
     """Returns the fabric of the ranks along some axes of the enclosing `shard_map`'s mesh.
 
     Args:
       axis_name: the mesh axes of the ranks.
       like: an operand of the kernel; the fabric's own operand is cast to vary over the same axes.
-      group_size: None for all ranks along the axes; else the length of the runs of neighbours that
-        reach each other, a block of the mesh.
+      ranks_per_host: None if all ranks along the axes reach each other; else how many neighbours
+        do, a block of the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     strides, stride = {}, 1
     for name, size in reversed(mesh.shape.items()):
         strides[name] = stride
         stride *= size
-    parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], group_size)
-    assert parts is not None, (axis_name, group_size)  # availability has asked
+    parts = hosts.parts_of_axes([lax.axis_size(name) for name in axis_name], ranks_per_host)
+    assert parts is not None, (axis_name, ranks_per_host)  # availability has asked
     axes = tuple((strides[name], part) for name, part in zip(axis_name, parts, strict=True))
     place, _ = jax_compat.match_varying((jax_compat.place(), like), axis_name)
     base, gpus = _where(mesh.size)
@@ -39,7 +39,7 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
     domain = domain_of(num_places)
     assert not isinstance(domain, str), domain  # availability refuses kernels without a domain
     if domain is None:
-        return layout.BASE, tuple(range(num_places))
+        return memory_map.BASE, tuple(range(num_places))
     program = jax_compat.current_program()
     devices = None if program is None else program.mesh_devices
     if devices is None:
@@ -53,7 +53,7 @@ def _where(num_places: int) -> tuple[int, tuple[int, ...]]:
 
 def channels_of(fabric: Gpus) -> Channels:
     """Returns the channels of the low-latency protocol between a fabric's ranks."""
-    memory = SlotMemory(fabric.base, num_gpus(fabric))
+    memory = TileMemory(fabric.base, num_gpus(fabric))
     return Channels(fabric.axes, fabric.gpus, memory, timeout_s=fabric.timeout_s)
 
 

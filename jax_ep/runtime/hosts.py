@@ -20,7 +20,7 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
     """Returns M, the number of hosts of the N ranks along some mesh axes, or why there is none.
 
     The ranks must be M runs of N / M neighbours, each run on one host of its own, and M must be the
-    same for every group of ranks along these axes. Where that does not hold, or is not known, the
+    same wherever ranks lie along these axes. Where that does not hold, or is not known, the
     result is a reason, which completes "the ranks cannot exchange between hosts: ...".
 
     Args:
@@ -41,14 +41,17 @@ def num_hosts(program: jax_compat.Program, axis_name: Sequence[str]) -> int | st
             )
         devices = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     found = {
-        num_hosts_of(hosts_of(group))
-        for group in groups(devices, mesh.axis_names, tuple(axis_name))
+        num_hosts_of(hosts_of(ranks))
+        for ranks in ranks_along(devices, mesh.axis_names, tuple(axis_name))
     }
     reasons = sorted(each for each in found if isinstance(each, str))
     if reasons:
         return reasons[0]
     if len(found) > 1:
-        return f"the groups of ranks along {tuple(axis_name)} span {sorted(found)} hosts"  # type: ignore[type-var]
+        return (
+            f"ranks along {tuple(axis_name)} span {sorted(found)} hosts, "  # type: ignore[type-var]
+            "and must span equally many wherever they lie on the mesh's other axes"
+        )
     return found.pop()
 
 
@@ -67,17 +70,17 @@ def hosts_of(devices: Sequence[Any]) -> list[Any]:
 
 
 def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
-    """Returns the number of hosts of one group of ranks, or the reason of `num_hosts`.
+    """Returns the number of hosts of the ranks of one exchange, or the reason of `num_hosts`.
 
-    `host_of_rank` is what `hosts_of` returns for the group's devices.
+    `host_of_rank` is what `hosts_of` returns for the ranks' devices.
     """
     if None in host_of_rank:
         return "JAX does not say which devices share a host; set JAX_EP_DEVICES_PER_HOST"
     size = len(host_of_rank)
     count = len(set(host_of_rank))
     if size % count == 0:
-        group_size = size // count
-        runs = [set(host_of_rank[i : i + group_size]) for i in range(0, size, group_size)]
+        ranks_per_host = size // count
+        runs = [set(host_of_rank[i : i + ranks_per_host]) for i in range(0, size, ranks_per_host)]
         if all(len(run) == 1 for run in runs):
             return count
     names = {host: i for i, host in enumerate(dict.fromkeys(host_of_rank))}
@@ -88,10 +91,10 @@ def num_hosts_of(host_of_rank: Sequence[Any]) -> int | str:
     return f"{reason} of them, next to each other: order the devices of the mesh by host"
 
 
-def groups(
+def ranks_along(
     devices: np.ndarray, axis_names: Sequence[str], axis_name: Sequence[str]
 ) -> list[list[Any]]:
-    """Returns the devices of each group of ranks along some axes of a mesh, in rank order.
+    """Returns the devices that exchange along some axes of a mesh: lists in rank order.
 
     Args:
       devices: the mesh's devices, in its shape.
@@ -101,23 +104,23 @@ def groups(
     along = [axis_names.index(name) for name in axis_name]
     size = math.prod(devices.shape[axis] for axis in along)
     last = np.moveaxis(devices, along, range(-len(along), 0))
-    return [list(group) for group in last.reshape(-1, size)]
+    return [list(ranks) for ranks in last.reshape(-1, size)]
 
 
-def parts_of_axes(sizes: Sequence[int], group_size: int | None) -> list[int] | None:
+def parts_of_axes(sizes: Sequence[int], ranks_per_host: int | None) -> list[int] | None:
     """Returns the shape, along each mesh axis, of the block that a run of neighbouring ranks forms.
 
     Args:
       sizes: the sizes of the axes of the ranks; the last axis counts fastest.
-      group_size: how many ranks a run has; None: all of them.
+      ranks_per_host: how many ranks a run has; None: all of them.
 
     Returns:
-      The block's size along each axis, whose product is `group_size`; None where a run is no block
-      of the mesh.
+      The block's size along each axis, whose product is `ranks_per_host`; None where a run is no
+      block of the mesh.
     """
-    if group_size is None:
+    if ranks_per_host is None:
         return list(sizes)
-    parts, left = [], group_size
+    parts, left = [], ranks_per_host
     for size in reversed(sizes):
         part = math.gcd(size, left)
         if part not in (size, left):

@@ -461,10 +461,15 @@ def gpus() -> list[jax.Device]:
 # ------------------------------------------------------------------------------------- other state
 
 
-def register_for_export(kind: type) -> None:
+def register_for_export(
+    kind: type,
+    to_names: Callable[[Any], Any] = lambda fields: fields,
+    of_names: Callable[[Any], Any] = lambda fields: fields,
+) -> None:
     """Lets `jax.export` serialize a dataclass that is a pytree, or a NamedTuple.
 
-    The static fields of a dataclass must be strings, numbers, None, and tuples of them.
+    The static fields of a dataclass must be strings, numbers, None, and tuples of them; or else
+    `to_names` converts them to such values, and `of_names` converts these back.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
     try:
@@ -474,8 +479,8 @@ def register_for_export(kind: type) -> None:
             export.register_pytree_node_serialization(
                 kind,
                 serialized_name=name,
-                serialize_auxdata=lambda fields: _static_to_bytes(name, fields),
-                deserialize_auxdata=lambda data: _tuples(json.loads(data)),
+                serialize_auxdata=lambda fields: _static_to_bytes(name, to_names(fields)),
+                deserialize_auxdata=lambda data: of_names(_tuples(json.loads(data))),
             )
     except ValueError:  # the module was reloaded: its earlier class has registered the name
         pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 _TIMEOUT_SECONDS = 100.0
 _LONGEST_TIMEOUT_SECONDS = 1e9  # kernels count nanoseconds in 64 bits
@@ -33,9 +33,9 @@ def num_blocks() -> int | None:
 
     If it is not set, kernels take the number that was measured to be fastest. A smaller number
     leaves part of the GPU to a kernel that runs at the same time. Raises ValueError unless it is a
-    positive integer, at most `layout.MAX_BLOCKS`.
+    positive integer, at most `memory_map.MAX_BLOCKS`.
     """
-    return _positive_int("JAX_EP_NUM_BLOCKS", most=layout.MAX_BLOCKS)
+    return _positive_int("JAX_EP_NUM_BLOCKS", most=memory_map.MAX_BLOCKS)
 
 
 def devices_per_host() -> int | None:

@@ -1,8 +1,8 @@
 """Sets up symmetric memory: memory on every GPU of a host that all its GPUs can address.
 
-`pallas_kernels.fabric.layout` says where it is and what its header holds. This module allocates it
-through the CUDA driver, once, when a program that needs it is first lowered, and keeps it as long
-as the process lives. Processes of one host also map each other's memory pools, in which XLA's
+`pallas_kernels.fabric.memory_map` says where it is and what its header holds. This module allocates
+it through the CUDA driver, once, when a program that needs it is first lowered, and keeps it as
+long as the process lives. Processes of one host also map each other's memory pools, in which XLA's
 arrays lie.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from jax_ep import version
 from jax_ep.runtime import cuda_driver, jax_compat, processes, settings
 from jax_ep.runtime.processes import Message, Refused
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 _NO_STORE = (
     "several processes share memory only after jax.distributed.initialize(), in a JAX that has "
@@ -63,7 +63,7 @@ class Domain:
     """The GPUs of this host that share memory, with the same numbers in each of its processes.
 
     Attributes:
-      base: the address of GPU 0's heap. With several processes it is always `layout.BASE`.
+      base: the address of GPU 0's heap. With several processes it is always `memory_map.BASE`.
       stride: bytes from one GPU's heap to the next one's.
       heap_bytes: bytes of each GPU's heap, the header included.
       gpus: the GPUs, by number.
@@ -252,7 +252,7 @@ def set_up(me: Participant) -> Domain | str:
 def _card(me: Participant) -> Message:
     """Returns what other processes must know of this one before they share memory: its card."""
     card: Message = {
-        "layout": layout.VERSION,
+        "memory_map": memory_map.VERSION,
         "jax_ep": me.jax_ep_version,
         "jax": me.jax_version,
         "host": processes.host_id() if me.others else "",
@@ -276,7 +276,7 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
     }
     first, *others = members
     for name, what in (
-        ("layout", "layout {} of symmetric memory"),
+        ("memory_map", "memory map {} of symmetric memory"),
         ("jax_ep", "jax_ep {}"),
         ("jax", "jax {}"),
         ("uid", "user {}"),
@@ -294,8 +294,10 @@ def _members(cards: Mapping[int, Message], process: int) -> dict[int, Message]:
                     f"GPU {gpu['bus']} belongs to process {before} and to process {p}: give each "
                     "its own by CUDA_VISIBLE_DEVICES or jax.distributed.initialize"
                 )
-    if len(owner) > layout.MAX_GPUS:
-        raise Refused(f"a domain has up to {layout.MAX_GPUS} GPUs, and this host has {len(owner)}")
+    if len(owner) > memory_map.MAX_GPUS:
+        raise Refused(
+            f"a domain has up to {memory_map.MAX_GPUS} GPUs, and this host has {len(owner)}"
+        )
     return members
 
 
@@ -317,8 +319,8 @@ class _Sharing:
         self.local = {
             g: gpu["ordinal"] for g, (p, gpu) in enumerate(self.places) if p == me.process
         }
-        self._base = layout.BASE
-        self._heap_bytes = layout.heap_bytes(len(self.places))
+        self._base = memory_map.BASE
+        self._heap_bytes = memory_map.heap_bytes(len(self.places))
         self._no_access: dict[tuple[int, int], str] = {}
         self._deltas: dict[int, int] = {}
 
@@ -336,8 +338,8 @@ class _Sharing:
                 g = next(g for g, own in self.local.items() if own == ordinal)
                 heap_length = self._take_heap(g, ordinal, descriptors)
                 pool = self._find_pool(g, device, descriptors)
-                shared = layout.ANY_ADDRESS if self._alone else pool
-                self._write_words(g, layout.MAGIC, [layout.MAGIC_VALUE, *shared])
+                shared = memory_map.ANY_ADDRESS if self._alone else pool
+                self._write_words(g, memory_map.MAGIC, [memory_map.MAGIC_VALUE, *shared])
                 offers.append([g, heap_length, *pool])
         except (cuda_driver.Error, Refused) as error:
             _close(descriptors)
@@ -357,9 +359,9 @@ class _Sharing:
                             f"process {self._me.process} cannot map the memory of GPU {offer[0]}, "
                             f"of process {process}: {error}"
                         ) from error
-            deltas = [self._deltas.get(g, 0) for g in range(layout.MAX_GPUS)]
+            deltas = [self._deltas.get(g, 0) for g in range(memory_map.MAX_GPUS)]
             for g in self.local:
-                self._write_words(g, layout.DELTA, deltas)
+                self._write_words(g, memory_map.DELTA, deltas)
         except (cuda_driver.Error, Refused) as error:
             return {"failure": str(error)}
         finally:
@@ -379,7 +381,7 @@ class _Sharing:
         pairs = [pair for outcome in outcomes.values() for pair in outcome["no_access"]]
         return Domain(
             base=self._base,
-            stride=layout.STRIDE,
+            stride=memory_map.STRIDE,
             heap_bytes=self._heap_bytes,
             gpus=tuple(
                 Gpu(g, gpu["device"], process, gpu["bus"], *pools[g])
@@ -389,12 +391,14 @@ class _Sharing:
         )
 
     def _reserve(self) -> None:
-        num_bytes = len(self.places) * layout.STRIDE
-        self._base = cuda_driver.reserve(num_bytes, alignment=layout.STRIDE, address=layout.BASE)
+        num_bytes = len(self.places) * memory_map.STRIDE
+        self._base = cuda_driver.reserve(
+            num_bytes, alignment=memory_map.STRIDE, address=memory_map.BASE
+        )
         self._undo.callback(cuda_driver.free_addresses, self._base, num_bytes)
-        if self._base != layout.BASE and not self._alone:
+        if self._base != memory_map.BASE and not self._alone:
             raise Refused(
-                f"its addresses from {layout.BASE:#x} on are taken, and the driver offers "
+                f"its addresses from {memory_map.BASE:#x} on are taken, and the driver offers "
                 f"{self._base:#x}"
             )
 
@@ -407,7 +411,7 @@ class _Sharing:
                 descriptors.append(cuda_driver.export_fd(handle))
         finally:
             cuda_driver.release(handle)
-        for offset, word, num_bytes in layout.contents(len(self.places)):
+        for offset, word, num_bytes in memory_map.contents(len(self.places)):
             cuda_driver.fill(ordinal, self._heap(g) + offset, word, num_bytes)
         return length
 
@@ -475,7 +479,7 @@ class _Sharing:
             finally:
                 cuda_driver.release(handle)
         self._deltas[g] = (pool - start) % 2**64
-        header = struct.pack("<3Q", layout.MAGIC_VALUE, start, num_bytes)
+        header = struct.pack("<3Q", memory_map.MAGIC_VALUE, start, num_bytes)
         for one, ordinal in self.local.items():
             if (one, g) not in self._no_access:
                 if cuda_driver.read(ordinal, self._heap(g), len(header)) != header:
@@ -485,7 +489,7 @@ class _Sharing:
                 break
 
     def _heap(self, g: int) -> int:
-        return self._base + g * layout.STRIDE
+        return self._base + g * memory_map.STRIDE
 
     def _map(self, g: int, address: int, num_bytes: int, handle: int) -> None:
         """Maps memory of GPU g at an address, for all GPUs of this process that can address it."""
@@ -505,7 +509,7 @@ class _Sharing:
 
     def _write_words(self, g: int, index: int, words: Sequence[int]) -> None:
         data = struct.pack(f"<{len(words)}Q", *words)
-        cuda_driver.write(self.local[g], self._heap(g) + index * layout.WORD64_BYTES, data)
+        cuda_driver.write(self.local[g], self._heap(g) + index * memory_map.WORD64_BYTES, data)
 
 
 def _array_address(device: jax.Device) -> int:

@@ -98,7 +98,7 @@ def low_latency_all_reduce_rms_norm(
     `two_shot` a block handles one row for each rank.
 
     Raises:
-      ValueError: the plan has too few blocks, or needs more slots than there are.
+      ValueError: the plan has too few blocks, or sends more tiles than there is room for.
     """
     num_rows, padded = x.shape[-2:]
     body = _Body(num_rows, padded, x.dtype, residual.dtype, hidden, eps, two_shot, channels, plan)
@@ -107,7 +107,7 @@ def low_latency_all_reduce_rms_norm(
             "in two shots over the low-latency protocol a block has a row for each rank, but "
             f"{plan} has too few for {num_rows} rows of {channels.num_ranks} ranks."
         )
-    slots_per_tile = 2 if two_shot else body.rows_per_block
+    sends_per_tile = 2 if two_shot else body.rows_per_block
     normalized, new_residual = low_latency.call(
         body.two_shot_low_latency if two_shot else body.one_shot_low_latency,
         place,
@@ -115,7 +115,7 @@ def low_latency_all_reduce_rms_norm(
         body.out_type,
         channels=channels,
         plan=plan,
-        num_slots=slots_per_tile * body.tiles_of_warpgroup,
+        num_sends=sends_per_tile * body.tiles_of_warpgroup,
         name=f"ep_all_reduce_rms_norm_{'two' if two_shot else 'one'}_shot_ll",
         scratch_types=body.scratch_types,
     )
@@ -191,7 +191,7 @@ class _Body:
         def norm(row, residuals, buffer, signal=None):
             sums = self._row_of_sums(x, normalized, row)
             if signal:
-                fabric.stage(1)
+                fabric.delay_point(1)
             refs = (fabric.mine(normalized), fabric.mine(new_residual), buffer, together)
             self._norm(sums, row, residuals, scales, *refs, signal)
 
@@ -199,17 +199,17 @@ class _Body:
             norm(first + i, operands(first + i), squares.at[lax.rem(i, jnp.int32(2))])
             return _
 
-        fabric.stage(0)
+        fabric.delay_point(0)
         fabric.connect()
         scales = self._row(fabric.mine(scale))
         residuals = operands(first) if self._one_row else None
         if self.two_shot:
             self._sum_share(x, normalized, first, num_rows)
-            fabric.stage(1)
+            fabric.delay_point(1)
             self._meet(together)
             self._signal(release=True)
             self._wait()
-            fabric.stage(2)
+            fabric.delay_point(2)
         if self._one_row:
             signal = None if self.two_shot else lambda: self._signal(release=False)
             norm(first, residuals, squares.at[0], signal)
@@ -217,7 +217,7 @@ class _Body:
             lax.fori_loop(0, num_rows, norm_row, None)
         if not self.two_shot:
             if not self._one_row:
-                fabric.stage(1)
+                fabric.delay_point(1)
                 self._meet(together)
                 self._signal(release=False)
             self._wait()
@@ -234,7 +234,7 @@ class _Body:
             for j, tile in enumerate(self._row(x, row)):
                 endpoint.send(i * count + j, [tile] * len(endpoint.peers))
         scales = self._row(scale)
-        endpoint.stage(1)
+        endpoint.delay_point(1)
         for i, row in enumerate(rows):
             old, mine = self._row(residual, row), self._row(x, row)
             sums = [endpoint.sum(i * count + j, tile) for j, tile in enumerate(mine)]
@@ -253,7 +253,7 @@ class _Body:
         for j in range(count):
             endpoint.send(j, [part[j] for part in parts])
         scales, old, part = self._row(scale), self._row(residual, mine), self._row(x, mine)
-        endpoint.stage(1)
+        endpoint.delay_point(1)
         sums = [endpoint.sum(j, tile) for j, tile in enumerate(part)]
         for j, tile in enumerate(sums):
             endpoint.send(count + j, [tile] * len(others))

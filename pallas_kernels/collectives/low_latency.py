@@ -21,19 +21,19 @@ from jax.experimental import pallas as pl
 from pallas_kernels.collectives import tiles
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric.layout import MAX_WORKERS, slots_of_channel
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
+from pallas_kernels.fabric.memory_map import MAX_WORKERS, tiles_of_channel
 
 
 def one_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
     """All-reduces x [S]: every rank sends its whole input to all ranks, and sums all inputs."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
-        for slot, tile in enumerate(where):
-            endpoint.send(slot, [tiles.load(channels, x_ref.at[tile])] * len(endpoint.peers))
-        endpoint.stage(1)
-        for slot, tile in enumerate(where):
-            total = endpoint.sum(slot, tiles.load(channels, x_ref.at[tile]))
+        for index, tile in enumerate(where):
+            endpoint.send(index, [tiles.load(channels, x_ref.at[tile])] * len(endpoint.peers))
+        endpoint.delay_point(1)
+        for index, tile in enumerate(where):
+            total = endpoint.sum(index, tiles.load(channels, x_ref.at[tile]))
             tiles.store(channels, out_ref.at[tile], total)
 
     return _call(body, place, x, x.shape[-1:], channels, plan, 1, "ep_all_reduce_one_shot_ll")
@@ -43,11 +43,11 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
     """All-reduces x [N, S]: rank r receives and sums shard r, and sends the sum to all ranks."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
-        for slot, (tile, total) in enumerate(_sums_of_shard(endpoint, where, x_ref)):
-            endpoint.send(len(where) + slot, [total] * len(endpoint.peers))
+        for index, (tile, total) in enumerate(_sums_of_shard(endpoint, where, x_ref)):
+            endpoint.send(len(where) + index, [total] * len(endpoint.peers))
             tiles.store(channels, out_ref.at[endpoint.rank, tile], total)
-        for slot, tile in enumerate(where):
-            totals = endpoint.receive(len(where) + slot, (tile.size,), x.dtype)
+        for index, tile in enumerate(where):
+            totals = endpoint.receive(len(where) + index, (tile.size,), x.dtype)
             for peer, total in zip(endpoint.peers, totals, strict=True):
                 tiles.store(channels, out_ref.at[peer, tile], total)
 
@@ -55,14 +55,14 @@ def two_shot(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePl
 
 
 def all_gather(place: jax.Array, x: jax.Array, *, channels: Channels, plan: TilePlan) -> jax.Array:
-    """Gathers x [S] of every rank into [N, S]: every rank sends its x to the slots of all ranks."""
+    """Gathers x [S] of every rank into [N, S]: every rank sends its x to all ranks."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
-        for slot, tile in enumerate(where):
+        for index, tile in enumerate(where):
             part = tiles.load(channels, x_ref.at[tile])
-            endpoint.send(slot, [part] * len(endpoint.peers), exact=True)
+            endpoint.send(index, [part] * len(endpoint.peers), exact=True)
             tiles.store(channels, out_ref.at[endpoint.rank, tile], part)
-        endpoint.stage(1)
+        endpoint.delay_point(1)
         _store_what_arrives(endpoint, where, x, out_ref)
 
     shape = (channels.num_ranks, x.shape[-1])
@@ -85,12 +85,12 @@ def all_to_all(place: jax.Array, x: jax.Array, *, channels: Channels, plan: Tile
     """Sends shard r of x [N, S] to rank r; returns the shards received, [N, S] by source rank."""
 
     def body(endpoint: Endpoint, where: Sequence[Any], x_ref: Any, out_ref: Any) -> None:
-        for slot, tile in enumerate(where):
+        for index, tile in enumerate(where):
             parts = [tiles.load(channels, x_ref.at[peer, tile]) for peer in endpoint.peers]
-            endpoint.send(slot, parts, exact=True)
+            endpoint.send(index, parts, exact=True)
             mine = tiles.load(channels, x_ref.at[endpoint.rank, tile])
             tiles.store(channels, out_ref.at[endpoint.rank, tile], mine)
-        endpoint.stage(1)
+        endpoint.delay_point(1)
         _store_what_arrives(endpoint, where, x, out_ref)
 
     return _call(body, place, x, x.shape[-2:], channels, plan, 1, "ep_all_to_all_ll")
@@ -100,21 +100,24 @@ def _sums_of_shard(
     endpoint: Endpoint, where: Sequence[Any], x_ref: Any
 ) -> Iterator[tuple[Any, jax.Array]]:
     """Sends every rank its shard of x; yields (slice, sum) for each tile of this rank's shard."""
-    for slot, tile in enumerate(where):
+    for index, tile in enumerate(where):
         endpoint.send(
-            slot, [tiles.load(endpoint.channels, x_ref.at[peer, tile]) for peer in endpoint.peers]
+            index, [tiles.load(endpoint.channels, x_ref.at[peer, tile]) for peer in endpoint.peers]
         )
-    endpoint.stage(1)
-    for slot, tile in enumerate(where):
-        yield tile, endpoint.sum(slot, tiles.load(endpoint.channels, x_ref.at[endpoint.rank, tile]))
+    endpoint.delay_point(1)
+    for index, tile in enumerate(where):
+        yield (
+            tile,
+            endpoint.sum(index, tiles.load(endpoint.channels, x_ref.at[endpoint.rank, tile])),
+        )
 
 
 def _store_what_arrives(
     endpoint: Endpoint, where: Sequence[Any], x: jax.Array, out_ref: Any
 ) -> None:
     """Receives the tiles that each peer sends, and stores them to out_ref[peer]."""
-    for slot, tile in enumerate(where):
-        parts = endpoint.receive(slot, (tile.size,), x.dtype, exact=True)
+    for index, tile in enumerate(where):
+        parts = endpoint.receive(index, (tile.size,), x.dtype, exact=True)
         for peer, part in zip(endpoint.peers, parts, strict=True):
             tiles.store(endpoint.channels, out_ref.at[peer, tile], part)
 
@@ -126,7 +129,7 @@ def _call(
     shape: tuple[int, ...],
     channels: Channels,
     plan: TilePlan,
-    slots_per_tile: int,
+    sends_per_tile: int,
     name: str,
 ) -> jax.Array:
     """Runs a collective's kernel over the low-latency protocol, and returns its result.
@@ -152,7 +155,7 @@ def _call(
         [jax.ShapeDtypeStruct(shape, x.dtype)],
         channels=channels,
         plan=plan,
-        num_slots=num_tiles * slots_per_tile,
+        num_sends=num_tiles * sends_per_tile,
         name=name,
     )
     return out
@@ -166,7 +169,7 @@ def call(
     *,
     channels: Channels,
     plan: TilePlan,
-    num_slots: int,
+    num_sends: int,
     name: str,
     scratch_types: dict[str, Any] | None = None,
 ) -> list[jax.Array]:
@@ -180,7 +183,7 @@ def call(
       out_type: shape and dtype of each result on one rank.
       channels: the ranks, and the memory that they reach each other by.
       plan: number of blocks, and of warpgroups per block.
-      num_slots: slots of each channel that `body` uses; it receives from each that it sends to.
+      num_sends: tiles that `body` sends to each peer; it receives as many from each.
       name: the kernel's name in profiles and messages.
       scratch_types: the scratch that `body` takes, by name.
 
@@ -188,20 +191,20 @@ def call(
       The results.
 
     Raises:
-      ValueError: the plan has too many workers, or `body` needs too many slots.
+      ValueError: the plan has too many workers, or `body` sends too many tiles.
     """
-    slots = slots_of_channel(channels.memory.num_gpus)
-    if plan.num_workers > MAX_WORKERS or num_slots > slots:
+    room = tiles_of_channel(channels.memory.num_gpus)
+    if plan.num_workers > MAX_WORKERS or num_sends > room:
         raise ValueError(
-            f"the low-latency protocol has {MAX_WORKERS} workers of {slots} slots, but {name} "
-            f"with {plan} needs {plan.num_workers} of {num_slots}."
+            f"the low-latency protocol has {MAX_WORKERS} workers of {room} tiles, but {name} "
+            f"with {plan} needs {plan.num_workers} of {num_sends}."
         )
 
     def run(place_ref: Any, *refs: Any, **scratch: Any) -> None:
         endpoint = Endpoint(channels, channels.place(place_ref), plan.worker(), name)
-        endpoint.stage(0)
+        endpoint.delay_point(0)
         body(endpoint, *(channels.mine(ref) for ref in refs), **scratch)
-        endpoint.stage(2)
+        endpoint.delay_point(2)
         endpoint.close()
 
     return fb.kernel(

@@ -160,10 +160,10 @@ def call(
     """
 
     def run(*refs: Any, finished: Any) -> None:
-        fabric.stage(0)
+        fabric.delay_point(0)
         fabric.connect()
         body(*refs)
-        fabric.stage(1)
+        fabric.delay_point(1)
         plgpu.barrier_arrive(finished)
 
         @pl.when(lax.axis_index("warpgroup") == 0)
@@ -171,7 +171,7 @@ def call(
             plgpu.barrier_wait(finished)
             fabric.signal(_DONE, 1, release=puts)
             fabric.wait(_DONE, 1, name)
-            fabric.stage(2)
+            fabric.delay_point(2)
 
     (out,) = fb.kernel(
         fabric,

@@ -203,7 +203,7 @@ class _Combine:
 
         @pl.when(warpgroup == 0)
         def _scout():
-            self.fabric.stage(0)
+            self.fabric.delay_point(0)
             if self.weighted:
                 self.fabric.connect()
             self._scout(rows, weights, **scratch)
@@ -235,7 +235,7 @@ class _Combine:
                 begin(step + 1)
 
             plgpu.barrier_wait(put.at[half])
-            fabric.stage(1)
+            fabric.delay_point(1)
             fabric.signal(_PUT, step + 1)
 
             # Signal only if peers will wait for it: they put step `step - 1 + receive_steps`.
@@ -399,7 +399,7 @@ class _Combine:
         block, place = lax.axis_index("block"), lax.rem(step, self.receive_steps)
         first_token = self._range()[0] + step * self.step_tokens
         fabric.wait(_PUT, step + 1, "combine")
-        fabric.stage(2)
+        fabric.delay_point(2)
 
         def add_sums(step_token, tile):
             token = first_token + step_token

@@ -90,8 +90,8 @@ def combine_grad(
       inner product of cotangent and row, summed in an order that is the same on every run; zero for
       choices that are of no expert or were dropped.
     """
-    if plan.num_slots % plan.num_workers:  # a worker waits for every turn of a slot's barriers
-        raise ValueError(f"num_slots must be a multiple of num_workers, but the plan is {plan}.")
+    if plan.num_stages % plan.num_workers:  # a worker waits for every turn of a stage's barriers
+        raise ValueError(f"num_stages must be a multiple of num_workers, but the plan is {plan}.")
     lead, (num_ranks, num_tokens, top_k) = rows.shape[:-3], rows.shape[-3:]
     capacity, hidden = y.shape[-2:]
     of_experts = ExpertRows(
@@ -155,39 +155,39 @@ class _CombineGrad:
 
     def scratch_types(self) -> dict[str, Any]:
         columns = padded_columns(self.hidden, self.dtype)
-        slots, workers, listed = self.plan.num_slots, self.plan.num_workers, self.listed_rows
+        stages, workers, listed = self.plan.num_stages, self.plan.num_workers, self.listed_rows
         window = (self.fabric.num_ranks, self.window.width)  # of all owners' rows, and weights
         return dict(
             **self.expert_rows.scratch_types(),
             window_rows=plgpu.SMEM(window, jnp.int32),
             window_weights=plgpu.SMEM(window, jnp.float32),
-            slots=plgpu.SMEM((slots, columns), self.dtype),
-            notes=plgpu.SMEM((slots, 2), jnp.int32),  # the number of rows, or _END; the owner
-            # The rows of a slot, which choices of the owner they are, and their weights.
-            list_rows=plgpu.SMEM((slots, listed), jnp.int32),
-            list_choices=plgpu.SMEM((slots, listed), jnp.int32),
-            list_weights=plgpu.SMEM((slots, listed), jnp.float32),
+            stages=plgpu.SMEM((stages, columns), self.dtype),
+            notes=plgpu.SMEM((stages, 2), jnp.int32),  # the number of rows, or _END; the owner
+            # The rows of a stage, which choices of the owner they are, and their weights.
+            list_rows=plgpu.SMEM((stages, listed), jnp.int32),
+            list_choices=plgpu.SMEM((stages, listed), jnp.int32),
+            list_weights=plgpu.SMEM((stages, listed), jnp.float32),
             sums=plgpu.SMEM((workers, ROWS_OF_COTANGENT, vectors.SUMS_OF_WARPGROUP), jnp.float32),
-            full=plgpu.Barrier(num_barriers=slots),
-            empty=plgpu.Barrier(num_barriers=slots),
+            full=plgpu.Barrier(num_barriers=stages),
+            empty=plgpu.Barrier(num_barriers=stages),
         )
 
     def __call__(
-        self, *refs: Any, slots: Any, notes: Any, full: Any, empty: Any, **scratch: Any
+        self, *refs: Any, stages: Any, notes: Any, full: Any, empty: Any, **scratch: Any
     ) -> None:
         g, weights, y, topk_idx, rows, counts, dy, dweights = refs
-        ring = Ring(slots, full, empty, notes)
+        ring = Ring(stages, full, empty, notes)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == 0)
         def _scout():
-            self.fabric.stage(0)
+            self.fabric.delay_point(0)
             self.fabric.connect()
             self._scout(g, weights, rows, dweights, ring, **scratch)
 
         @pl.when(warpgroup == 1)
         def _filler():
-            self.fabric.stage(3)
+            self.fabric.delay_point(3)
             self.fill(topk_idx, counts, dy, dweights, **scratch)
 
         @pl.when(warpgroup > 1)
@@ -224,15 +224,15 @@ class _CombineGrad:
 
                 @pl.when(count > 0)
                 def _():
-                    slot = ring.open(turn, count, owner)
+                    stage = ring.open(turn, count, owner)
                     for choice, at in enumerate(order):
                         row = jnp.where(kept[choice], places[choice], fb.NOWHERE)
-                        list_rows[slot, at] = row
-                        list_choices[slot, at] = entry + choice
-                        list_weights[slot, at] = window_weights[owner, entries[choice]]
+                        list_rows[stage, at] = row
+                        list_choices[stage, at] = entry + choice
+                        list_weights[stage, at] = window_weights[owner, entries[choice]]
                     for end in range(top_k, self.listed_rows):
-                        list_rows[slot, end] = jnp.int32(fb.NOWHERE)
-                    ring.fetch(slot, fabric.peer(g, owner).at[token])
+                        list_rows[stage, end] = jnp.int32(fb.NOWHERE)
+                    ring.fetch(stage, fabric.peer(g, owner).at[token])
 
                 for choice, place in enumerate(places):
 
@@ -248,46 +248,46 @@ class _CombineGrad:
         turns = lax.fori_loop(0, self.num_windows(), scout_window, jnp.int32(0))
 
         def end(i, _):
-            slot = ring.open(turns + i, _END, 0)
-            plgpu.barrier_arrive(ring.full.at[slot])
+            stage = ring.open(turns + i, _END, 0)
+            plgpu.barrier_arrive(ring.full.at[stage])
 
         lax.fori_loop(0, self.plan.num_workers, end, None)
-        fb.drain(ring.empty, turns + self.plan.num_workers, self.plan.num_slots)
+        fb.drain(ring.empty, turns + self.plan.num_workers, self.plan.num_stages)
         # The workers have read all cotangents of peers, and written all that is theirs.
         self.finish()
 
     def _weigh(self, worker, y, dy, dweights, ring, **lists):
-        def take_slot(state):
+        def take_stage(state):
             turn, _ = state
-            slot = ring.slot(turn)
-            plgpu.barrier_wait(ring.full.at[slot])
-            count, owner = ring.notes[slot, 0], ring.notes[slot, 1]
+            stage = ring.stage(turn)
+            plgpu.barrier_wait(ring.full.at[stage])
+            count, owner = ring.notes[stage, 0], ring.notes[stage, 1]
 
             def weigh_rows(part, _):
                 first = part * ROWS_OF_COTANGENT
-                self._multiply(worker, y, dy, dweights, ring, slot, owner, first, **lists)
+                self._multiply(worker, y, dy, dweights, ring, stage, owner, first, **lists)
 
             parts = lax.div(
                 jnp.maximum(count, 0) + (ROWS_OF_COTANGENT - 1), jnp.int32(ROWS_OF_COTANGENT)
             )
             lax.fori_loop(0, parts, weigh_rows, None)
-            plgpu.commit_smem()  # a bulk copy writes to the slot next
-            plgpu.barrier_arrive(ring.empty.at[slot])
+            plgpu.commit_smem()  # a bulk copy writes to the stage next
+            plgpu.barrier_arrive(ring.empty.at[stage])
             return turn + self.plan.num_workers, count != _END
 
-        lax.while_loop(lambda state: state[1], take_slot, (worker, jnp.bool_(True)))
+        lax.while_loop(lambda state: state[1], take_stage, (worker, jnp.bool_(True)))
 
     def _multiply(
-        self, worker, y, dy, dweights, ring, slot, owner, first, *,
+        self, worker, y, dy, dweights, ring, stage, owner, first, *,
         list_rows, list_choices, list_weights, sums, **_,
     ):  # fmt: skip
-        """Multiplies a slot's cotangent with some of its rows of y, and with their weights."""
+        """Multiplies a stage's cotangent with some of its rows of y, and with their weights."""
         fabric, vector = self.fabric, vector_length(self.dtype)
         at_once = range(ROWS_OF_COTANGENT)
-        rows = [list_rows[slot, first + i] for i in at_once]
+        rows = [list_rows[stage, first + i] for i in at_once]
         held = [row >= 0 for row in rows]
         rows = [jnp.maximum(row, 0) for row in rows]
-        weights = [list_weights[slot, first + i] for i in at_once]
+        weights = [list_weights[stage, first + i] for i in at_once]
         block = LANES * vector  # columns of which each thread holds one vector
 
         def multiply(start, sizes, totals):
@@ -303,7 +303,7 @@ class _CombineGrad:
             totals = list(totals)
             for part, of_part in zip(parts, loaded, strict=True):
                 columns = pl.ds(part.start, part.size if fabric.interpret else block)
-                cotangent = fb.load(fabric, ring.rows.at[slot, columns], vector)
+                cotangent = fb.load(fabric, ring.rows.at[stage, columns], vector)
                 cotangent = cotangent.astype(jnp.float32)
                 for i, row in enumerate(of_part):
                     product = cotangent * row.astype(jnp.float32)
@@ -335,7 +335,7 @@ class _CombineGrad:
             @pl.when(held[i])
             def _(i=i):
                 of_owner = fabric.peer(dweights, owner)
-                choice = list_choices[slot, first + i]
+                choice = list_choices[stage, first + i]
                 vectors.store_total(fabric, sums.at[worker, i], of_owner, choice)
 
         fabric.barrier()  # before the next partial sums
@@ -362,9 +362,9 @@ class _CombineGrad:
         writes to peers were made.
         """
         fabric = self.fabric
-        fabric.stage(1)
+        fabric.delay_point(1)
         fabric.signal(_DONE, 1)
-        fabric.stage(2)
+        fabric.delay_point(2)
         fabric.wait(_DONE, 1, "the gradient of combine")
 
     def fill(self, topk_idx: Any, counts: Any, dy: Any, dweights: Any, **scratch: Any) -> None:

@@ -222,7 +222,7 @@ class _Dispatch:
         )(*operands)
 
     def _scratch_types(self) -> dict[str, Any]:
-        copies, ranks, sender = self.plan.num_copy_slots, self.fabric.num_ranks, self.sender
+        copies, ranks, sender = self.plan.num_copy_stages, self.fabric.num_ranks, self.sender
         types: dict[str, Any] = {}
         if not self.routes_known:
             # The next row of each expert. Entries after the last expert take choices of none.
@@ -253,7 +253,7 @@ class _Dispatch:
 
         @pl.when(warpgroup == 0)
         def _sender():
-            fabric.stage(0)
+            fabric.delay_point(0)
             if self.routes_known:
                 self.expert_rows.fetch_counts(counts, **scratch)
             else:
@@ -286,7 +286,7 @@ class _Dispatch:
         @pl.when(warpgroup == 2)
         def _filler():
             plgpu.barrier_wait(laid_out)
-            fabric.stage(3)
+            fabric.delay_point(3)
             if not self.routes_known:
                 self.expert_rows.describe(*layout, **scratch)
             self.expert_rows.fill(tokens, **scratch)
@@ -393,7 +393,7 @@ class _Dispatch:
         return places[1:]
 
     def _receive(self, rows, tokens, *, step_rows, step_copies, copies, copy_full, **_):
-        fabric, num_copies = self.fabric, self.plan.num_copy_slots
+        fabric, num_copies = self.fabric, self.plan.num_copy_stages
         first_token, num_tokens = self.sender.range()
 
         def begin(i, begun):
@@ -401,36 +401,36 @@ class _Dispatch:
             for choice in reversed(range(self.top_k)):
                 place = step_copies[i, choice]
                 first = jnp.where(place >= 0, place, first)
-            slot = lax.rem(begun + i, jnp.int32(num_copies))
+            stage = lax.rem(begun + i, jnp.int32(num_copies))
             plgpu.copy_gmem_to_smem(
                 fabric.mine(tokens[0]).at[first],
-                copies[0].at[slot],
-                copy_full.at[slot],
+                copies[0].at[stage],
+                copy_full.at[stage],
                 oob_mode=fb.IN_BOUNDS,
             )
             if self.quantized:
                 scales, ring = tokens[1], copies[1]
-                short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[slot])
+                short_copies.begin(fabric, fabric.mine(scales).at[first], ring.at[stage])
                 short_copies.commit_group(fabric)
 
         def finish(i, begun, count):
-            slot = lax.rem(begun + i, jnp.int32(num_copies))
-            plgpu.barrier_wait(copy_full.at[slot])
+            stage = lax.rem(begun + i, jnp.int32(num_copies))
+            plgpu.barrier_wait(copy_full.at[stage])
             if self.quantized:
                 lax.cond(
                     i + num_copies <= count,  # if so, num_copies - 1 copies were begun after this
                     lambda: short_copies.wait(fabric, num_copies - 1),
                     lambda: short_copies.wait(fabric, 0),
                 )
-            self._put_copies(i, slot, tokens, step_copies, copies)
+            self._put_copies(i, stage, tokens, step_copies, copies)
 
         def receive_step(step, begun):
             """Copies a step's rows to their further places; returns how many have been copied.
 
-            `begun` rows were copied in earlier steps; the next slot is `begun` modulo the slots.
+            `begun` rows were copied in earlier steps; the next stage is `begun` modulo the stages.
             """
             fabric.wait(PUT, step + 1, "dispatch")
-            fabric.stage(2)
+            fabric.delay_point(2)
             fabric.async_fence()
             count = self._list_copies(step, first_token, num_tokens, rows, step_rows, step_copies)
 
@@ -497,15 +497,15 @@ class _Dispatch:
         fabric.barrier()
         return count
 
-    def _put_copies(self, i, slot, tokens, step_copies, copies):
-        """Copies the i-th listed token, which is in `slot`, to all of its rows but the first."""
+    def _put_copies(self, i, stage, tokens, step_copies, copies):
+        """Copies the i-th listed token, which is in `stage`, to all of its rows but the first."""
         fabric = self.fabric
         copied_from = step_copies[i, 0] >= 0
         for choice in range(1, self.top_k):
             place = step_copies[i, choice]
             for part, ref in zip(copies, tokens, strict=True):
                 fb.put_if(
-                    fabric, copied_from & (place >= 0), part.at[slot], fabric.mine(ref).at[place]
+                    fabric, copied_from & (place >= 0), part.at[stage], fabric.mine(ref).at[place]
                 )
             copied_from = copied_from | (place >= 0)
         plgpu.commit_smem_to_gmem_group()

@@ -4,8 +4,8 @@
 
 For few tokens per rank. Block b of every rank handles the same range of tokens of every rank. A row
 is cut into tiles of 2 KiB, of which each of the block's first four warpgroups takes its share: it
-sends the tiles of this rank's tokens to the slots of the warpgroup of its number at each peer that
-gets the token, and polls its own slots for the tiles of theirs (`fabric.low_latency`). So nobody
+sends the tiles of this rank's tokens to the warpgroup of its number at each peer that gets the
+token, and polls for the tiles of theirs (`fabric.low_latency`). So nobody
 waits for addresses, for the end of a copy or for a signal.
 """
 
@@ -79,8 +79,8 @@ class Rows:
             for index in indices
         ]
 
-    def slot(self, token: int, tile: int) -> int:
-        """Returns the slot of the i-th tile of a block's i-th token."""
+    def index(self, token: int, tile: int) -> int:
+        """Returns the number, in this call, of a tile of one of the block's tokens."""
         return token * self.plan.tiles_of_worker + tile
 
     def load(self, ref: Any, row: Any) -> list[jax.Array]:
@@ -105,7 +105,7 @@ class Rows:
 
             @pl.when(goes & own)
             def _(i: int = i, tile: jax.Array = tile) -> None:
-                endpoint.send_to(peer, self.slot(token, i), tile, exact=exact)
+                endpoint.send_to(peer, self.index(token, i), tile, exact=exact)
 
     def send_tokens(
         self, endpoint: Endpoint, x: Any, topk_idx: Any, *, exact: bool
@@ -134,13 +134,13 @@ class Rows:
         they are more than registers hold.
         """
         plan, tiles = self.plan, self.tiles()
-        slots = [self.slot(token, i) for i in range(len(tiles))]
+        indices = [self.index(token, i) for i in range(len(tiles))]
         wanted = [[c & own for c in comes] for _, own in tiles]
-        together = len(slots) if len(slots) * len(comes) <= _TILES_AT_ONCE else 1
-        for first in range(0, len(slots), together):
+        together = len(indices) if len(indices) * len(comes) <= _TILES_AT_ONCE else 1
+        for first in range(0, len(indices), together):
             these = slice(first, first + together)
             yield from endpoint.receive_all(
-                slots[these], (plan.tile,), plan.dtype, exact=exact, wanted=wanted[these]
+                indices[these], (plan.tile,), plan.dtype, exact=exact, wanted=wanted[these]
             )
 
     def send_values(self, ref: Any) -> None:
@@ -223,23 +223,23 @@ class Gather:
         return 1 if self.by_rank else self.top_k
 
     @property
-    def num_slots(self) -> int:
-        return min(self.num_pairs * self.rows_of_pair, self.rows.plan.num_slots)
+    def num_stages(self) -> int:
+        return min(self.num_pairs * self.rows_of_pair, self.rows.plan.num_stages)
 
     @property
     def all_fit(self) -> bool:
-        """Whether the ring has a slot for each row of a block, so that none is used twice."""
-        return self.num_slots == self.num_pairs * self.rows_of_pair
+        """Whether the ring has a stage for each row of a block, so that none is used twice."""
+        return self.num_stages == self.num_pairs * self.rows_of_pair
 
     def scratch_types(self) -> dict[str, Any]:
-        plan, slots, pairs = self.rows.plan, self.num_slots, self.num_pairs
+        plan, stages, pairs = self.rows.plan, self.num_stages, self.num_pairs
         return dict(
-            slots=plgpu.SMEM((slots, plan.hidden), plan.dtype),
+            stages=plgpu.SMEM((stages, plan.hidden), plan.dtype),
             places=plgpu.SMEM((pairs, self.rows_of_pair), jnp.int32),
             choices=plgpu.SMEM((pairs, self.rows_of_pair), jnp.int32),
             num_rows=plgpu.SMEM((pairs,), jnp.int32),  # NOWHERE: no choice of the pair is here
-            full=plgpu.Barrier(num_barriers=(slots,)),
-            empty=plgpu.Barrier(num_barriers=(slots,), num_arrivals=plan.warpgroups),
+            full=plgpu.Barrier(num_barriers=(stages,)),
+            empty=plgpu.Barrier(num_barriers=(stages,), num_arrivals=plan.warpgroups),
             listed=plgpu.Barrier(),
             together=plgpu.Barrier(num_arrivals=plan.warpgroups),
         )
@@ -281,7 +281,7 @@ class Gather:
                 places[pair, jnp.minimum(count, self.rows_of_pair - 1)] = place
                 choices[pair, jnp.minimum(count, self.rows_of_pair - 1)] = jnp.int32(choice)
 
-                @pl.when(held & (used < self.num_slots))
+                @pl.when(held & (used < self.num_stages))
                 def _(place=place, used=used):
                     ring.fetch(used, fabric.mine(y).at[place])
 
@@ -293,13 +293,13 @@ class Gather:
             self._fetch_more(y, ring, places, num_rows)
 
     def _fetch_more(self, y, ring, places, num_rows):
-        """Fetches the rows that find no slot until others are summed."""
+        """Fetches the rows that find no stage until others are summed."""
 
         def fetch(r, used, pair):
-            @pl.when(used >= self.num_slots)
+            @pl.when(used >= self.num_stages)
             def _():
-                slot = ring.open(used)
-                ring.fetch(slot, self.fabric.mine(y).at[places[pair, r]])
+                stage = ring.open(used)
+                ring.fetch(stage, self.fabric.mine(y).at[places[pair, r]])
 
             return used + 1
 
@@ -313,17 +313,17 @@ class Gather:
         return functools.reduce(jnp.add, counts)
 
     def free(self, ring: Ring, turn: jax.Array, num_turns: jax.Array) -> None:
-        """Frees the slot of a row that this warpgroup has read, if another row takes it next.
+        """Frees the stage of a row that this warpgroup has read, if another row takes it next.
 
         `num_turns` is how many rows all pairs have.
         """
         if self.all_fit:
             return
 
-        @pl.when(turn + self.num_slots < num_turns)
+        @pl.when(turn + self.num_stages < num_turns)
         def _() -> None:
-            plgpu.commit_smem()  # the next copy to the slot comes after this read
-            plgpu.barrier_arrive(ring.empty.at[ring.slot(turn)])
+            plgpu.commit_smem()  # the next copy to the stage comes after this read
+            plgpu.barrier_arrive(ring.empty.at[ring.stage(turn)])
 
     def read_weights(self, *, weights: Any, together: Any, **_: Any) -> None:
         """Reads the weights of each pair, which the owners send; each warpgroup those of others."""

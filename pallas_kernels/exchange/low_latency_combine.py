@@ -100,11 +100,11 @@ class _Combine:
             types["weights"] = plgpu.SMEM((pairs, self.gather.top_k), jnp.float32)
         return types
 
-    def __call__(self, *refs: Any, slots: Any, full: Any, empty: Any, **scratch: Any) -> None:
+    def __call__(self, *refs: Any, stages: Any, full: Any, empty: Any, **scratch: Any) -> None:
         y, topk_idx, rows, *rest = refs
         weights_ref = rest.pop(0) if self.weighted else None
         (out,) = rest
-        ring = Ring(slots, full, empty)
+        ring = Ring(stages, full, empty)
         warpgroup, warpgroups = lax.axis_index("warpgroup"), self.rows.plan.warpgroups
 
         @pl.when(warpgroup < warpgroups)
@@ -120,7 +120,7 @@ class _Combine:
 
     def _sum(self, topk_idx, weights_ref, out, ring, *, num_rows, choices, listed, **scratch):
         fabric, of_rows, top_k = self.fabric, self.rows, self.gather.top_k
-        fabric.stage(0)
+        fabric.delay_point(0)
         endpoint = of_rows.open()
         if self.weighted:
             of_rows.send_values(weights_ref)
@@ -148,20 +148,20 @@ class _Combine:
                 of_rows.send(endpoint, peer, i, sums, count >= 0, exact=False)
             else:
                 mine.append(sums)
-        fabric.stage(1)
+        fabric.delay_point(1)
         for i, (token, exists) in enumerate(of_rows.tokens()):
             self._receive(endpoint, i, token, exists, ranks[i], mine[i], out)
-        fabric.stage(2)
+        fabric.delay_point(2)
         endpoint.close()
 
     def _add(self, r, sums, *, ring, pair, begun, num_turns, choices, weights=None, **_):
         """Adds the r-th row of a pair, times its weight, to the sums."""
         of_rows = self.rows
-        slot = ring.slot(begun + r)
-        plgpu.barrier_wait(ring.full.at[slot])
+        stage = ring.stage(begun + r)
+        plgpu.barrier_wait(ring.full.at[stage])
         added = []
         for (where, _own), total in zip(of_rows.tiles(), sums, strict=True):
-            row = fb.load(self.fabric, ring.rows.at[slot, where], of_rows.plan.vector)
+            row = fb.load(self.fabric, ring.rows.at[stage, where], of_rows.plan.vector)
             row = row.astype(jnp.float32)
             if self.weighted:
                 weight = weights[pair, choices[pair, r]]

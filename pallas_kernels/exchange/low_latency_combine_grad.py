@@ -32,8 +32,8 @@ from pallas_kernels.exchange.ring import Ring
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import LANES, align_up
-from pallas_kernels.fabric.layout import MAX_VALUES
 from pallas_kernels.fabric.low_latency import Channels
+from pallas_kernels.fabric.memory_map import MAX_VALUES
 
 _RETURNED = MAX_VALUES // 2  # the first of the values that go back to the owners
 
@@ -122,9 +122,9 @@ class _CombineGrad:
             returned=plgpu.SMEM(returned, jnp.float32),
         )
 
-    def __call__(self, *refs: Any, slots: Any, full: Any, empty: Any, **scratch: Any) -> None:
+    def __call__(self, *refs: Any, stages: Any, full: Any, empty: Any, **scratch: Any) -> None:
         g, weights_ref, y, topk_idx, rows, counts, dy, dweights = refs
-        ring, fabric = Ring(slots, full, empty), self.fabric
+        ring, fabric = Ring(stages, full, empty), self.fabric
         warpgroup, warpgroups = lax.axis_index("warpgroup"), self.rows.plan.warpgroups
 
         @pl.when(warpgroup < warpgroups)
@@ -139,7 +139,7 @@ class _CombineGrad:
             for start in range(0, sums.shape[0], LANES):
                 sums[pl.ds(start, LANES)] = jnp.zeros((LANES,), jnp.float32)
             self.gather.scout(y, rows, ring, **scratch)
-            fabric.stage(3)
+            fabric.delay_point(3)
             self.expert_rows.lay_out(**scratch)
             self.expert_rows.fill([dy], **scratch)
 
@@ -148,11 +148,11 @@ class _CombineGrad:
         totals, returned, **scratch,
     ):  # fmt: skip
         fabric, of_rows = self.fabric, self.rows
-        fabric.stage(0)
+        fabric.delay_point(0)
         endpoint = of_rows.open()
         of_rows.send_values(weights_ref)
         cotangents = of_rows.send_tokens(endpoint, g, topk_idx, exact=False)
-        fabric.stage(1)
+        fabric.delay_point(1)
         self.gather.read_weights(together=together, **scratch)
         plgpu.barrier_wait(listed)
         fabric.barrier()
@@ -175,7 +175,7 @@ class _CombineGrad:
             lax.fori_loop(0, count, multiply, None)
             begun = begun + count
         meet(fabric, together)
-        fabric.stage(2)
+        fabric.delay_point(2)
 
         @pl.when(of_rows.warpgroup == 0)
         def _():
@@ -188,16 +188,16 @@ class _CombineGrad:
     ):  # fmt: skip
         """Multiplies a cotangent with the r-th row of a pair, and with its weight."""
         fabric, of_rows = self.fabric, self.rows
-        slot = ring.slot(begun + r)
+        stage = ring.stage(begun + r)
         choice, place = choices[pair, r], places[pair, r]
         weight = weights[pair, choice]
         for i, tile in enumerate(tiles):
             weighted = (tile * weight).astype(of_rows.plan.dtype)
             of_rows.store(fabric.mine(dy), place, i, weighted, jnp.bool_(True))
-        plgpu.barrier_wait(ring.full.at[slot])
+        plgpu.barrier_wait(ring.full.at[stage])
         total: Any = None
         for i, ((where, _own), tile) in enumerate(zip(of_rows.tiles(), tiles, strict=True)):
-            row = fb.load(fabric, ring.rows.at[slot, where], of_rows.plan.vector)
+            row = fb.load(fabric, ring.rows.at[stage, where], of_rows.plan.vector)
             product = of_rows.counted(i, tile * row.astype(jnp.float32))
             total = product if total is None else total + product
         self.gather.free(ring, begun + r, num_turns)

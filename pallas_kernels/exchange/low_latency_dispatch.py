@@ -225,19 +225,19 @@ class _Dispatch:
             of_experts.lay_out(counts, **scratch)
             plgpu.barrier_arrive(scratch["laid_out"])
             of_experts.describe(*layout, **scratch)
-        fabric.stage(3)
+        fabric.delay_point(3)
         of_experts.fill([tokens], **scratch)
         if self.routes_known:
             hello(fabric.wait, "dispatch")
 
     def _move(self, x, topk_idx, rows, tokens, **scratch):
         fabric, of_rows = self.fabric, self.rows
-        fabric.stage(0)
+        fabric.delay_point(0)
         endpoint = of_rows.open()
         if not self.routes_known:
             self._send_choices(topk_idx)
         sent = of_rows.send_tokens(endpoint, x, topk_idx, exact=True)
-        fabric.stage(1)
+        fabric.delay_point(1)
         if not self.routes_known:
             self._find_rows(rows, **scratch)
         here = [endpoint.rank, *endpoint.peers]
@@ -253,7 +253,7 @@ class _Dispatch:
             for j, arrived in enumerate(of_rows.receive(endpoint, i, comes, exact=True)):
                 for tile, row in zip(arrived, places[1:], strict=True):
                     self._store(tokens, j, tile, row)
-        fabric.stage(2)
+        fabric.delay_point(2)
         endpoint.close()
 
     def _send_choices(self, topk_idx):

@@ -1,6 +1,6 @@
 """How the exchange's kernels are spread over blocks and shared memory, and what they allocate.
 
-A function named after a kernel returns the kernel's `Plan`. A function whose name ends in
+A function `for_<kernel>` returns the plan of that kernel. A function whose name ends in
 `_workspace` returns the buffers that a call of the kernel allocates besides the results that its
 caller keeps: a dict from name to bytes per rank. The kernels take the shapes of these buffers from
 here.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.exchange.quantize import BLOCK, ROW_MULTIPLE
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import (
     LANES,
     SHARED_MEMORY_BYTES,
@@ -31,7 +31,7 @@ Parts = list[tuple[int, jax.typing.DTypeLike]]
 ROW_BYTES = 128  # a row must be whole 128-byte lines
 _PADDING_BYTES = 16 * 1024  # shared memory set aside for barriers and for alignment of buffers
 _WINDOW_TOKENS = 16
-_RING_SLOTS = 16  # the most rows that a ring in shared memory holds
+_RING_STAGES = 16  # the most rows that a ring in shared memory holds
 
 # Up to this many tokens per rank, latency decides the time of a call; beyond, the link's bandwidth.
 FEW_TOKENS = 256
@@ -51,7 +51,7 @@ _GRAD_DEPTH = 3  # cotangents of a worker that are on their way, or in use
 
 # Of a dispatch of more than FEW_TOKENS tokens.
 _DISPATCH_BYTES = 32 * 1024  # of the rows of a step
-_COPY_SLOTS = 16
+_COPY_STAGES = 16
 
 
 def padded_hidden(
@@ -72,28 +72,28 @@ class Plan:
 
     Attributes:
       num_blocks: thread blocks per rank.
-      num_slots: rows that the ring in shared memory holds, if there is one.
-      store_lag: how many of the latest groups of outgoing copies may still read their slots when
-        the next slot is filled; fewer than there are slots.
+      num_stages: rows that the ring in shared memory holds, if there is one.
+      store_lag: how many of the latest groups of outgoing copies may still read their stages when
+        the next stage is filled; fewer than there are stages.
       window_tokens: tokens whose routes a block holds in shared memory at a time.
       step_tokens: tokens between two signals.
-      num_copy_slots: rows that the receiver of a dispatch holds while it copies them.
+      num_copy_stages: rows that the receiver of a dispatch holds while it copies them.
       receive_steps: steps that a combine's receive buffer holds.
       num_workers: warpgroups of a block that share its sums, or cotangents.
     """
 
     num_blocks: int
-    num_slots: int = 2
+    num_stages: int = 2
     store_lag: int = 1
     window_tokens: int = 16
     step_tokens: int = 1
-    num_copy_slots: int = 2
+    num_copy_stages: int = 2
     receive_steps: int = 3
     num_workers: int = 2
 
     def __post_init__(self) -> None:
-        if not 0 <= self.store_lag < self.num_slots:
-            raise ValueError(f"store_lag must be less than num_slots, but the plan is {self}.")
+        if not 0 <= self.store_lag < self.num_stages:
+            raise ValueError(f"store_lag must be less than num_stages, but the plan is {self}.")
         # While a step is summed, the one before it is read, and the one after it is listed.
         if self.receive_steps < 3:
             raise ValueError(f"receive_steps must be at least 3, but the plan is {self}.")
@@ -165,10 +165,10 @@ class Row:
         return sum(columns * jnp.dtype(dtype).itemsize for columns, dtype in self.parts)
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of shared memory of a slot of a sender's ring.
+    def stage_bytes(self) -> int:
+        """Bytes of shared memory of a stage of a sender's ring.
 
-        If rows are quantized, a slot holds the input row and the quantized row.
+        If rows are quantized, a stage holds the input row and the quantized row.
         """
         wide = self.hidden * jnp.dtype(self.dtype).itemsize
         return wide if self.wire_dtype is None else wide + self.sent_bytes
@@ -202,19 +202,19 @@ class Sizes:
 def fits_shared_memory(row: Row, *, num_ranks: int, top_k: int, num_experts: int) -> bool:
     """Returns whether all kernels of the exchange can run at these sizes.
 
-    Shared memory must hold the slots that each needs.
+    Shared memory must hold the stages that each needs.
     """
     words = _dispatch_words(num_ranks, top_k, num_experts)
     return (
-        row.room(words) // row.slot_bytes >= 3
+        row.room(words) // row.stage_bytes >= 3
         and _combine_step(row, num_ranks, top_k) >= 1
-        and _combine_grad_slots(row, num_ranks, top_k, num_experts) >= 1
+        and _combine_grad_stages(row, num_ranks, top_k, num_experts) >= 1
     )
 
 
 def _with_few_steps(plan: Plan, num_tokens: int) -> Plan:
     """Returns the plan; raises ValueError unless a signal can count the steps of a block."""
-    most = 2**layout.COUNT_BITS - 1
+    most = 2**memory_map.COUNT_BITS - 1
     if plan.steps_per_block(num_tokens) > most:
         least = -(-num_tokens // (most * plan.step_tokens))
         raise ValueError(
@@ -237,15 +237,15 @@ class LowLatencyPlan(Sizes):
       dtype: of rows, and of sums of rows.
       num_gpus: GPUs of the ranks' host that share symmetric memory, N or more.
       max_blocks: the most thread blocks.
-      max_slots: the most rows that a kernel holds in shared memory.
+      max_stages: the most rows that a kernel holds in shared memory.
     """
 
     hidden: int
     dtype: jax.typing.DTypeLike
     num_gpus: int
     warpgroups = 4  # of a block, that send and receive
-    max_blocks: int = layout.MAX_WORKERS // warpgroups
-    max_slots: int = 2 * _RING_SLOTS
+    max_blocks: int = memory_map.MAX_WORKERS // warpgroups
+    max_stages: int = 2 * _RING_STAGES
 
     @property
     def vector(self) -> int:
@@ -253,7 +253,7 @@ class LowLatencyPlan(Sizes):
 
     @property
     def tile(self) -> int:
-        """Columns of a tile, which fills a slot of the protocol."""
+        """Columns of a tile, which fills a tile buffer of the protocol."""
         return LANES * self.vector
 
     @property
@@ -273,7 +273,7 @@ class LowLatencyPlan(Sizes):
         return -(-self.num_tokens // self.tokens_per_block)
 
     @property
-    def num_slots(self) -> int:
+    def num_stages(self) -> int:
         """Rows that shared memory holds next to the words of the kernel with the most of them."""
         choices = self.num_ranks * align_up(self.num_tokens * self.top_k, LANES)  # of a dispatch
         # Of a gradient, for each pair and choice: 16 sums, and the words of the rows' list.
@@ -281,7 +281,7 @@ class LowLatencyPlan(Sizes):
         # The layout, and the next rows from each rank; the rest is spare.
         words = (7 + 2 * self.num_ranks) * (count_width(self.num_experts) + LANES)
         row = Row(self.hidden, self.dtype)
-        return min(self.max_slots, row.room(words + max(choices, sums)) // row.slot_bytes)
+        return min(self.max_stages, row.room(words + max(choices, sums)) // row.stage_bytes)
 
     def dispatch_workspace(self) -> dict[str, int]:
         """Returns the bytes that `low_latency_dispatch.dispatch` allocates, by name: the routes."""
@@ -291,17 +291,17 @@ class LowLatencyPlan(Sizes):
     def fits(self) -> bool:
         """Returns whether the protocol and shared memory have room for these sizes."""
         return (
-            1 < self.num_ranks <= self.num_gpus <= layout.MAX_LOW_LATENCY_GPUS
+            1 < self.num_ranks <= self.num_gpus <= memory_map.MAX_LOW_LATENCY_GPUS
             and self.hidden >= self.tile
             and self.tokens_per_block * self.tiles_of_worker
-            <= layout.slots_of_channel(self.num_gpus)
-            and self.num_tokens * self.top_k <= layout.MAX_VALUES // 2
+            <= memory_map.tiles_of_channel(self.num_gpus)
+            and self.num_tokens * self.top_k <= memory_map.MAX_VALUES // 2
             and self.num_experts <= 2**15  # ids are sent as 16 bits
-            and self.num_slots > 0
+            and self.num_stages > 0
         )
 
 
-def low_latency(
+def for_low_latency(
     row: Row, sizes: Sizes, num_gpus: int, num_blocks: int | None = None
 ) -> LowLatencyPlan | None:
     """Returns the plan of the kernels over the low-latency protocol, or None where others run.
@@ -350,12 +350,12 @@ def _dispatch_words(num_ranks: int, top_k: int, num_experts: int, step_tokens: i
     """Returns the int32 words of routes, lists and counts that a dispatch has in shared memory."""
     windows = align_up(_WINDOW_TOKENS * top_k, LANES) + align_up(step_tokens * top_k, LANES)
     choices = num_ranks * windows
-    lists = (_RING_SLOTS + step_tokens) * num_ranks * top_k
+    lists = (_RING_STAGES + step_tokens) * num_ranks * top_k
     next_rows = count_width(num_experts) + LANES
     return _layout_words(num_ranks, num_experts) + next_rows + choices + lists
 
 
-def dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
+def for_dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `dispatch.dispatch` and `dispatch.dispatch_like`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
@@ -370,18 +370,18 @@ def dispatch(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
 
     # Lists of longer steps take shared memory from the rows, of which one is sent while another is
     # copied. Steps of 2 tokens leave room for 3, or `fits_shared_memory` is false.
-    while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.slot_bytes:
+    while step_tokens > 2 and room_for_rows(step_tokens) < 2 * row.stage_bytes:
         step_tokens -= 1
     room = room_for_rows(step_tokens)
-    in_ring = room // row.slot_bytes
-    num_copy_slots = min(8, 2 * in_ring // 3) if few else max(1, min(_COPY_SLOTS, in_ring // 3))
-    num_slots = min(_RING_SLOTS, (room - num_copy_slots * row.sent_bytes) // row.slot_bytes)
+    in_ring = room // row.stage_bytes
+    num_copy_stages = min(8, 2 * in_ring // 3) if few else max(1, min(_COPY_STAGES, in_ring // 3))
+    num_stages = min(_RING_STAGES, (room - num_copy_stages * row.sent_bytes) // row.stage_bytes)
     plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
-        num_slots=num_slots,
-        store_lag=num_slots // 2,
+        num_stages=num_stages,
+        store_lag=num_stages // 2,
         window_tokens=_WINDOW_TOKENS,
-        num_copy_slots=num_copy_slots,
+        num_copy_stages=num_copy_stages,
         step_tokens=step_tokens,
     )
     return _with_few_steps(plan, sizes.num_tokens)
@@ -393,7 +393,7 @@ def dispatch_workspace(plan: Plan, sizes: Sizes) -> dict[str, int]:
     return {"routes": WORD_BYTES * sizes.num_ranks * (entries + count_width(sizes.num_experts))}
 
 
-def rank_dispatch(
+def for_rank_dispatch(
     row: Row, sizes: Sizes, num_blocks: int | None = None, *, weighted: bool = False
 ) -> Plan:
     """Returns the plan of `rank_dispatch.rank_dispatch`.
@@ -404,12 +404,12 @@ def rank_dispatch(
     list_words = sizes.top_k * (2 if weighted else 1)
     choices = align_up(_WINDOW_TOKENS * list_words, LANES)
     choices += sizes.num_ranks * align_up(2 * list_words, LANES)
-    lists = _RING_SLOTS * sizes.num_ranks * list_words
-    num_slots = min(_RING_SLOTS, row.room(choices + lists) // row.slot_bytes)
+    lists = _RING_STAGES * sizes.num_ranks * list_words
+    num_stages = min(_RING_STAGES, row.room(choices + lists) // row.stage_bytes)
     plan = Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
-        num_slots=num_slots,
-        store_lag=num_slots // 2,
+        num_stages=num_stages,
+        store_lag=num_stages // 2,
         window_tokens=_WINDOW_TOKENS,
         step_tokens=2,
     )
@@ -440,7 +440,7 @@ def _combine_step(row: Row, num_ranks: int, top_k: int) -> int:
     return next(fitting, 0)
 
 
-def combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
+def for_combine(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine.combine`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
@@ -487,7 +487,7 @@ def combine_workspace(plan: Plan, row: Row, sizes: Sizes) -> dict[str, int]:
 # ------------------------------------------------------------------------- gradient of a combine
 
 
-def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
+def _combine_grad_stages(row: Row, num_ranks: int, top_k: int, num_experts: int) -> int:
     """Returns how many cotangents the gradient of a combine has room for in shared memory.
 
     Each has a list of its rows next to it.
@@ -500,16 +500,16 @@ def _combine_grad_slots(row: Row, num_ranks: int, top_k: int, num_experts: int) 
     return sent.room(window_words + count_words) // (row_bytes + WORD_BYTES * list_words)
 
 
-def combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
+def for_combine_grad(row: Row, sizes: Sizes, num_blocks: int | None = None) -> Plan:
     """Returns the plan of `combine_grad.combine_grad`.
 
     `num_blocks` is the most thread blocks to use; None is the number measured to be fastest.
     """
-    slots = _combine_grad_slots(row, sizes.num_ranks, sizes.top_k, sizes.num_experts)
-    num_workers = min(_GRAD_WORKERS, slots)
+    stages = _combine_grad_stages(row, sizes.num_ranks, sizes.top_k, sizes.num_experts)
+    num_workers = min(_GRAD_WORKERS, stages)
     return Plan(
         num_blocks=min(num_blocks or _NUM_BLOCKS, sizes.num_tokens),
-        num_slots=num_workers * min(_GRAD_DEPTH, slots // num_workers),
+        num_stages=num_workers * min(_GRAD_DEPTH, stages // num_workers),
         store_lag=0,
         window_tokens=_WINDOW_TOKENS,
         num_workers=num_workers,

@@ -123,7 +123,7 @@ class _RankDispatch:
 
         @pl.when(warpgroup == 0)
         def _sender():
-            fabric.stage(0)
+            fabric.delay_point(0)
             sender.fetch_first(x, **scratch)
             fabric.connect()
 
@@ -181,7 +181,7 @@ class _RankDispatch:
 
         def receive_step(step, carry):
             fabric.wait(PUT, step + 1, "dispatch")
-            fabric.stage(2)
+            fabric.delay_point(2)
             step_token = first_token + step * step_tokens
             sources = ((source, fabric.mine(lists_ref), source) for source in range(num_ranks))
             start = open_window(fabric, window, step_token * width, (step_rows, sources))

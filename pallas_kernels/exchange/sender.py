@@ -67,15 +67,15 @@ class Sender:
         return windows(self.plan, self.num_tokens, self.num_words)[1]
 
     def scratch_types(self) -> dict[str, Any]:
-        slots = self.plan.num_slots
+        stages = self.plan.num_stages
         types: dict[str, Any] = dict(
             choices=plgpu.SMEM((self.num_sources, self.window.width), jnp.int32),
-            slots=[plgpu.SMEM((slots, columns), t) for columns, t in self.row.parts],
-            lists=plgpu.SMEM((slots, self.fabric.num_ranks, self.num_words), jnp.int32),
-            full=plgpu.Barrier(num_barriers=(slots,)),
+            stages=[plgpu.SMEM((stages, columns), t) for columns, t in self.row.parts],
+            lists=plgpu.SMEM((stages, self.fabric.num_ranks, self.num_words), jnp.int32),
+            full=plgpu.Barrier(num_barriers=(stages,)),
         )
         if self.row.wire_dtype is not None:  # input rows, before they are quantized
-            types["wide_slots"] = plgpu.SMEM((slots, self.row.hidden), self.row.dtype)
+            types["wide_stages"] = plgpu.SMEM((stages, self.row.hidden), self.row.dtype)
         return types
 
     def range(self) -> tuple[jax.Array, jax.Array]:
@@ -93,33 +93,33 @@ class Sender:
         return [lax.rem(i + offset, jnp.int32(num_ranks)) for i in range(num_ranks)]
 
     def fetch_first(self, x: Any, **scratch: Any) -> None:
-        """Starts to fetch the rows of this block's first tokens, as many as the ring has slots."""
+        """Starts to fetch the rows of this block's first tokens, as many as the ring has stages."""
         first, count = self.range()
 
         def fetch(i: jax.Array, _: None) -> None:
             self._fetch(x, first + i, i, **scratch)
 
-        lax.fori_loop(0, jnp.minimum(count, self.plan.num_slots), fetch, None)
+        lax.fori_loop(0, jnp.minimum(count, self.plan.num_stages), fetch, None)
 
     def make_ready(
-        self, x: Any, i: Any, *, slots: Any, full: Any, wide_slots: Any = None, **_: Any
+        self, x: Any, i: Any, *, stages: Any, full: Any, wide_stages: Any = None, **_: Any
     ) -> None:
-        """Waits until the i-th token's row is in its slot; quantizes it if wire_dtype is set."""
+        """Waits until the i-th token's row is in its stage; quantizes it if wire_dtype is set."""
         first_token, num_tokens = self.range()
-        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
+        stage = lax.rem(i, jnp.int32(self.plan.num_stages))
 
         @pl.when(i < num_tokens)
         def _() -> None:
-            plgpu.barrier_wait(full.at[slot])
-            if wide_slots is not None:
-                parts = [part.at[slot] for part in slots]
-                quantized_rows.quantize_row(self.fabric, wide_slots.at[slot], *parts)
+            plgpu.barrier_wait(full.at[stage])
+            if wide_stages is not None:
+                parts = [part.at[stage] for part in stages]
+                quantized_rows.quantize_row(self.fabric, wide_stages.at[stage], *parts)
                 plgpu.commit_smem()  # all threads have read the input; puts see the quantized row
-                ahead = i + self.plan.num_slots
+                ahead = i + self.plan.num_stages
 
                 @pl.when(ahead < num_tokens)
                 def _() -> None:
-                    rings = dict(slots=slots, full=full, wide_slots=wide_slots)
+                    rings = dict(stages=stages, full=full, wide_stages=wide_stages)
                     self._fetch(x, first_token + ahead, ahead, **rings)
 
     def open_window(self, sources: Sources, i: Any, *, choices: Any, **_: Any) -> None:
@@ -133,7 +133,7 @@ class Sender:
         lists_for: Callable[[jax.Array, Sequence[jax.Array]], Sequence[List]],
         place_of: Callable[[List, jax.Array], jax.Array],
         further_of: Callable[[List], Sequence[jax.Array]] = lambda words: (),
-        choices: Any, slots: Any, lists: Any, full: Any, wide_slots: Any = None, **_: Any,
+        choices: Any, stages: Any, lists: Any, full: Any, wide_stages: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         """Sends all tokens of this block.
 
@@ -151,7 +151,7 @@ class Sender:
         """
         fabric, plan, window = self.fabric, self.plan, self.window
         num_words, lag = self.num_words, plan.store_lag
-        num_slots, step_tokens = plan.num_slots, self.step_tokens
+        num_stages, step_tokens = plan.num_stages, self.step_tokens
         rank, peers = fabric.rank(), self.peers()
         first_token, num_tokens = self.range()
 
@@ -162,32 +162,32 @@ class Sender:
             def _() -> None:
                 self.open_window(sources, i, choices=choices)
 
-            slot, entry = lax.rem(i, jnp.int32(num_slots)), (first_token + i) * num_words
+            stage, entry = lax.rem(i, jnp.int32(num_stages)), (first_token + i) * num_words
             in_choices = entry - window.start(entry - in_window * num_words)
             # This rank's list comes twice: `peers` begin elsewhere in each block, so that to select
             # it from theirs takes a select for each of their words.
             *lists_of_peers, list_here = lists_for(in_choices, [*peers, rank])
             for peer, words in zip(peers, lists_of_peers, strict=True):
                 place = place_of(words, i)
-                for part, ref in zip(slots, tokens, strict=True):
-                    fb.put_if(fabric, place >= 0, part.at[slot], fabric.peer(ref, peer).at[place])
+                for part, ref in zip(stages, tokens, strict=True):
+                    fb.put_if(fabric, place >= 0, part.at[stage], fabric.peer(ref, peer).at[place])
             for place in further_of(list_here):
-                for part, ref in zip(slots, tokens, strict=True):
-                    fb.put_if(fabric, place >= 0, part.at[slot], fabric.mine(ref).at[place])
+                for part, ref in zip(stages, tokens, strict=True):
+                    fb.put_if(fabric, place >= 0, part.at[stage], fabric.mine(ref).at[place])
             if lists_ref is not None:
-                self._put_lists(lists, slot, lists_ref, rank, entry, peers, lists_of_peers)
+                self._put_lists(lists, stage, lists_ref, rank, entry, peers, lists_of_peers)
             plgpu.commit_smem_to_gmem_group()
 
-            # A slot takes another token once its puts have read it.
+            # A stage takes another token once its puts have read it.
             plgpu.wait_smem_to_gmem(lag, wait_read_only=True)
-            if wide_slots is None:
-                ahead = i - lag + num_slots
+            if wide_stages is None:
+                ahead = i - lag + num_stages
 
                 @pl.when((i >= lag) & (ahead < num_tokens))
                 def _() -> None:
-                    self._fetch(x, first_token + ahead, ahead, slots=slots, full=full)
+                    self._fetch(x, first_token + ahead, ahead, stages=stages, full=full)
 
-            self.make_ready(x, i + 1, slots=slots, full=full, wide_slots=wide_slots)
+            self.make_ready(x, i + 1, stages=stages, full=full, wide_stages=wide_stages)
             return carry
 
         def send_step(step: jax.Array, carry: None) -> None:
@@ -200,7 +200,7 @@ class Sender:
 
         lax.fori_loop(0, self.num_steps(), send_step, None)
         plgpu.wait_smem_to_gmem(0)
-        fabric.stage(1)
+        fabric.delay_point(1)
         fabric.signal(PUT, jnp.maximum(self.num_steps(), 1))
 
     def _signal_before(self, step: jax.Array, num_sent: jax.Array) -> None:
@@ -213,13 +213,13 @@ class Sender:
             lambda: plgpu.wait_smem_to_gmem(self.step_tokens),
             lambda: plgpu.wait_smem_to_gmem(0),
         )
-        self.fabric.stage(1)
+        self.fabric.delay_point(1)
         self.fabric.signal(PUT, step)
 
     def _put_lists(
         self,
         lists: Any,
-        slot: jax.Array,
+        stage: jax.Array,
         lists_ref: Any,
         rank: jax.Array,
         entry: jax.Array,
@@ -228,7 +228,7 @@ class Sender:
     ) -> None:
         """Puts a token's list for each peer to lists_ref[rank, entry:] of that peer.
 
-        The lists pass through `slot` of `lists` in shared memory, if bulk copies can take them.
+        The lists pass through `stage` of `lists` in shared memory, if bulk copies can take them.
         """
         fabric, num_words = self.fabric, self.num_words
         if num_words % 4:  # bulk copies are of whole 16 bytes
@@ -238,20 +238,28 @@ class Sender:
             return
         for peer, words in zip(peers, lists_of_peers, strict=True):
             for i, word in enumerate(words):
-                lists[slot, peer, i] = word
+                lists[stage, peer, i] = word
         plgpu.commit_smem()
         for peer in peers:
             plgpu.copy_smem_to_gmem(
-                lists.at[slot, peer],
+                lists.at[stage, peer],
                 fabric.peer(lists_ref, peer).at[rank, pl.ds(entry, num_words)],
                 commit_group=False,
             )
 
     def _fetch(
-        self, x: Any, token: Any, i: Any, *, slots: Any, full: Any, wide_slots: Any = None, **_: Any
+        self,
+        x: Any,
+        token: Any,
+        i: Any,
+        *,
+        stages: Any,
+        full: Any,
+        wide_stages: Any = None,
+        **_: Any,
     ) -> None:
-        slot = lax.rem(i, jnp.int32(self.plan.num_slots))
-        (ring,) = slots if wide_slots is None else [wide_slots]
+        stage = lax.rem(i, jnp.int32(self.plan.num_stages))
+        (ring,) = stages if wide_stages is None else [wide_stages]
         plgpu.copy_gmem_to_smem(
-            self.fabric.mine(x).at[token], ring.at[slot], full.at[slot], oob_mode=fb.IN_BOUNDS
+            self.fabric.mine(x).at[token], ring.at[stage], full.at[stage], oob_mode=fb.IN_BOUNDS
         )

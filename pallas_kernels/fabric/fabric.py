@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import ptx
+from pallas_kernels.fabric import mosaic, ptx
 from pallas_kernels.fabric.hardware import LANES
 
 NOWHERE = -1  # stands for "no row" and for "no expert"
@@ -107,7 +107,7 @@ class Fabric(Ranks, Protocol):
     def async_fence(self) -> None:
         """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
 
-    def stage(self, number: int) -> None:
+    def delay_point(self, number: int) -> None:
         """Names a point of a kernel at which a test may hold ranks back by different times.
 
         0: the call begins. 1: writes to peers are made, and their signal may follow. 2: what peers
@@ -124,7 +124,7 @@ class RanksOfMesh:
         of the mesh, its devices in row-major order.
       gpus: the number of the GPU at each place of the mesh.
       timeout_s: how many seconds a rank waits for a peer before it ends the program.
-      delays_ns: nanoseconds for which tests hold a rank back, [stage][rank].
+      delays_ns: nanoseconds for which tests hold a rank back, [point][rank].
     """
 
     axes: tuple[tuple[int, int], ...]
@@ -167,11 +167,11 @@ class RanksOfMesh:
             number = jnp.where(place == i, other, number)
         return number
 
-    def hold_back(self, stage: int, rank: jax.Array) -> None:
-        """Waits for as long as a test wants this rank to at a stage of the kernel."""
-        if stage < len(self.delays_ns):
+    def hold_back(self, point: int, rank: jax.Array) -> None:
+        """Waits for as long as a test wants this rank to at a delay point of the kernel."""
+        if point < len(self.delays_ns):
             delay = jnp.int32(0)
-            for r, nanoseconds in enumerate(self.delays_ns[stage]):
+            for r, nanoseconds in enumerate(self.delays_ns[point]):
                 delay = jnp.where(rank == r, nanoseconds, delay)
             ptx.pause(delay)
 
@@ -225,15 +225,13 @@ def kernel(
             )
             body(*refs, **scratch)
 
-        wanted = plgpu.kernel(
+        wanted = mosaic.kernel(
             run,
             out_type=[jax.ShapeDtypeStruct(fabric.shape(t.shape), t.dtype) for t in out_type],
             scratch_types={**scratch_types, **of_fabric},
             num_threads=num_warpgroups,
             thread_name="warpgroup",
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-            ),
+            auto_barriers=False,
             interpret=fabric.interpret,
             kernel_name=name,
             **grid,
@@ -326,10 +324,10 @@ def any_of(conditions: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(operator.or_, conditions)
 
 
-def drain(empty: Any, used: jax.Array, num_slots: int) -> None:
-    """Waits until every slot of a ring is empty again, after `used` fillings of `num_slots`."""
+def drain(empty: Any, used: jax.Array, num_stages: int) -> None:
+    """Waits until every stage of a ring is empty again, after `used` fillings of `num_stages`."""
 
     def wait(i: jax.Array, _: None) -> None:
-        plgpu.barrier_wait(empty.at[lax.rem(used - 1 - i, jnp.int32(num_slots))])
+        plgpu.barrier_wait(empty.at[lax.rem(used - 1 - i, jnp.int32(num_stages))])
 
-    lax.fori_loop(0, jnp.minimum(used, num_slots), wait, None)
+    lax.fori_loop(0, jnp.minimum(used, num_stages), wait, None)

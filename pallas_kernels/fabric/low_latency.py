@@ -1,14 +1,15 @@
 """The low-latency protocol: receivers poll the payload itself, so a call needs no rendezvous.
 
-Every GPU has slots that outlive the calls and that its peers write tiles to (`layout` says where
-they are, `sentinel_words` reads and writes them). A slot that is empty holds a sentinel in every
-32-bit word, all ones. A receiver polls a slot until none of its words is the sentinel, takes the
-tile, and writes the sentinel back. This is the protocol of TensorRT-LLM's Lamport all-reduces,
-whose sentinel is a negative zero; NCCL's protocol LL stores a flag next to each word instead.
+Every GPU has tile buffers that outlive the calls, and that its peers write tiles to. `memory_map`
+says where they are; `sentinel_words` reads and writes them. An empty buffer holds a sentinel in
+every 32-bit word, all ones. A receiver polls a buffer until none of its words is the sentinel,
+takes the tile, and writes the sentinel back. This is the protocol of TensorRT-LLM's Lamport
+all-reduces, whose sentinel is a negative zero; NCCL's protocol LL stores a flag next to each word
+instead.
 
   a worker   is a warpgroup of a kernel; it communicates with the workers of its number on peers;
   a channel  leads from a worker on one GPU to the worker of the same number on another. It has two
-             sets of slots, one tile to a slot, which calls use in turn. Both ends count the calls.
+             sets of tile buffers, which calls use in turn. Both ends count the calls.
 
 A set is empty when it is used again, for this reason. A sender begins its third call after it has
 received all that its peer sent in the second. The peer began the second call after it had ended the
@@ -31,13 +32,13 @@ from jax import lax
 from pallas_kernels.fabric import fabric as fb
 from pallas_kernels.fabric import vectors
 from pallas_kernels.fabric.hardware import vector_length
-from pallas_kernels.fabric.layout import (
+from pallas_kernels.fabric.memory_map import (
     MAX_LOW_LATENCY_GPUS,
     MAX_WORKERS,
     num_senders,
-    slots_of_channel,
+    tiles_of_channel,
 )
-from pallas_kernels.fabric.sentinel_words import SlotMemory
+from pallas_kernels.fabric.sentinel_words import TileMemory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +46,10 @@ class Channels(fb.RanksOfMesh):
     """Connects the ranks along some axes of a mesh by the low-latency protocol, for one kernel.
 
     Attributes:
-      memory: the counters and slots of the GPUs.
+      memory: the counters and tile buffers of the GPUs.
     """
 
-    memory: SlotMemory
+    memory: TileMemory
 
     operands = ()
 
@@ -83,53 +84,53 @@ class Endpoint:
         self._counters = [worker * MAX_LOW_LATENCY_GPUS + gpu for gpu in self._there]
         self._calls = channels.memory.read(self._here, self._counters)
 
-    def send(self, slot: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
-        """Sends each peer its tile, to a slot of this call's set.
+    def send(self, index: int, tiles_of_peers: Sequence[jax.Array], *, exact: bool = False) -> None:
+        """Sends each peer its tile number `index` of this call.
 
         With `exact`, here and in the peers' `receive`, the bits of NaNs arrive unchanged too.
         """
         for i, tile in enumerate(tiles_of_peers):
-            self.send_to(i, slot, tile, exact=exact)
+            self.send_to(i, index, tile, exact=exact)
 
-    def send_to(self, i: int, slot: int, tile: jax.Array, *, exact: bool = False) -> None:
+    def send_to(self, i: int, index: int, tile: jax.Array, *, exact: bool = False) -> None:
         """Sends a tile to the i-th of `peers`; see `send`."""
-        number = self._slot(self._here, self._there[i], self._calls[i], slot)
+        number = self._buffer(self._here, self._there[i], self._calls[i], index)
         self.channels.memory.send(self._there[i], number, tile, exact=exact)
 
     def receive(
-        self, slot: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
+        self, index: int, shape: tuple[int, ...], dtype: Any, *, exact: bool = False
     ) -> list[jax.Array]:
-        """Receives the tile that each peer sends to a slot of this call's set.
+        """Receives each peer's tile number `index` of this call.
 
         With `exact`, here and in the peers' `send`, the bits of NaNs arrive unchanged too.
         """
-        return self.receive_all([slot], shape, dtype, exact=exact)[0]
+        return self.receive_all([index], shape, dtype, exact=exact)[0]
 
     def receive_all(
         self,
-        slots: Sequence[int],
+        indices: Sequence[int],
         shape: tuple[int, ...],
         dtype: Any,
         *,
         exact: bool = False,
         wanted: Sequence[Sequence[jax.Array]] | None = None,
     ) -> list[list[jax.Array]]:
-        """Receives the tiles that each peer sends to some slots of this call's set, at once.
+        """Receives several tiles of this call from each peer, at once.
 
         Args:
-          slots: the slots.
+          indices: the tiles' numbers in this call.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
           exact: whether the bits of NaNs arrive unchanged; the peers' `send` must pass the same.
-          wanted: for each slot, which peers send a tile to it; None: all.
+          wanted: for each index, which peers send that tile; None: all.
 
         Returns:
-          For each slot the tile of each peer; what is returned for a peer that sends none is
+          For each index the tile of each peer; what is returned for a peer that sends none is
           undefined.
         """
         numbers = [
-            self._slot(gpu, self._here, calls, slot)
-            for slot in slots
+            self._buffer(gpu, self._here, calls, index)
+            for index in indices
             for gpu, calls in zip(self._there, self._calls, strict=True)
         ]
         tiles = self.channels.memory.receive(
@@ -138,21 +139,21 @@ class Endpoint:
             shape,
             dtype,
             rank=self.rank,
-            peers=self.peers * len(slots),
+            peers=self.peers * len(indices),
             timeout_s=self.channels.timeout_s,
             what=self._what,
             exact=exact,
-            wanted=None if wanted is None else [w for of_slot in wanted for w in of_slot],
+            wanted=None if wanted is None else [w for of_tile in wanted for w in of_tile],
         )
         count = len(self.peers)
         return [tiles[first : first + count] for first in range(0, len(tiles), count)]
 
-    def sum(self, slot: int, mine: jax.Array) -> jax.Array:
+    def sum(self, index: int, mine: jax.Array) -> jax.Array:
         """Receives a tile of each peer and adds them to `mine`: in rank order, rounded once.
 
         The sum is taken in float32, and has the dtype of `mine`.
         """
-        parts = [mine, *self.receive(slot, mine.shape, mine.dtype)]
+        parts = [mine, *self.receive(index, mine.shape, mine.dtype)]
         parts = vectors.rotate(self.channels, parts, self.rank, vector_length(mine.dtype))
         total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
         return total.astype(mine.dtype)
@@ -162,8 +163,8 @@ class Endpoint:
         calls = [calls + 1 for calls in self._calls]
         self.channels.memory.write(self._here, self._counters, calls)
 
-    def stage(self, number: int) -> None:
-        """See `fabric.Fabric.stage`."""
+    def delay_point(self, number: int) -> None:
+        """See `fabric.Fabric.delay_point`."""
         self.channels.hold_back(number, self.rank)
 
     def _offset(self, rank: jax.Array) -> jax.Array:
@@ -174,17 +175,17 @@ class Endpoint:
             rank = lax.div(rank, jnp.int32(size))
         return offset
 
-    def _slot(
-        self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, slot: int
+    def _buffer(
+        self, sender: jax.Array, receiver: jax.Array, calls: jax.Array, index: int
     ) -> jax.Array:
-        """Returns the number, among the receiver's slots, of this worker's slot for GPU `sender`.
+        """Returns the number, among the receiver's, of this worker's tile buffer for GPU `sender`.
 
         `calls` is how many calls the two GPUs have made; it selects one of the two sets.
         """
         num_gpus = self.channels.memory.num_gpus
         senders = num_senders(num_gpus)
-        # Counted from the receiver's next neighbour, so that it has no slots for itself.
+        # Counted from the receiver's next neighbour, so that it has no buffers for itself.
         number = lax.rem(sender - receiver + senders, jnp.int32(senders + 1))
         set_of_sender = (calls & 1) * senders + number
         channel = set_of_sender * MAX_WORKERS + self._worker
-        return channel * slots_of_channel(num_gpus) + slot
+        return channel * tiles_of_channel(num_gpus) + index

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +30,10 @@ from pallas_kernels.fabric.hardware import LANES
 # What this module and the kernels need, by module.
 _REQUIRED = {
     "jax.experimental.mosaic.gpu": ("FragmentedArray.splat", "WGStridedFragLayout"),
-    "jax.experimental.mosaic.gpu.launch_context": ("LaunchContext.to_remote",),
+    "jax.experimental.mosaic.gpu.launch_context": (
+        *("LaunchContext.to_remote", "Scratch._find_alloc_load_and_device_ptr"),
+        *("Scratch.finalize_size",),
+    ),
     "jax.experimental.mosaic.gpu.utils": (
         "dtype_to_ir_type",
         "getelementptr",
@@ -58,14 +63,15 @@ _REQUIRED = {
     "jaxlib.mlir.dialects.gpu": ("Dimension", "barrier", "block_id", "printf"),
     "jaxlib.mlir.dialects.llvm": (
         *("PointerType", "addrspacecast", "bitcast", "extractelement", "extractvalue"),
-        *("inline_asm", "inttoptr", "load", "ptrtoint", "store"),
+        *("ArrayType", "inline_asm", "inttoptr", "load", "ptrtoint", "store"),
     ),
     "jaxlib.mlir.dialects.scf": ("IfOp", "WhileOp", "condition", "yield_"),
     "jaxlib.mlir.dialects.vector": ("bitcast", "extract", "from_elements", "insert"),
     "jaxlib.mlir.ir": (
         *("F32Type", "FloatAttr", "InsertionPoint", "IntegerType", "MemRefType"),
-        *("StridedLayoutAttr", "Type", "VectorType"),
+        *("StridedLayoutAttr", "StringAttr", "Type", "TypeAttr", "VectorType"),
     ),
+    "jaxlib.mlir.passmanager": ("PassManager",),
 }
 
 
@@ -106,6 +112,7 @@ def _refuse_if_unavailable() -> None:
 # Modules for functions that emit MLIR; None where JAX lacks one, and `inline` then refuses.
 mgpu = _module("jax.experimental.mosaic.gpu")
 ir = _module("jaxlib.mlir.ir")
+passmanager = _module("jaxlib.mlir.passmanager")
 arith = _module("jaxlib.mlir.dialects.arith")
 gpu = _module("jaxlib.mlir.dialects.gpu")
 llvm = _module("jaxlib.mlir.dialects.llvm")
@@ -171,6 +178,117 @@ def inline(
         return None if returns is None else results
 
     return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=returns)(run)(*operands)
+
+
+# ------------------------------------------------------------------------------------------ kernels
+
+# Mosaic's compiler starts with MLIR's canonicalizer, which visits a block from its top to its end
+# and takes seconds for loops that carry hundreds of registers. From the end to the top it takes
+# hundredths of a second for the same result, of which the compiler's own pass then has nothing to
+# change. Places in source files go: kernels that differ by them alone are then compiled once.
+_SIMPLIFY = "cse", "canonicalize{top-down=false}"
+_FORGET_PLACES = "strip-debuginfo"
+_DUMP_NAME = "mosaic_gpu.dump_basename"  # a module's attribute, which by default holds a counter
+
+
+def kernel(
+    body: Callable[..., None],
+    *,
+    interpret: Any = None,
+    auto_barriers: bool = True,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Returns a function of arrays that runs a body as a kernel, as `plgpu.kernel` does.
+
+    The kernel is simplified before Mosaic's compiler gets it, which then takes less than half of
+    the time, and programs that have the same kernel compile it once.
+
+    Args:
+      body: takes references to the inputs and outputs, and scratch.
+      interpret: the options of Pallas' GPU interpreter, or None to run on a GPU.
+      auto_barriers: whether Pallas adds barriers around accesses of shared memory.
+      options: further arguments of `plgpu.kernel`.
+    """
+
+    def run(*refs: Any, **scratch: Any) -> None:
+        if not interpret:
+            _simplify_once_lowered()
+        body(*refs, **scratch)
+
+    parameters = plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=not auto_barriers
+    )
+    return plgpu.kernel(run, compiler_params=parameters, interpret=interpret, **options)
+
+
+_LABEL = "mosaic_gpu.label"  # a module's attribute, which Mosaic ignores
+_label: str | None = None  # of kernels that are lowered now
+_labels = map(str, itertools.count())
+
+
+@contextlib.contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Makes programs that are lowered within compile their kernels, to measure how long that takes.
+
+    Mosaic otherwise compiles a kernel once in a process, whatever JAX's caches hold.
+    """
+    global _label
+    before, _label = _label, next(_labels)
+    try:
+        yield
+    finally:
+        _label = before
+
+
+def _simplify_once_lowered() -> None:
+    """Makes Mosaic simplify the module of the kernel being traced, as soon as it is complete.
+
+    The last step of lowering a kernel is `Scratch.finalize_size`, which makes the descriptors of
+    its copies on the host. This replaces that method of the kernel's own launch context.
+    """
+
+    def run(context: Any) -> None:
+        scratch, finish = context.scratch, context.scratch.finalize_size
+
+        def finish_and_simplify() -> None:
+            found = scratch.next_offset and scratch._find_alloc_load_and_device_ptr()
+            finish()
+            if found:
+                allocation, load, _ = found
+                _pack_descriptors(allocation, load, scratch.next_offset)
+            _simplify(context.module)
+
+        scratch.finalize_size = finish_and_simplify
+
+    plgpu.inline_mgpu()(run)()
+
+
+def _pack_descriptors(allocation: Any, load: Any, num_bytes: int) -> None:
+    """Makes the descriptors, a kernel's argument by value, an array of words instead of bytes.
+
+    The code on the host copies the argument element by element, and LLVM's time to compile these
+    copies grows faster than their number.
+    """
+    words = llvm.ArrayType.get(integer_type(64), num_bytes // 8)
+    allocation.elem_type = ir.TypeAttr.get(words)
+    load.result.set_type(words)
+
+
+def _simplify(module: Any) -> None:
+    """Simplifies a kernel's module, and makes it independent of where and when it was lowered.
+
+    The environment variables MOSAIC_GPU_DUMP_* make Mosaic write files of a kernel. If one is set,
+    places in source files stay, and so does the number that tells these files apart.
+    """
+    passes, attributes = list(_SIMPLIFY), module.operation.attributes
+    if _label is not None:
+        attributes[_LABEL] = ir.StringAttr.get(_label, module.context)
+    if not any(name.startswith("MOSAIC_GPU_DUMP_") for name in os.environ):
+        passes.append(_FORGET_PLACES)
+        attributes[_DUMP_NAME] = attributes["sym_name"]
+    pipeline = passmanager.PassManager.parse(f"builtin.module({','.join(passes)})", module.context)
+    pipeline.enable_verifier(False)  # Mosaic verifies the module afterwards
+    pipeline.run(module.operation)
 
 
 # ------------------------------------------------------------------------- types and constants

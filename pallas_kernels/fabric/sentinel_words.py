@@ -1,7 +1,7 @@
 """Memory of the low-latency protocol: how a warpgroup sends, polls and counts by 32-bit words.
 
-Every GPU's heap has counters of its calls, slots that each hold a tile of a peer, and for each
-slot a note, one byte, from each of the sender's 128 threads. `EMPTY` is the sentinel: a word that
+Every GPU's heap has counters of its calls, buffers that each hold a tile of a peer, and for each
+buffer a note, one byte, from each of the sender's 128 threads. `EMPTY` is the sentinel: a word that
 has not arrived. A payload word that equals the sentinel is sent as `_INSTEAD`. Where a receiver
 needs exact bits, the sender's thread also writes a note that says which words were replaced.
 """
@@ -19,26 +19,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic, ptx
 from pallas_kernels.fabric.hardware import VECTOR_BYTES, vector_length
-from pallas_kernels.fabric.layout import (
+from pallas_kernels.fabric.memory_map import (
     EMPTY,
     NUM_COUNTERS,
-    SLOT_BYTES,
     STRIDE,
+    TILE_BUFFER_BYTES,
     TILE_BYTES,
     TILES,
-    num_slots,
+    num_tile_buffers,
 )
 from pallas_kernels.fabric.mosaic import Array, Value, arith, ir, llvm, scf, vector
 
 _INSTEAD = 0xFFFFFFFE
 _NO_NOTE = EMPTY & 0xFF
 
-_NOTES_BYTES = SLOT_BYTES - TILE_BYTES
+_NOTES_BYTES = TILE_BUFFER_BYTES - TILE_BYTES
 _WORDS = VECTOR_BYTES // 4
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotMemory:
+class TileMemory:
     """The memory of the low-latency protocol in the heaps of the GPUs.
 
     Attributes:
@@ -49,17 +49,17 @@ class SlotMemory:
     base: int
     num_gpus: int
 
-    def send(self, gpu: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        """Sends a tile of `layout.TILE_BYTES` to a slot of a GPU; the slot must be empty.
+    def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        """Sends a tile of `memory_map.TILE_BYTES` to a tile buffer of a GPU, which must be empty.
 
         Without `exact`, a NaN may arrive as another NaN. The receiver must pass the same `exact`.
         """
 
-        def emit(gpu: Array, slot: Array, tile: Array) -> None:
+        def emit(gpu: Array, buffer: Array, tile: Array) -> None:
             (of_thread,) = mosaic.registers(tile)
             packed = vector.bitcast(mosaic.vector_type(_WORDS, mosaic.integer_type(32)), of_thread)
             words = [vector.extract(packed, [], [i]) for i in range(_WORDS)]
-            where = mosaic.scalar(gpu), mosaic.scalar(slot)
+            where = mosaic.scalar(gpu), mosaic.scalar(buffer)
             empty = [_is(EMPTY, word) for word in words]
             if exact:
                 bits = [
@@ -77,15 +77,15 @@ class SlotMemory:
                 arith.select(is_empty, mosaic.i32(_INSTEAD), word)
                 for is_empty, word in zip(empty, words, strict=True)
             ]
-            _store(self._slot(*where), words)
+            _store(self._buffer(*where), words)
 
         layout = mosaic.strided(tile.shape, vector_length(tile.dtype))
-        mosaic.inline(emit, [gpu, slot, tile], [mosaic.SCALAR, mosaic.SCALAR, layout])
+        mosaic.inline(emit, [gpu, buffer, tile], [mosaic.SCALAR, mosaic.SCALAR, layout])
 
     def receive(
         self,
         gpu: jax.Array,
-        slots: Sequence[jax.Array],
+        buffers: Sequence[jax.Array],
         shape: tuple[int, ...],
         dtype: Any,
         *,
@@ -96,34 +96,34 @@ class SlotMemory:
         exact: bool,
         wanted: Sequence[jax.Array] | None = None,
     ) -> list[jax.Array]:
-        """Receives the tiles in slots of this GPU, and leaves the slots empty.
+        """Receives the tiles in buffers of this GPU, and leaves the buffers empty.
 
         Args:
           gpu: this GPU's number.
-          slots: the slots' numbers.
+          buffers: the tile buffers' numbers.
           shape: the shape of each tile.
           dtype: the dtype of each tile.
           rank: this rank, for the message.
-          peers: the rank that sends to each slot.
+          peers: the rank that sends to each buffer.
           timeout_s: seconds after which the kernel traps, with a message that names `what`, this
             rank, and a peer whose tile has not arrived.
           what: the kernel's name in that message.
           exact: whether the bits of NaNs arrive unchanged; the sender must pass the same.
-          wanted: whether a tile comes to each slot; None: to all. A slot to which none comes is
+          wanted: whether a tile comes to each buffer; None: to all. A buffer to which none comes is
             not waited for, and its result is undefined.
         """
-        count = len(slots)
+        count = len(buffers)
 
         def emit(gpu: Array, rank: Array, *scalars: Array) -> list[Array]:
             here, receiver = mosaic.scalar(gpu), mosaic.scalar(rank)
             values = [mosaic.scalar(scalar) for scalar in scalars]
             places, senders, comes = values[:count], values[count : 2 * count], values[2 * count :]
-            pointers = [self._slot(here, place) for place in places]
+            pointers = [self._buffer(here, place) for place in places]
 
             def missing(words: Sequence[Value]) -> Iterator[Value]:
-                """Emits, for one slot after another, whether a part of its tile is missing."""
-                for j, of_slot in enumerate(_by_slot(words)):
-                    is_empty = _any([_is(EMPTY, word) for word in of_slot])
+                """Emits, for one buffer after another, whether a part of its tile is missing."""
+                for j, of_tile in enumerate(_by_tile(words)):
+                    is_empty = _any([_is(EMPTY, word) for word in of_tile])
                     yield arith.andi(is_empty, comes[j]) if comes else is_empty
 
             def ask() -> tuple[Value, list[Value]]:
@@ -143,15 +143,15 @@ class SlotMemory:
             for pointer in pointers:
                 _store(pointer, [mosaic.i32(EMPTY)] * _WORDS)
             tiles = []
-            for place, sender, of_slot in zip(places, senders, _by_slot(words), strict=True):
+            for place, sender, of_tile in zip(places, senders, _by_tile(words), strict=True):
                 if exact:
                     give_up = functools.partial(ptx.give_up, what, timeout_s, receiver, sender)
-                    of_slot = self._as_sent(here, place, of_slot, timeout_s, give_up)
-                tiles.append(_tile(of_slot, shape, dtype))
+                    of_tile = self._as_sent(here, place, of_tile, timeout_s, give_up)
+                tiles.append(_tile(of_tile, shape, dtype))
             return tiles
 
         tile = mosaic.in_registers(shape, dtype, vector_length(dtype))
-        scalars = [gpu, rank, *slots, *peers, *(wanted or ())]
+        scalars = [gpu, rank, *buffers, *peers, *(wanted or ())]
         return mosaic.inline(emit, scalars, [mosaic.SCALAR] * len(scalars), [tile] * count)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
@@ -188,12 +188,12 @@ class SlotMemory:
     def _as_sent(
         self,
         gpu: Value,
-        slot: Value,
+        buffer: Value,
         words: Sequence[Value],
         timeout_s: float,
         give_up: Callable[[], None],
     ) -> list[Value]:
-        """Emits a thread's words of a slot as they were before sentinels were replaced.
+        """Emits a thread's words of a buffer as they were before sentinels were replaced.
 
         If a word is `_INSTEAD`, waits for the sender's note, which says whether it was the
         sentinel; after `timeout_s` seconds `give_up` emits what happens.
@@ -202,7 +202,7 @@ class SlotMemory:
         noted = _any([_is(_INSTEAD, word) for word in words])
         found = scf.IfOp(noted, [i32] * _WORDS, has_else=True)
         with ir.InsertionPoint(found.then_block):
-            pointer = self._note(gpu, slot)
+            pointer = self._note(gpu, buffer)
 
             def ask() -> tuple[Value, list[Value]]:
                 text = "ld.relaxed.sys.global.u8 $0, [$1];"
@@ -230,22 +230,22 @@ class SlotMemory:
         """Emits the address of a counter."""
         return arith.addi(self._start(gpu), _times(counter, 4))
 
-    def _slot(self, gpu: Value, slot: Value) -> Value:
-        """Emits the address of this thread's 16 bytes of a slot."""
+    def _buffer(self, gpu: Value, buffer: Value) -> Value:
+        """Emits the address of this thread's 16 bytes of a buffer."""
         start = arith.addi(self._start(gpu), mosaic.i64(4 * NUM_COUNTERS))
         part = _times(mosaic.lane(), VECTOR_BYTES)
-        return arith.addi(start, arith.addi(_times(slot, TILE_BYTES), part))
+        return arith.addi(start, arith.addi(_times(buffer, TILE_BYTES), part))
 
-    def _note(self, gpu: Value, slot: Value) -> Value:
-        """Emits the address of this thread's note for a slot, a byte."""
-        notes = 4 * NUM_COUNTERS + TILE_BYTES * num_slots(self.num_gpus)
+    def _note(self, gpu: Value, buffer: Value) -> Value:
+        """Emits the address of this thread's note for a buffer, a byte."""
+        notes = 4 * NUM_COUNTERS + TILE_BYTES * num_tile_buffers(self.num_gpus)
         start = arith.addi(self._start(gpu), mosaic.i64(notes))
         lane = arith.extui(mosaic.integer_type(64), mosaic.lane())
-        return arith.addi(start, arith.addi(_times(slot, _NOTES_BYTES), lane))
+        return arith.addi(start, arith.addi(_times(buffer, _NOTES_BYTES), lane))
 
 
-def _by_slot(words: Sequence[Value]) -> list[Sequence[Value]]:
-    """Splits a flat list of words into one list for each slot."""
+def _by_tile(words: Sequence[Value]) -> list[Sequence[Value]]:
+    """Splits a flat list of words into one list for each buffer."""
     return [words[first : first + _WORDS] for first in range(0, len(words), _WORDS)]
 
 
@@ -266,7 +266,7 @@ def _store_word(pointer: Value, word: Value) -> None:
 
 
 def _load(pointer: Value) -> list[Value]:
-    """Emits a load of this thread's words of a slot."""
+    """Emits a load of this thread's words of a buffer."""
     i32 = mosaic.integer_type(32)
     words = mosaic.asm(
         "ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];",
@@ -278,7 +278,7 @@ def _load(pointer: Value) -> list[Value]:
 
 
 def _store(pointer: Value, words: Sequence[Value]) -> None:
-    """Emits a store of this thread's words of a slot."""
+    """Emits a store of this thread's words of a buffer."""
     mosaic.asm("st.relaxed.sys.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", pointer, *words)
 
 

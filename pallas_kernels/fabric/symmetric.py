@@ -1,4 +1,4 @@
-"""The fabric of ranks that have a GPU each, over symmetric memory (`layout` says where that is).
+"""The fabric of ranks that have a GPU each, over symmetric memory, which `memory_map` describes.
 
 A kernel first enters the fabric: it learns the number of its call with each peer, and its block 0
 sends each peer the addresses of this rank's buffers. `connect` waits for the addresses that peers
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fabric import layout, mosaic, ptx
+from pallas_kernels.fabric import memory_map, mosaic, ptx
 from pallas_kernels.fabric.fabric import RanksOfMesh
 from pallas_kernels.fabric.hardware import LANES
 from pallas_kernels.fabric.mosaic import REFERENCE, SCALAR, Value, arith, i32, i64, scalar
@@ -46,7 +46,7 @@ class Gpus(RanksOfMesh):
     """
 
     place: Any = None
-    base: int = layout.BASE
+    base: int = memory_map.BASE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_calls", [])  # holds the call that is being traced, if any
@@ -55,10 +55,10 @@ class Gpus(RanksOfMesh):
         """Makes the writes that this warpgroup has waited for visible to its bulk copies."""
         ptx.async_fence()
 
-    def stage(self, number: int) -> None:
-        """See `fabric.Fabric.stage`.
+    def delay_point(self, number: int) -> None:
+        """See `fabric.Fabric.delay_point`.
 
-        Stage 0 is where a rank enters a call; there `enter` itself holds ranks back.
+        Point 0 is where a rank enters a call; there `enter` itself holds ranks back.
         """
         if number > 0:
             self.hold_back(number, self.rank())
@@ -102,9 +102,9 @@ class Gpus(RanksOfMesh):
           reads: whether peers read what this rank wrote to buffers before the call.
           scratch: the references to the memory of `scratch_types`.
         """
-        if num_blocks > layout.MAX_BLOCKS:
-            raise ValueError(f"{name} has {num_blocks} blocks of at most {layout.MAX_BLOCKS}.")
-        if len(buffers) > layout.MAX_BUFFERS or self.num_ranks > layout.MAX_GPUS:
+        if num_blocks > memory_map.MAX_BLOCKS:
+            raise ValueError(f"{name} has {num_blocks} blocks of at most {memory_map.MAX_BLOCKS}.")
+        if len(buffers) > memory_map.MAX_BUFFERS or self.num_ranks > memory_map.MAX_GPUS:
             raise ValueError(f"{name}: {len(buffers)} buffers of {self.num_ranks} ranks.")
         place = operands[0][0]
         rank, corner = self.rank_and_corner(place)
@@ -127,7 +127,7 @@ class Gpus(RanksOfMesh):
             # so that a word of zeros belongs to no call. Offsets to a peer's buffers follow in
             # `connect`; `reach_peers` makes copies add them.
             peer = _of_lane(peers, lane)
-            counter = _at(heap, layout.CALLS, (peer, 8 * layout.MAX_BLOCKS), (block, 8))
+            counter = _at(heap, memory_map.CALLS, (peer, 8 * memory_map.MAX_BLOCKS), (block, 8))
             with mosaic.when(_below(lane, num_ranks)):
                 number = arith.addi(_load(counter), i64(1))
                 _store_shared(_plus(numbers, (lane, 8)), number)
@@ -135,7 +135,7 @@ class Gpus(RanksOfMesh):
             first = mosaic.equal(block, i32(0))
             thread = mosaic.thread()
             # Every call writes all address words, so that no word keeps an old call's tag.
-            sends = _below(thread, layout.MAX_BUFFERS * num_ranks)
+            sends = _below(thread, memory_map.MAX_BUFFERS * num_ranks)
             with mosaic.when(arith.andi(first, sends)):
                 self._send_addresses(call, heap, here, peers, refs, numbers, lane)
             mosaic.block_barrier()
@@ -144,10 +144,12 @@ class Gpus(RanksOfMesh):
             own = _below(thread, LANES)
             for r, peer in enumerate(peers):
                 number = _load_shared(_plus(numbers, (i32(r), 8)))
-                for start in range(0, layout.MAX_BLOCKS, LANES * num_blocks):
+                for start in range(0, memory_map.MAX_BLOCKS, LANES * num_blocks):
                     index = _plus(block, (i32(1), start), (lane, num_blocks))
-                    counter = _at(heap, layout.CALLS, (peer, 8 * layout.MAX_BLOCKS), (index, 8))
-                    with mosaic.when(arith.andi(own, _below(index, layout.MAX_BLOCKS))):
+                    counter = _at(
+                        heap, memory_map.CALLS, (peer, 8 * memory_map.MAX_BLOCKS), (index, 8)
+                    )
+                    with mosaic.when(arith.andi(own, _below(index, memory_map.MAX_BLOCKS))):
                         _store(counter, number)
 
         layouts = [REFERENCE, *[SCALAR] * (1 + num_ranks), *[REFERENCE] * len(buffers)]
@@ -159,19 +161,19 @@ class Gpus(RanksOfMesh):
         buffer = arith.divui(lane, i32(self.num_ranks))
         rank = arith.remui(lane, i32(self.num_ranks))
         tag = arith.andi(_load_shared(_plus(numbers, (rank, 8))), i64(_NOT_SHARED - 1))
-        start = _load(_at(heap, 8 * layout.POOL_START))
+        start = _load(_at(heap, 8 * memory_map.POOL_START))
         # Without buffers, an address in the pool: a block without work of a peer's earlier call may
         # take this word for that call's, and must not find the flag in it.
         address = _of_lane([mosaic.address(ref) for ref in refs] or [start], buffer)
-        size = _load(_at(heap, 8 * layout.POOL_BYTES))
+        size = _load(_at(heap, 8 * memory_map.POOL_BYTES))
         outside = arith.cmpi(arith.CmpIPredicate.uge, arith.subi(address, start), size)
         flag = arith.select(outside, i64(_NOT_SHARED), i64(0))
         word = arith.shli(arith.shrui(address, i64(4)), i64(_TAG_BITS + 1))
         word = arith.ori(arith.ori(word, flag), tag)
         there = _at(
             self._heap(_of_lane(peers, rank)),
-            layout.ADDRESSES,
-            (here, 8 * layout.MAX_BUFFERS),
+            memory_map.ADDRESSES,
+            (here, 8 * memory_map.MAX_BUFFERS),
             (buffer, 8),
         )
         _store(there, word, release=call.reads)
@@ -194,9 +196,11 @@ class Gpus(RanksOfMesh):
                 source = arith.remui(lane, i32(num_ranks))
                 peer = _of_lane(peers, source)
                 number = _load_shared(_plus(call.numbers(table), (source, 8)))
-                delta = _load(_at(heap, 8 * layout.DELTA, (peer, 8)))
+                delta = _load(_at(heap, 8 * memory_map.DELTA, (peer, 8)))
                 mask = i64(_NOT_SHARED - 1)
-                place = _at(heap, layout.ADDRESSES, (peer, 8 * layout.MAX_BUFFERS), (buffer, 8))
+                place = _at(
+                    heap, memory_map.ADDRESSES, (peer, 8 * memory_map.MAX_BUFFERS), (buffer, 8)
+                )
 
                 def ask() -> tuple[Value, list[Value]]:
                     word = _load(place)
@@ -247,7 +251,7 @@ class Gpus(RanksOfMesh):
     def signal(self, kind: int, count: Any, *, release: bool = True) -> None:
         """Signals `count` of a kind to the block of this index on every rank.
 
-        `count` is from 1 to 2**layout.COUNT_BITS - 1.
+        `count` is from 1 to 2**memory_map.COUNT_BITS - 1.
 
         With `release`, who sees the signal also sees what this warpgroup wrote before it. Without,
         the signal only comes after this warpgroup's earlier reads; it waits for no writes, and so
@@ -348,9 +352,9 @@ class Gpus(RanksOfMesh):
         `words` [n] is of 32-bit elements in this rank's global or shared memory.
         """
         call, (count,) = self._call, words.shape
-        if count > layout.MAX_VALUES:
+        if count > memory_map.MAX_VALUES:
             raise ValueError(
-                f"{call.name}: a rank sends at most {layout.MAX_VALUES} values, not {count}."
+                f"{call.name}: a rank sends at most {memory_map.MAX_VALUES} values, not {count}."
             )
         ranks = range(self.num_ranks) if ranks is None else ranks
         to = [jnp.asarray(rank, jnp.int32) for rank in ranks]
@@ -451,18 +455,20 @@ class Gpus(RanksOfMesh):
     # Addresses.
 
     def _heap(self, number: Value) -> Value:
-        return _at(i64(self.base), 0, (number, layout.STRIDE))
+        return _at(i64(self.base), 0, (number, memory_map.STRIDE))
 
     def _signal(self, owner: Value, sender: Value, kind: int) -> Value:
         """Returns the address, in `owner`'s heap, of the signal from GPU `sender` to this block."""
-        start = layout.SIGNALS + 8 * layout.MAX_GPUS * layout.MAX_BLOCKS * kind
-        return _at(self._heap(owner), start, (mosaic.block(), 8 * layout.MAX_GPUS), (sender, 8))
+        start = memory_map.SIGNALS + 8 * memory_map.MAX_GPUS * memory_map.MAX_BLOCKS * kind
+        return _at(self._heap(owner), start, (mosaic.block(), 8 * memory_map.MAX_GPUS), (sender, 8))
 
     def _value(self, owner: Value, sender: Value, number: Value, index: Value) -> Value:
         """Returns the address, in `owner`'s heap, of a value of GPU `sender` in a call."""
         which = arith.andi(_narrow(number), i32(1))
-        of_sender = _plus(sender, (which, layout.MAX_GPUS))
-        return _at(self._heap(owner), layout.VALUES, (of_sender, 8 * layout.MAX_VALUES), (index, 8))
+        of_sender = _plus(sender, (which, memory_map.MAX_GPUS))
+        return _at(
+            self._heap(owner), memory_map.VALUES, (of_sender, 8 * memory_map.MAX_VALUES), (index, 8)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -499,7 +505,7 @@ class _Call:
     def signal(self, table: Value, rank: Value, count: Value) -> Value:
         """Returns the word that signals `count` in this call with `rank`."""
         number = _load_shared(_plus(self.numbers(table), (rank, 8)))
-        return arith.ori(arith.shli(number, i64(layout.COUNT_BITS)), _widen(count))
+        return arith.ori(arith.shli(number, i64(memory_map.COUNT_BITS)), _widen(count))
 
 
 def _below(value: Value, count: int) -> Value:

@@ -8,16 +8,16 @@ rows into steps of 64. The first and last step of a group may hold rows of anoth
 sets these rows to zero in shared memory, ahead of the computers. So a NaN in another group's row,
 or past the last group, never enters an accumulator.
 
-A slot of the ring passes between the warpgroups by three barriers:
+A stage of the ring passes between the warpgroups by three barriers:
 
-  full     the copies are in the slot. Computers and loader wait for it at every step.
-  cleared  other groups' rows in the slot are zero. The loader arrives, and the computers wait, at a
-           step with such rows, and at no other.
-  empty    the computers have multiplied the slot's operands. The loader waits for it.
+  full     the copies are in the stage. Computers and loader wait for it at every step.
+  cleared  other groups' rows in the stage are zero. The loader arrives, and the computers wait,
+           at a step with such rows, and at no other.
+  empty    the computers have multiplied the stage's operands. The loader waits for it.
 
-The loader clears a step once it has filled the slots of the next `num_slots` - 2 steps, whose
-copies are under way meanwhile. To fill one more slot first would be a deadlock: the computers
-release that slot only once they have started the step.
+The loader clears a step once it has filled the stages of the next `num_stages` - 2 steps, whose
+copies are under way meanwhile. To fill one more stage first would be a deadlock: the computers
+release that stage only once they have started the step.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ class DrhsTiles:
 
     Attributes:
       block_n: width of a block's output tile, a multiple of 64 up to 256.
-      num_slots: depth of the ring, in operand tiles of 64 rows, at least 2.
+      num_stages: depth of the ring, in operand tiles of 64 rows, at least 2.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
     """
 
     block_n: int
-    num_slots: int
+    num_stages: int
     band: int = 1
 
     @classmethod
     def fitting(cls, block_n: int, band: int = 1) -> DrhsTiles:
-        """Returns tiles with the deepest ring that fits, of at most 6 slots."""
+        """Returns tiles with the deepest ring that fits, of at most 6 stages."""
         staged = 2 * BLOCK_M * CHUNK
-        slot = 2 * CHUNK * (BLOCK_M + block_n)
-        slots = (SHARED_MEMORY_BYTES - OTHER_BYTES - staged) // slot
-        return cls(block_n, min(slots, 6), band)
+        stage = 2 * CHUNK * (BLOCK_M + block_n)
+        stages = (SHARED_MEMORY_BYTES - OTHER_BYTES - staged) // stage
+        return cls(block_n, min(stages, 6), band)
 
     def __post_init__(self) -> None:
         check_buffers(self)
@@ -148,7 +148,7 @@ class _Drhs(Kernel):
         tiles = self.tiles
         left, right = (CHUNK, BLOCK_M), (CHUNK, tiles.block_n)
         return self.ring(dtype, left, right, (1, CHUNK)) | dict(
-            cleared=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.num_slots),
+            cleared=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.num_stages),
         )
 
     def __call__(self, lhs: Any, *refs: Any, **scratch: Any) -> None:
@@ -196,7 +196,7 @@ class _Drhs(Kernel):
                 return lax.switch(which, of_grads, carry)
 
             # Of each of the last `lag` steps, not yet cleared: which rows are the group's.
-            lag = tiles.num_slots - 2
+            lag = tiles.num_stages - 2
             all_rows = jnp.int32(0), jnp.int32(CHUNK)
             carry = jnp.int32(0), (all_rows,) * lag
             used, uncleared = self.each_of(num_tiles, look_up, one_tile, carry)
@@ -241,12 +241,12 @@ class _Drhs(Kernel):
                 used, before = carry
                 which, group, top, left_edge, steps, first, begin, end = tile
 
-                def multiply(accumulator, slot, i):
-                    left, right = scratch["left"].at[slot], scratch["right"].at[slot]
+                def multiply(accumulator, stage, i):
+                    left, right = scratch["left"].at[stage], scratch["right"].at[stage]
 
                     @pl.when(_is_edge(begin - first - i * CHUNK, end - first - i * CHUNK))
                     def _():
-                        plgpu.barrier_wait(scratch["cleared"].at[slot])
+                        plgpu.barrier_wait(scratch["cleared"].at[stage])
 
                     mine = left.at[:, pl.ds(computer * CHUNK, CHUNK)]
                     plgpu.wgmma(accumulator, transposed(mine), right)
@@ -270,15 +270,15 @@ class _Drhs(Kernel):
 
         @pl.when(step >= 0)
         def _():
-            slot = lax.rem(step, jnp.int32(self.tiles.num_slots))
-            plgpu.barrier_wait(scratch["full"].at[slot])
+            stage = lax.rem(step, jnp.int32(self.tiles.num_stages))
+            plgpu.barrier_wait(scratch["full"].at[stage])
 
             @pl.when(_is_edge(begin, end))
             def _():
                 for operand in ("left", "right"):
-                    self._clear_operand(scratch[operand].at[slot], begin, end)
+                    self._clear_operand(scratch[operand].at[stage], begin, end)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(scratch["cleared"].at[slot])
+                plgpu.barrier_arrive(scratch["cleared"].at[stage])
 
     def _clear_operand(self, operand: Any, begin: jax.Array, end: jax.Array) -> None:
         """Sets the rows of an operand tile outside [begin, end) to zero.

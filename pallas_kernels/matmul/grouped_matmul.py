@@ -51,14 +51,14 @@ class Tiles:
       heights: the numbers of rows that a block's output tile may have, in rising order: multiples
         of 8 up to 256, as one instruction of the tensor cores multiplies.
       block_n: width of a block's output tile, 128 or 256; each computer takes half of it.
-      num_slots: depth of the ring, in operand tiles of 64 along the summed dimension.
+      num_stages: depth of the ring, in operand tiles of 64 along the summed dimension.
       num_staged: 32 x 64 chunks of its results that a computer may stage on their way to memory.
       band: how many columns of tiles the blocks sweep together, from the first row to the last.
     """
 
     heights: tuple[int, ...]
     block_n: int
-    num_slots: int
+    num_stages: int
     num_staged: int
     band: int = 1
 
@@ -66,16 +66,16 @@ class Tiles:
     def fitting(
         cls, heights: tuple[int, ...], block_n: int, band: int = 1, *, matrices: int = 1
     ) -> Tiles:
-        """Returns tiles with the deepest ring that fits, of at most 6 slots, and staging.
+        """Returns tiles with the deepest ring that fits, of at most 6 stages, and staging.
 
-        A slot holds tiles of as many `matrices` of a group.
+        A stage holds tiles of as many `matrices` of a group.
         """
         operand, chunk = 2 * CHUNK, 2 * CHUNK * STORED_ROWS
         room = SHARED_MEMORY_BYTES - OTHER_BYTES
-        slot = operand * (heights[-1] + matrices * block_n)
-        slots = min((room - COMPUTERS * (1 + matrices) * chunk) // slot, 6)
-        staged = min((room - slots * slot) // (COMPUTERS * chunk), 8)
-        return cls(heights, block_n, slots, staged, band)
+        stage = operand * (heights[-1] + matrices * block_n)
+        stages = min((room - COMPUTERS * (1 + matrices) * chunk) // stage, 6)
+        staged = min((room - stages * stage) // (COMPUTERS * chunk), 8)
+        return cls(heights, block_n, stages, staged, band)
 
     @property
     def block_m(self) -> int:
@@ -258,10 +258,10 @@ class Product(Kernel):
                 *place, kind = tile
                 own_steps = jnp.where(exists, steps, 0)
 
-                def multiply(accumulator, slot, _):
+                def multiply(accumulator, stage, _):
                     of_heights = [
                         functools.partial(
-                            self._multiply, scratch, computer, height, accumulator, slot
+                            self._multiply, scratch, computer, height, accumulator, stage
                         )
                         for height in self.tiles.heights
                     ]
@@ -302,12 +302,12 @@ class Product(Kernel):
         self.take_roles(scratch, load, compute)
 
     def _multiply(
-        self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, slot: Any
+        self, scratch: Any, computer: jax.Array, height: int, accumulator: Any, stage: Any
     ) -> None:
-        """Starts the matmuls of a slot's tiles: of this computer's columns by `height` rows."""
-        right = scratch["right"].at[slot]
+        """Starts the matmuls of a stage's tiles: of this computer's columns by `height` rows."""
+        right = scratch["right"].at[stage]
         mine = pl.ds(computer * self.tiles.part, self.tiles.part)
-        rows = transposed(scratch["left"].at[slot, :height])
+        rows = transposed(scratch["left"].at[stage, :height])
         for i in range(self.matrices):
             matrix = right if self.matrices == 1 else right.at[i]
             columns = matrix.at[mine] if self.transpose_rhs else transposed(matrix.at[:, mine])

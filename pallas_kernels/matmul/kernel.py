@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.fabric import drain
 from pallas_kernels.matmul.row_tiles import ROW_ALIGNMENT
 
@@ -34,14 +35,18 @@ OTHER_BYTES = 2560  # shared memory set aside for barriers and for Mosaic
 class Kernel:
     """The common base of the kernels: the ring, and the order of tiles."""
 
-    tiles: Any  # has block_n, num_slots and band
+    tiles: Any  # has block_n, num_stages and band
     num_blocks: int
     interpreted: bool
     width: int  # columns of the output
 
+    def __call__(self, *refs: Any, **scratch: Any) -> None:
+        """The body: takes references to the operands and the outputs, and scratch."""
+        raise NotImplementedError
+
     @property
     def matrices(self) -> int:
-        """Returns how many right operand tiles a slot holds."""
+        """Returns how many right operand tiles a stage holds."""
         return 1
 
     @property
@@ -56,13 +61,13 @@ class Kernel:
 
         `staged` is (chunks, rows of a chunk).
         """
-        slots, operand = self.tiles.num_slots, swizzled(dtype)
+        stages, operand = self.tiles.num_stages, swizzled(dtype)
         return dict(
-            left=plgpu.SMEM((slots, *left), dtype, transforms=operand),
-            right=plgpu.SMEM((slots, *right), dtype, transforms=operand),
+            left=plgpu.SMEM((stages, *left), dtype, transforms=operand),
+            right=plgpu.SMEM((stages, *right), dtype, transforms=operand),
             staged=plgpu.SMEM((COMPUTERS, *staged, CHUNK), dtype, transforms=operand),
-            full=plgpu.Barrier(num_arrivals=1 + self.matrices, num_barriers=slots),
-            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=slots),
+            full=plgpu.Barrier(num_arrivals=1 + self.matrices, num_barriers=stages),
+            empty=plgpu.Barrier(num_arrivals=COMPUTERS, num_barriers=stages),
         )
 
     def take_roles(
@@ -74,7 +79,7 @@ class Kernel:
         """Runs `load` in the loader's warpgroup and `compute` in those of the computers.
 
         The registers that the loader does without go to the computers. `load` returns how many
-        slots it has filled; `compute` is given the computer's number, and starts its stores.
+        stages it has filled; `compute` is given the computer's number, and starts its stores.
         """
         warpgroup = lax.axis_index("warpgroup")
 
@@ -82,7 +87,7 @@ class Kernel:
         def _load():
             if not self.interpreted:
                 plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
-            drain(scratch["empty"], load(), self.tiles.num_slots)
+            drain(scratch["empty"], load(), self.tiles.num_stages)
 
         @pl.when(warpgroup != _LOADER)
         def _compute():
@@ -150,23 +155,23 @@ class Kernel:
     def fill(
         self, scratch: Any, used: jax.Array, lefts: Sequence[Any], kind: Any, rights: Sequence[Any]
     ) -> jax.Array:
-        """Copies operand tiles, `lefts[kind]` and all of `rights`, into the ring's next slot.
+        """Copies operand tiles, `lefts[kind]` and all of `rights`, into the ring's next stage.
 
-        Waits until the slot is empty. A left tile may have fewer rows than the slot has room for.
+        Waits until the stage is empty. A left tile may have fewer rows than the stage has room for.
         """
-        slot = lax.rem(used, jnp.int32(self.tiles.num_slots))
+        stage = lax.rem(used, jnp.int32(self.tiles.num_stages))
 
-        @pl.when(used >= self.tiles.num_slots)
+        @pl.when(used >= self.tiles.num_stages)
         def _():
-            plgpu.barrier_wait(scratch["empty"].at[slot])
+            plgpu.barrier_wait(scratch["empty"].at[stage])
 
-        full = scratch["full"].at[slot]
+        full = scratch["full"].at[stage]
 
         def copy_left(left):
-            plgpu.copy_gmem_to_smem(left, scratch["left"].at[slot, : left.shape[0]], full)
+            plgpu.copy_gmem_to_smem(left, scratch["left"].at[stage, : left.shape[0]], full)
 
         lax.switch(kind, [functools.partial(copy_left, left) for left in lefts])
-        tiles = scratch["right"].at[slot]
+        tiles = scratch["right"].at[stage]
         for i, right in enumerate(rights):
             plgpu.copy_gmem_to_smem(right, tiles if len(rights) == 1 else tiles.at[i], full)
         return used + 1
@@ -181,32 +186,32 @@ class Kernel:
         meanwhile: Callable[[jax.Array], None] | None = None,
         least_steps: int = 0,
     ) -> jax.Array:
-        """Runs `multiply(accumulator, slot, step)` on the ring's next `steps` slots; frees them.
+        """Runs `multiply(accumulator, stage, step)` on the ring's next `steps` stages; frees them.
 
         `multiply` starts as many matmuls as there are `matrices`, which `wgmma_wait` counts, into
         an accumulator of the given shape. `meanwhile(step)` runs while they are under way, and
         `least_steps` times at least. With `least_steps` every step asks whether it is one of
         `steps`, which costs the gradients of matrices up to 7 %.
         """
-        num_slots = jnp.int32(self.tiles.num_slots)
+        num_stages = jnp.int32(self.tiles.num_stages)
 
         def free(i):
-            plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + i, num_slots)])
+            plgpu.barrier_arrive(scratch["empty"].at[lax.rem(used + i, num_stages)])
 
         def scope(accumulator):
-            def multiply_slot(i):
-                slot = lax.rem(used + i, num_slots)
-                plgpu.barrier_wait(scratch["full"].at[slot])
-                multiply(accumulator, slot, i)
+            def multiply_stage(i):
+                stage = lax.rem(used + i, num_stages)
+                plgpu.barrier_wait(scratch["full"].at[stage])
+                multiply(accumulator, stage, i)
 
             def step(i, _):
                 if least_steps:
-                    pl.when(i < steps)(lambda: multiply_slot(i))
+                    pl.when(i < steps)(lambda: multiply_stage(i))
                 else:
-                    multiply_slot(i)
+                    multiply_stage(i)
                 if meanwhile is not None:
                     meanwhile(i)
-                # Once the step before this one has ended, its slot is free.
+                # Once the step before this one has ended, its stage is free.
                 plgpu.wgmma_wait(self.matrices)
                 pl.when((i > 0) & (i <= steps))(lambda: free(i - 1))
 
@@ -236,8 +241,8 @@ EIGHT_ROWS = plgpu.Layout.TILED(
 
 def check_buffers(tiles: Any) -> None:
     """Raises ValueError if a ring of such tiles could not turn, or nothing could be swept."""
-    if tiles.num_slots < 2 or tiles.band < 1:
-        raise ValueError(f"a ring needs two slots, and band must be positive, not {tiles}.")
+    if tiles.num_stages < 2 or tiles.band < 1:
+        raise ValueError(f"a ring needs two stages, and band must be positive, not {tiles}.")
 
 
 def launch(
@@ -248,7 +253,7 @@ def launch(
     interpret: Any,
 ) -> Callable[..., Any]:
     """Returns the function of arrays that runs a kernel on its blocks of three warpgroups."""
-    return plgpu.kernel(
+    return mosaic.kernel(
         kernel,
         out_type=out_type,
         scratch_types=scratch_types,
@@ -256,7 +261,6 @@ def launch(
         grid_names=("block",),
         num_threads=COMPUTERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         kernel_name=name,
     )

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fabric import mosaic
 
 ROW_ALIGNMENT = 8  # tiles start at a multiple of so many rows
 # Columns of the table.
@@ -153,12 +154,11 @@ def by_kernel(
             def _():
                 write(0, zero, zero, zero, zero)
 
-    return plgpu.kernel(
+    return mosaic.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((most + 1, 4), jnp.int32),
         grid=(num_groups + 1,),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         kernel_name="row_tiles",
     )(group_sizes)

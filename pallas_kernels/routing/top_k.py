@@ -34,7 +34,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import mosaic
 from pallas_kernels.fabric.elementwise import Elementwise
@@ -134,12 +133,11 @@ def top_k(
         bool(interpret),
     )
     return Chosen(
-        *plgpu.kernel(
+        *mosaic.kernel(
             kernel,
             out_type=out_type,
             grid=(pl.cdiv(rows, _ROWS),),
             grid_names=("block",),
-            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
             interpret=interpret,
             kernel_name="top_k",
         )(*given.values())

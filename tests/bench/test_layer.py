@@ -188,17 +188,17 @@ def test_the_wire_dtype_is_of_our_layer_alone(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_row_that_says_what_it_needs(monkeypatch, tmp_path, capsys):
-    measure = bench_layer.measure
+    check = bench_layer.LayerCase.check
 
-    def out_of_memory(loop, case):
-        if case["implementation"] == PLAIN[0]:
+    def out_of_memory(case, row, loop, shared):
+        if row["implementation"] == PLAIN[0]:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand much more")
-        return measure(loop, case)
+        check(case, row, loop, shared)
 
-    monkeypatch.setattr(bench_layer, "measure", out_of_memory)
+    monkeypatch.setattr(bench_layer.LayerCase, "check", out_of_memory)
     path = tmp_path / "out.json"
-    names = f"--baselines={','.join(PLAIN)}"
-    assert bench("--shapes=mixtral", "--directions=forward", names, f"--json={path}") == 1
+    names = f"--check --baselines={','.join(PLAIN)}".split()
+    assert bench("--shapes=mixtral", "--directions=forward", *names, f"--json={path}") == 1
     out = capsys.readouterr().out
     assert f"{PLAIN[0]}: RuntimeError: RESOURCE_EXHAUSTED: Out of memory\n" in out
     (line,) = (line for line in out.splitlines() if " failed " in line)

@@ -11,7 +11,7 @@ from support.processes import run_jax_ep
 
 import jax_ep.cli
 from jax_ep.cli import info
-from jax_ep.runtime import availability
+from jax_ep.runtime import availability, hosts
 from pallas_kernels.fabric import mosaic
 
 
@@ -23,14 +23,17 @@ def test_info_as_a_program(tmp_path):
     assert facts["versions"]["jax"] == jax.__version__
     assert facts["backend"] == "cpu"
     assert len(facts["devices"]) >= 1
-    assert facts["pallas_unavailable"]  # no GPU kernel runs on a CPU
+    assert facts["unavailable"]["pallas"]  # no GPU kernel runs on a CPU
+    assert facts["unavailable"]["xla"] is None
 
 
 def test_info_says_which_implementation_runs(capsys):
     facts = info.collect()
-    text = info.render({**facts, "pallas_unavailable": None})
+    one_host = {"two_level": "one host"}
+    text = info.render({**facts, "unavailable": {**one_host, "pallas": None, "xla": None}})
     assert "default        pallas" in text
-    text = info.render({**facts, "pallas_unavailable": "needs NVIDIA GPUs"})
+    reasons = {**one_host, "pallas": "needs NVIDIA GPUs", "xla": None}
+    text = info.render({**facts, "unavailable": reasons})
     assert "does not run: needs NVIDIA GPUs" in text
     assert "default        xla" in text
     assert len(facts["devices"]) == len(jax.devices())
@@ -46,16 +49,22 @@ def test_info_shows_the_memory_that_gpus_share():
     assert f"\nshared memory  {two[0]}\n{15 * ' '}{two[1]}\n" in text
 
 
-def test_info_shows_both_levels():
-    facts = info.collect() | {"hosts": ["a", "a", "b", "b"], "pallas_unavailable": None}
-    text = info.render(facts)
+def collected(monkeypatch, host_of_device):
+    """What `info` collects where kernels run, and each device is on a given host."""
+    monkeypatch.setattr(hosts, "hosts_of", lambda devices: host_of_device)
+    monkeypatch.setattr(availability.Machine, "unavailable_reason", lambda *_: None)
+    return info.collect()
+
+
+def test_info_shows_both_levels(monkeypatch):
+    text = info.render(collected(monkeypatch, ["a", "a", "b", "b"]))
     assert "\nhosts          2 with 2 + 2 devices\n" in text
     assert "\ntwo_level      runs here\n" in text
     assert (
         "default        two_level between hosts, pallas inside each (implementation=None)" in text
     )
-    text = info.render(facts | {"hosts": ["a", "a"]})
-    assert "two_level      needs ranks on several hosts" in text
+    text = info.render(collected(monkeypatch, ["a", "a"]))
+    assert "two_level      does not run: " in text and "on one host" in text
 
 
 @pytest.mark.parametrize(
@@ -65,8 +74,8 @@ def test_info_shows_both_levels():
         (["a", "a", "b"], "2 with 2 + 1 devices", "the ranks, in order, are on hosts [0, 0, 1]"),
     ],
 )
-def test_info_says_why_two_level_does_not_run(found, shown, reason):
-    text = info.render(info.collect() | {"hosts": found, "pallas_unavailable": None})
+def test_info_says_why_two_level_does_not_run(found, shown, reason, monkeypatch):
+    text = info.render(collected(monkeypatch, found))
     assert f"\nhosts          {shown}" in text
     assert f"\ntwo_level      does not run: {reason}" in text
     assert "\ndefault        pallas (implementation=None)" in text
@@ -121,7 +130,7 @@ def test_info_names_the_pairs_without_peer_access():
         "hosts": ["0", "0"],
         "symmetric_memory": [],
         "names_missing": None,
-        "pallas_unavailable": None,
+        "unavailable": {"pallas": None, "xla": None},
     }
     assert "between all GPUs" in info.render({**facts, "peer_access": [[True, True]] * 2})
     one_way = [[True, False], [True, True]]

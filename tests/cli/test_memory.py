@@ -10,14 +10,14 @@ import pytest
 import jax_ep.cli
 from jax_ep.cli.other_libraries import OTHER_LIBRARIES
 from jax_ep.exchange import memory
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 
 def test_the_command_prints_every_figure(tmp_path, capsys):
     assert jax_ep.cli.main(["jax_ep", "memory"]) == 0
     text = capsys.readouterr().out
     assert "1820" in text and "receive buffer" in text and "gathered tokens" in text
-    heap = layout.heap_bytes(8) / 2**20
+    heap = memory_map.heap_bytes(8) / 2**20
     assert re.search(rf"heap of symmetric memory +{re.escape(f'{heap:.2f}')}\n", text)
     for other in OTHER_LIBRARIES:
         assert other.formula in text and other.source in text

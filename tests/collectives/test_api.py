@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from support.selection import quick
 
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
-from jax_ep.collectives.algorithms import ALGORITHMS
+from jax_ep.collectives import table as collectives_table
+from jax_ep.collectives.algorithms import ALGORITHMS, Problem
 from jax_ep.collectives.api import all_reduce_rms_norm
 from jax_ep.runtime import availability
 
@@ -31,8 +33,8 @@ EVERYWHERE = ("xla", "unfused")
 def supported(op: str) -> list[str | None]:
     """Returns None and the algorithms that run here, but for "multimem"."""
     if availability.unavailable_reason():
-        return [None, *(name for name in ALGORITHMS[op] if name in EVERYWHERE)]
-    return [None, *(name for name in ALGORITHMS[op] if name != "multimem")]
+        return [None, *(name for name in ALGORITHMS[op].names if name in EVERYWHERE)]
+    return [None, *(name for name in ALGORITHMS[op].names if name != "multimem")]
 
 
 CASES = [(op, algorithm) for op in LINEAR for algorithm in supported(op)]
@@ -474,7 +476,9 @@ def test_errors_name_the_argument_and_its_value():
     for eps in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="eps must be 0 or more and finite"):
             call(lambda x, eps=eps: all_reduce_rms_norm(x, x, x[0], AXIS, eps=eps)[0], (4, 4))
-    with pytest.raises(ValueError, match=r"algorithm of all_gather.*'direct', 'xla'.*'one_shot'"):
+    with pytest.raises(
+        ValueError, match=r"all_gather: algorithm must.*'direct', 'xla'.*'one_shot'"
+    ):
         call(function("all_gather", "one_shot"), (4, 2))
     with pytest.raises(ValueError, match=r"residual \(2, 3\) and scale \(3,\)"):
         call(lambda x: all_reduce_rms_norm(x, x[:, :3], x[0, :3], AXIS)[0], (4, 4))
@@ -492,7 +496,12 @@ def test_any_floating_dtype_has_a_collective():
 @pytest.mark.skipif(not availability.unavailable_reason(), reason="the kernels run here")
 @pytest.mark.parametrize(
     ("op", "algorithm"),
-    [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in EVERYWHERE],
+    [
+        (op, name)
+        for op, algorithms in ALGORITHMS.items()
+        for name in algorithms.names
+        if name not in EVERYWHERE
+    ],
 )
 def test_an_algorithm_that_cannot_run_says_why(op, algorithm):
     apply = function(op, algorithm)
@@ -568,7 +577,7 @@ def test_the_jaxpr_names_the_collective():
 
 @pytest.mark.parametrize("name", ["residual", "scale"])
 def test_kernels_refuse_operands_of_other_dtypes(name, monkeypatch):
-    """None has them normalized by XLA."""
+    """None has them normalized by XLA, after a sum that may be a kernel's."""
     shapes = dict(x=(4, 8), residual=(4, 8), scale=(8,))
     dtypes = dict.fromkeys(shapes, jnp.bfloat16) | {name: jnp.float8_e4m3b11fnuz}
     arrays = [jax.ShapeDtypeStruct(shape, dtypes[each]) for each, shape in shapes.items()]
@@ -581,11 +590,20 @@ def test_kernels_refuse_operands_of_other_dtypes(name, monkeypatch):
         )  # fmt: skip
         return str(jax.make_jaxpr(mapped)(*arrays))
 
-    for algorithm in set(ALGORITHMS["all_reduce_rms_norm"]) - {"xla", "unfused"}:
+    for algorithm in set(ALGORITHMS["all_reduce_rms_norm"].names) - {"xla", "unfused"}:
         with pytest.raises(ValueError, match=f'"{algorithm}" cannot run here: {name} is float8'):
             traced(algorithm)
-    assert "ep_all_reduce_rms_norm" not in traced(None)
     assert "ep_all_reduce_rms_norm" in traced("unfused")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    times = {"fused": 1.0, "unfused": 2.0, "xla": 3.0}
+    entry = {"choices": [[None, "fused"]], "us": {"64": times}}
+    table = {
+        getattr(jax.devices()[0], "compute_capability", ""): {"all_reduce_rms_norm": {"2": entry}}
+    }
+    monkeypatch.setattr(collectives_table, "current", lambda: table)
+    anywhere = types.SimpleNamespace(unavailable_reason=lambda *_: None)
+    problem = Problem("all_reduce_rms_norm", arrays, 2, (AXIS,), anywhere)
+    assert selection.select(None, problem) == "unfused"
 
 
 def test_a_program_without_kernels_asks_no_table(monkeypatch):
@@ -593,4 +611,6 @@ def test_a_program_without_kernels_asks_no_table(monkeypatch):
     (rows,) = jax.export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 8), jnp.float32)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert selection.choose("all_gather", None, x, 2, "it is exported") == "xla"
+    exported = types.SimpleNamespace(unavailable_reason=lambda *_: "it is exported")
+    problem = Problem("all_gather", (x,), 2, (AXIS,), exported)
+    assert selection.select(None, problem) == "xla"

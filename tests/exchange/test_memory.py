@@ -459,7 +459,7 @@ def test_of_several_hosts_no_buffer_has_the_rows_of_all_ranks():
     assert kernels == {"rows of the rail": 8 * 128 * row}
     half = memory.workspace_bytes("combine", "xla", num_hosts=8, host_capacity=64, **model)
     assert half["sums for and of other hosts"] == 8 * 64 * row
-    assert half["sums taken out of slots"] == 7 * 128 * row
+    assert half["returned sums, by token"] == 7 * 128 * row
     many = dict(model, num_tokens=4096, capacity=36864)
     kernels = memory.workspace_bytes("dispatch_like", "pallas", num_hosts=8, **many)
     assert kernels == {"rows of the rail": 2 * 4096 * row}

@@ -23,7 +23,7 @@ from jax_ep.exchange import xla as xla_exchange
 from jax_ep.exchange.interface import Config
 from jax_ep.runtime import availability, jax_compat, symmetric_memory
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 pytestmark = needs_kernels  # what older versions of JAX refuse is in tests/runtime
 
@@ -231,8 +231,8 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
 
     def types(x, topk_idx, weights):
         config = Config(axis_name=("expert",), num_experts=4, capacity=20, expert_alignment=2)
-        (tokens,), routes, layout = exchange.dispatch(x, topk_idx, config)
-        assert all(a.dtype == jnp.int32 for a in (*routes, *layout))
+        (tokens,), routes, groups = exchange.dispatch(x, topk_idx, config)
+        assert all(a.dtype == jnp.int32 for a in (*routes, *groups))
         (again,) = exchange.dispatch_like(x, routes, config)
         out = exchange.combine(tokens, weights, routes, config)
         assert all(a.dtype == jnp.float32 for a in (tokens, again, out))
@@ -253,8 +253,8 @@ def test_routes_stay_int32_with_64_bit_types(exchange, top_k):
         )
 
 
-def test_a_group_of_ranks_counts_what_it_drops_itself(monkeypatch):
-    """Of four ranks in groups of two, each reads the counts of its own experts in its group."""
+def test_the_ranks_of_a_host_count_what_they_drop(monkeypatch):
+    """Each rank of two hosts of two reads the counts of its own experts on its host."""
     counts = jnp.asarray([[1, 2, 3, 4], [10, 20, 30, 40]], jnp.int32)  # by source rank and expert
 
     def kernel(x, topk_idx, *_, **__):
@@ -262,8 +262,8 @@ def test_a_group_of_ranks_counts_what_it_drops_itself(monkeypatch):
         return (x,), jnp.zeros((2, *topk_idx.shape), jnp.int32), counts, *zeros
 
     monkeypatch.setattr(pallas_exchange.dispatch_kernel, "dispatch", kernel)
-    monkeypatch.setattr(pallas_exchange.plans, "low_latency", lambda *_, **__: None)
-    config = Config(axis_name=("expert",), group_size=2, num_experts=4, capacity=8)
+    monkeypatch.setattr(pallas_exchange.plans, "for_low_latency", lambda *_, **__: None)
+    config = Config(axis_name=("expert",), ranks_per_host=2, num_experts=4, capacity=8)
 
     def dropped(x, topk_idx):
         return pallas_exchange.dispatch(x, topk_idx, config)[2].dropped_counts
@@ -392,7 +392,7 @@ def gpus(monkeypatch):
     def pretend(num_gpus: int) -> list[jax.Device]:
         devices = jax.devices()[:num_gpus]
         numbers = {device.id: num_gpus - 1 - i for i, device in enumerate(devices)}
-        domain = types.SimpleNamespace(base=layout.BASE, numbers=numbers, num_gpus=num_gpus)
+        domain = types.SimpleNamespace(base=memory_map.BASE, numbers=numbers, num_gpus=num_gpus)
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
         monkeypatch.setattr(jax, "device_count", lambda: num_gpus)
         monkeypatch.setattr(jax, "devices", lambda: devices)
@@ -478,7 +478,11 @@ def test_gpus_that_do_not_share_memory_are_refused_with_the_reason(gpus, monkeyp
     mesh = jax.sharding.Mesh(np.asarray(gpus(2)), ("expert",))
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: "the pool is gone")
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=mesh.devices
+        platforms=("cuda",),
+        for_export=False,
+        is_of_one_device=True,
+        mesh=mesh,
+        mesh_devices=mesh.devices,
     )
     reason = availability.program_unavailable_reason(program, ("expert",))
     assert reason == "it needs GPUs that share memory, and the pool is gone"

@@ -31,10 +31,10 @@ def test_fair_rows_fill_the_buffer_and_others_are_past_it():
     recv_counts = jnp.asarray([[3, 0, 5], [4, 1, 0]], jnp.int32)
     topk_idx = jnp.asarray([[[0, 2]] * 5, [[0, 1]] * 5], jnp.int32)
     places = jnp.asarray([[[t, t] for t in range(5)]] * 2, jnp.int32)
-    layout = jax.jit(routes.lay_out, static_argnums=(1, 2, 3))(recv_counts, 8, 1, "fair")
-    np.testing.assert_array_equal(layout.expert_counts, [3, 1, 3])
-    np.testing.assert_array_equal(layout.dropped_counts, [4, 0, 2])
-    assert (layout.num_dropped, layout.rows_needed) == (6, 13)
+    groups = jax.jit(routes.row_groups, static_argnums=(1, 2, 3))(recv_counts, 8, 1, "fair")
+    np.testing.assert_array_equal(groups.expert_counts, [3, 1, 3])
+    np.testing.assert_array_equal(groups.dropped_counts, [4, 0, 2])
+    assert (groups.num_dropped, groups.rows_needed) == (6, 13)
     receive_rows = functools.partial(
         routes.receive_rows, rank=jnp.int32(0), expert_alignment=1, fair_capacity=8
     )

@@ -98,11 +98,11 @@ def test_everything_equals_the_reference(case, num_hosts, num_axes, check_vma, m
 
 SOURCES = {
     "two": (2, None, 0),
-    "two with slots": (2, 3, 0),
+    "two with a limit": (2, 3, 0),
     "four": (4, None, 0),
-    "four with slots": (4, 2, 0),
+    "four with a limit": (4, 2, 0),
     "two at once": (2, None, 9),
-    "four at once, with slots": (4, 2, 9),
+    "four at once, with a limit": (4, 2, 9),
 }
 
 

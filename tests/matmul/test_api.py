@@ -19,13 +19,13 @@ from support.meshes import cuda_mesh
 from support.selection import quick
 
 from jax_ep.matmul.api import (
-    BACKENDS,
+    IMPLEMENTATIONS,
     drhs_of_each,
     gated_product,
     grouped_matmul,
     sum_of_products,
-    unavailable_reason,
 )
+from jax_ep.matmul.backend import Problem
 from jax_ep.runtime import jax_compat
 
 H, F = 64, 128
@@ -509,7 +509,7 @@ def test_a_name_that_cannot_run_says_why():
 
 def test_what_runs_where():
     def reason(name, platform, dtype="bfloat16"):
-        return unavailable_reason(BACKENDS[name], platform, (H, F), dtype)
+        return IMPLEMENTATIONS[name].unavailable_reason(Problem((H, F), dtype, platform))
 
     for name in ("xla", "loop"):
         assert reason(name, "cpu") is reason(name, "cuda", "float32") is None

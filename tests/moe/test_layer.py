@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.dense_moe import BATCH, SEQUENCE, E, F, H, K, assert_close, dense, make_params, make_x
+from support.dense_moe import (
+    BATCH,
+    SEQUENCE,
+    E,
+    F,
+    H,
+    K,
+    assert_close,
+    dense,
+    make_params,
+    make_x,
+    weight_shapes,
+)
 from support.meshes import RANK_COUNTS, expert_mesh, mesh
 from support.selection import quick
 
@@ -324,7 +336,7 @@ def test_tokens_in_float8_on_the_wire(num_ranks):
     hidden, mlp_dim = 256, 32
     keys = jax.random.split(jax.random.key(0), 6)
     x, g = (jax.random.normal(key, (16, hidden)) for key in keys[:2])
-    shapes = moe_params.weight_shapes(E, hidden, mlp_dim, 0) | {"gate": (hidden, E)}
+    shapes = weight_shapes(E, hidden, mlp_dim) | {"gate": (hidden, E)}
     params = moe_params.MoEParams(**{
         name: jax.random.normal(key, shape) / shape[-2] ** 0.5
         for key, (name, shape) in zip(keys[2:], shapes.items(), strict=True)

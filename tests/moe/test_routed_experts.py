@@ -20,7 +20,7 @@ from support.selection import quick
 import jax_ep
 from jax_ep import reference
 from jax_ep.exchange import xla
-from jax_ep.exchange.routes import counts_here, lay_out
+from jax_ep.exchange.routes import counts_here, row_groups
 from jax_ep.matmul.backend import Backend
 from jax_ep.moe.routed_experts import routed_experts
 
@@ -159,8 +159,8 @@ def unused_rows_are_nan(monkeypatch):
 
     def sizes_of(routes, config):
         counts = counts_here(routes.counts, config.rank())
-        return lay_out(
-            counts, config.num_rows, config.expert_alignment, config.overflow
+        return row_groups(
+            counts, config.capacity, config.expert_alignment, config.overflow
         ).group_sizes
 
     def dispatch(x, topk_idx, config):

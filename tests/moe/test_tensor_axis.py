@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from support.dense_moe import BATCH, SEQUENCE, E, H, K, assert_close, make_x
+from support.dense_moe import BATCH, SEQUENCE, E, H, K, assert_close, make_x, weight_shapes
 from support.meshes import expert_mesh, mesh
 
 import jax_ep
 from jax_ep import MoEConfig, MoEParams, moe_layer
-from jax_ep.moe.params import PARAMETERS, weight_shapes
+from jax_ep.moe.params import PARAMETERS
 
 F, S = 8, 12
 CONFIG = MoEConfig(

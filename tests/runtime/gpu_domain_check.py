@@ -152,7 +152,7 @@ def _write_to_all(domain: Any, number: int, count: int) -> tuple[dict[str, bool]
     import numpy as np
 
     from jax_ep.runtime import cuda_driver
-    from pallas_kernels.fabric import layout
+    from pallas_kernels.fabric import memory_map
 
     numbers = domain.numbers
     arrays = {
@@ -168,7 +168,7 @@ def _write_to_all(domain: Any, number: int, count: int) -> tuple[dict[str, bool]
     speeds = {}
     for g, ordinal in ordinals.items():
         heap = domain.base + g * domain.stride
-        raw = cuda_driver.read(ordinal, heap + 8 * layout.DELTA, 8 * layout.MAX_GPUS)
+        raw = cuda_driver.read(ordinal, heap + 8 * memory_map.DELTA, 8 * memory_map.MAX_GPUS)
         deltas = np.frombuffer(raw, np.uint64)
         for peer in range(domain.num_gpus):
             word = np.uint32(1000 * (g + 1) + peer)

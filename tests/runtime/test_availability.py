@@ -27,7 +27,7 @@ S = jax.ShapeDtypeStruct
 def test_gpus_that_are_not_the_default_backend_are_refused(monkeypatch):
     """As with JAX_PLATFORMS=cpu,cuda; on a machine without any, the program is for another one."""
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=None, mesh_devices=None
+        platforms=("cuda",), for_export=False, is_of_one_device=True, mesh=None, mesh_devices=None
     )
     assert availability.program_unavailable_reason(program, ()) is None
     monkeypatch.setattr(jax_compat, "gpus", lambda: ["a GPU"])

@@ -66,7 +66,7 @@ def test_where_devices_are_may_be_unknown(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "sizes, group_size, expected",
+    "sizes, ranks_per_host, expected",
     [
         ([8], 4, [4]),
         ([2, 4], 4, [1, 4]),
@@ -79,5 +79,5 @@ def test_where_devices_are_may_be_unknown(monkeypatch):
         ([], None, []),
     ],
 )
-def test_a_run_of_ranks_may_be_a_block_of_the_mesh(sizes, group_size, expected):
-    assert hosts.parts_of_axes(sizes, group_size) == expected
+def test_a_run_of_ranks_may_be_a_block_of_the_mesh(sizes, ranks_per_host, expected):
+    assert hosts.parts_of_axes(sizes, ranks_per_host) == expected

@@ -26,7 +26,7 @@ from support.domain_processes import (
 
 from jax_ep.runtime import processes
 from jax_ep.runtime.symmetric_memory import Domain
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def shared(outcomes: list[Outcome | None], folder: Path) -> Domain:
 )
 def test_processes_write_to_each_others_heaps_and_arrays(visible, run, folder):
     domain = shared(run([Process(gpus) for gpus in visible], folder), folder)
-    assert domain.base == layout.BASE and domain.stride == layout.STRIDE
+    assert domain.base == memory_map.BASE and domain.stride == memory_map.STRIDE
     physical = [gpu for process in visible for gpu in process]
     assert [gpu.bus_id for gpu in domain.gpus] == [
         f"0000:{0x10 + gpu:02x}:00.0" for gpu in sorted(physical)
@@ -144,7 +144,7 @@ def test_each_host_has_a_domain_of_its_own(run, folder):
             "process 1 cannot map the memory of GPU 0, of process 0: cuMemImportFrom",
         ),
         (
-            Process([1], driver={"taken": range(layout.BASE, layout.BASE + 1)}),
+            Process([1], driver={"taken": range(memory_map.BASE, memory_map.BASE + 1)}),
             "its addresses from 0x2a0000000000 on are taken",
         ),
         (Process([1], pool={"virtual": False}), "GPU 1 is not of the virtual-memory API"),

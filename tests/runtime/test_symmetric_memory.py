@@ -21,10 +21,11 @@ from support.meshes import cuda_mesh, expert_mesh
 from jax_ep.collectives import api as collectives
 from jax_ep.collectives import selection
 from jax_ep.collectives import table as collectives_table
+from jax_ep.collectives.algorithms import ALGORITHMS, Problem
 from jax_ep.collectives.pallas import PallasCollectives, no_room_reason
 from jax_ep.runtime import availability, cuda_driver, processes, symmetric_memory
 from jax_ep.runtime.symmetric_memory import Domain, Gpu
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 
 AXIS = "expert"
 BY_LL = [
@@ -114,7 +115,7 @@ def test_payloads_of_other_kinds_are_refused():
             lower(collective(op, algorithm), (8, 0), jnp.float32)
     with jax.enable_x64(True), pytest.raises(ValueError, match="x is float64, not one of bfloat16"):
         lower(collective("all_gather", "ll"), (8, 512), jnp.float64)
-    with pytest.raises(ValueError, match="algorithm of all_gather must be .*'one_shot_ll'"):
+    with pytest.raises(ValueError, match="all_gather: algorithm must be .*'one_shot_ll'"):
         lower(collective("all_gather", "one_shot_ll"), (8, 512), jnp.float32)
     assert "@mosaic_gpu" in lower(collective("all_reduce", "one_shot_ll"), (2, 1), jnp.float16)
 
@@ -140,12 +141,12 @@ def test_a_mesh_of_unknown_gpus_is_refused(monkeypatch, order):
     """An abstract mesh has no order of devices, unless `jax.set_mesh` says which it is of."""
     found = []
 
-    def note(op, algorithm, x, num_ranks, refusals):
-        found.append(refusals)
+    def note(algorithm, problem):
+        found.append(problem.kernels_unavailable_reason)
         return "xla"
 
     taken_for_gpus(monkeypatch)
-    monkeypatch.setattr(selection, "choose", note)
+    monkeypatch.setattr(selection, "select", note)
     monkeypatch.setattr(symmetric_memory, "unavailable_reason", lambda _: None)
     mesh = Mesh(np.asarray(jax.devices()[::order]), (AXIS,))
     x = jax.ShapeDtypeStruct((mesh.size * 8, 4), jnp.float32)
@@ -170,7 +171,7 @@ def taken_for_gpus(monkeypatch: Any) -> None:
 
 def domain_of(num_gpus: int) -> Domain:
     gpus = tuple(Gpu(g, g, 0, f"0000:{g:02x}:00.0", 0, 0) for g in range(num_gpus))
-    return Domain(layout.BASE, layout.STRIDE, layout.heap_bytes(num_gpus), gpus)
+    return Domain(memory_map.BASE, memory_map.STRIDE, memory_map.heap_bytes(num_gpus), gpus)
 
 
 def fastest(algorithm: str) -> Any:
@@ -178,14 +179,19 @@ def fastest(algorithm: str) -> Any:
     return lambda *_, can_run: algorithm if can_run(algorithm) else "xla"
 
 
+def gathering(x: Any, num_ranks: int, refused: str | None = None) -> Problem:
+    """An all_gather where kernels run, or where they are refused for a reason."""
+    place = types.SimpleNamespace(unavailable_reason=lambda *_: refused)
+    return Problem("all_gather", (x,), num_ranks, (AXIS,), place)
+
+
 class Chosen:
-    """`choose` on a machine of GPUs, which there need not be."""
+    """`select` on a machine of GPUs, which there need not be."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self._patch = monkeypatch.setattr
         self.asked = 0
         taken_for_gpus(monkeypatch)
-        self._patch(availability, "tracing_unavailable_reason", lambda: None)
         self.table("ll")
         self.domain(domain_of(4))
 
@@ -206,7 +212,7 @@ class Chosen:
 
     def __call__(self, algorithm: str | None = None, size: int = 1024, **options: Any) -> str:
         x = jax.ShapeDtypeStruct((size,), options.pop("dtype", jnp.bfloat16))
-        return selection.choose("all_gather", algorithm, x, 2, **options)
+        return selection.select(algorithm, gathering(x, 2, **options))
 
 
 @pytest.fixture
@@ -243,9 +249,9 @@ def test_programs_without_kernels_have_xla(chosen):
 
 
 def test_more_gpus_than_ll_is_for_are_refused(chosen):
-    chosen.domain(domain_of(layout.MAX_LOW_LATENCY_GPUS))
+    chosen.domain(domain_of(memory_map.MAX_LOW_LATENCY_GPUS))
     assert chosen() == chosen("ll") == "ll"
-    chosen.domain(domain_of(layout.MAX_LOW_LATENCY_GPUS + 1))
+    chosen.domain(domain_of(memory_map.MAX_LOW_LATENCY_GPUS + 1))
     assert chosen() == chosen("direct") == "direct"
     with pytest.raises(ValueError, match="it is for up to 8 GPUs of a host, and has 9"):
         chosen("ll")
@@ -256,9 +262,10 @@ def test_the_domain_is_not_asked_for_another_machine(chosen, monkeypatch):
     chosen.domain(domain_of(2))
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     x = jax.ShapeDtypeStruct((MIB,), jnp.bfloat16)
-    assert selection.unavailable_reason("all_gather", "ll", x, 8) is None
+    by_ll = ALGORITHMS["all_gather"]["ll"]
+    assert by_ll.unavailable_reason(gathering(x, 8)) is None
     x = jax.ShapeDtypeStruct((MIB + 8,), jnp.bfloat16)
-    reason = selection.unavailable_reason("all_gather", "ll", x, 8)
+    reason = by_ll.unavailable_reason(gathering(x, 8))
     assert reason is not None and "room" in reason
     assert chosen.asked == 0
 
@@ -310,8 +317,8 @@ def test_heaps_are_mapped_once_for_all_gpus(machine):
     library = machine(1, 0, 2)
     domain = symmetric_memory.domain()
     assert domain is symmetric_memory.domain()
-    assert (domain.base, domain.stride, domain.num_gpus) == (layout.BASE, layout.STRIDE, 3)
-    assert domain.heap_bytes == layout.heap_bytes(3)
+    assert (domain.base, domain.stride, domain.num_gpus) == (memory_map.BASE, memory_map.STRIDE, 3)
+    assert domain.heap_bytes == memory_map.heap_bytes(3)
     assert domain.numbers == {10: 1, 11: 0, 12: 2} and gpus_of_process(domain) == {0: 3}
     for gpu in domain.gpus:
         heap = library.mapping(domain.base + gpu.number * domain.stride)
@@ -331,13 +338,17 @@ def test_a_heap_begins_with_a_header_and_is_empty(machine):
     domain = symmetric_memory.domain()
     for g in range(2):
         heap = domain.base + g * domain.stride
-        header = words(1 - g, heap, layout.HEADER_BYTES // 8)
-        assert header[:3] == [layout.MAGIC_VALUE, *layout.ANY_ADDRESS] and not any(header[3:])
-        contents = cuda_driver.read(g, heap, domain.heap_bytes)[layout.HEADER_BYTES :]
-        slots = layout.TILES + 4 * layout.NUM_COUNTERS - layout.HEADER_BYTES
-        assert contents[:slots] == bytes(slots)
-        empty = layout.EMPTY.to_bytes(4, "little")
-        assert contents[slots:] == empty * (layout.SLOT_BYTES * layout.num_slots(2) // 4)
+        header = words(1 - g, heap, memory_map.HEADER_BYTES // 8)
+        assert header[:3] == [memory_map.MAGIC_VALUE, *memory_map.ANY_ADDRESS] and not any(
+            header[3:]
+        )
+        contents = cuda_driver.read(g, heap, domain.heap_bytes)[memory_map.HEADER_BYTES :]
+        buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS - memory_map.HEADER_BYTES
+        assert contents[:buffers] == bytes(buffers)
+        empty = memory_map.EMPTY.to_bytes(4, "little")
+        assert contents[buffers:] == empty * (
+            memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(2) // 4
+        )
 
 
 @pytest.fixture
@@ -377,25 +388,27 @@ def test_channels_lead_between_the_heaps_of_a_mesh(machine, channels):
         made = channels(devices[order])
         assert made.gpus == tuple((1, 0, 2)[i] for i in order)
         assert made.num_ranks == len(order)
-        assert (made.memory.base, made.memory.num_gpus) == (layout.BASE, 3)
+        assert (made.memory.base, made.memory.num_gpus) == (memory_map.BASE, 3)
 
 
 def test_heaps_have_room():
-    """For all slots of all senders, apart from each other, on vectors' boundaries."""
-    for num_gpus in range(1, layout.MAX_GPUS + 1):
-        assert layout.heap_bytes(num_gpus) <= layout.STRIDE
+    """For all tile buffers of all senders, apart from each other, on vectors' boundaries."""
+    for num_gpus in range(1, memory_map.MAX_GPUS + 1):
+        assert memory_map.heap_bytes(num_gpus) <= memory_map.STRIDE
         end = 0
-        for offset, _, num_bytes in layout.contents(num_gpus):
+        for offset, _, num_bytes in memory_map.contents(num_gpus):
             assert offset == end and offset % 16 == 0 and num_bytes % 4 == 0
             end = offset + num_bytes
-        assert end == layout.heap_bytes(num_gpus)
-        senders = layout.num_senders(num_gpus)
-        of_channel = layout.slots_of_channel(num_gpus)
-        last = ((2 * senders - 1) * layout.MAX_WORKERS + layout.MAX_WORKERS - 1) * of_channel
-        assert last + of_channel == layout.num_slots(num_gpus)
-        slots = layout.TILES + 4 * layout.MAX_WORKERS * layout.MAX_LOW_LATENCY_GPUS
-        assert end == slots + layout.SLOT_BYTES * layout.num_slots(num_gpus)
-    assert layout.TILES % 128 == 0
+        assert end == memory_map.heap_bytes(num_gpus)
+        senders = memory_map.num_senders(num_gpus)
+        of_channel = memory_map.tiles_of_channel(num_gpus)
+        last = (
+            (2 * senders - 1) * memory_map.MAX_WORKERS + memory_map.MAX_WORKERS - 1
+        ) * of_channel
+        assert last + of_channel == memory_map.num_tile_buffers(num_gpus)
+        buffers = memory_map.TILES + 4 * memory_map.MAX_WORKERS * memory_map.MAX_LOW_LATENCY_GPUS
+        assert end == buffers + memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(num_gpus)
+    assert memory_map.TILES % 128 == 0
 
 
 @needs_kernels
@@ -403,10 +416,10 @@ def test_other_addresses_do_in_one_process(machine, channels):
     devices = jax.devices()[:2]
     if len(devices) < 2:
         pytest.skip("needs two devices")
-    machine(0, 1, first_id=devices[0].id, taken=range(layout.BASE, layout.BASE + 1))
+    machine(0, 1, first_id=devices[0].id, taken=range(memory_map.BASE, memory_map.BASE + 1))
     domain = symmetric_memory.domain()
-    assert domain.base != layout.BASE
-    assert words(0, domain.base + domain.stride, 1) == [layout.MAGIC_VALUE]
+    assert domain.base != memory_map.BASE
+    assert words(0, domain.base + domain.stride, 1) == [memory_map.MAGIC_VALUE]
     assert channels(devices).memory.base == domain.base
 
 
@@ -481,7 +494,11 @@ def test_programs_are_refused_where_gpus_that_share_no_memory_meet(machine, monk
     def reason(*axis_name: str) -> str | None:
         mesh = types.SimpleNamespace(size=4, axis_names=("a", "b"), shape={"a": 2, "b": 2})
         program: Any = types.SimpleNamespace(
-            platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
+            platforms=("cuda",),
+            for_export=False,
+            is_of_one_device=True,
+            mesh=mesh,
+            mesh_devices=devices,
         )
         return availability.program_unavailable_reason(program, axis_name)
 
@@ -499,7 +516,11 @@ def test_programs_are_refused_where_there_is_no_domain(machine, monkeypatch, mes
     machine(0, refuses="cuMemCreate")
     taken_for_gpus(monkeypatch)
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=np.empty(1, object)
+        platforms=("cuda",),
+        for_export=False,
+        is_of_one_device=True,
+        mesh=mesh,
+        mesh_devices=np.empty(1, object),
     )
     program.mesh_devices[0] = jax.devices()[0]
     reason = availability.program_unavailable_reason(program, () if mesh is None else ("a",))
@@ -535,7 +556,11 @@ def test_kernels_run_on_all_hosts_or_none(monkeypatch, tmp_path):
     devices[:] = [types.SimpleNamespace(process_index=i // 2, id=i) for i in range(4)]
     mesh = types.SimpleNamespace(size=4, axis_names=("a",), shape={"a": 4})
     program: Any = types.SimpleNamespace(
-        platforms=("cuda",), for_export=False, mesh=mesh, mesh_devices=devices
+        platforms=("cuda",),
+        for_export=False,
+        is_of_one_device=True,
+        mesh=mesh,
+        mesh_devices=devices,
     )
     processes.report(store, 1, "the driver gives none")
     reason = availability.program_unavailable_reason(program, ("a",), 2)
@@ -604,7 +629,7 @@ def test_programs_are_lowered_anew_for_other_devices(op, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     lowered_for = []
 
-    def note(program: Any, axis_name: Any) -> None:
+    def note(program: Any, *_: Any) -> None:
         lowered_for.append([device.id for device in program.mesh_devices.flat])
 
     monkeypatch.setattr(availability, "program_unavailable_reason", note)

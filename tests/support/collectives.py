@@ -133,7 +133,7 @@ LOWERED = [
 
 
 def delays(num_ranks: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Nanoseconds by stage (entry, last access, exit) and rank."""
+    """Nanoseconds by delay point (entry, last access, exit) and rank."""
     nobody, others = (0,) * num_ranks, (0,) + (10**6,) * (num_ranks - 1)
     first = (10**6,) + (0,) * (num_ranks - 1)
     rng = np.random.default_rng(0)

@@ -9,15 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import reference
-from jax_ep.moe.params import MoEParams, weight_shapes
+from jax_ep.moe import params as moe_params
+from jax_ep.moe.config import MoEConfig
+from jax_ep.moe.params import MoEParams, ParameterOptions
 
 E, H, F, K, S = 8, 16, 12, 3, 2
 BATCH, SEQUENCE = 8, 4
 
 
+def weight_shapes(num_experts: int, hidden: int, mlp_dim: int, **options: Any) -> dict[str, Any]:
+    """The shapes of the weights of a layer with these `ParameterOptions`."""
+    config = MoEConfig(num_experts=num_experts, num_experts_per_token=1)
+    return moe_params.weight_shapes(config, ParameterOptions(**options), hidden, mlp_dim)
+
+
 def make_params(seed: int = 0, bias: bool = False, shared: bool = True) -> MoEParams:
     rng = np.random.default_rng(seed)
-    shapes = {"gate": (H, E)} | weight_shapes(E, H, F, S if shared else 0)
+    shapes = {"gate": (H, E)} | weight_shapes(E, H, F, num_shared_experts=S if shared else 0)
     weights = {
         name: jnp.asarray(rng.normal(scale=shape[-2] ** -0.5, size=shape), jnp.float32)
         for name, shape in shapes.items()

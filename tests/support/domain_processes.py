@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 from jax_ep.runtime import cuda_driver, processes, symmetric_memory
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 from support.fake_cuda import FakeCuda, open_descriptors
 
 POOL_BYTES = 2**20
@@ -231,10 +231,10 @@ def _write_to_all(
             if (gpu.number, peer.number) in denied:
                 continue
             place, word = 8 * gpu.number, struct.pack("<Q", 100 * gpu.number + peer.number)
-            there = domain.base + peer.number * domain.stride + layout.HEADER_BYTES
+            there = domain.base + peer.number * domain.stride + memory_map.HEADER_BYTES
             cuda_driver.write(ordinal, there + place, word)
             (delta,) = struct.unpack(
-                "<Q", cuda_driver.read(ordinal, heap + 8 * (layout.DELTA + peer.number), 8)
+                "<Q", cuda_driver.read(ordinal, heap + 8 * (memory_map.DELTA + peer.number), 8)
             )
             there = (of_device[peer.device_id] + delta) % 2**64
             cuda_driver.write(ordinal, there + place, word)
@@ -244,7 +244,7 @@ def _write_to_all(
     received = {}
     for ordinal, gpu in _by_ordinal(own):
         places = (
-            domain.base + gpu.number * domain.stride + layout.HEADER_BYTES,
+            domain.base + gpu.number * domain.stride + memory_map.HEADER_BYTES,
             arrays[gpu.device_id],
         )
         heap, array = (cuda_driver.read(ordinal, place, 8 * domain.num_gpus) for place in places)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
-from jax_ep.moe.params import PARAMETERS, MoEParams, weight_shapes
+from jax_ep.moe.params import PARAMETERS, MoEParams
+from support.dense_moe import weight_shapes
 
 Array = np.ndarray
 E, H, F, K = 16, 16, 8, 3

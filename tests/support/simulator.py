@@ -10,7 +10,7 @@ ranks are the blocks of a cluster, which the interpreter runs concurrently. Adde
   words from rank to rank, which order nothing;
   groups of copies out of shared memory, counted as the hardware counts them;
   bounds of every access, where the interpreter would pad, clip or wrap;
-  the slots of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
+  tile buffers of the low-latency protocol, whose tiles order nothing else (`simulated_channels`);
   errors of its own: two blocks of the grid that touch the same memory, a peer's memory that is used
   before `connect`, a rank that leaves while a peer may still use its memory, a rank that sends
   values and hears nothing of a peer, a wait that nobody ends, a signal whose count does not grow, a
@@ -44,8 +44,8 @@ from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fabric import low_latency as ll
-from pallas_kernels.fabric.layout import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_slots
-from pallas_kernels.fabric.sentinel_words import SlotMemory
+from pallas_kernels.fabric.memory_map import MAX_VALUES, NUM_COUNTERS, TILE_BYTES, num_tile_buffers
+from pallas_kernels.fabric.sentinel_words import TileMemory
 from support.kernels import KERNELS_RUN, WHY_NOT
 
 WAIT_SECONDS = 30.0  # for a rank, while none of them does anything
@@ -93,7 +93,7 @@ class KernelError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """Ranks all at once, for `simulate`, out of step at the kernel's stages.
+    """Ranks all at once, for `simulate`, out of step at the kernel's delay points.
 
     All ranks' buffers are stacked along a leading axis of one array, and the rank is a grid axis.
     """
@@ -157,7 +157,7 @@ class Simulated:
     def read_halves(self, rank: Any, words: Any, what: str) -> None:
         self.read_values(rank, 0, words, what)
 
-    def stage(self, number: int) -> None:
+    def delay_point(self, number: int) -> None:
         _on_host(_Pause(number))
 
 
@@ -187,33 +187,33 @@ class SimulatedChannels(ll.Channels):
     def barrier(self) -> None:
         _on_host(_Barrier())
 
-    def hold_back(self, stage: int, rank: jax.Array) -> None:
+    def hold_back(self, point: int, rank: jax.Array) -> None:
         del rank
-        _on_host(_Pause(stage))
+        _on_host(_Pause(point))
 
 
-class SlotContents:
-    """What the slots and counters of some GPUs hold, from one `simulate` to the next."""
+class TileContents:
+    """What the tile buffers and counters of some GPUs hold, from one `simulate` to the next."""
 
     def __init__(self) -> None:
-        self.tiles: dict[tuple[int, int], np.ndarray] = {}  # by GPU and slot; no tile: empty
+        self.tiles: dict[tuple[int, int], np.ndarray] = {}  # by GPU and buffer; no tile: empty
         self.counters: dict[tuple[int, int], int] = collections.defaultdict(int)
 
 
 @dataclasses.dataclass(frozen=True)
-class SimulatedSlotMemory(SlotMemory):
-    contents: SlotContents
+class SimulatedTileMemory(TileMemory):
+    contents: TileContents
 
-    def send(self, gpu: jax.Array, slot: jax.Array, tile: jax.Array, *, exact: bool) -> None:
-        _on_host(_Send(self), gpu, slot, tile)
+    def send(self, gpu: jax.Array, buffer: jax.Array, tile: jax.Array, *, exact: bool) -> None:
+        _on_host(_Send(self), gpu, buffer, tile)
 
     def receive(
-        self, gpu, slots, shape, dtype, *, rank, peers, timeout_s, what, exact, wanted=None
+        self, gpu, buffers, shape, dtype, *, rank, peers, timeout_s, what, exact, wanted=None
     ) -> list[jax.Array]:
-        tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(slots)
-        operation = _Receive(self, what, len(slots), dtype, shape)
-        wanted = [jnp.int32(w) for w in wanted or (1,) * len(slots)]
-        return _on_host(operation, gpu, rank, *slots, *peers, *wanted, returns=tiles)
+        tiles = [jax.ShapeDtypeStruct(shape, dtype)] * len(buffers)
+        operation = _Receive(self, what, len(buffers), dtype, shape)
+        wanted = [jnp.int32(w) for w in wanted or (1,) * len(buffers)]
+        return _on_host(operation, gpu, rank, *buffers, *peers, *wanted, returns=tiles)
 
     def read(self, gpu: jax.Array, counters: Sequence[jax.Array]) -> list[jax.Array]:
         values = [jax.ShapeDtypeStruct((), jnp.int32)] * len(counters)
@@ -226,14 +226,14 @@ class SimulatedSlotMemory(SlotMemory):
 def simulated_channels(
     axes: Sequence[tuple[int, int]],
     gpus: Sequence[int],
-    contents: SlotContents | None = None,
+    contents: TileContents | None = None,
     *,
     kind: type[SimulatedChannels] = SimulatedChannels,
     detect_races: bool = True,
 ) -> SimulatedChannels:
     """See `ll.Channels`; in a new memory by default."""
     gpus = tuple(gpus)
-    memory = SimulatedSlotMemory(0, max(gpus) + 1, contents or SlotContents())
+    memory = SimulatedTileMemory(0, max(gpus) + 1, contents or TileContents())
     options = InterpretGPUParams(detect_races=detect_races)
     return kind(tuple(axes), gpus, memory, interpret=options)
 
@@ -446,7 +446,7 @@ class _ReadValues:
 
 @dataclasses.dataclass(frozen=True)
 class _Pause:
-    stage: int
+    point: int
 
     def run(self, simulation: _Simulation, thread: Any) -> None:
         del simulation, thread
@@ -455,19 +455,19 @@ class _Pause:
 
 @dataclasses.dataclass(frozen=True)
 class _Send:
-    memory: SimulatedSlotMemory
+    memory: SimulatedTileMemory
 
-    def run(self, simulation: _Simulation, thread: Any, gpu: Any, slot: Any, tile: Any) -> None:
-        tile, key = np.array(tile), (int(gpu), int(slot))
+    def run(self, simulation: _Simulation, thread: Any, gpu: Any, buffer: Any, tile: Any) -> None:
+        tile, key = np.array(tile), (int(gpu), int(buffer))
         num_gpus, tiles = self.memory.num_gpus, self.memory.contents.tiles
-        known = key[0] in range(num_gpus) and key[1] < num_slots(num_gpus)
+        known = key[0] in range(num_gpus) and key[1] < num_tile_buffers(num_gpus)
         if tile.nbytes != TILE_BYTES or not known:
-            raise KernelError(f"GPU {gpu} has no slot {slot} of {tile.nbytes} bytes")
+            raise KernelError(f"GPU {gpu} has no tile buffer {buffer} of {tile.nbytes} bytes")
         with simulation.changed:
             if key in tiles:
                 raise KernelError(
                     f"a tile of rank {thread.block_id} overtakes one that nobody has taken: in "
-                    f"slot {slot} of GPU {gpu}"
+                    f"tile buffer {buffer} of GPU {gpu}"
                 )
             simulation.sent[key] = tiles
             tiles[key] = tile
@@ -476,7 +476,7 @@ class _Send:
 
 @dataclasses.dataclass(frozen=True)
 class _Receive:
-    memory: SimulatedSlotMemory
+    memory: SimulatedTileMemory
     what: str
     count: int
     dtype: Any
@@ -488,12 +488,12 @@ class _Receive:
         keys, peers, wanted = (
             rest[i : i + self.count] for i in range(0, 3 * self.count, self.count)
         )
-        keys = [(int(gpu), int(slot)) for slot in keys]
+        keys = [(int(gpu), int(buffer)) for buffer in keys]
         peers = [int(peer) for peer in peers]
         comes = {key for key, w in zip(keys, wanted, strict=True) if w}
         if len(set(keys)) < len(keys):
             raise KernelError(
-                f"{self.what}: peers {peers} share a slot: one's tile overtakes another's"
+                f"{self.what}: peers {peers} share a tile buffer: one's tile overtakes another's"
             )
 
         def missing() -> list[int]:
@@ -512,7 +512,7 @@ class _Receive:
 
 @dataclasses.dataclass(frozen=True)
 class _ReadCounters:
-    memory: SimulatedSlotMemory
+    memory: SimulatedTileMemory
 
     def run(self, simulation: _Simulation, thread: Any, gpu: Any, *counters: Any) -> Any:
         simulation.owns_memory(thread, gpu)
@@ -522,7 +522,7 @@ class _ReadCounters:
 
 @dataclasses.dataclass(frozen=True)
 class _WriteCounters:
-    memory: SimulatedSlotMemory
+    memory: SimulatedTileMemory
     count: int
 
     def run(self, simulation: _Simulation, thread: Any, gpu: Any, *scalars: Any) -> None:
@@ -692,7 +692,7 @@ class _Simulation:
         self.remote_accesses: list[tuple[int, Any, str]] = []  # owner, clock, what
         self.exit_clocks: dict[int, Any] = {}
         self.owners: dict[int, int] = {}  # by GPU: the rank that it is
-        self.sent: dict[Any, Any] = {}  # by GPU and slot: the slots, by the same
+        self.sent: dict[Any, Any] = {}  # by GPU and buffer: the buffers, by the same
 
     @property
     def memory(self) -> Any:
@@ -778,7 +778,7 @@ class _Simulation:
         """Nobody may use a rank's memory, or signal it, once all of its threads left."""
         left = [key for key, tiles in self.sent.items() if key in tiles]
         if left:
-            raise KernelError(f"nobody has taken the tiles of these slots of GPUs: {left}")
+            raise KernelError(f"nobody has taken the tiles of these buffers of GPUs: {left}")
         accesses = list(self.remote_accesses)
         for (kind, owner, source), signals in self.signals.items():
             what = f"signal of kind {kind} of rank {source}"

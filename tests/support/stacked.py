@@ -120,11 +120,11 @@ class Problem:
         return np.broadcast_to(counts, (self.num_ranks, *counts.shape))
 
     @functools.cached_property
-    def layout(self) -> routes.Layout:
+    def groups(self) -> routes.RowGroups:
         """How the rows of a dispatch lie at each rank, the ranks stacked."""
         sent = self.dispatched(self.num_rows)
-        return routes.Layout(
-            *(np.stack([getattr(s, name) for s in sent]) for name in routes.Layout._fields)
+        return routes.RowGroups(
+            *(np.stack([getattr(s, name) for s in sent]) for name in routes.RowGroups._fields)
         )
 
     @functools.cached_property
@@ -237,7 +237,7 @@ def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.nda
 
     The interpreter's memory holds NaN at first.
     """
-    used = problem.layout.group_sizes.sum(axis=1)
+    used = problem.groups.group_sizes.sum(axis=1)
     unused = np.arange(rows.shape[1]) >= used[:, None]
     assert unused.any() and not unused.all(), "a test of nothing"
     return np.where(unused[..., None], np.asarray(value, rows.dtype), rows)
@@ -247,7 +247,7 @@ def with_unused_rows(problem: Problem, rows: np.ndarray, value: float) -> np.nda
 
 
 def dispatch(problem: Problem, plan: Plan, fabric: Fabric, **options: Any) -> Any:
-    """A call of the dispatch kernel: -> tokens, rows, counts, *layout."""
+    """A call of the dispatch kernel: -> tokens, rows, counts, *groups."""
     return functools.partial(
         dispatch_kernel.dispatch,
         jnp.asarray(problem.x),

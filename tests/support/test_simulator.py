@@ -151,7 +151,7 @@ def test_a_deadlock_within_a_rank_is_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_slot_reused_too_early_is_found(monkeypatch):
+def test_a_stage_reused_too_early_is_found(monkeypatch):
     monkeypatch.setattr(
         "pallas_kernels.exchange.dispatch.plgpu.wait_smem_to_gmem",
         lambda n, wait_read_only=False: None,

@@ -40,7 +40,7 @@ from support.selection import quick
 from support.simulator import (
     KernelError,
     SimulatedChannels,
-    SlotContents,
+    TileContents,
     simulate,
     simulated_channels,
 )
@@ -53,10 +53,10 @@ from pallas_kernels.collectives import tiles
 from pallas_kernels.collectives.all_reduce_rms_norm import low_latency_all_reduce_rms_norm
 from pallas_kernels.collectives.tiles import TilePlan, tile_length
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import layout
-from pallas_kernels.fabric.layout import MAX_WORKERS
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.low_latency import Channels, Endpoint
-from pallas_kernels.fabric.sentinel_words import SlotMemory
+from pallas_kernels.fabric.memory_map import MAX_WORKERS
+from pallas_kernels.fabric.sentinel_words import TileMemory
 
 simulated = simulator.simulated
 LL_LOWERED = [case for case in LOWERED if case[1].endswith("ll")]
@@ -171,7 +171,7 @@ def test_groups_of_a_mesh_whose_devices_are_in_any_order(groups):
 @simulated
 def test_calls_of_all_kernels_one_after_another():
     """In one memory, by different groups of the same GPUs, with different numbers of workers."""
-    memory, mesh = SlotContents(), (2, 2)
+    memory, mesh = TileContents(), (2, 2)
     plans = (TilePlan(2, 1), TilePlan(1, 1), TilePlan(1, 2))
     for call, name in enumerate([*KERNELS, *KERNELS]):
         _, shape, expected = KERNELS[name]
@@ -212,15 +212,15 @@ def test_all_reduce_rms_norm(case, two_shot):
 
 @needs_kernels
 def test_what_needs_more_than_there_is_is_refused():
-    channels = Channels(((1, 2),), (0, 1), SlotMemory(layout.BASE, 2))
+    channels = Channels(((1, 2),), (0, 1), TileMemory(memory_map.BASE, 2))
     for name, size, plan in (
-        ("all_gather", 5 * 512, TilePlan(1, 1)),  # five slots
+        ("all_gather", 5 * 512, TilePlan(1, 1)),  # five tiles
         ("two_shot", 3 * 512, TilePlan(1, 1)),  # six
         ("one_shot", 513 * 512, TilePlan(513, 1)),  # workers
     ):
         x = jnp.zeros(KERNELS[name][1](2, size)[1:], jnp.float32)
         with pytest.raises(
-            ValueError, match=r"protocol has 512 workers of 4 slots, but .*TilePlan.* needs"
+            ValueError, match=r"protocol has 512 workers of 4 tiles, but .*TilePlan.* needs"
         ):
             getattr(ll, name)(places(2)[0], x, channels=channels, plan=plan)
     for two_shot, rows, hidden in ((False, 5, 512), (False, 3, 1024), (True, 2, 1536)):
@@ -230,7 +230,7 @@ def test_what_needs_more_than_there_is_is_refused():
         )
         with pytest.raises(
             ValueError,
-            match="low-latency protocol has 512 workers of 4 slots, but .* needs 1 of [56]",
+            match="low-latency protocol has 512 workers of 4 tiles, but .* needs 1 of [56]",
         ):
             low_latency_all_reduce_rms_norm(places(2)[0], x, x, x[0], **options)
 
@@ -252,32 +252,32 @@ class _Late:
 class LateToTake(SimulatedChannels):
     """Rank 0 has sent its tiles, but takes those of the others late."""
 
-    def hold_back(self, stage, rank):
-        if stage == 1:
+    def hold_back(self, point, rank):
+        if point == 1:
             simulator._on_host(_Late(), rank)
 
 
 class VeryLateToTake(SimulatedChannels):
     """So late that even on a busy machine the others have made all the calls that they can."""
 
-    def hold_back(self, stage, rank):
-        if stage == 1:
+    def hold_back(self, point, rank):
+        if point == 1:
             simulator._on_host(_Late(1.0), rank)
 
 
 class LateToCome(SimulatedChannels):
-    def hold_back(self, stage, rank):
-        if stage == 0:
+    def hold_back(self, point, rank):
+        if point == 0:
             simulator._on_host(_Late(), rank)
 
 
 def sum_and_go_on(endpoint: Endpoint, part: jax.Array) -> jax.Array:
     """One call of a kernel of several: the next one's operand, exact if they are small integers."""
-    endpoint.stage(0)
+    endpoint.delay_point(0)
     endpoint.send(0, [part] * len(endpoint.peers))
-    endpoint.stage(1)
+    endpoint.delay_point(1)
     total = endpoint.sum(0, part)
-    endpoint.stage(2)
+    endpoint.delay_point(2)
     endpoint.close()
     return total * 0.5 + endpoint.rank.astype(jnp.float32)
 
@@ -340,7 +340,7 @@ def after_calls(x: np.ndarray, several: Sequence[Groups], calls: int) -> np.ndar
     "kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake, LateToCome)
 )
 @pytest.mark.parametrize("num_ranks", quick([2, 3], 3))
-def test_calls_overtake_no_slot(num_ranks, kind):
+def test_calls_overtake_no_tile_buffer(num_ranks, kind):
     x, channels, groups = (
         integers(num_ranks),
         one_axis(num_ranks, kind=kind),
@@ -352,9 +352,9 @@ def test_calls_overtake_no_slot(num_ranks, kind):
 
 @simulated
 @pytest.mark.parametrize("kind", quick([SimulatedChannels, LateToTake, LateToCome], LateToTake))
-def test_calls_of_alternating_groups_overtake_no_slot(kind):
+def test_calls_of_alternating_groups_overtake_no_tile_buffer(kind):
     """Ranks 0 and 3 are never neighbours but in the last of the groups."""
-    memory, x = SlotContents(), integers(4)
+    memory, x = TileContents(), integers(4)
     several = [Groups((2, 2), axes) for axes in ((0,), (1,), (0, 1))]
     channels = [
         simulated_channels(groups.channels, (3, 1, 0, 2), memory, kind=kind) for groups in several
@@ -364,8 +364,8 @@ def test_calls_of_alternating_groups_overtake_no_slot(kind):
 
 
 class AlwaysTheSameSet(Endpoint):
-    def _slot(self, sender, receiver, calls, slot):
-        return super()._slot(sender, receiver, calls & 0, slot)
+    def _buffer(self, sender, receiver, calls, index):
+        return super()._buffer(sender, receiver, calls & 0, index)
 
 
 class NeverClosed(Endpoint):
@@ -380,8 +380,8 @@ class ClosedTwiceByRank0(Endpoint):
 
 
 class OneSetForAllSenders(Endpoint):
-    def _slot(self, sender, receiver, calls, slot):
-        return super()._slot(receiver + 1, receiver, calls, slot)
+    def _buffer(self, sender, receiver, calls, index):
+        return super()._buffer(receiver + 1, receiver, calls, index)
 
 
 @simulated
@@ -393,7 +393,7 @@ def test_a_set_that_is_used_twice_is_overtaken(protocol):
 
 
 @simulated
-def test_senders_that_share_slots_are_found():
+def test_senders_that_share_tile_buffers_are_found():
     with pytest.raises(KernelError, match="overtakes"):
         several_calls(
             integers(3), [one_axis(3, kind=LateToTake)], calls=1, kind=OneSetForAllSenders
@@ -409,10 +409,10 @@ def test_counts_that_differ_are_found(monkeypatch):
 
 @simulated
 def test_a_worker_that_sends_nothing_is_waited_for(monkeypatch):
-    def send(self, slot, tiles_of_peers, **options):
+    def send(self, index, tiles_of_peers, **options):
         @pl.when(self._worker > 0)
         def _() -> None:
-            original(self, slot, tiles_of_peers, **options)
+            original(self, index, tiles_of_peers, **options)
 
     original = Endpoint.send
     monkeypatch.setattr(simulator, "WAIT_SECONDS", 0.5)
@@ -431,7 +431,7 @@ def test_sending_one_way_only_is_overtaken():
         def _() -> None:
             endpoint.send(0, [part])
 
-        endpoint.stage(1)
+        endpoint.delay_point(1)
 
         @pl.when(endpoint.rank == 0)
         def _() -> None:
@@ -457,12 +457,12 @@ def test_a_tile_that_nobody_takes_is_found():
 
 
 @simulated
-def test_swapped_slots_are_found(monkeypatch):
+def test_swapped_tiles_are_found(monkeypatch):
     """In NumPy's eyes: to the protocol they are as good."""
     original = Endpoint.receive
 
-    def receive(self, slot, *args, **options):
-        return original(self, 1 - slot, *args, **options)
+    def receive(self, index, *args, **options):
+        return original(self, 1 - index, *args, **options)
 
     monkeypatch.setattr(Endpoint, "receive", receive)
     for name in ("one_shot", "all_gather", "reduce_scatter", "all_to_all"):
@@ -480,27 +480,27 @@ def test_two_ranks_on_one_gpu_are_found():
 
 
 @simulated
-def test_slots_that_are_not_there_are_found(monkeypatch):
-    original = Endpoint._slot
-    monkeypatch.setattr(Endpoint, "_slot", lambda *args: original(*args) + 2 * 512 * 4)
-    with pytest.raises(KernelError, match="GPU . has no slot"):
+def test_tile_buffers_that_are_not_there_are_found(monkeypatch):
+    original = Endpoint._buffer
+    monkeypatch.setattr(Endpoint, "_buffer", lambda *args: original(*args) + 2 * 512 * 4)
+    with pytest.raises(KernelError, match="GPU . has no tile buffer"):
         run("all_gather", operand((2, 1024), "bfloat16"), one_axis(2), TilePlan(1, 1))
 
 
 @pytest.mark.parametrize("num_gpus", [3, 5])
-def test_every_slot_has_a_place_of_its_own(num_gpus):
-    """Of both sets, all senders, workers and slots: a dense numbering of what a GPU has."""
+def test_every_tile_buffer_has_a_place_of_its_own(num_gpus):
+    """Of both sets, all senders, workers and tiles: a dense numbering of what a GPU has."""
     endpoint = Endpoint.__new__(Endpoint)
-    memory = SlotMemory(layout.BASE, num_gpus)
+    memory = TileMemory(memory_map.BASE, num_gpus)
     endpoint.channels = Channels(((1, num_gpus),), tuple(range(num_gpus)), memory)
     endpoint._worker = jnp.arange(MAX_WORKERS)
-    count = layout.num_slots(num_gpus)
+    count = memory_map.num_tile_buffers(num_gpus)
     for receiver in range(num_gpus):
         found = [
-            np.asarray(endpoint._slot(*map(jnp.int32, (sender, receiver, calls)), slot))
+            np.asarray(endpoint._buffer(*map(jnp.int32, (sender, receiver, calls)), index))
             for sender in range(num_gpus)
             for calls in (6, 7)
-            for slot in range(layout.slots_of_channel(num_gpus))
+            for index in range(memory_map.tiles_of_channel(num_gpus))
             if sender != receiver
         ]
         np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
@@ -619,9 +619,9 @@ def gpus(monkeypatch):
     if len(devices) < 5:
         pytest.skip("needs 5 devices")
     domain = symmetric_memory.Domain(
-        base=layout.BASE + 2**40,
-        stride=layout.STRIDE,
-        heap_bytes=layout.heap_bytes(5),
+        base=memory_map.BASE + 2**40,
+        stride=memory_map.STRIDE,
+        heap_bytes=memory_map.heap_bytes(5),
         gpus=tuple(symmetric_memory.Gpu(i, d.id, 0, "", 0, 0) for i, d in enumerate(devices)),
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -644,8 +644,8 @@ def test_channels_of_a_program(order, gpus, noted_calls):
         channels, _ = noted_calls[-1]
         assert channels.axes == axes and channels.gpus == order
         assert channels.num_ranks == math.prod(size for _, size in axes)
-        # Of all GPUs: programs of some of them use the same slots.
-        assert channels.memory == SlotMemory(layout.BASE + 2**40, 5)
+        # Of all GPUs: programs of some of them use the same tile buffers.
+        assert channels.memory == TileMemory(memory_map.BASE + 2**40, 5)
 
 
 @needs_kernels
@@ -656,7 +656,7 @@ def test_channels_of_a_program_for_another_machine(noted_calls):
     lower_on(mesh, "b", "all_gather", "ll", (18, 1024), "bfloat16")
     channels, _ = noted_calls[-1]
     assert channels.axes == ((1, 3),) and channels.gpus == tuple(range(6))
-    assert channels.memory == SlotMemory(layout.BASE, 6)
+    assert channels.memory == TileMemory(memory_map.BASE, 6)
 
 
 @needs_kernels
@@ -701,7 +701,7 @@ def test_plans_give_workers_as_many_tiles_as_ll_holds():
         rounds = -(-num_tiles // workers)
         assert (
             workers <= MAX_WORKERS
-            and rounds <= layout.slots_of_channel(2)
+            and rounds <= memory_map.tiles_of_channel(2)
             and plan.num_vectors == 1
         )
         assert rounds == -(-num_tiles // MAX_WORKERS)
@@ -717,11 +717,11 @@ def channels_here(mesh: Any, axis_names: tuple[str, ...] = (AXIS,), **options: A
     axes = tuple((strides[name], mesh.shape[name]) for name in axis_names)
     if isinstance(mesh, AbstractMesh):  # this is lowered only
         devices = tuple(range(mesh.size))
-        return Channels(axes, devices, SlotMemory(layout.BASE, mesh.size), **options)
+        return Channels(axes, devices, TileMemory(memory_map.BASE, mesh.size), **options)
     domain = symmetric_memory.domain()
     assert not isinstance(domain, str), domain
     devices = tuple(domain.numbers[device.id] for device in mesh.devices.flat)
-    return Channels(axes, devices, SlotMemory(domain.base, domain.num_gpus), **options)
+    return Channels(axes, devices, TileMemory(domain.base, domain.num_gpus), **options)
 
 
 # Kernels, tiles and plans of the calls that follow each other in a loop.

@@ -25,9 +25,9 @@ CASES = {
     ),
     "window_within_step": (Problem(2, 5, 32, 4, 8), Plan(1, 2, window_tokens=1, step_tokens=3)),
     "one_step": (Problem(2, 4, 32, 3, 4, "skewed"), Plan(1, 4, 3, step_tokens=8)),
-    "two_slots": (Problem(2, 6, 32, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_slots=1)),
-    "lag_of_none": (Problem(2, 5, 32, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_slots=1)),
-    "one_expert": (Problem(2, 3, 32, 6, 4, "one_expert"), Plan(1, 2, num_copy_slots=2)),
+    "two_stages": (Problem(2, 6, 32, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_stages=1)),
+    "lag_of_none": (Problem(2, 5, 32, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_stages=1)),
+    "one_expert": (Problem(2, 3, 32, 6, 4, "one_expert"), Plan(1, 2, num_copy_stages=2)),
     "repeated": (Problem(2, 4, 32, 4, 4, "repeated", alignment=4), Plan(1, 3, step_tokens=2)),
     "repeated_by_neighbours": (Problem(2, 4, 32, 3, 2, "repeated"), Plan(1, 3, step_tokens=2)),
     "many_experts": (Problem(2, 3, 32, 3, 160, "skewed", alignment=2), Plan(1, 3)),
@@ -67,13 +67,13 @@ CASES = {
 def test_dispatch(case):
     problem, plan = CASES[case]
     fabric = simulated_ranks(problem.num_ranks)
-    (tokens,), rows, counts, *layout = simulate(dispatch(problem, plan, fabric))
+    (tokens,), rows, counts, *groups = simulate(dispatch(problem, plan, fabric))
     assert_bitwise_equal(tokens, problem.tokens, "tokens")
     np.testing.assert_array_equal(rows, problem.rows, "rows")
     np.testing.assert_array_equal(counts, problem.counts, "counts")
     described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
-    for name, got in zip(described, layout, strict=True):
-        wanted = getattr(problem.layout, name)
+    for name, got in zip(described, groups, strict=True):
+        wanted = getattr(problem.groups, name)
         np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
 
 

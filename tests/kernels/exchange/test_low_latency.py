@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.contract import assert_bitwise_equal, assert_equal
 from support.selection import quick
-from support.simulator import SlotContents, simulate, simulated, simulated_channels, simulated_ranks
+from support.simulator import TileContents, simulate, simulated, simulated_channels, simulated_ranks
 from support.stacked import Problem, with_unused_rows
 
 from jax_ep import reference
@@ -28,10 +28,10 @@ CASES: dict[str, Case] = {
     "two_ranks": (Problem(2, 3, 1024, 4, 4, "masked", "bfloat16"), {}),
     "tokens_of_a_block": (
         Problem(2, 3, 512, 3, 4, "repeated", alignment=2),
-        dict(max_blocks=2, max_slots=5),
+        dict(max_blocks=2, max_stages=5),
     ),
-    "three_ranks": (Problem(3, 3, 512, 3, 6, "skewed"), dict(max_blocks=2, max_slots=2)),
-    # More than four: two slots a channel, and more ranks than a block has warpgroups for them.
+    "three_ranks": (Problem(3, 3, 512, 3, 6, "skewed"), dict(max_blocks=2, max_stages=2)),
+    # More than four: two tiles a channel, and more ranks than a block has warpgroups for them.
     "five_ranks": (Problem(5, 3, 512, 2, 10, "masked"), dict(max_blocks=2)),
     "tiles_of_a_worker": (Problem(2, 2, 3584, 2, 4), {}),
     "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), dict(max_blocks=3)),
@@ -40,9 +40,9 @@ CASES: dict[str, Case] = {
         Problem(2, 4, 512, 3, 8, "skewed", capacity=9, alignment=2, overflow="fair"),
         dict(max_blocks=2),
     ),
-    "all_to_one_rank": (Problem(2, 3, 1024, 4, 4, "one_rank", "float16"), dict(max_slots=1)),
+    "all_to_one_rank": (Problem(2, 3, 1024, 4, 4, "one_rank", "float16"), dict(max_stages=1)),
     "all_dropped": (Problem(2, 4, 512, 2, 4, "one_rank", capacity=1), {}),
-    "one_expert": (Problem(2, 3, 512, 6, 4, "one_expert"), dict(max_slots=4)),
+    "one_expert": (Problem(2, 3, 512, 6, 4, "one_expert"), dict(max_stages=4)),
     "many_experts": (Problem(2, 3, 512, 3, 160, "skewed", alignment=2), {}),
     "idle_sources": (Problem(2, 3, 512, 2, 4, "idle_sources", capacity=9), {}),
     "empty": (Problem(2, 3, 1024, 4, 4, "empty", "float16", capacity=4), {}),
@@ -57,7 +57,7 @@ class Calls:
 
     problem: Problem
     limits: dict[str, int] = dataclasses.field(default_factory=dict)
-    memory: SlotContents = dataclasses.field(default_factory=SlotContents)
+    memory: TileContents = dataclasses.field(default_factory=TileContents)
     detect_races: bool = True
 
     def run(self, kernel: Any, *arrays: Any, by_expert: bool = True, **options: Any) -> Any:
@@ -85,15 +85,15 @@ class Calls:
 
     def dispatch(self) -> None:
         problem, kernel = self.problem, low_latency_dispatch.dispatch
-        (tokens,), rows, counts, *layout = self.run(
+        (tokens,), rows, counts, *groups = self.run(
             kernel, problem.x, problem.topk_idx, capacity=problem.num_rows
         )
         assert_bitwise_equal(tokens, problem.tokens, "tokens")
         np.testing.assert_array_equal(rows, problem.rows, "rows")
         np.testing.assert_array_equal(counts, problem.counts, "counts")
         described = ("group_sizes", "expert_counts", "num_dropped", "rows_needed")
-        for name, got in zip(described, layout, strict=True):
-            wanted = getattr(problem.layout, name)
+        for name, got in zip(described, groups, strict=True):
+            wanted = getattr(problem.groups, name)
             np.testing.assert_array_equal(got.reshape(wanted.shape), wanted, name)
 
     def leave_unused(self) -> None:
@@ -204,7 +204,7 @@ def test_an_infinite_row_has_an_infinite_product():
 @simulated
 @pytest.mark.slow
 def test_calls_one_after_another():
-    """Calls use two sets of slots in turn, whichever kernel makes them."""
+    """Calls use two sets of tile buffers in turn, whichever kernel makes them."""
     calls = Calls(*CASES["two_ranks"])
     plain = dataclasses.replace(calls, problem=without_weights(calls.problem))
     for call in (calls.dispatch, plain.combine, calls.combine_grad) * 2:
@@ -235,7 +235,7 @@ PLAN = LowLatencyPlan(
 @pytest.mark.parametrize(
     "change",
     [
-        dict(num_tokens=257),  # three tokens to a block: six slots
+        dict(num_tokens=257),  # three tokens to a block: six tiles
         dict(hidden=1023),  # a row of less than a tile
         dict(num_ranks=1),
         dict(num_ranks=5),  # of four GPUs

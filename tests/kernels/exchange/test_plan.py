@@ -16,7 +16,7 @@ from pallas_kernels.exchange import combine as combine_kernel
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.exchange.plan import Plan, Row, Sizes, Window, pad_last
 from pallas_kernels.exchange.sender import Sender
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.hardware import LANES, SHARED_MEMORY_BYTES, padded_columns
 from pallas_kernels.fabric.symmetric import Gpus
 
@@ -47,7 +47,7 @@ def nbytes(columns: int, dtype: Any) -> int:
 
 
 def test_a_plan_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="store_lag must be less than num_slots"):
+    with pytest.raises(ValueError, match="store_lag must be less than num_stages"):
         Plan(1, 2, store_lag=2)
     with pytest.raises(ValueError, match="store_lag"):
         Plan(1, 2, store_lag=-1)
@@ -100,9 +100,9 @@ def test_padding_of_the_last_axis():
 def test_parts_of_a_row():
     assert Row(512, jnp.float32).parts == [(512, jnp.float32)]
     assert Row(512, jnp.bfloat16, WIRE).parts == [(512, WIRE), (4, jnp.float32)]
-    assert Row(512, jnp.bfloat16).sent_bytes == Row(512, jnp.bfloat16).slot_bytes == 1024
+    assert Row(512, jnp.bfloat16).sent_bytes == Row(512, jnp.bfloat16).stage_bytes == 1024
     quantized = Row(512, jnp.bfloat16, WIRE)
-    assert quantized.sent_bytes == 512 + 16 and quantized.slot_bytes == 1024 + 512 + 16
+    assert quantized.sent_bytes == 512 + 16 and quantized.stage_bytes == 1024 + 512 + 16
 
 
 def test_padded_rows_are_whole_lines():
@@ -118,21 +118,21 @@ def test_plans_fit_shared_memory(row, num_tokens, num_ranks, top_k, num_experts)
     """The rings of rows alone take less than there is; that the rest does, lowering checks."""
     sizes = sizes_of(num_tokens, num_ranks, top_k, num_experts)
     assert plans.fits_shared_memory(row, num_ranks=num_ranks, top_k=top_k, num_experts=num_experts)
-    of_dispatch = plans.dispatch(row, sizes)
-    of_ranks = plans.rank_dispatch(row, sizes, weighted=True)
-    of_combine = plans.combine(row, sizes)
-    of_grad = plans.combine_grad(row, sizes)
+    of_dispatch = plans.for_dispatch(row, sizes)
+    of_ranks = plans.for_rank_dispatch(row, sizes, weighted=True)
+    of_combine = plans.for_combine(row, sizes)
+    of_grad = plans.for_combine_grad(row, sizes)
     held = {
-        of_dispatch: of_dispatch.num_slots * row.slot_bytes
-        + of_dispatch.num_copy_slots * row.sent_bytes,
-        of_ranks: of_ranks.num_slots * row.slot_bytes,
+        of_dispatch: of_dispatch.num_stages * row.stage_bytes
+        + of_dispatch.num_copy_stages * row.sent_bytes,
+        of_ranks: of_ranks.num_stages * row.stage_bytes,
         of_combine: 8 * of_combine.step_tokens * num_ranks * (2 * top_k + 1),
-        of_grad: of_grad.num_slots * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
+        of_grad: of_grad.num_stages * nbytes(padded_columns(row.hidden, row.dtype), row.dtype),
     }
     for plan, size in held.items():
-        assert size < SHARED_MEMORY_BYTES and plan.num_slots >= 2
+        assert size < SHARED_MEMORY_BYTES and plan.num_stages >= 2
         assert 1 <= plan.num_blocks <= num_tokens
-    assert of_grad.num_slots % of_grad.num_workers == 0  # a worker has slots of its own
+    assert of_grad.num_stages % of_grad.num_workers == 0  # a worker has stages of its own
 
 
 @pytest.mark.parametrize("num_tokens", [128, 4096])
@@ -143,16 +143,16 @@ def test_sizes_that_fit_can_be_planned(num_ranks, top_k, num_tokens):
     for num_experts in (64, 1536, 2048, 3072, 3840):
         for row in (Row(512, jnp.bfloat16), Row(512, jnp.float32, WIRE), Row(1024, jnp.bfloat16)):
             if plans.fits_shared_memory(row, num_experts=num_experts, **sizes):
-                plans.dispatch(row, sizes_of(num_tokens, num_ranks, top_k, num_experts))
+                plans.for_dispatch(row, sizes_of(num_tokens, num_ranks, top_k, num_experts))
 
 
 def test_long_lists_leave_shared_memory_for_rows():
     """Steps are shorter where rows would else have no room, and only there."""
     row, sizes = Row(512, jnp.bfloat16), (4096, 8, 4)
-    plan = plans.dispatch(row, sizes_of(*sizes, 3584))
-    assert (plan.step_tokens, plan.num_slots) == (32, 8)
-    plan = plans.dispatch(row, sizes_of(*sizes, 3840))
-    assert (plan.step_tokens, plan.num_slots) == (12, 1)
+    plan = plans.for_dispatch(row, sizes_of(*sizes, 3584))
+    assert (plan.step_tokens, plan.num_stages) == (32, 8)
+    plan = plans.for_dispatch(row, sizes_of(*sizes, 3840))
+    assert (plan.step_tokens, plan.num_stages) == (12, 1)
 
 
 @pytest.mark.parametrize("wire_dtype", [None, WIRE])
@@ -171,22 +171,22 @@ def test_a_step_of_short_rows_has_more_tokens():
     """As many bytes as a step of long rows, up to what lists in shared memory have room for."""
     sizes = sizes_of(4096, 8, 8, 64)
     rows = {hidden: Row(hidden, jnp.bfloat16) for hidden in (64, 2048, 7168, 14336)}
-    steps = {h: plans.combine(row, sizes).step_tokens for h, row in rows.items()}
+    steps = {h: plans.for_combine(row, sizes).step_tokens for h, row in rows.items()}
     assert steps == {64: 16, 2048: 4, 7168: 1, 14336: 1}
-    assert plans.combine(rows[64], sizes_of(4096, 8, 200, 64)).step_tokens == 5
-    steps = {h: plans.dispatch(row, sizes).step_tokens for h, row in rows.items()}
+    assert plans.for_combine(rows[64], sizes_of(4096, 8, 200, 64)).step_tokens == 5
+    steps = {h: plans.for_dispatch(row, sizes).step_tokens for h, row in rows.items()}
     assert steps == {64: 16, 2048: 8, 7168: 2, 14336: 2}
-    assert plans.dispatch(rows[64], sizes_of(4096, 8, 40, 64)).step_tokens == 3
-    assert plans.dispatch(rows[64], sizes_of(plans.FEW_TOKENS, 8, 8, 64)).step_tokens == 2
+    assert plans.for_dispatch(rows[64], sizes_of(4096, 8, 40, 64)).step_tokens == 3
+    assert plans.for_dispatch(rows[64], sizes_of(plans.FEW_TOKENS, 8, 8, 64)).step_tokens == 2
 
 
 @pytest.mark.parametrize("num_blocks", [1, 20, 500])
 def test_blocks_can_be_limited(num_blocks):
     for plan_of in (
-        plans.dispatch,
-        plans.rank_dispatch,
-        plans.combine,
-        plans.combine_grad,
+        plans.for_dispatch,
+        plans.for_rank_dispatch,
+        plans.for_combine,
+        plans.for_combine_grad,
     ):
         plan = plan_of(ROWS[0], sizes_of(128, 8, 8), num_blocks)
         assert plan.num_blocks == min(num_blocks, 128)
@@ -194,8 +194,12 @@ def test_blocks_can_be_limited(num_blocks):
 
 def test_a_signal_can_count_the_steps_of_a_block():
     """More than 2**16 of them, as one block has for that many long rows; or the plan is refused."""
-    row, most = ROWS[0], 2**layout.COUNT_BITS - 1
-    for step_tokens, plan_of in (1, plans.combine), (2, plans.dispatch), (2, plans.rank_dispatch):
+    row, most = ROWS[0], 2**memory_map.COUNT_BITS - 1
+    for step_tokens, plan_of in (
+        (1, plans.for_combine),
+        (2, plans.for_dispatch),
+        (2, plans.for_rank_dispatch),
+    ):
         num_tokens = most * step_tokens
         plan = plan_of(row, sizes_of(num_tokens, 8, 8), 1)
         assert plan.steps_per_block(num_tokens) == most > 2**16
@@ -212,7 +216,7 @@ def test_rows_that_are_too_long():
 
 @pytest.mark.parametrize(("num_tokens", "num_ranks", "top_k", "num_experts"), SIZES)
 def test_windows_of_a_sender_and_a_step_are_of_one_array(num_tokens, num_ranks, top_k, num_experts):
-    plan = plans.dispatch(ROWS[0], sizes_of(num_tokens, num_ranks, top_k, num_experts))
+    plan = plans.for_dispatch(ROWS[0], sizes_of(num_tokens, num_ranks, top_k, num_experts))
     of_sender, of_step = plans.windows(plan, num_tokens, top_k)
     assert of_sender.total == of_step.total >= num_tokens * top_k
     for window, tokens in ((of_sender, plan.window_tokens), (of_step, plan.step_tokens)):
@@ -226,14 +230,14 @@ def test_windows_of_a_sender_and_a_step_are_of_one_array(num_tokens, num_ranks, 
 def test_a_workspace_is_the_size_of_its_arrays():
     sizes = sizes_of(300, 4, 6, 200)
     row = Row(1024, jnp.bfloat16, WIRE)
-    plan = plans.combine(row, sizes)
+    plan = plans.for_combine(row, sizes)
     values, scales = plans.combine_receive_buffer(plan, row, 300, 4)
     assert values.shape == (128, 1, 4, 3, 1024) and values.dtype == WIRE  # 3 tokens to a block
     assert scales.shape == (128, 1, 4, 3, 8) and scales.dtype == jnp.float32
     assert plans.combine_workspace(plan, row, sizes) == {
         "receive buffer": math.prod(values.shape) + 4 * math.prod(scales.shape),
     }
-    plan = plans.dispatch(row, sizes)
+    plan = plans.for_dispatch(row, sizes)
     held = plans.dispatch_workspace(plan, sizes)
     entries = plans.windows(plan, 300, 6)[0].total
     assert plans.count_width(200) == 2 * LANES
@@ -250,7 +254,7 @@ def test_the_kernel_allocates_what_its_plan_says(monkeypatch):
 
     monkeypatch.setattr(combine_kernel.fb, "kernel", kernel)
     row = Row(512, jnp.float32)
-    plan = plans.combine(row, sizes_of(7, 2, 2))
+    plan = plans.for_combine(row, sizes_of(7, 2, 2))
     combine_kernel.combine(
         jnp.zeros((20, 512)), None, jnp.zeros((7, 2), jnp.int32), jnp.zeros((2, 7, 2), jnp.int32),
         fabric=Gpus(((1, 2),), (0, 1)), plan=plan, num_experts=4,

@@ -29,11 +29,11 @@ CASES = {
     "one_rank": (Problem(1, 3, 512, 2, 4), Plan(1, 2)),
     "half": (Problem(2, 5, 1024, 4, 4, "one_rank", "bfloat16"), Plan(2, 3, 2, step_tokens=3)),
     "four_ranks": (Problem(4, 3, 512, 2, 8, "skewed", "float16"), Plan(1, 3)),
-    "two_slots": (Problem(2, 6, 512, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_slots=1)),
-    "lag_of_none": (Problem(2, 5, 512, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_slots=1)),
+    "two_stages": (Problem(2, 6, 512, 2, 4), Plan(1, 2, 1, step_tokens=3, num_copy_stages=1)),
+    "lag_of_none": (Problem(2, 5, 512, 4, 4), Plan(1, 1, 0, step_tokens=2, num_copy_stages=1)),
     "one_expert": (
         Problem(2, 4, 512, 6, 4, "one_expert", "bfloat16"),
-        Plan(1, 3, 1, step_tokens=4, num_copy_slots=3),
+        Plan(1, 3, 1, step_tokens=4, num_copy_stages=3),
     ),
     "repeated": (Problem(2, 4, 512, 4, 4, "repeated", alignment=4), Plan(1, 3, step_tokens=2)),
     "overflow": (Problem(2, 5, 512, 4, 4, "skewed", capacity=7), Plan(2, 3, step_tokens=2)),
@@ -68,7 +68,7 @@ def test_dispatch_like(case):
 
 
 @simulated
-@pytest.mark.parametrize("case", ["one_rank", "half", "two_slots", "lag_of_none", "empty"])
+@pytest.mark.parametrize("case", ["one_rank", "half", "two_stages", "lag_of_none", "empty"])
 @pytest.mark.slow
 def test_rank_dispatch(case):
     problem, plan = CASES[case]

@@ -240,13 +240,13 @@ def check_contract(mesh: Any, implementation: Any = "pallas") -> None:
     import jax.numpy as jnp
     from support import contract
 
-    from pallas_kernels.exchange.plan import Row, Sizes, low_latency
+    from pallas_kernels.exchange.plan import Row, Sizes, for_low_latency
 
     for hidden, few in ((5120, True), (256, False)):
         case = contract.Case(mesh.size, 6, hidden, 3, 4 * mesh.size, "bfloat16", 20)
         names = "num_tokens", "num_ranks", "top_k", "num_experts"
         sizes = Sizes(**{name: getattr(case, name) for name in names})
-        plan = low_latency(Row(hidden, jnp.bfloat16), sizes, mesh.size)
+        plan = for_low_latency(Row(hidden, jnp.bfloat16), sizes, mesh.size)
         assert (plan is not None) == few
         contract.check_ranks_here(case, mesh, contract.ROUTINGS, implementation)
 

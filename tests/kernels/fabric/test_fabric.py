@@ -50,7 +50,7 @@ needs_gpus = pytest.mark.skipif(
 KINDS = ("expert", "rank", "float8")
 WIRE = jnp.dtype(jnp.float8_e4m3fn)
 LONGEST_DELAY_NS = 200_000
-NUM_STAGES = 4
+NUM_DELAY_POINTS = 4
 
 
 def test_shapes_of_buffers():
@@ -154,7 +154,7 @@ class Work:
     def by_xla(self, x: Any, topk_idx: Any, weights: Any, y: Any, *quantized: Any) -> Any:
         """The same; `quantized` is x as float8 and its scales, as XLA divides otherwise on GPUs."""
         axis: dict[str, Any] = dict(axis_name=("expert",), num_experts=self.num_experts)
-        by_rank = Config(**axis)
+        by_rank = Config(**axis, layout="rank")
         by_expert = Config(**axis, capacity=self.capacity, expert_alignment=self.alignment)
         _, route, _ = xla_exchange.dispatch(x, topk_idx, by_expert)
 
@@ -189,7 +189,7 @@ class Work:
         if seed is None:
             return ranks_here(("expert",), like)
         rng = np.random.default_rng(seed)
-        delays = rng.integers(0, LONGEST_DELAY_NS, (NUM_STAGES, self.num_ranks))
+        delays = rng.integers(0, LONGEST_DELAY_NS, (NUM_DELAY_POINTS, self.num_ranks))
         delays[rng.random(delays.shape) < 0.3] = 0
         return ranks_here(("expert",), like, tuple(map(tuple, delays.tolist())))
 

@@ -9,12 +9,18 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax._src.interpreters import mlir
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import core
 from jax.sharding import AbstractMesh
+from jaxlib.mlir import ir, passmanager
 from support.kernels import forget, needs_kernels
 
 import pallas_kernels
 from pallas_kernels.fabric import mosaic
+from pallas_kernels.matmul import grouped_matmul as kernels
 
 PRIVATE = re.compile(
     r"\b(jaxlib|jax\.experimental\.mosaic|jax\.experimental import mosaic|jax\._src)\b"
@@ -41,6 +47,8 @@ def handles_internals(source: str) -> bool:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "mosaic":
             if node.attr in ("inline_mgpu", "registers", "to_remote"):
                 return True
+            if ast.unparse(node) == "plgpu.kernel":
+                return True
     return False
 
 
@@ -58,6 +66,7 @@ def test_no_other_module_handles_internals():
         "plgpu.inline_mgpu(arg_types=())(emit)()",
         "array.registers.item()",
         "from pallas_kernels.fabric.mosaic import mgpu",
+        "plgpu.kernel(body, out_type=out_type)",
     ],
 )
 def test_a_way_round_the_door_is_found(line):
@@ -65,11 +74,12 @@ def test_a_way_round_the_door_is_found(line):
 
 
 USES = [f"{module}.{name}" for module, names in mosaic._REQUIRED.items() for name in names]
-CONTEXT = "jax.experimental.mosaic.gpu.launch_context.LaunchContext.to_remote"  # of an operand
+# Names of an operand, the launch context, and not of a module.
+CONTEXT = {path for path in USES if ".launch_context." in path}
 # The modules, by the names that `mosaic` and the kernels have for them.
 MODULES = {
     name: getattr(mosaic, name).__name__
-    for name in ("mgpu", "ir", "arith", "gpu", "llvm", "scf", "vector")
+    for name in ("mgpu", "ir", "passmanager", "arith", "gpu", "llvm", "scf", "vector")
 } | {"pl": "jax.experimental.pallas", "plgpu": "jax.experimental.pallas.mosaic_gpu"}
 OPTIONAL = {"jax.experimental.pallas.mosaic_gpu.store"}  # JAX 0.11 lacks it
 
@@ -104,7 +114,7 @@ def test_the_names_that_kernels_need_are_those_that_they_use():
     used = set().union(*map(attributes, pathlib.Path(pallas_kernels.__file__).parent.rglob("*.py")))
     modules = tuple(f"{module}." for module in MODULES.values())
     needed = {path for path in USES if path.startswith(modules)}
-    assert needed - {CONTEXT} <= used
+    assert needed - CONTEXT <= used
     known = needed.union(OPTIONAL, *map(parts, needed))
     assert not {path for path in used - known if needed.isdisjoint(parts(path))}
 
@@ -141,6 +151,85 @@ def test_peers_are_reached_by_coordinates_alone(monkeypatch):
     assert [tuple(map(int, coordinates)) for coordinates in reached] == [(0, 0, 5)]
     assert mosaic.remote_ref("ref", 0) == "ref"  # without a mesh: the only rank's own
     assert len(reached) == 1
+
+
+def product(x, matrices, sizes):
+    return kernels.product(
+        [(x, matrices)],
+        sizes,
+        transpose_rhs=False,
+        tiles=kernels.Tiles.fitting((64, 128), 128),
+        num_blocks=4,
+    )
+
+
+def lower_product(name, monkeypatch):
+    """Lowers a new program with `product` in a function of a name: its text, kernels by name."""
+    known: dict[bytes, bytes] = {}
+    monkeypatch.setattr(core, "KNOWN_KERNELS", known)
+    shapes = [((256, 128), jnp.bfloat16), ((2, 128, 128), jnp.bfloat16), ((2,), jnp.int32)]
+    operands = [jax.ShapeDtypeStruct(*each) for each in shapes]
+    scope = {"product": product}
+    exec(f"def {name}(*operands):\n    return 1 + product(*operands)", scope)
+    jax.clear_caches()
+    text = jax.jit(scope[name]).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    modules = {}
+    for code in known.values():
+        context = mlir.make_ir_context()
+        mgpu.dialect.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        with context:
+            module = core._run_serde_pass(ir.Module.parse(code), serialize=False)
+        modules[ir.StringAttr(module.operation.attributes["sym_name"]).value] = module
+    return set(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', text)), modules
+
+
+@needs_kernels
+def test_programs_that_have_the_same_kernels_compile_them_once(monkeypatch):
+    first, modules = lower_product("first", monkeypatch)
+    second, _ = lower_product("second", monkeypatch)
+    assert set(modules) == {"grouped_matmul", "row_tiles"}
+    assert len(first) == 2 and first == second
+
+
+@needs_kernels
+def test_places_in_source_files_stay_where_kernels_are_dumped(monkeypatch):
+    _, without = lower_product("first", monkeypatch)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    _, modules = lower_product("first", monkeypatch)
+    for name, module in modules.items():
+        assert f"{name}.py" in module.operation.get_asm(enable_debug_info=True)
+        assert ".py" not in without[name].operation.get_asm(enable_debug_info=True)
+
+
+@needs_kernels
+def test_kernels_are_simplified_before_they_are_compiled(monkeypatch):
+    _, modules = lower_product("first", monkeypatch)
+    for module in modules.values():
+        before = module.operation.get_asm()
+        with module.context:
+            passes = passmanager.PassManager.parse("builtin.module(cse,canonicalize)")
+        passes.run(module.operation)
+        assert module.operation.get_asm() == before
+
+
+@needs_kernels
+def test_descriptors_are_copied_in_words(monkeypatch):
+    """Of two tiles of the left operand, one of the right, and a chunk of the result."""
+    _, modules = lower_product("first", monkeypatch)
+    text = modules["grouped_matmul"].operation.get_asm()
+    assert f"!llvm.array<{4 * 128 // 8} x i64>" in text
+    assert set(re.findall(r"!llvm.array<\d+ x i8>", text)) == {"!llvm.array<0 x i8>"}
+
+
+@needs_kernels
+def test_a_kernel_can_be_compiled_anew(monkeypatch):
+    with mosaic.compiled_anew():
+        first, _ = lower_product("first", monkeypatch)
+    with mosaic.compiled_anew():
+        second, _ = lower_product("first", monkeypatch)
+    third, _ = lower_product("first", monkeypatch)
+    assert len(first | second | third) == 6
 
 
 LOWER = """

@@ -15,11 +15,11 @@ from support.meshes import cuda_mesh
 from support.selection import quick
 
 import jax_ep
-from jax_ep.runtime import availability
+from jax_ep.exchange.selection import Rows
 from jax_ep.runtime.fabric import of_axis
 from pallas_kernels.exchange import plan as plans
 from pallas_kernels.fabric import fabric as fb
-from pallas_kernels.fabric import layout
+from pallas_kernels.fabric import memory_map
 from pallas_kernels.fabric.symmetric import Gpus
 
 AXIS = "expert"
@@ -129,52 +129,54 @@ def test_choices_are_counted_by_the_kernel(num_tokens):
 
 def test_the_parts_of_a_heap_follow_each_other():
     words = {
-        "CALLS": layout.MAX_GPUS * layout.MAX_BLOCKS,
-        "SIGNALS": layout.SIGNAL_KINDS * layout.MAX_BLOCKS * layout.MAX_GPUS,
-        "ADDRESSES": layout.MAX_GPUS * layout.MAX_BUFFERS,
-        "VALUES": 2 * layout.MAX_GPUS * layout.MAX_VALUES,
+        "CALLS": memory_map.MAX_GPUS * memory_map.MAX_BLOCKS,
+        "SIGNALS": memory_map.SIGNAL_KINDS * memory_map.MAX_BLOCKS * memory_map.MAX_GPUS,
+        "ADDRESSES": memory_map.MAX_GPUS * memory_map.MAX_BUFFERS,
+        "VALUES": 2 * memory_map.MAX_GPUS * memory_map.MAX_VALUES,
     }
-    end = 8 * (layout.DELTA + layout.MAX_GPUS)
-    assert max(layout.MAGIC, layout.POOL_START, layout.POOL_BYTES) < layout.DELTA
-    assert end <= layout.HEADER_BYTES
+    end = 8 * (memory_map.DELTA + memory_map.MAX_GPUS)
+    assert max(memory_map.MAGIC, memory_map.POOL_START, memory_map.POOL_BYTES) < memory_map.DELTA
+    assert end <= memory_map.HEADER_BYTES
     for name, size in words.items():
-        start = getattr(layout, name)
+        start = getattr(memory_map, name)
         assert start >= end and start % 8 == 0, name
-        end = start + layout.WORD64_BYTES * size
-    assert layout.TILES >= end and layout.TILES % 128 == 0
-    for num_gpus in (1, 2, 8, layout.MAX_GPUS):
-        assert layout.TILES < layout.heap_bytes(num_gpus) <= layout.STRIDE
+        end = start + memory_map.WORD64_BYTES * size
+    assert memory_map.TILES >= end and memory_map.TILES % 128 == 0
+    for num_gpus in (1, 2, 8, memory_map.MAX_GPUS):
+        assert memory_map.TILES < memory_map.heap_bytes(num_gpus) <= memory_map.STRIDE
 
 
 def test_a_heap_is_of_zeros_up_to_the_tiles():
     """The numbers of calls and signals count from there."""
-    (offset, word, size), *_ = layout.contents(2)
-    assert (offset, word) == (0, 0) and size >= layout.TILES
+    (offset, word, size), *_ = memory_map.contents(2)
+    assert (offset, word) == (0, 0) and size >= memory_map.TILES
 
 
 def test_tiles_are_polled_where_a_heap_is_empty():
-    """The memory of counters, slots and notes is a heap's zeros and empty words, to its end."""
-    for num_gpus in range(1, layout.MAX_LOW_LATENCY_GPUS + 1):
-        _, (empty, word, size) = layout.contents(num_gpus)
-        slots = layout.TILES + 4 * layout.NUM_COUNTERS
-        assert (empty, word) == (slots, layout.EMPTY) and slots % 128 == 0
-        assert size == layout.SLOT_BYTES * layout.num_slots(num_gpus)
-        assert layout.heap_bytes(num_gpus) == empty + size
-        slots_of_pair = 2 * layout.MAX_WORKERS * layout.slots_of_channel(num_gpus)
-        assert layout.num_slots(num_gpus) == slots_of_pair * layout.num_senders(num_gpus)
-        assert layout.NUM_COUNTERS >= layout.MAX_WORKERS * num_gpus
+    """Counters, tile buffers and notes are a heap's zeros and empty words, to its end."""
+    for num_gpus in range(1, memory_map.MAX_LOW_LATENCY_GPUS + 1):
+        _, (empty, word, size) = memory_map.contents(num_gpus)
+        buffers = memory_map.TILES + 4 * memory_map.NUM_COUNTERS
+        assert (empty, word) == (buffers, memory_map.EMPTY) and buffers % 128 == 0
+        assert size == memory_map.TILE_BUFFER_BYTES * memory_map.num_tile_buffers(num_gpus)
+        assert memory_map.heap_bytes(num_gpus) == empty + size
+        buffers_of_pair = 2 * memory_map.MAX_WORKERS * memory_map.tiles_of_channel(num_gpus)
+        assert memory_map.num_tile_buffers(num_gpus) == buffers_of_pair * memory_map.num_senders(
+            num_gpus
+        )
+        assert memory_map.NUM_COUNTERS >= memory_map.MAX_WORKERS * num_gpus
 
 
 def test_more_experts_than_values_are_refused():
     """A dispatch sends a count of each, padded."""
 
     def reason(num_experts):
-        return availability.exchange_unavailable_reason(
-            64, jnp.bfloat16, num_ranks=1, top_k=1, num_experts=num_experts
-        )
+        return Rows(
+            hidden=64, dtype=jnp.bfloat16, num_ranks=1, list_words=1, num_experts=num_experts
+        ).unavailable_reason()
 
-    assert reason(layout.MAX_VALUES) is None
-    assert reason(layout.MAX_VALUES + 1) == "it takes up to 4096 experts, not 4097"
+    assert reason(memory_map.MAX_VALUES) is None
+    assert reason(memory_map.MAX_VALUES + 1) == "it takes up to 4096 experts, not 4097"
 
 
 # ---------------------------------------------------------------------------- what a kernel may ask
@@ -209,8 +211,8 @@ LIKE = jax.ShapeDtypeStruct((128,), jnp.int32)
 
 @needs_kernels
 def test_a_kernel_may_have_as_much_as_there_is():
-    sizes = dict(num_blocks=layout.MAX_BLOCKS, num_buffers=layout.MAX_BUFFERS)
-    text = lowered(functools.partial(kernel, **sizes), layout.MAX_GPUS, LIKE)
+    sizes = dict(num_blocks=memory_map.MAX_BLOCKS, num_buffers=memory_map.MAX_BUFFERS)
+    text = lowered(functools.partial(kernel, **sizes), memory_map.MAX_GPUS, LIKE)
     assert "ep_try" in text and "uses_xla_collective_metadata = true" not in text
 
 
@@ -218,9 +220,9 @@ def test_a_kernel_may_have_as_much_as_there_is():
 @pytest.mark.parametrize(
     ("num_ranks", "options", "message"),
     [
-        (2, dict(num_blocks=layout.MAX_BLOCKS + 1), "ep_try has 2049 blocks of at most 2048"),
-        (2, dict(num_buffers=layout.MAX_BUFFERS + 1), "ep_try: 5 buffers of 2 ranks"),
-        (layout.MAX_GPUS + 1, {}, "ep_try: 1 buffers of 17 ranks"),
+        (2, dict(num_blocks=memory_map.MAX_BLOCKS + 1), "ep_try has 2049 blocks of at most 2048"),
+        (2, dict(num_buffers=memory_map.MAX_BUFFERS + 1), "ep_try: 5 buffers of 2 ranks"),
+        (memory_map.MAX_GPUS + 1, {}, "ep_try: 1 buffers of 17 ranks"),
         (2, dict(reached=1), r"try: peers do not reach .*\(128,\) and dtype int32.*`shared`"),
     ],
     ids=["blocks", "buffers", "ranks", "peer"],

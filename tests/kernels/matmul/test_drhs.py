@@ -55,9 +55,9 @@ def test_drhs(num_rows, sizes, depth, tiles):
 
 
 @simulated
-@pytest.mark.parametrize("num_slots", [2, 3, 4, 6])
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 6])
 @pytest.mark.slow
-def test_edges(num_slots):
+def test_edges(num_stages):
     """Another group's rows, all NaN, enter no sum: several edges in the ring, over many tiles."""
     # Groups of a row, without rows, within a step, and that end at a multiple of 64 or of 8.
     sizes = [1, 63, 64, 1, 0, 70, 1, 65, 0, 47]
@@ -66,7 +66,7 @@ def test_edges(num_slots):
     for poisoned in (5, 7):
         rows = slice(ends[poisoned] - sizes[poisoned], ends[poisoned])
         lhs, grad = (array.at[rows].set(np.nan) for array in (lhs, grad))
-    got = np.asarray(run(lhs, grad, group_sizes, DrhsTiles(64, num_slots))).astype(np.float64)
+    got = np.asarray(run(lhs, grad, group_sizes, DrhsTiles(64, num_stages))).astype(np.float64)
     want = reference(lhs, grad, sizes)
     np.testing.assert_array_equal(np.isnan(got).all((1, 2)), np.isin(range(len(sizes)), (5, 7)))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-2 * np.nanmax(abs(want)))
@@ -134,7 +134,7 @@ def test_tiles_that_cannot_be_are_refused():
     for block_n in (0, 96, 512):
         with pytest.raises(ValueError, match="columns in multiples of 64 up to 256"):
             DrhsTiles(block_n, 3)
-    with pytest.raises(ValueError, match="a ring needs two slots"):
+    with pytest.raises(ValueError, match="a ring needs two stages"):
         DrhsTiles(128, 1)
     lhs, grad, sizes = operands(64, [3, 0], 64, 192)
     with pytest.raises(ValueError, match="192 columns are not whole tiles of 128"):

@@ -93,7 +93,7 @@ def test_tiles_chosen_for_many_shapes():
         for num_cols in (64, 192, 768, 2048, 14336):
             tiles = backend.gated_tiles(num_rows, 64, num_cols)
             assert num_cols % tiles.part == 0
-            assert tiles.num_slots >= 3 and tiles.num_staged >= 2
+            assert tiles.num_stages >= 3 and tiles.num_staged >= 2
     assert backend.gated_tiles(36864, 64, 768).block_m == 144
     assert backend.gated_tiles(1024, 1, 768).block_m == 64  # else too few tiles
 

@@ -1,4 +1,4 @@
-"""The layout of symmetric memory: where each GPU's heap is, and what is where in it.
+"""The map of symmetric memory: where each GPU's heap is, and what is where in it.
 
 A *domain* is the GPUs of a host that address each other, with the same numbers in every process.
 Each GPU has a *heap*; that of GPU g begins at `BASE + g * STRIDE` in every process. A heap starts
@@ -26,7 +26,7 @@ POOL_START = 1
 POOL_BYTES = 2
 DELTA = 8  # and MAX_GPUS words from there, one for each GPU of the domain
 
-VERSION = 6  # of this layout
+VERSION = 6  # of this map
 MAGIC_VALUE = 0x6A61785F65700000 + VERSION  # "jax_ep", and the version
 
 # (start, bytes) of the pools of a domain of one process, where all GPUs share all addresses.
@@ -45,14 +45,14 @@ ADDRESSES = SIGNALS + WORD64_BYTES * SIGNAL_KINDS * MAX_BLOCKS * MAX_GPUS  # [MA
 VALUES = ADDRESSES + WORD64_BYTES * MAX_GPUS * MAX_BUFFERS  # [2 sets, MAX_GPUS, MAX_VALUES]
 TILES = VALUES + WORD64_BYTES * 2 * MAX_GPUS * MAX_VALUES  # memory of the low-latency protocol
 
-# Memory of the low-latency protocol (`low_latency`): counters of calls, then slots that tiles
-# arrive in.
+# Memory of the low-latency protocol (`low_latency`): counters of calls, then buffers
+# that tiles arrive in.
 EMPTY = 0xFFFFFFFF  # the sentinel: a 32-bit word that has not arrived; arithmetic makes no such NaN
 MAX_WORKERS = 512  # warpgroups of a kernel that send tiles
 MAX_LOW_LATENCY_GPUS = 8  # GPUs that send tiles to each other
 NUM_COUNTERS = MAX_WORKERS * MAX_LOW_LATENCY_GPUS
 TILE_BYTES = 2048
-SLOT_BYTES = TILE_BYTES + 128  # a tile, and a note, one byte, of each of its 128 threads
+TILE_BUFFER_BYTES = TILE_BYTES + 128  # a tile, and a note, one byte, of each of its 128 threads
 
 
 def num_senders(num_gpus: int) -> int:
@@ -60,23 +60,23 @@ def num_senders(num_gpus: int) -> int:
     return max(min(num_gpus, MAX_LOW_LATENCY_GPUS) - 1, 1)
 
 
-def slots_of_channel(num_gpus: int) -> int:
+def tiles_of_channel(num_gpus: int) -> int:
     """Returns how many tiles a worker may send to a peer in one call.
 
-    4, and 2 in a domain of more than 4 GPUs, where a heap has slots for more of them.
+    4, and 2 in a domain of more than 4 GPUs, where a heap has buffers for more of them.
     """
     return 4 if num_gpus <= 4 else 2
 
 
-def num_slots(num_gpus: int) -> int:
-    """Returns how many slots a heap has: two sets for each worker of each GPU that sends."""
-    return 2 * num_senders(num_gpus) * MAX_WORKERS * slots_of_channel(num_gpus)
+def num_tile_buffers(num_gpus: int) -> int:
+    """Returns how many tile buffers a heap has: two sets for each worker of each GPU that sends."""
+    return 2 * num_senders(num_gpus) * MAX_WORKERS * tiles_of_channel(num_gpus)
 
 
 def contents(num_gpus: int) -> list[tuple[int, int, int]]:
     """Returns what a heap holds at first: runs of (offset, repeated 32-bit word, bytes)."""
-    slots = TILES + 4 * NUM_COUNTERS
-    return [(0, 0, slots), (slots, EMPTY, SLOT_BYTES * num_slots(num_gpus))]
+    buffers = TILES + 4 * NUM_COUNTERS
+    return [(0, 0, buffers), (buffers, EMPTY, TILE_BUFFER_BYTES * num_tile_buffers(num_gpus))]
 
 
 def heap_bytes(num_gpus: int) -> int:

@@ -1,0 +1,128 @@
+"""The exchanges that there are, and what each does not support: the table that primitives read.
+
+A module of an exchange is imported where it runs, since the kernels load Mosaic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.exchange.interface import Exchange
+from jax_ep.implementations import Implementation, Implementations
+from jax_ep.runtime import availability
+from pallas_kernels.exchange import plan as plans
+from pallas_kernels.fabric import memory_map
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of an exchange, as far as the kernels depend on them.
+
+    Attributes:
+      hidden: H, the columns of a row.
+      dtype: the dtype of the rows.
+      num_ranks: N.
+      list_words: the words that describe a token's choices: K, or 2 K if weights are sent with
+        them.
+      num_experts: E.
+      wire_dtype: the dtype in which rows or their sums are sent; None for `dtype`.
+    """
+
+    hidden: int
+    dtype: jax.typing.DTypeLike
+    num_ranks: int
+    list_words: int
+    num_experts: int
+    wire_dtype: jax.typing.DTypeLike | None = None
+
+    def unavailable_reason(self) -> str | None:
+        """Returns why the kernels cannot dispatch and combine such rows, or None if they can."""
+        if reason := availability.dtype_unavailable_reason("its dtype", self.dtype):
+            return reason
+        if plans.count_width(self.num_experts) > memory_map.MAX_VALUES:
+            return f"it takes up to {memory_map.MAX_VALUES} experts, not {self.num_experts}"
+        hidden = plans.padded_hidden(self.hidden, self.dtype, self.wire_dtype)
+        if plans.fits_shared_memory(
+            plans.Row(hidden, self.dtype, self.wire_dtype),
+            num_ranks=self.num_ranks,
+            top_k=self.list_words,
+            num_experts=self.num_experts,
+        ):
+            return None
+        return (
+            f"a row of {hidden} {jnp.dtype(self.dtype).name} is too long for shared memory, which "
+            f"also holds the routes of {self.num_experts} experts and {self.list_words} choices"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """An exchange, as far as its implementation depends on it.
+
+    Attributes:
+      place: where it is to run.
+      axis_name: the mesh axes that ranks are numbered along.
+      rows: what it sends; None for any rows that the kernels support.
+    """
+
+    place: availability.Place
+    axis_name: tuple[str, ...] = ()
+    rows: Rows | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Exchange(Implementation):
+    """An exchange in the table, which is asked a `Problem`.
+
+    Attributes:
+      load: returns the exchange of a problem that it supports.
+    """
+
+    load: Callable[[Problem], Exchange]
+
+
+def _two_level_reason(problem: Problem) -> str | None:
+    num_hosts = problem.place.num_hosts(problem.axis_name)
+    return num_hosts if isinstance(num_hosts, str) else None
+
+
+def _load_two_level(problem: Problem) -> Exchange:
+    from jax_ep.exchange.two_level import TwoLevel
+
+    num_hosts = problem.place.num_hosts(problem.axis_name)
+    assert isinstance(num_hosts, int)
+    ranks_per_host = jax.lax.axis_size(problem.axis_name) // num_hosts
+    reason = problem.place.unavailable_reason(problem.axis_name, ranks_per_host)
+    return TwoLevel(num_hosts, kernels=reason is None)
+
+
+def _pallas_reason(problem: Problem) -> str | None:
+    if problem.rows is not None and (reason := problem.rows.unavailable_reason()):
+        return reason
+    return problem.place.unavailable_reason(problem.axis_name)
+
+
+def _load_pallas(problem: Problem) -> Exchange:
+    from jax_ep.exchange import pallas
+
+    return pallas
+
+
+def _load_xla(problem: Problem) -> Exchange:
+    from jax_ep.exchange import xla
+
+    return xla
+
+
+# In the order in which implementation=None tries them.
+IMPLEMENTATIONS = Implementations(
+    (
+        _Exchange(name="two_level", unavailable_reason=_two_level_reason, load=_load_two_level),
+        _Exchange(name="pallas", unavailable_reason=_pallas_reason, load=_load_pallas),
+        _Exchange(name="xla", load=_load_xla),
+    )
+)

@@ -1,0 +1,134 @@
+"""Quantized numbers as one array: values, scales, and the format that gives them a meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep import checks
+from jax_ep.formats.mxfp4 import MXFP4
+from jax_ep.runtime.jax_compat import register_for_export
+from pallas_kernels.formats import Float8, Format
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedArray:
+    """Numbers stored in a `Format`: a pytree of two arrays, values and scales.
+
+    Both arrays have as many axes as the numbers, and the same leading ones. So a sharding, a
+    `jax.sharding.PartitionSpec` or an `in_axes` for an array of the numbers' shape fits each of
+    them, as far as no block is split.
+
+    Attributes:
+      values: [..., R, C], or a narrower last axis where a value holds several numbers.
+      scales: one for each block of numbers, such as [..., R, C / 128].
+      format: what they mean; static.
+      dtype: the dtype of the numbers, which `dequantize` returns by default; static.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    format: Format
+    dtype: Any = jnp.dtype(jnp.bfloat16)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, Format):
+            raise TypeError(
+                "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
+                f"{checks.described(self.format)}."
+            )
+        object.__setattr__(self, "dtype", checks.as_floating("dtype", self.dtype))
+        for name in ("values", "scales"):
+            array = getattr(self, name)
+            expected = self.format.dtype if name == "values" else self.format.scale_dtype
+            if not hasattr(array, "shape") or array.dtype != expected:
+                raise TypeError(
+                    f"{name} must be an array of dtype {expected} in the format "
+                    f"{self.format.name}, but is {checks.described(array)}."
+                )
+        self.format.check_shape("values", self.shape)
+        self.format.check_scales(self.shape, self.scales.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers."""
+        return self.format.numbers_shape(tuple(self.values.shape))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.values.shape)
+
+    def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        """Returns the numbers: values times scales in float32, rounded to `dtype`.
+
+        Raises:
+          ValueError: `dtype` is not floating, or the arrays do not fit each other, as after an
+            operation that changed one of them.
+        """
+        dtype = self.dtype if dtype is None else checks.as_floating("dtype", dtype)
+        return self.format.decode((self.values, self.scales), dtype)
+
+
+def _flatten(array: QuantizedArray) -> tuple[tuple[Any, Any], tuple[Format, Any]]:
+    return (array.values, array.scales), (array.format, array.dtype)
+
+
+def _flatten_with_keys(array: QuantizedArray) -> tuple[Any, tuple[Format, Any]]:
+    keys = (jax.tree_util.GetAttrKey(name) for name in ("values", "scales"))
+    leaves, static = _flatten(array)
+    return tuple(zip(keys, leaves, strict=True)), static
+
+
+def _unflatten(static: tuple[Format, Any], leaves: Any) -> QuantizedArray:
+    """Makes an array of any leaves, since trees of specs, axes or None have its structure, too."""
+    array = object.__new__(QuantizedArray)
+    names = ("values", "scales", "format", "dtype")
+    for name, value in zip(names, (*leaves, *static), strict=True):
+        object.__setattr__(array, name, value)
+    return array
+
+
+def _static_to_names(static: tuple[Format, Any]) -> list[Any]:
+    format, dtype = static
+    power_of_two = getattr(format, "power_of_two", False)
+    return [format.name, format.scale_dtype.name, format.block, power_of_two, dtype.name]
+
+
+def _static_of_names(names: tuple[Any, ...]) -> tuple[Format, Any]:
+    name, scale_dtype, block, power_of_two, dtype = names
+    if name == MXFP4.name:
+        return MXFP4, jnp.dtype(dtype)
+    return Float8.of(name, block, scale_dtype, power_of_two), jnp.dtype(dtype)
+
+
+jax.tree_util.register_pytree_with_keys(QuantizedArray, _flatten_with_keys, _unflatten, _flatten)
+register_for_export(QuantizedArray, _static_to_names, _static_of_names)
+
+
+def quantize(x: jax.Array | np.ndarray, format: Format) -> QuantizedArray:
+    """Stores numbers in a format.
+
+    Args:
+      x: [..., R, C] floating. A NumPy array is quantized by NumPy, on the host, and gives NumPy
+        arrays.
+      format: `jax_ep.formats.FLOAT8_ROWS`, `FLOAT8_MATRICES`, `MXFP4`, or another `jax_ep.Format`.
+
+    Returns:
+      A `QuantizedArray` of x's shape and dtype. It has no gradient.
+
+    Raises:
+      ValueError: the shape of x is not of whole blocks of the format.
+      TypeError: x is not a floating array, or `format` is no format.
+    """
+    if not isinstance(format, Format):
+        raise TypeError(
+            "format must be a jax_ep.Format, such as jax_ep.formats.FLOAT8_ROWS, but is "
+            f"{checks.described(format)}."
+        )
+    if not hasattr(x, "shape") or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be a floating array, but is {checks.described(x)}.")
+    return QuantizedArray(*format.encode(x), format, x.dtype)

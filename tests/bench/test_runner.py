@@ -1,0 +1,93 @@
+"""The runner of the bench commands: what a case's rows hold, whatever its programs do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import meshes
+
+from jax_ep.bench import runner
+from jax_ep.bench.timing import Loop
+
+
+class Doubling(runner.Case):
+    """Programs that double x, but for some: "wrong" adds to it, "broken" cannot be compiled."""
+
+    def __init__(self, *names: str):
+        super().__init__("doubling", [{"implementation": name} for name in names])
+
+    def prepare(self):
+        return jnp.arange(8.0).reshape(2, 4)
+
+    def build(self, row, shared):
+        if row["implementation"] == "broken":
+            raise ValueError("no kernel\nand much more")
+        factor = 3 if row["implementation"] == "wrong" else 2
+        return Loop(None, lambda x: factor * x, shared, meshes.expert_mesh(2), 10)
+
+    def check(self, row, loop, shared):
+        assert (loop.outputs() == 2 * shared).all(), "not twice x"
+        return row["implementation"] != "unknown"
+
+    def results(self, row):
+        return {"per_s": 1e6 / row["wall"]["median_us"]}
+
+
+class InTurns(Doubling):
+    in_turns = True
+
+
+@pytest.mark.needs_devices(2)
+@pytest.mark.parametrize("kind", [Doubling, InTurns])
+def test_a_program_that_fails_costs_no_other_its_results(kind):
+    case = kind("right", "broken", "wrong", "unknown")
+    right, broken, wrong, unknown = case.measure(runner.Run(check=True, repeats=3))
+    assert right["checked"] and right["per_s"] > 0 and "error" not in right
+    assert right["wall"]["low_us"] <= right["wall"]["median_us"] <= right["wall"]["high_us"]
+    assert broken["error"] == "ValueError: no kernel" and "wall" not in broken
+    assert wrong["error"].startswith("AssertionError: not twice x") and "wall" not in wrong
+    assert "wall" in unknown and not unknown["checked"]
+    assert ("rate_of_first" in unknown) == (kind is InTurns)
+    assert case.rows[0] == {"implementation": "right"}  # what is measured goes into copies
+    (unasked,) = kind("wrong").measure(runner.Run(repeats=1))
+    assert "wall" in unasked and not unasked["checked"]
+
+
+@pytest.mark.needs_devices(2)
+def test_rates_are_those_of_the_first_program_or_of_none():
+    rows = InTurns("right", "also right").measure(runner.Run(repeats=3))
+    assert rows[0]["rate_of_first"] == 1.0 and rows[1]["rate_of_first"] > 0
+    rows = InTurns("broken", "right").measure(runner.Run(repeats=3))
+    assert "rate_of_first" not in rows[1] and "wall" in rows[1]
+
+
+def test_operands_that_do_not_fit_fail_every_row():
+    class TooLarge(Doubling):
+        def prepare(self):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    rows = TooLarge("right", "wrong").measure(runner.Run())
+    assert [row["error"] for row in rows] == ["RuntimeError: RESOURCE_EXHAUSTED"] * 2
+
+
+@pytest.mark.needs_devices(2)
+def test_what_cannot_start_in_time_is_an_error():
+    (row,) = Doubling("right").measure(runner.Run(seconds=0.0))
+    assert row["error"] == "TimeoutError: not started within 0 s"
+
+
+@pytest.mark.needs_devices(2)
+def test_results_are_checked_in_memory_that_held_nan(monkeypatch):
+    from jax_ep.bench import timing
+
+    poisoned = []
+    monkeypatch.setattr(
+        timing, "_poison", lambda array: poisoned.append(array) or jnp.zeros(array.shape)
+    )
+    Loop(None, lambda x: 2 * x, jnp.ones((2, 4)), meshes.expert_mesh(2), 10).outputs()
+    assert [array.shape for array in poisoned] == [(2, 4)]
+    monkeypatch.undo()
+    for dtype in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.int32):
+        array = timing._poison(jax.ShapeDtypeStruct((2,), dtype))
+        assert bool((jnp.isnan(array) if dtype != jnp.int32 else array == 2**31 - 1).all())

@@ -1,0 +1,196 @@
+"""QuantizedArray: a pytree that goes wherever an array of its shape goes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.contract import assert_bitwise_equal
+from support.meshes import mesh
+from support.selection import quick
+
+import jax_ep
+from jax_ep.formats import FLOAT8_MATRICES, FLOAT8_ROWS, MXFP4, PLAIN, Float8, QuantizedArray
+
+FORMATS = {
+    "rows": FLOAT8_ROWS,
+    "matrices": FLOAT8_MATRICES,
+    "mxfp4": MXFP4,
+    "e5m2": Float8.of(jnp.float8_e5m2, (1, 128)),
+    "e8m0": Float8.of(jnp.float8_e4m3fn, (128, 128), jnp.float8_e8m0fnu),
+}
+SHAPE = 4, 256, 256
+
+
+@pytest.fixture(params=quick(FORMATS, "rows", "matrices", "mxfp4"))
+def format(request):
+    return request.param
+
+
+@functools.cache
+def x():
+    return np.random.default_rng(0).standard_normal(SHAPE).astype(jnp.bfloat16)
+
+
+@functools.cache
+def quantized(format):
+    """By JAX, on the default device."""
+    return jax_ep.quantize(jnp.asarray(x()), format)
+
+
+def dequantized(format):
+    return format.decode(format.encode(x()), jnp.bfloat16)
+
+
+def assert_is(array, format, numbers):
+    assert isinstance(array, QuantizedArray) and array.format == format
+    assert array.shape == numbers.shape and array.dtype == numbers.dtype
+    assert_bitwise_equal(array.dequantize(), numbers)
+
+
+def test_it_has_the_shape_and_dtype_of_the_numbers(format):
+    array = quantized(format)
+    assert_is(array, format, dequantized(format))
+    assert array.ndim == 3 and array.values.ndim == array.scales.ndim == 3
+    assert array.values.dtype == format.dtype and array.scales.dtype == format.scale_dtype
+    assert array.dequantize(jnp.float32).dtype == jnp.float32
+    np.testing.assert_allclose(array.dequantize(jnp.float32), x().astype(np.float32), atol=1)
+
+
+def test_numpy_stays_on_the_host(format):
+    array = jax_ep.quantize(x(), format)
+    assert isinstance(array.values, np.ndarray) and isinstance(array.scales, np.ndarray)
+    assert_is(array, format, dequantized(format))
+
+
+def test_it_passes_jit(format):
+    def twice(array, x):
+        assert array.shape == SHAPE and array.dtype == jnp.bfloat16
+        return array, jax_ep.quantize(x, format), array.dequantize()
+
+    for wrap in (jax.jit, lambda f: f, jax.checkpoint):
+        same, again, numbers = wrap(twice)(quantized(format), jnp.asarray(x()))
+        for array in (same, again):
+            assert_is(array, format, dequantized(format))
+        assert_bitwise_equal(numbers, dequantized(format))
+
+
+def test_it_passes_scan_and_cond(format):
+    def step(carry, array):
+        assert array.shape == SHAPE[1:]
+        return lax.cond(jnp.bool_(True), lambda: carry, lambda: carry), array.dequantize()
+
+    carry, numbers = jax.jit(lambda a: lax.scan(step, a, a))(quantized(format))
+    assert_is(carry, format, dequantized(format))
+    assert_bitwise_equal(numbers, dequantized(format))
+
+
+def test_it_passes_vmap(format):
+    array = jax.vmap(lambda x: jax_ep.quantize(x, format))(jnp.asarray(x()))
+    assert_is(array, format, dequantized(format))
+    assert_bitwise_equal(jax.vmap(QuantizedArray.dequantize)(array), dequantized(format))
+
+
+def test_it_passes_tree_map(format):
+    array = quantized(format)
+    assert_is(jax.tree.map(lambda leaf: leaf[1:], array), format, dequantized(format)[1:])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), array, array)
+    assert_is(stacked, format, np.stack([dequantized(format)] * 2))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(array)]
+    assert names == [".values", ".scales"]
+    axes = jax.tree.map(lambda leaf: None, array)
+    assert axes.values is None and axes.format == format
+    shapes = jax.eval_shape(lambda x: jax_ep.quantize(x, format), x())
+    assert shapes.shape == SHAPE and shapes.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", None, "b")])
+def test_it_is_sharded_as_an_array_of_its_shape(format, spec):
+    devices = mesh((2, 2), ("a", "b"))
+    sharding = NamedSharding(devices, spec)
+    array = jax.device_put(quantized(format), sharding)
+    assert array.values.sharding == array.scales.sharding == sharding
+    assert_is(array, format, dequantized(format))
+    made = jax.jit(lambda x: jax_ep.quantize(x, format), out_shardings=sharding)(jnp.asarray(x()))
+    assert made.scales.sharding.is_equivalent_to(sharding, 3)
+    assert_is(made, format, dequantized(format))
+    specs = dict(in_specs=spec, out_specs=spec)
+    inside = jax.shard_map(lambda a: (a, a.dequantize()), mesh=devices, **specs)
+    same, numbers = jax.jit(inside)(array)
+    assert_is(same, format, dequantized(format))
+    assert_bitwise_equal(numbers, dequantized(format))
+
+
+def test_it_is_gathered(format):
+    devices = mesh((4,), ("a",))
+
+    def gather(a):
+        return jax.tree.map(lambda leaf: lax.all_gather(leaf, "a", tiled=True), a)
+
+    run = jax.shard_map(gather, mesh=devices, in_specs=P("a"), out_specs=P(), check_vma=False)
+    assert_is(jax.jit(run)(quantized(format)), format, dequantized(format))
+
+
+def test_it_is_made_on_explicit_axes(format):
+    with jax.set_mesh(mesh((4,), ("a",), AxisType.Explicit)):
+        sharded = jax.device_put(x(), P("a"))
+        array = jax.jit(lambda x: jax_ep.quantize(x, format))(sharded)
+        assert tuple(jax.typeof(array.scales).sharding.spec)[0] == "a"
+        assert_is(array, format, dequantized(format))
+
+
+def test_it_is_exported(format):
+    exported = jax.export.export(jax.jit(lambda a: a))(quantized(format))
+    again = jax.export.deserialize(exported.serialize())
+    assert_is(again.call(quantized(format)), format, dequantized(format))
+
+
+def test_rows_of_one_axis():
+    row = jax_ep.quantize(jnp.asarray(x()[0, 0]), FLOAT8_ROWS)
+    assert row.shape == (256,) and row.scales.shape == (2,)
+
+
+@pytest.mark.parametrize("name, shape", [("rows", (4, 200)), ("matrices", (200, 256))])
+def test_shapes_of_no_whole_blocks_are_refused(name, shape):
+    for wrap in (jax.jit, lambda f: f):
+        with pytest.raises(ValueError, match=r"x must have whole blocks .* but has shape \("):
+            wrap(lambda x: jax_ep.quantize(x, FORMATS[name]))(jnp.ones(shape))
+
+
+def test_what_is_no_format_or_array_is_refused():
+    with pytest.raises(TypeError, match="format must be a jax_ep.Format.* of type Plain"):
+        jax_ep.quantize(x(), PLAIN)
+    with pytest.raises(TypeError, match="format must be a jax_ep.Format.*'float8'"):
+        jax_ep.quantize(x(), "float8")
+    with pytest.raises(TypeError, match="x must be a floating array, but is the list"):
+        jax_ep.quantize([1.0], FLOAT8_ROWS)
+    with pytest.raises(TypeError, match="x must be a floating array"):
+        jax_ep.quantize(jnp.ones((2, 128), jnp.int32), FLOAT8_ROWS)
+
+
+def test_arrays_that_do_not_fit_are_refused():
+    array = quantized(FLOAT8_ROWS)
+    values, scales = array.values, array.scales
+    assert QuantizedArray(values, scales, FLOAT8_ROWS).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match=r"scales must have shape \(4, 256, 2\).*\(3, 256, 2\)"):
+        QuantizedArray(values, scales[1:], FLOAT8_ROWS)
+    with pytest.raises(TypeError, match="values must be an array of dtype float8_e4m3fn"):
+        QuantizedArray(scales, scales, FLOAT8_ROWS)
+    with pytest.raises(TypeError, match="scales must be an array of dtype float32"):
+        QuantizedArray(values, values, FLOAT8_ROWS)
+    with pytest.raises(TypeError, match="dtype must be a floating dtype"):
+        QuantizedArray(values, scales, FLOAT8_ROWS, jnp.int32)
+    with pytest.raises(TypeError, match="format must be a jax_ep.Format"):
+        QuantizedArray(values, scales, None)
+    narrower = jax.tree.map(lambda leaf: leaf[..., :1], array)
+    with pytest.raises(ValueError, match="values must have whole blocks"):
+        narrower.dequantize()
+    with pytest.raises(TypeError, match="dtype must be a floating dtype"):
+        array.dequantize(jnp.int8)
