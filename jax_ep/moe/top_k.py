@@ -241,14 +241,16 @@ def _ranked(keys: Sequence[jax.Array], indices: jax.Array) -> jax.Array:
     """
     number = indices.shape[-1]
     of_indices = [_total_order(jnp.take_along_axis(key, indices, axis=-1)) for key in keys]
-    places = jnp.arange(number)
-    precedes = places[:, None] < places  # [i, j]: whether i comes before j
+    pairs = (*indices.shape, number)  # of a place i and a place, or a rank, j
+    axis = indices.ndim
+    places = lax.broadcasted_iota(jnp.int32, pairs, axis)
+    precedes = lax.broadcasted_iota(jnp.int32, pairs, axis - 1) < places
     for key in reversed(of_indices):
         one, other = key[..., :, None], key[..., None, :]
         precedes = (one > other) | ((one == other) & precedes)
-    ranks = jnp.sum(precedes, axis=-2)
-    is_at = ranks[..., None] == places  # [i, rank]
-    return jnp.sum(jnp.where(is_at, indices[..., None], 0), axis=-2)
+    ranks = jnp.sum(precedes, axis=-2, dtype=jnp.int32)
+    is_at = ranks[..., None] == places
+    return jnp.sum(jnp.where(is_at, indices[..., None], 0), axis=-2, dtype=jnp.int32)
 
 
 def _sorted(keys: Sequence[jax.Array], k: int) -> jax.Array:
@@ -339,7 +341,8 @@ def _is_in_best_groups(keys: _Keys, scores: str, groups: Groups) -> jax.Array:
 
 def _is_among(chosen: jax.Array, number: int) -> jax.Array:
     """Returns [T, number] bool: which of the numbers are among those chosen, [T, k]."""
-    return jnp.any(chosen[:, :, None] == jnp.arange(number, dtype=chosen.dtype), axis=1)
+    numbers = jnp.arange(number, dtype=chosen.dtype)
+    return jnp.any(chosen[:, :, None] == numbers[None, None], axis=1)
 
 
 def _best_groups_of_two(grouped: _Keys, scores: str, kept: int) -> jax.Array:

@@ -77,6 +77,16 @@ def test_sums_are_compared_exactly(experts, k, groups):
         np.testing.assert_array_equal(run(logits, scores, bias)[:, :within], want, kind)
 
 
+def test_ties_of_sums_where_x64_is_enabled():
+    scores, bias, logits = sums(12, 16, "unlike beyond")
+    with jax.enable_x64(True):
+        options = dict(scores="softmax", groups=Groups(4, 2, 2), rounded=scores, bias=bias)
+        topk_idx, weights, _ = choose(jnp.asarray(logits), 3, PLAIN, **options)
+    assert topk_idx.dtype == jnp.int32 and weights.dtype == jnp.float32
+    want = by_sums(scores, bias, logits, Groups(4, 2, 2))[:, :3]
+    np.testing.assert_array_equal(topk_idx, want)
+
+
 def test_a_batch_has_one_bias_or_each_its_own():
     scores, bias, logits = sums(12, 16, "unlike beyond")
 
