@@ -1,45 +1,18 @@
-"""The algorithms of the collectives, and what each does not support.
+"""Lists the algorithms of the collectives in tables, with what each does not support.
 
-`jax_ep.collectives.api` describes them. A program for CPUs that names no kernel loads no kernels
-and allocates no symmetric memory.
+`jax_ep.collectives.api` describes the algorithms. A program for CPUs that names no kernel loads no
+kernels and allocates no symmetric memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
 
+from jax_ep.collectives.problem import FUSED, Problem
 from jax_ep.implementations import Implementation, Implementations
 from jax_ep.runtime import availability
 
-Algorithm = str | None  # None is the fastest algorithm that can run
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A collective, as far as its algorithm depends on it.
-
-    Attributes:
-      op: a key of `ALGORITHMS`.
-      operands: those of a rank, or their shapes and dtypes: x, and of all_reduce_rms_norm the
-        residual and the scale.
-      num_ranks: N.
-      axis_name: the mesh axes of the ranks.
-      place: where it is to run.
-    """
-
-    op: str
-    operands: Sequence[Any]
-    num_ranks: int
-    axis_name: tuple[str, ...]
-    place: availability.Place
-
-    @functools.cached_property
-    def kernels_unavailable_reason(self) -> str | None:
-        """Why no kernel can run there, whatever it computes; None if kernels can."""
-        return self.place.unavailable_reason(self.axis_name)
+Algorithm = str | None  # None selects the fastest algorithm that can run
 
 
 def _kernel(name: str) -> Implementation:
@@ -59,16 +32,8 @@ def _algorithms(op: str, kernels: Sequence[str], *others: str) -> Implementation
     return Implementations((*map(_kernel, kernels), *by_xla), "algorithm", op)
 
 
-# The algorithms of all_reduce_rms_norm that sum and normalize in one kernel.
-FUSED = (
-    "fused",
-    "fused_one_shot_ll",
-    "fused_two_shot_ll",
-    "fused_one_shot",
-    "fused_two_shot",
-)
 _ALL_REDUCE = ("one_shot_ll", "two_shot_ll", "one_shot", "two_shot", "multimem")
-# By operation. `jax_ep.collectives.table` says which of them None selects.
+# Each operation's algorithms; `jax_ep.collectives.table` has the times by which None selects one.
 ALGORITHMS: dict[str, Implementations[Implementation]] = {
     "all_reduce": _algorithms("all_reduce", _ALL_REDUCE),
     "all_gather": _algorithms("all_gather", ("ll", "direct")),
@@ -76,8 +41,3 @@ ALGORITHMS: dict[str, Implementations[Implementation]] = {
     "all_to_all": _algorithms("all_to_all", ("ll", "direct")),
     "all_reduce_rms_norm": _algorithms("all_reduce_rms_norm", FUSED, "unfused"),
 }
-
-
-def is_low_latency(algorithm: str) -> bool:
-    """Returns whether the algorithm uses the low-latency protocol; its name ends in "ll"."""
-    return algorithm.endswith("ll")

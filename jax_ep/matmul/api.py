@@ -1,9 +1,9 @@
-"""Grouped matmul: multiplies each row by its group's matrix. Start at `grouped_matmul`.
+"""Multiplies each row by its group's matrix. Start at `grouped_matmul`.
 
-It consists of JAX primitives, so that one jaxpr lowers to the right backend on each platform:
-`grouped_matmul` (a product, or the sum of several), `grouped_matmul_gated` (the gate of two
-products) and `grouped_matmul_drhs` (the gradients of matrices). The gradients of all three are
-made of `grouped_matmul` and `grouped_matmul_drhs`, so gradients of any order work.
+Three JAX primitives make one jaxpr lower to the right backend on each platform: `grouped_matmul`
+(a product, or the sum of several), `grouped_matmul_gated` (a gating function of two products) and
+`grouped_matmul_drhs` (the gradients of matrices). `grouped_matmul` and `grouped_matmul_drhs`
+compute the gradients of all three, so gradients of any order work.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ def grouped_matmul(
     any order, for both operands), `vmap` (one product after another), `jax.checkpoint`, `scan`,
     and inside `shard_map` with `check_vma` on or off.
 
-    Rows past the last group may hold anything, NaN included: the result is zero there, so is the
-    gradient of `lhs`, and they never reach the gradient of `rhs`, which is zero for an empty
+    Rows of `lhs` past the last group may hold anything, even NaN. The result and the gradient of
+    `lhs` are zero there, and the gradient of `rhs` does not depend on them; it is zero for an empty
     group. For these rows "pallas" and "loop" only write zeros.
 
     Args:
       lhs: [R, H] floating: rows in group order.
       rhs: [L, H, F], the dtype of lhs: one matrix for each group.
-      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R. Groups of
-        more rows end at row R. Which rows a negative size moves is undefined, as it is for a sum
-        that int32 cannot hold.
+      group_sizes: [L] integer: rows of each group, none negative; their sum is at most R. Rows past
+        R are ignored. The result is undefined for a negative size or a sum above 2^31 - 1.
       implementation: the backend:
         "pallas"  this library's kernels for Hopper GPUs; bfloat16 and float16, H and F multiples
                   of 64.
@@ -113,7 +112,7 @@ def check_implementation(
 
 
 def default_platform() -> str:
-    """Returns the platform that JAX uses by default here, as lowering names it, such as "cuda"."""
+    """Returns JAX's default platform by the name that lowering uses, such as "cuda"."""
     platform = jax.default_backend()
     if platform != "gpu":
         return platform
@@ -130,9 +129,9 @@ def product(
 ) -> jax.Array:
     """Multiplies each row of lhs [R, K] by its group's matrix of rhs [L, K, N]; returns [R, N].
 
-    rhs is [L, N, K] with `transpose_rhs`. Rows past the last group are zero; without `zero_unused`
-    they hold anything. Operands must have been checked and have one varying-axes type; group_sizes
-    must be int32.
+    rhs is [L, N, K] with `transpose_rhs`. Rows past the last group are zero, or undefined without
+    `zero_unused`. Operands must have been checked and have one varying-axes type; group_sizes must
+    be int32.
     """
     return sum_of_products(((lhs, rhs),), group_sizes, implementation, transpose_rhs, zero_unused)
 
@@ -152,7 +151,7 @@ def sum_of_products(
     have one varying-axes type; group_sizes must be int32.
     """
     operands = (operand for pair in pairs for operand in pair)
-    return _bind(
+    return bind(
         grouped_matmul_p,
         *operands,
         group_sizes,
@@ -172,7 +171,7 @@ def gated_product(
     implementation: Implementation,
     zero_unused: bool = True,
 ) -> tuple[jax.Array, ...]:
-    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, lhs [R, K] and rhs [L, K, N] each.
+    """Computes gating(lhs @ rhs[0], lhs @ rhs[1]) by groups, for lhs [R, K] and two rhs [L, K, N].
 
     The products are rounded to the operands' dtype; `gating`, elementwise and hashable, gets them
     as float32 or wider. "pallas" computes everything in one kernel, with the same bits, if it
@@ -180,11 +179,11 @@ def gated_product(
     type; group_sizes must be int32.
 
     Returns (hidden,), [R, N] of the operands' dtype, or with `keep` (hidden, product, product).
-    Rows past the last group are zero in the products; in hidden they are zero or gating of zeros.
-    Without `zero_unused` they hold anything.
+    Rows past the last group are zero in the products, and zero or gating(0, 0) in hidden; without
+    `zero_unused` they are undefined.
     """
     return tuple(
-        _bind(
+        bind(
             grouped_matmul_gated_p,
             lhs,
             *rhs,
@@ -217,14 +216,14 @@ def drhs_of_each(
 ) -> tuple[jax.Array, ...]:
     """Computes `drhs` of lhs and each of `grads`, of one shape; "pallas" does so in one kernel."""
     return tuple(
-        _bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
+        bind(grouped_matmul_drhs_p, lhs, *grads, group_sizes, implementation=implementation)
     )
 
 
-def _bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
-    """Binds a primitive to operands that are replicated over Explicit axes, as its results are."""
-    bind = functools.partial(primitive.bind, **params)
-    return replicated_over_explicit_axes(bind, *operands)
+def bind(primitive: Primitive, *operands: jax.Array, **params: Any) -> Any:
+    """Binds a primitive with operands and results replicated over the mesh's Explicit axes."""
+    bind_here = functools.partial(primitive.bind, **params)
+    return replicated_over_explicit_axes(bind_here, *operands)
 
 
 def _sum_of_products_fwd(pairs, group_sizes, implementation, transpose_rhs, zero_unused):
@@ -331,16 +330,23 @@ def _drhs_shapes(lhs, *operands, **_):
     return [(group_sizes.shape[0], lhs.shape[1], grad.shape[1]) for grad in grads]
 
 
-def _primitive(
+def make_primitive(
     name: str, shape: Any, compute: Any, *, several: bool = True, **options: Any
 ) -> Primitive:
-    """Makes the primitive of a function; `shape` returns the shape, or shapes, of its results."""
+    """Makes a primitive from a function that computes it on a platform.
+
+    `shape` returns the shape or shapes of its results. A result has the dtype of the first operand,
+    unless a `jax.ShapeDtypeStruct` is in place of its shape.
+    """
+
+    def type_of(lhs, result):
+        if isinstance(result, jax.ShapeDtypeStruct):
+            return result_type(lhs, result.shape, result.dtype)
+        return result_type(lhs, result)
 
     def abstract_eval(lhs, *others, **params):
         shapes = shape(lhs, *others, **params)
-        if several:
-            return [result_type(lhs, each) for each in shapes]
-        return result_type(lhs, shapes)
+        return [type_of(lhs, each) for each in shapes] if several else type_of(lhs, shapes)
 
     def lower(program: Program, *operands, **params):
         (platform, *others) = program.platforms
@@ -384,9 +390,9 @@ def _primitive(
 
 
 def _without_unused_products(used, params):
-    """Returns the parameters without `keep` where the two products are not used.
+    """Drops `keep` where the two products are not used; a rule of `define_primitive(unused=...)`.
 
-    Returns also the indices of the results that are left; they take all operands.
+    Returns the new parameters, the kept results' indices, and None for all operands.
     """
     if params["keep"] and not any(used[1:]):
         return params | {"keep": False}, [0], None
@@ -394,15 +400,18 @@ def _without_unused_products(used, params):
 
 
 def _without_unused_gradients(used, params):
-    """Returns the parameters, which results are left, and lhs, their grads and group_sizes."""
+    """Drops unused gradients and their operands; a rule of `define_primitive(unused=...)`.
+
+    Returns the parameters, the kept results' indices, and the kept operands' indices.
+    """
     left = [i for i, is_used in enumerate(used) if is_used]
     return params, left, [0, *(1 + i for i in left), 1 + len(used)]
 
 
-grouped_matmul_p = _primitive("grouped_matmul", _product_shape, _compute_product, several=False)
-grouped_matmul_gated_p = _primitive(
+grouped_matmul_p = make_primitive("grouped_matmul", _product_shape, _compute_product, several=False)
+grouped_matmul_gated_p = make_primitive(
     "grouped_matmul_gated", _gated_shapes, _compute_gated, unused=_without_unused_products
 )
-grouped_matmul_drhs_p = _primitive(
+grouped_matmul_drhs_p = make_primitive(
     "grouped_matmul_drhs", _drhs_shapes, _compute_drhs, unused=_without_unused_gradients
 )
