@@ -401,6 +401,21 @@ def when(condition: Value) -> Iterator[None]:
         scf.yield_([])
 
 
+def unless(
+    condition: Value, function: Callable[[], list[Value]], values: list[Value]
+) -> list[Value]:
+    """Emits a branch; returns `values` where the i1 condition holds, else the function's results.
+
+    `function` emits its results, of the types of `values`, in the branch.
+    """
+    branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(values)
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(function())
+    return list(branch.results)
+
+
 def asm(text: str, constraints: str = "", *operands: Value, returns: Any = None) -> Value:
     """Emits inline PTX that the compiler neither drops nor reorders with other inline PTX.
 

@@ -21,14 +21,12 @@ class Groups:
     Attributes:
       number: how many blocks there are, a divisor of the columns.
       kept: how many of them a row chooses from.
-      best: how many of a block's largest scores are summed to the block's score, 1 or 2.
-      scores: the score function, a key of `order.OF_TWO`.
+      best: how many of a block's largest scores are summed to what the block is worth, 1 or 2.
     """
 
     number: int
     kept: int
     best: int
-    scores: str = "logit"
 
 
 @dataclasses.dataclass(frozen=True)
