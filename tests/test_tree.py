@@ -39,6 +39,7 @@ ELSEWHERE = {
     "jax_ep/exchange/rail.py": "tests/exchange/test_two_level.py",
     "jax_ep/exchange/xla.py": "tests/exchange/test_api.py",
     "jax_ep/matmul/backend.py": "tests/matmul/test_api.py",
+    "jax_ep/matmul/float8_pallas.py": "tests/matmul/test_float8.py",
     "jax_ep/matmul/loop.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/pallas.py": "tests/matmul/test_api.py",
     "jax_ep/matmul/xla.py": "tests/matmul/test_api.py",
@@ -49,6 +50,9 @@ ELSEWHERE = {
     "jax_ep/runtime/settings.py": "tests/exchange/test_pallas.py",
     "jax_ep/runtime/versions.py": "tests/cli/test_info.py",
     # One table of kernels, and what each of them must give.
+    # The float8 kernels and what makes their operands.
+    "pallas_kernels/matmul/quantize.py": "tests/kernels/matmul/test_float8.py",
+    "pallas_kernels/matmul/row_blocks.py": "tests/kernels/matmul/test_float8.py",
     "pallas_kernels/collectives/all_gather.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce.py": "tests/kernels/collectives/test_collectives.py",
     "pallas_kernels/collectives/all_reduce_rms_norm.py": (
