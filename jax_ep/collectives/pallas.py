@@ -227,8 +227,8 @@ class PallasCollectives:
     ) -> jax.Array:
         """Runs a kernel on x [..., S]: `low_latency_kernel` if the algorithm is a low-latency one.
 
-        The plan of `kernel` is for `num_elements`, how many elements the blocks of a rank process;
-        that of `low_latency_kernel` is for S.
+        The plan of `kernel` is made for `num_elements`, the number of elements that the blocks of a
+        rank process; the plan of `low_latency_kernel` is made for S.
         """
         if not is_low_latency(self.algorithm):
             return kernel(x, fabric=of_axis(self.axis_name, x), plan=_plan(num_elements, x.dtype))

@@ -106,7 +106,7 @@ def _float32_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
 def _bfloat16_logits(x: jax.Array, gate: jax.Array) -> jax.Array:
     parts = _split(gate, 3)[::-1]  # from the last, which holds the smallest numbers
     products = _dot(x, jnp.concatenate(parts, axis=1), 1, 0, jnp.float32)
-    # XLA may split a product of few rows, and then adds up its parts together with these.
+    # XLA may split a product of few rows along H; one reduction then adds the pieces and this sum.
     return jnp.sum(products.reshape(x.shape[0], len(parts), -1), axis=1)
 
 

@@ -181,8 +181,8 @@ def _clipped(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return of_clipped
 
 
-# By what scores are: a function of two logits that grows with the sum of their scores, also where
-# that sum rounds to the same number. Groups are compared by it after the sum of their best two.
+# For each score function, a function of two logits that grows with the sum of their scores, even
+# where the sums round to the same number. It orders groups whose sums of their best two are equal.
 OF_TWO: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "softmax": _clipped(_log_sum),
     "sigmoid": _clipped(_log_odds_of_mean),

@@ -1,24 +1,23 @@
-"""The k best columns of every row, without sorting the row: one warp for a row, in registers.
+"""Chooses the k best columns (experts) of every row without sorting: one warp per row.
 
-A lane holds neighbouring columns of its row, each as a tuple of unsigned 32-bit words. The last
-word shrinks with the column. The words before it are keys of the numbers that columns are compared
-by, the first first. A key grows with its number in the total order of IEEE 754, which is that of
-`lax.top_k`: -NaN < -inf < -0 < 0 < inf < NaN. So of columns alike the first has the largest tuple.
-Each of k steps takes the largest tuple of the row, by one reduction over the warp for each word,
-and empties it in the lane that holds it.
+A lane holds neighbouring columns of its row in registers, each as a tuple of unsigned 32-bit words.
+The first words are keys of the numbers by which columns are compared. A key grows with its number
+in the total order of IEEE 754, which `lax.top_k` also uses: -NaN < -inf < -0 < 0 < inf < NaN. The
+last word falls with the column's index, so that among equal columns the first has the largest
+tuple. Each of k steps takes the largest tuple of the row, by one reduction over the warp per word,
+and clears it in its lane.
 
 Columns without a bias are compared by their logits. With a bias they are compared by (high, low,
-logit) of `order`. The warp first chooses by `high` alone, which is almost always enough. Only where
-two of the best, or the last of them and another column, have equal highs does it choose again, by
-all three.
+logit) of `order`. The warp first chooses by `high` alone. It chooses again, by all three, only if
+two of the best columns, or the last of them and another column, have equal highs.
 
-With groups, the lanes of a group first make its keys, the warp chooses the best groups in the same
-way, and what lies outside of them counts as -inf. The sums of groups' two best highs choose the
-groups, unless they are so close that what they round off may count.
+With groups, the lanes of a group first compute the group's keys, the warp chooses the best groups
+in the same way, and columns of other groups count as -inf. The sums of the groups' two best highs
+choose the groups, unless their rounding errors may decide.
 
-Where the softmax of the row is wanted the warp makes it, too. Weights follow from what the lanes of
-the choices hold. Arithmetic is that of XLA's kernels but for the order of sums, which is that of
-the lanes, whatever the number of rows.
+If asked for, the warp also computes the row's softmax. The lanes that hold the choices compute the
+weights. The arithmetic is that of XLA's kernels, except that sums are taken in the order of the
+lanes, which does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from pallas_kernels.fabric.mosaic import Value, arith, llvm, vector
 from pallas_kernels.routing import order
 from pallas_kernels.routing.plan import LEAST_SUM, Groups, Weighing, unavailable_reason
 
-_ROWS = LANES // WARP  # rows of a block
+_ROWS = LANES // WARP  # a block has this many rows, one per warp
 _SIGN = 0x80000000
 _ADD = Elementwise(lambda a, b: a + b, 2)
 _MAX = Elementwise(lambda a, b: jnp.maximum(a, b), 2)
@@ -58,13 +57,13 @@ _KEY_OF_MINUS_INFINITY = 0x007FFFFF
 
 
 class Chosen(NamedTuple):
-    """The choices of each row. T rows, E columns.
+    """The choices of each of T rows of E columns.
 
     Attributes:
-      columns: [T, k] int32, the best first.
-      chosen: [T, k] float32, what is weighed of them.
-      weights: [T, k] float32.
-      softmax: [T, E] float32, of each row of logits; None unless it was asked for.
+      columns: [T, k] int32, the chosen columns, best first.
+      chosen: [T, k] float32, the inputs of their weights.
+      weights: [T, k] float32, their weights.
+      softmax: [T, E] float32, the softmax of each row of logits; None unless it was asked for.
     """
 
     columns: Any
@@ -144,8 +143,8 @@ def top_k(
     )
 
 
-# The words of a column, of a group, or of the best of several: keys, the first first, and last what
-# tells equal ones apart. Words of 0 are none.
+# The words of a column or of a group: its keys, and last a word that distinguishes equal ones.
+# Words of 0 stand for no column.
 _Words = tuple[Any, ...]
 
 
@@ -187,7 +186,7 @@ class _TopK:
             self.one_row(_Lanes(self.columns, self.width), row, refs)
 
     def one_row(self, lanes: Any, row: Any, refs: Sequence[Any]) -> None:
-        """Makes a row's choices. Words of `lanes` hold the bits of what they stand for."""
+        """Chooses the columns of a row, and computes their weights. Words hold bits of numbers."""
         operands = dict(zip(self.given, refs, strict=False))
         out = Chosen(*refs[len(operands) :])
         columns, chosen = self.choose(lanes, row, operands)
@@ -203,7 +202,7 @@ class _TopK:
         lanes.store_chosen(self.weigh(lanes, chosen), out.weights, row, self.k)
 
     def weigh(self, lanes: Any, chosen: Any) -> Any:
-        """Returns the weights of what the first k lanes hold."""
+        """Computes the weights of the choices that the first k lanes hold."""
         weighing = self.weighing
         scale = lanes.number(weighing.scale)
         if not weighing.normalize:
@@ -224,7 +223,7 @@ class _TopK:
         return lanes.apply(_SCALE, lanes.apply(_DIVIDE, terms, total), scale)
 
     def softmax(self, lanes: Any, values: Sequence[Any], *others: Any) -> list[Any]:
-        """Returns the softmax of the row, for a lane's values and for others of the row."""
+        """Computes the row's softmax for a lane's own values, and for other values of the row."""
         keys = [words[0] for words in lanes.columns_of([[lanes.key(value) for value in values]])]
         while len(keys) > 1:
             first, second, *rest = keys
@@ -423,7 +422,7 @@ def _warp_best(lanes: Any, own: _Words) -> _Words:
 
 
 def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
-    """Returns words, or none if they are those that are taken; last words are distinct."""
+    """Returns `words`, or words of 0 if they equal the taken words."""
     gone, none = lanes.equal(words[-1], taken[-1]), lanes.word(0)
     return tuple(lanes.select(gone, none, word) for word in words)
 
@@ -431,7 +430,7 @@ def _without(lanes: Any, words: _Words, taken: _Words) -> _Words:
 def _two_largest(
     lanes: Any, a: _Words, a_second: _Words | None, b: _Words, b_second: _Words | None
 ) -> tuple[_Words, _Words]:
-    """Returns the two largest of up to four, of which a >= a_second and b >= b_second."""
+    """Returns the two largest of a, a_second, b and b_second, where a second may be None."""
     a_is_larger = _is_larger(lanes, a, b)
     first, second = _selected(lanes, a_is_larger, a, b), _selected(lanes, a_is_larger, b, a)
     for other in (a_second, b_second):
@@ -441,7 +440,7 @@ def _two_largest(
 
 
 def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
-    """Returns the float32 sum of groups of `number` lanes, a power of two, in each of them."""
+    """Returns to each lane the float32 sum over its group of `number` lanes, a power of two."""
     distance = number // 2
     while distance:
         word = lanes.apply(_ADD, word, lanes.exchange(word, distance))
@@ -450,7 +449,7 @@ def _sum_of_lanes(lanes: Any, word: Any, number: int) -> Any:
 
 
 class _Lanes:
-    """Emits what `_TopK` computes, for one thread; words are unsigned, 32 bits."""
+    """Emits the operations of `_TopK` for one thread; words are unsigned, with 32 bits."""
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
@@ -489,7 +488,7 @@ class _Lanes:
         return arith.xori(bits, arith.ori(spread, mosaic.i32(_SIGN)))
 
     def columns_of(self, keys: Sequence[Sequence[Value]]) -> list[_Words]:
-        """Returns the words of this lane's columns; those past the last column are 0."""
+        """Returns the words of this lane's columns; 0 past the row's last column."""
         first = arith.muli(self.lane, mosaic.i32(self.width))
         columns = []
         for i, of_column in enumerate(zip(*keys, strict=True)):
@@ -502,12 +501,12 @@ class _Lanes:
         return columns
 
     def bits(self, key: Value) -> Value:
-        """Returns the bits whose key this is."""
+        """Returns the bits of the number that has this key."""
         below_zero = self.complement(arith.shrsi(key, mosaic.i32(31)))
         return arith.xori(key, arith.ori(below_zero, mosaic.i32(_SIGN)))
 
     def within_row(self, words: Sequence[Value]) -> list[Value]:
-        """Returns a lane's words, 0 past the last column."""
+        """Replaces a lane's words past the row's last column by 0."""
         if self.columns % WARP == 0:
             return list(words)
         first, last = arith.muli(self.lane, mosaic.i32(self.width)), mosaic.i32(self.columns)
@@ -518,7 +517,7 @@ class _Lanes:
         ]
 
     def apply(self, function: Elementwise, *words: Value) -> Value:
-        """Applies a function of float32 to the numbers whose bits the words are."""
+        """Applies a function of float32 numbers to words that hold their bits."""
         floats = [arith.bitcast(mosaic.float_type(), word) for word in words]
         return arith.bitcast(mosaic.integer_type(32), function.emit(*floats))
 
@@ -562,7 +561,7 @@ class _Lanes:
             llvm.store(word, mosaic.element_pointer(mosaic.pointer(ref), place, word.type))
 
     def store_row(self, words: Sequence[Value], ref: Value, row: Value) -> None:
-        """Stores what each lane holds to a row, where `load` finds it."""
+        """Stores each lane's words to the columns that `load` reads."""
         i32, base = mosaic.integer_type(32), mosaic.pointer(ref)
         first = arith.muli(self.lane, mosaic.i32(self.width))
         start = arith.addi(arith.muli(row, mosaic.i32(self.columns)), first)
@@ -619,7 +618,7 @@ class _Lanes:
 
 
 class _InterpretedLanes(_Lanes):
-    """Computes what `_Lanes` emits, in Pallas' interpreter; words are arrays [WARP] of uint32."""
+    """Computes the operations of `_Lanes` in Pallas' interpreter; words are [WARP] uint32."""
 
     def __init__(self, columns: int, width: int) -> None:
         self.columns, self.width = columns, width
